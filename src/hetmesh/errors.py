@@ -1,0 +1,30 @@
+"""Every error hetmesh raises on purpose. Each message names the thing, what was given and what is valid."""
+
+
+class HetmeshError(Exception):
+    """Base of all errors below; catch it to catch any of them."""
+
+
+class LayoutError(HetmeshError, ValueError):
+    """A MeshSpec, placement or Layout is malformed, or two layouts cannot be joined by a transfer."""
+
+
+class GraphError(HetmeshError, ValueError):
+    """A ModuleGraph, BatchPlan or Schedule is inconsistent. The message names the module, boundary or action."""
+
+
+class RecipeError(HetmeshError, ValueError):
+    """A recipe key is unknown, missing or holds an invalid value. The message names the key and the valid choices."""
+
+
+class SampleError(HetmeshError, ValueError):
+    """One sample is malformed. The message names its id; mend the sample or the source that made it."""
+
+
+class BoundaryError(HetmeshError, RuntimeError):
+    """A tensor handed to a boundary does not have the shape, dtype, mesh or device that the layouts promise."""
+
+
+class BoundaryTimeout(HetmeshError, TimeoutError):
+    """A wait outlasted its timeout. The message names boundary, microbatch and rank. The process group cannot be
+    used afterwards: end the job and resume it from its last checkpoint."""

@@ -1,0 +1,56 @@
+"""What is known of a sample before its payload is loaded: lengths, media shapes, target spans and row counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """One image, clip or recording of a sample.
+
+    Attributes:
+        name: the kind of media, which is also the placeholder name (`"image"`).
+        shape: shape of the raw tensor, e.g. `(channels, height, width)`.
+        position: index of its first placeholder token in the token sequence.
+        rows: placeholder tokens it takes in the token sequence; 1 as a source gives it, and the rows that reach the
+            LLM for this item once the sample was expanded (`hetmesh.data.expand`).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    position: int
+    rows: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SampleMeta:
+    """The plannable facts of one sample. Cheap to make, equal on every rank, no tensors.
+
+    Attributes:
+        id: unique within the data source; every error about the sample names it.
+        tokens: length of the token sequence, placeholders included.
+        media: the sample's media items in the order of their positions.
+        targets: `[start, stop)` spans of token positions whose token is predicted and carries loss (position 0 cannot
+            be predicted).
+        rows: rows that each module emits for this sample, by module name; empty until expanded.
+        position_ids: set by adapters whose position ids are not `0..tokens-1` (multimodal RoPE); None otherwise.
+    """
+
+    id: str
+    tokens: int
+    media: tuple[MediaItem, ...] = ()
+    targets: tuple[tuple[int, int], ...] = ()
+    rows: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    position_ids: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that carry loss."""
+        return sum(stop - start for start, stop in self.targets)
+
+    def num_items(self, name: str) -> int:
+        """Media items of kind `name`."""
+        return sum(item.name == name for item in self.media)
