@@ -1,0 +1,141 @@
+"""MeshSpec: the ranks of a module in order, with named axes. The truth; a DeviceMesh is its run-time handle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hetmesh.errors import LayoutError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """An n-dimensional arrangement of ranks.
+
+    Attributes:
+        ranks: global ranks in row-major order over `sizes`. Any distinct ranks: gaps and permutations are legal.
+        axes: one name per mesh axis, e.g. `("dp", "tp")`.
+        sizes: ranks along each axis; their product is `len(ranks)`.
+
+    Raises:
+        LayoutError: a rank is repeated or negative, an axis name is repeated, or the sizes do not fit.
+    """
+
+    ranks: tuple[int, ...]
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", tuple(int(r) for r in self.ranks))
+        object.__setattr__(self, "axes", tuple(self.axes))
+        object.__setattr__(self, "sizes", tuple(int(s) for s in self.sizes))
+        if not self.axes or len(self.axes) != len(self.sizes):
+            raise LayoutError(f"a mesh needs one size per axis: axes {self.axes}, sizes {self.sizes}")
+        if len(set(self.axes)) != len(self.axes):
+            raise LayoutError(f"mesh axes must have distinct names: {self.axes}")
+        if any(s < 1 for s in self.sizes) or math.prod(self.sizes) != len(self.ranks):
+            raise LayoutError(
+                f"mesh axes {dict(zip(self.axes, self.sizes, strict=True))} hold {math.prod(self.sizes)} ranks, "
+                f"but {len(self.ranks)} were given: {_short(self.ranks)}"
+            )
+        if len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
+            raise LayoutError(f"mesh ranks must be distinct and not negative: {_short(self.ranks)}")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # thousands of ranks are hashed at every plan look-up otherwise
+        return hash((self.ranks, self.axes, self.sizes))
+
+    @classmethod
+    def make(cls, ranks: Iterable[int], /, **sizes: int) -> MeshSpec:
+        """`MeshSpec.make(range(4), dp=2, tp=2)`: axes in the order given."""
+        return cls(tuple(ranks), tuple(sizes), tuple(sizes.values()))
+
+    @classmethod
+    def of(cls, device_mesh: DeviceMesh) -> MeshSpec:
+        """The spec of a torch DeviceMesh. Unnamed mesh dims are called `dim_0`, `dim_1`, ..."""
+        array = device_mesh.mesh
+        names = device_mesh.mesh_dim_names or tuple(f"dim_{i}" for i in range(array.ndim))
+        return cls(tuple(array.flatten().tolist()), tuple(names), tuple(array.shape))
+
+    @property
+    def ndim(self) -> int:
+        """Number of mesh axes."""
+        return len(self.sizes)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @cached_property
+    def array(self) -> np.ndarray:
+        """The ranks as an int64 array of shape `sizes`."""
+        return np.asarray(self.ranks, dtype=np.int64).reshape(self.sizes)
+
+    @cached_property
+    def _positions(self) -> dict[int, int]:
+        return {rank: i for i, rank in enumerate(self.ranks)}
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._positions
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """Position of `rank` along each axis, or None if it is not a member."""
+        position = self._positions.get(rank)
+        if position is None:
+            return None
+        coordinate = []
+        for size in reversed(self.sizes):
+            position, c = divmod(position, size)
+            coordinate.append(c)
+        return tuple(reversed(coordinate))
+
+    def axis_size(self, axis: str) -> int:
+        """Ranks along `axis`; 1 for an axis that the mesh does not have."""
+        return self.sizes[self.axes.index(axis)] if axis in self.axes else 1
+
+    def axis_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """The rank groups along `axis`, one per coordinate of the other axes, ranks in mesh order."""
+        if axis not in self.axes:
+            raise LayoutError(f"mesh has no axis {axis!r}; its axes are {self.axes}")
+        moved = np.moveaxis(self.array, self.axes.index(axis), -1).reshape(-1, self.axis_size(axis))
+        return tuple(tuple(row) for row in moved.tolist())
+
+    def merge(self, axes: Iterable[str], name: str) -> MeshSpec:
+        """The same ranks with adjacent `axes` flattened into one axis `name` (of size 1 in front if none exists).
+
+        Lanes of a module are the merged data-parallel axes, for example.
+        """
+        present = [a for a in self.axes if a in set(axes)]
+        if not present:
+            return MeshSpec(self.ranks, (name, *self.axes), (1, *self.sizes))
+        first = self.axes.index(present[0])
+        last = first + len(present)
+        if self.axes[first:last] != tuple(present):
+            raise LayoutError(f"axes {present} are not adjacent in mesh axes {self.axes}")
+        return MeshSpec(
+            self.ranks,
+            (*self.axes[:first], name, *self.axes[last:]),
+            (*self.sizes[:first], math.prod(self.sizes[first:last]), *self.sizes[last:]),
+        )
+
+    def __str__(self) -> str:
+        axes = ", ".join(f"{a}={s}" for a, s in zip(self.axes, self.sizes, strict=True))
+        return f"({axes}) on ranks {_short(self.ranks)}"
+
+
+def _short(ranks: tuple[int, ...]) -> str:
+    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return str(list(ranks)) if len(ranks) <= 16 else f"[{ranks[0]}, {ranks[1]}, ... {ranks[-1]}] ({len(ranks)} ranks)"
