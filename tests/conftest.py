@@ -1,0 +1,39 @@
+"""What all tests share: the worker pools, and a deterministic hypothesis."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from hetmesh.testing.pool import WorkerPool
+
+# The same examples on every run and machine; timings of a shared machine are no reason to fail.
+settings.register_profile(
+    "hetmesh", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("hetmesh")
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Callable[[int], WorkerPool]]:
+    """`pool(n)`: the session's pool of n workers. Started by its first `run`, kept to the end of the session."""
+    pools: dict[int, WorkerPool] = {}
+
+    def get(size: int) -> WorkerPool:
+        return pools.setdefault(size, WorkerPool(size))
+
+    yield get
+    for each in pools.values():
+        each.close()
+
+
+@pytest.fixture(scope="session")
+def pool4(pool: Callable[[int], WorkerPool]) -> WorkerPool:
+    """The session's pool of 4 workers."""
+    return pool(4)
+
+
+@pytest.fixture(scope="session")
+def pool8(pool: Callable[[int], WorkerPool]) -> WorkerPool:
+    """The session's pool of 8 workers."""
+    return pool(8)
