@@ -1,0 +1,12 @@
+"""Layouts as values, and the plans that turn one into another. Pure: no communication, no tensors of data."""
+
+from hetmesh.layout.intervals import Interval, Intervals
+from hetmesh.layout.layout import Layout
+from hetmesh.layout.mesh import MeshSpec
+from hetmesh.layout.placements import Placement, RowSplit
+from hetmesh.layout.transfer import Piece, Step, TransferPlan, plan_gradient, plan_transfer
+
+__all__ = [
+    "Interval", "Intervals", "Layout", "MeshSpec", "Piece", "Placement", "RowSplit", "Step", "TransferPlan",
+    "plan_gradient", "plan_transfer",
+]

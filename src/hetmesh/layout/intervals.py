@@ -1,0 +1,67 @@
+"""Ordered lists of half-open global intervals: the one representation of every share of a tensor dim."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Interval = tuple[int, int]
+"""`(start, stop)`: global positions start, ..., stop - 1 along one tensor dim."""
+
+Intervals = tuple[Interval, ...]
+"""Intervals in local order: their concatenation is the local extent along one tensor dim."""
+
+
+def extent(intervals: Sequence[Interval]) -> int:
+    """Total length."""
+    return sum(stop - start for start, stop in intervals)
+
+
+def chunk_bounds(length: int, chunks: int, index: int) -> Interval:
+    """What `torch.chunk` gives to `index`: every chunk has ceil(length / chunks) positions until none are left."""
+    size = -(-length // chunks)
+    return min(index * size, length), min((index + 1) * size, length)
+
+
+def narrow(intervals: Sequence[Interval], start: int, stop: int) -> Intervals:
+    """The part of the concatenation of `intervals` from local position `start` to `stop`."""
+    out, offset = [], 0
+    for a, b in intervals:
+        low, high = max(start - offset, 0), min(stop - offset, b - a)
+        if low < high:
+            out.append((a + low, a + high))
+        offset += b - a
+    return tuple(out)
+
+
+def coalesce(intervals: Sequence[Interval]) -> Intervals:
+    """Join neighbours in the list where one ends exactly where the next begins; drop empty ones."""
+    out: list[Interval] = []
+    for a, b in intervals:
+        if a == b:
+            continue
+        if out and out[-1][1] == a:
+            out[-1] = (out[-1][0], b)
+        else:
+            out.append((a, b))
+    return tuple(out)
+
+
+def locate(local: Sequence[Interval], wanted: Sequence[Interval]) -> Intervals:
+    """Local positions of the global intervals `wanted`, each of which lies inside one interval of `local`.
+
+    Returns local `[start, stop)` ranges, neighbours joined, in the order of `wanted`.
+    """
+    if len(local) == 1:
+        base = local[0][0]
+        return coalesce([(a - base, b - base) for a, b in wanted])
+    table, offset = [], 0
+    for a, b in local:
+        table.append((a, b, offset - a))
+        offset += b - a
+    table.sort()
+    out, i = [], 0
+    for a, b in wanted:
+        while not (table[i][0] <= a and b <= table[i][1]):
+            i += 1
+        out.append((a + table[i][2], b + table[i][2]))
+    return coalesce(out)

@@ -1,0 +1,128 @@
+"""Layout: a MeshSpec and one placement per axis. With a global shape it says which rank holds what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from hetmesh._torch_compat import StridedShard
+from hetmesh.errors import LayoutError
+from hetmesh.layout.cells import Cells, cut
+from hetmesh.layout.intervals import Intervals, extent
+from hetmesh.layout.mesh import MeshSpec
+from hetmesh.layout.placements import Placement, RowSplit, check_placements, sharded_dim
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor lies on a mesh.
+
+    Attributes:
+        mesh: the ranks.
+        placements: one per mesh axis: `Shard`, `Replicate`, `Partial` ("sum"), a legal `_StridedShard` (as FSDP2 over
+            tensor parallelism makes it) or `RowSplit`. Uneven shards follow `torch.chunk`, empty ones included.
+
+    Raises:
+        LayoutError: a placement that cannot be moved exactly; the message names the mesh axis.
+    """
+
+    mesh: MeshSpec
+    placements: tuple[Placement, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "placements", tuple(self.placements))
+        check_placements(self.placements, self.mesh.axes, self.mesh.sizes)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mesh, self.placements))
+
+    @property
+    def partial_axes(self) -> tuple[int, ...]:
+        """Mesh axes along which the ranks hold summands."""
+        return tuple(i for i, p in enumerate(self.placements) if isinstance(p, Partial))
+
+    @property
+    def replica_axes(self) -> tuple[int, ...]:
+        """Mesh axes along which the ranks hold the same elements."""
+        return tuple(i for i, p in enumerate(self.placements) if isinstance(p, Replicate))
+
+    @property
+    def is_dtensor(self) -> bool:
+        """Whether every placement is torch's own, so that a DTensor can carry it."""
+        return not any(isinstance(p, RowSplit) for p in self.placements)
+
+    def cells(self, shape: tuple[int, ...]) -> tuple[Cells, ...]:
+        """One Cells per tensor dim of a tensor of global `shape`. Raises LayoutError where a placement does not fit."""
+        return _cells(self, tuple(shape))
+
+    def intervals(self, shape: tuple[int, ...], rank: int) -> tuple[Intervals, ...]:
+        """Per tensor dim the ordered global intervals whose concatenation is the local extent of `rank`."""
+        coordinate = self.mesh.coordinate(rank)
+        if coordinate is None:
+            raise LayoutError(f"rank {rank} is not a member of the mesh {self.mesh}")
+        return tuple(cells.intervals(cells.cell_of(coordinate)) for cells in self.cells(shape))
+
+    def local_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        """Shape of the local tensor of `rank`."""
+        return tuple(extent(rows) for rows in self.intervals(shape, rank))
+
+    def gradient(self) -> Layout:
+        """The layout of the gradient: Shard -> Shard, Replicate -> Replicate, Partial -> Replicate."""
+        if not self.partial_axes:
+            return self
+        return replace(self, placements=tuple(Replicate() if isinstance(p, Partial) else p for p in self.placements))
+
+    def canonical(self, shape: tuple[int, ...]) -> Layout:
+        """The layout in which each element of a Partial tensor gets one owner, after a reduce-scatter.
+
+        The Replicate and Partial axes move behind the others and shard one tensor dim: the longest local extent that
+        they divide evenly on every rank, or the longest one if there is none (ties: the first).
+        """
+        free = sorted((*self.partial_axes, *self.replica_axes))
+        # A strided shard cuts last, so as a plain Shard behind the others it means the same.
+        kept = sorted((i for i in range(self.mesh.ndim) if i not in free), key=self._is_strided)
+        parts = 1
+        for i in free:
+            parts *= self.mesh.sizes[i]
+        cells = self.cells(shape)
+        if not cells:
+            raise LayoutError(f"a 0-d tensor cannot be Partial at a boundary ({self}); give it a dim of size 1")
+
+        def score(dim: int) -> tuple[bool, int, int]:
+            extents = {extent(cells[dim].intervals(c)) for c in range(len(cells[dim].first) - 1)}
+            return all(e % parts == 0 for e in extents), max(extents), -dim
+
+        dim = max(range(len(shape)), key=score)
+        order = [*kept, *free]
+        mesh = MeshSpec(
+            tuple(self.mesh.array.transpose(order).ravel().tolist()),
+            tuple(self.mesh.axes[i] for i in order),
+            tuple(self.mesh.sizes[i] for i in order),
+        )
+        plain = (Shard(sharded_dim(p) or 0) if self._is_strided(i) else p for i, p in enumerate(self.placements))
+        by_axis = dict(enumerate(plain))
+        return Layout(mesh, (*(by_axis[i] for i in kept), *(Shard(dim) for _ in free)))
+
+    def _is_strided(self, axis: int) -> bool:
+        return isinstance(self.placements[axis], StridedShard)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{a}={s}: {p}" for a, s, p in zip(self.mesh.axes, self.mesh.sizes, self.placements, strict=True))
+        return f"Layout({parts}; ranks {list(self.mesh.ranks[:16])}{'...' if self.mesh.size > 16 else ''})"
+
+
+@lru_cache(maxsize=512)
+def _cells(layout: Layout, shape: tuple[int, ...]) -> tuple[Cells, ...]:
+    for placement, axis in zip(layout.placements, layout.mesh.axes, strict=True):
+        dim = sharded_dim(placement)
+        if dim is not None and dim >= len(shape):
+            raise LayoutError(f"mesh axis {axis!r}: {placement} splits a dim that shape {shape} does not have")
+        if isinstance(placement, RowSplit) and max((b for r in placement.intervals for _, b in r), default=0) > shape[dim or 0]:
+            raise LayoutError(f"mesh axis {axis!r}: {placement} names rows beyond the {shape[dim or 0]} of shape {shape}")
+    return tuple(cut(size, layout.placements, layout.mesh.sizes, dim) for dim, size in enumerate(shape))
