@@ -1,0 +1,32 @@
+"""Sources of samples, their metadata and payloads, and the resumable loader.
+
+source.py   Sample, the Source protocol, make_source
+check.py    is a sample well-formed, does its payload agree with its metadata
+expand.py   one placeholder token per row; truncation
+shuffle.py  permutations that cost no memory
+loader.py   Loader: the global batch of a step as metadata, payloads on demand
+digits.py   the demo: questions about handwritten digits (digits.npz, README.md)
+"""
+
+from hetmesh.data.check import check_meta, check_sample
+from hetmesh.data.digits import DigitsSource
+from hetmesh.data.expand import Expansion, ItemRows, ModuleRows, expand, expand_tokens
+from hetmesh.data.loader import Drawn, Loader
+from hetmesh.data.source import QuestionSource, Sample, Source, make_source
+
+__all__ = [
+    "DigitsSource",
+    "Drawn",
+    "Expansion",
+    "ItemRows",
+    "Loader",
+    "ModuleRows",
+    "QuestionSource",
+    "Sample",
+    "Source",
+    "check_meta",
+    "check_sample",
+    "expand",
+    "expand_tokens",
+    "make_source",
+]

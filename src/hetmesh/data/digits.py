@@ -1,0 +1,181 @@
+"""The demo source: questions about real handwritten digits, made on the fly from 1,797 images (see README.md)."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from hetmesh.data.source import Sample
+from hetmesh.errors import RecipeError
+from hetmesh.graph.sample import MediaItem, SampleMeta
+
+SPECIAL = ("<pad>", "<end>", "<image>")
+VOCABULARY = (*SPECIAL, *" +=0123456789adermsu")
+"""Token id -> text. Every character that a question or answer can hold is one token."""
+PAD, END, IMAGE = range(len(SPECIAL))
+_TOKEN = {text: token for token, text in enumerate(VOCABULARY)}
+
+HELD_OUT_IMAGES = 360
+"""Images of the validation split, about one in five, drawn once for all seeds."""
+MAX_READ = 6
+SUM_IMAGES = 2
+MAX_ADDEND = 19
+HELD_OUT_ADDITIONS = 5
+"""One in so many additions is asked in the validation split only."""
+KINDS = ("read", "sum", "add")
+WEIGHTS = (0.5, 0.25, 0.25)
+"""Share of each kind among the questions."""
+LENGTHS = MappingProxyType({"train": 1_000_000, "validation": 384})
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question: `images` are indices into the data set, `text` has one `<image>` for each."""
+
+    kind: str
+    text: str
+    answer: str
+    images: tuple[int, ...] = ()
+
+
+class DigitsSource:
+    """Questions over 0 to 6 images of handwritten digits. Three kinds:
+
+    - `read`: write down the digits of 1 to 6 images;
+    - `sum`: the sum of the digits of 2 images;
+    - `add`: the sum of two written numbers; no image.
+
+    Question `index` is a pure function of `(seed, split, index)`. The train split is a stream of 1,000,000 random
+    questions. The validation split is 384 questions over images, and additions, that the train split of no seed uses.
+
+    Args:
+        split: `"train"` or `"validation"`.
+        seed: another seed gives other questions.
+
+    Raises:
+        RecipeError: an unknown split.
+    """
+
+    vocab_size = len(VOCABULARY)
+    pad_id = PAD
+    placeholders = MappingProxyType({"image": IMAGE})
+
+    def __init__(self, split: str = "train", seed: int = 0) -> None:
+        if split not in LENGTHS:
+            raise RecipeError(f"digits: there is no split {split!r}; valid are {sorted(LENGTHS)}")
+        self.split = split
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return LENGTHS[self.split]
+
+    def ask(self, index: int) -> Question:
+        """Question `index`.
+
+        Raises:
+            IndexError: `index` is not in `0..len(self)-1`.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"digits: index {index} is not in 0..{len(self) - 1}")
+        # Of random.Random only random() is promised to give the same numbers in every Python version.
+        draw = random.Random(f"{self.seed}/{self.split}/{index}").random
+        kind = KINDS[np.searchsorted(np.cumsum(WEIGHTS[:-1]), draw(), side="right")]
+        if kind == "add":
+            pairs = _additions(self.split)
+            a, b = pairs[int(draw() * len(pairs))]
+            return Question(kind, f"add {a}+{b}=", str(a + b))
+        number = SUM_IMAGES if kind == "sum" else 1 + int(draw() * MAX_READ)
+        pool = _pool(self.split)
+        images = tuple(pool[int(draw() * len(pool))] for _ in range(number))
+        digits = [int(data_set()[1][i]) for i in images]
+        answer = str(sum(digits)) if kind == "sum" else "".join(map(str, digits))
+        return Question(kind, f"{kind} {'<image>' * number}=", answer, images)
+
+    def meta(self, index: int) -> SampleMeta:
+        """Metadata of sample `index`; the answer and the end token are the targets."""
+        question = self.ask(index)
+        prompt = len(_encode(question.text))
+        tokens = prompt + len(question.answer) + 1
+        first = len(question.kind) + 1
+        media = tuple(MediaItem("image", (1, 8, 8), first + i) for i in range(len(question.images)))
+        return SampleMeta(self._id(index), tokens, media, targets=((prompt, tokens),))
+
+    def load(self, index: int) -> Sample:
+        """Payload of sample `index`; each image is float32 `[1, 8, 8]` in -1..1."""
+        question = self.ask(index)
+        tokens = torch.tensor([*_encode(question.text), *_encode(question.answer), END])
+        images = [torch.from_numpy(data_set()[0][i]).float().div(8).sub(1).unsqueeze(0) for i in question.images]
+        return Sample(self._id(index), tokens, {"image": images})
+
+    def kind(self, index: int) -> str:
+        """`read`, `sum` or `add`."""
+        return self.ask(index).kind
+
+    def question(self, index: int) -> str:
+        """The text of the question, with `<image>` for each image."""
+        return self.ask(index).text
+
+    def answer(self, index: int) -> str:
+        """The right answer."""
+        return self.ask(index).answer
+
+    def picture(self, index: int) -> str:
+        """The question's images side by side as text art; empty without images."""
+        return text_art(data_set()[0][list(self.ask(index).images)])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of token ids up to the first end token; a token outside the vocabulary shows as `<7?>`."""
+        known = [VOCABULARY[t] if 0 <= t < len(VOCABULARY) else f"<{t}?>" for t in map(int, tokens)]
+        return "".join(known[: known.index("<end>")] if "<end>" in known else known)
+
+    def _id(self, index: int) -> str:
+        return f"digits/{self.split}/{index}"
+
+
+def text_art(images: np.ndarray) -> str:
+    """Images `[n, height, width]` with values 0..16 side by side, two characters per pixel; empty without images."""
+    if len(images) == 0:
+        return ""
+    shades = np.array(list(" .:-=+*#%@"))
+    pixels = shades[images.astype(int) * (len(shades) - 1) // 16].repeat(2, axis=2)
+    return "\n".join("  ".join("".join(row) for row in rows) for rows in pixels.swapaxes(0, 1))
+
+
+@functools.cache
+def data_set() -> tuple[np.ndarray, np.ndarray]:
+    """The shipped images, uint8 `[1797, 8, 8]` with values 0..16, and their labels, uint8 `[1797]`."""
+    with files("hetmesh.data").joinpath("digits.npz").open("rb") as file, np.load(file) as archive:
+        return archive["images"], archive["labels"]
+
+
+@functools.cache
+def _pool(split: str) -> tuple[int, ...]:
+    """Images that questions of a split may show. The order is that of a hash, the same for every seed."""
+    order = sorted(range(len(data_set()[1])), key=lambda i: random.Random(f"image/{i}").random())
+    return tuple(order[:HELD_OUT_IMAGES] if split == "validation" else order[HELD_OUT_IMAGES:])
+
+
+@functools.cache
+def _additions(split: str) -> tuple[tuple[int, int], ...]:
+    """Pairs that additions of a split may ask; a pair and its mirror image are in the same split."""
+
+    def held_out(a: int, b: int) -> bool:
+        return random.Random(f"add/{min(a, b)}/{max(a, b)}").random() < 1 / HELD_OUT_ADDITIONS
+
+    numbers = range(MAX_ADDEND + 1)
+    return tuple((a, b) for a in numbers for b in numbers if held_out(a, b) == (split == "validation"))
+
+
+def _encode(text: str) -> list[int]:
+    """Tokens of a text in which `<image>` stands for the placeholder."""
+    tokens: list[int] = []
+    for i, part in enumerate(text.split("<image>")):
+        tokens += [IMAGE] * (i > 0) + [_TOKEN[c] for c in part]
+    return tokens

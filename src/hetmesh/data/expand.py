@@ -1,0 +1,143 @@
+"""From a source's samples to the sequences that the modules see: one placeholder token per row, cut to `seq_len`.
+
+`expand` works on metadata and is pure, so every rank plans the same shapes without loading anything; `expand_tokens`
+then does exactly the same to a payload. Nothing is ever padded to make counts agree.
+
+**What is cut.** A sample longer than `seq_len` keeps the longest prefix of at most `seq_len` tokens that ends outside
+a media item. So a media item survives whole or is dropped whole, every surviving target still sees the whole context
+it had, and no answer about a dropped image survives. A sample whose targets are all cut is legal: it has no loss. A
+sample of which nothing is left, because it starts with a media item of more than `seq_len` rows, is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+
+from hetmesh.data.check import check_meta, check_sample
+from hetmesh.data.source import Sample
+from hetmesh.errors import RecipeError, SampleError
+from hetmesh.graph.sample import MediaItem, SampleMeta
+
+ItemRows = Mapping[str, Callable[[tuple[int, ...]], int]]
+"""Kind of media -> function from an item's raw shape to the rows that reach the sequence for it."""
+
+ModuleRows = Callable[[SampleMeta], Mapping[str, int]]
+"""From an expanded sample to the rows that each module emits for it, by module name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """An expanded sample and what was cut off it.
+
+    Attributes:
+        meta: the expanded metadata.
+        dropped_media: the media items that did not fit, as the source gave them.
+        dropped_tokens: expanded tokens that were cut, placeholders of the dropped media included.
+    """
+
+    meta: SampleMeta
+    dropped_media: tuple[MediaItem, ...] = ()
+    dropped_tokens: int = 0
+
+
+def expand(
+    meta: SampleMeta,
+    item_rows: ItemRows,
+    *,
+    seq_len: int | None = None,
+    module_rows: ModuleRows | None = None,
+) -> Expansion:
+    """Give every media item its rows: its placeholder becomes that many; positions and target spans move along.
+
+    An item that takes exactly its rows already (a source that expands by itself) is left as it is.
+
+    Args:
+        meta: as a source gives it.
+        item_rows: for every kind of media, the rows of one item.
+        seq_len: longest sequence, in expanded tokens; see above for what is cut. None cuts nothing.
+        module_rows: fills `SampleMeta.rows`; it is given the expanded and cut metadata.
+
+    Raises:
+        SampleError: a kind of media that no encoder reads; an item whose placeholders are neither 1 nor its rows;
+            malformed metadata; nothing fits into `seq_len`.
+        RecipeError: `seq_len` is below 1.
+    """
+    if seq_len is not None and seq_len < 1:
+        raise RecipeError(f"[training] seq_len = {seq_len} must be at least 1")
+    check_meta(meta)
+    if meta.position_ids is not None:
+        raise SampleError(f"sample {meta.id!r}: position_ids are set after expansion, by the model that needs them")
+
+    items: list[MediaItem] = []
+    added = 0  # tokens that the items so far have added
+    for item in meta.media:
+        rows = _rows(meta.id, item, item_rows)
+        items.append(replace(item, position=item.position + added, rows=rows))
+        added += rows - item.rows
+
+    def shifted(position: int) -> int:
+        """Where a source position outside media items moves to."""
+        before = (n.rows - o.rows for n, o in zip(items, meta.media, strict=True) if o.position < position)
+        return position + sum(before)
+
+    total = meta.tokens + added
+    end = total if seq_len is None else min(total, seq_len)
+    end = min([end, *(i.position for i in items if i.position < end < i.position + i.rows)])
+    if end == 0 < total:
+        raise SampleError(
+            f"sample {meta.id!r}: nothing fits into seq_len {seq_len}: its first {items[0].name!r} takes "
+            f"{items[0].rows} rows; raise [training] seq_len or shrink the item"
+        )
+    kept = tuple(i for i in items if i.position < end)
+    targets = ((shifted(start), min(shifted(stop - 1) + 1, end)) for start, stop in meta.targets)
+    expanded = SampleMeta(meta.id, end, kept, tuple((a, b) for a, b in targets if a < b))
+    if module_rows is not None:
+        expanded = replace(expanded, rows=MappingProxyType(dict(module_rows(expanded))))
+    return Expansion(expanded, meta.media[len(kept) :], total - end)
+
+
+def _rows(sample_id: str, item: MediaItem, item_rows: ItemRows) -> int:
+    if item.name not in item_rows:
+        raise SampleError(
+            f"sample {sample_id!r}: no module reads media of kind {item.name!r}; kinds that are read: "
+            f"{sorted(item_rows)} (a boundary's `at`)"
+        )
+    rows = item_rows[item.name](item.shape)
+    if rows < 1:
+        raise SampleError(f"sample {sample_id!r}: a {item.name!r} of shape {item.shape} makes {rows} rows, need >= 1")
+    if item.rows not in (1, rows):
+        raise SampleError(
+            f"sample {sample_id!r}: the {item.name!r} at position {item.position} has {item.rows} placeholder tokens "
+            f"and its encoder makes {rows} rows; give 1 placeholder, or {rows}"
+        )
+    return rows
+
+
+def expand_tokens(
+    sample: Sample, source_meta: SampleMeta, expanded: SampleMeta, placeholders: Mapping[str, int]
+) -> Sample:
+    """Do to a payload what `expand` did to its metadata: repeat placeholders, cut, drop media that did not fit.
+
+    Args:
+        sample: as the source loads it.
+        source_meta: as the source gives it.
+        expanded: the result of `expand` on `source_meta`.
+        placeholders: kind of media -> token id.
+
+    Raises:
+        SampleError: the payload does not agree with its metadata (see `check_sample`).
+    """
+    check_sample(sample, source_meta, placeholders)
+    repeats = torch.ones(source_meta.tokens, dtype=torch.int64)
+    for given, item in zip(source_meta.media, expanded.media, strict=False):  # what was dropped is at the end
+        if given.rows == 1:
+            repeats[given.position] = item.rows
+    tokens = sample.tokens.repeat_interleave(repeats)[: expanded.tokens]
+    media = {name: tuple(sample.media.get(name, ()))[: expanded.num_items(name)] for name in placeholders}
+    result = Sample(sample.id, tokens, {name: tensors for name, tensors in media.items() if tensors})
+    check_sample(result, expanded, placeholders)
+    return result

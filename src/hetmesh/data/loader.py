@@ -1,0 +1,154 @@
+"""The metadata-first loader: every rank knows every sample's shape, and loads only the samples that it processes.
+
+The global batch of a step is a pure function of `(seed, step)`: the source's samples, shuffled anew for each epoch, in
+one endless row that is cut into batches. A batch may thus hold the end of one epoch and the start of the next; within
+an epoch no sample is lost or repeated. (Only where epochs meet, or an epoch is smaller than a batch, can a sample be
+twice in one batch.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from hetmesh.data.expand import Expansion, expand_tokens
+from hetmesh.data.shuffle import permuted
+from hetmesh.data.source import Sample, Source
+from hetmesh.errors import RecipeError, SampleError
+from hetmesh.graph.sample import SampleMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One sample of a global batch, before its payload is loaded.
+
+    Attributes:
+        index: its index in the source.
+        meta: its expanded metadata.
+        dropped_media: media items that did not fit into `seq_len`.
+        dropped_tokens: expanded tokens that did not fit into `seq_len`.
+    """
+
+    index: int
+    meta: SampleMeta
+    dropped_media: int = 0
+    dropped_tokens: int = 0
+
+
+class Loader:
+    """Draws global batches from a source; an iterator whose position can be saved.
+
+    Args:
+        source: where samples come from.
+        global_batch_size: samples per step.
+        prepare: from a source's metadata to the expanded; usually `functools.partial(expand, item_rows=...)`. None
+            leaves samples as the source gives them.
+        seed: chooses the shuffles.
+        shuffle: False keeps the source's order in every epoch.
+
+    Raises:
+        RecipeError: a batch size below 1 or an empty source.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        global_batch_size: int,
+        prepare: Callable[[SampleMeta], Expansion] | None = None,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        if global_batch_size < 1:
+            raise RecipeError(f"[training] global_batch_size = {global_batch_size} must be at least 1")
+        if len(source) < 1:
+            raise RecipeError(f"[data] source: {type(source).__name__} is empty, need at least 1 sample")
+        self.source = source
+        self.global_batch_size = global_batch_size
+        self.prepare = prepare or Expansion
+        self.seed = seed
+        self.shuffle = shuffle
+        self.step = 0
+        """The step whose batch `next` gives."""
+
+    def indices(self, step: int) -> tuple[int, ...]:
+        """Source indices of the global batch at `step` (0, 1, ...), in order."""
+        size = len(self.source)
+        found: list[int] = []
+        first, stop = step * self.global_batch_size, (step + 1) * self.global_batch_size
+        while first < stop:
+            epoch, offset = divmod(first, size)
+            positions = range(offset, min(offset + stop - first, size))
+            found += permuted(positions, size, self.seed, epoch) if self.shuffle else positions
+            first += len(positions)
+        return tuple(found)
+
+    def batch(self, step: int) -> tuple[Drawn, ...]:
+        """The global batch at `step`: the same on every rank, and no payload is loaded.
+
+        Raises:
+            SampleError: a sample's metadata is malformed or does not suit the modules.
+        """
+        return tuple(self.draw(index) for index in self.indices(step))
+
+    def draw(self, index: int) -> Drawn:
+        """The prepared metadata of source sample `index`."""
+        result = self.prepare(self.source.meta(index))
+        return Drawn(index, result.meta, len(result.dropped_media), result.dropped_tokens)
+
+    def load(self, drawn: Iterable[Drawn]) -> list[Sample]:
+        """The expanded payloads of the samples asked for, in that order.
+
+        Raises:
+            SampleError: a payload does not agree with its metadata, or holds a token outside the vocabulary.
+        """
+        return [self._load(d) for d in drawn]
+
+    def _load(self, drawn: Drawn) -> Sample:
+        source = self.source
+        given = source.load(drawn.index)
+        sample = expand_tokens(given, source.meta(drawn.index), drawn.meta, source.placeholders)
+        low, high = sample.tokens.aminmax()
+        if low < 0 or high >= source.vocab_size:
+            raise SampleError(
+                f"sample {sample.id!r}: token ids {int(low)}..{int(high)} must be in 0..{source.vocab_size - 1} "
+                f"(vocab_size)"
+            )
+        return sample
+
+    def __iter__(self) -> Iterator[tuple[Drawn, ...]]:
+        return self
+
+    def __next__(self) -> tuple[Drawn, ...]:
+        """The global batch of the current step, which then advances. Never ends."""
+        batch = self.batch(self.step)
+        self.step += 1
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, and what it depends on."""
+        return {"step": self.step, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue where the loader that gave `state` was: its next batch comes next.
+
+        Raises:
+            RecipeError: seed, batch size, order or source length differ, so that batches would not be the same ones.
+        """
+        identity = self._identity()
+        missing = {"step", *identity} - set(state)
+        if missing:
+            raise RecipeError(f"checkpoint: the data position lacks {sorted(missing)}; it has {sorted(state)}")
+        differs = {k: (state[k], v) for k, v in identity.items() if state[k] != v}
+        if differs:
+            told = ", ".join(f"{k} was {old} and is {new}" for k, (old, new) in differs.items())
+            raise RecipeError(f"checkpoint: cannot resume the data exactly: {told}; restore the recipe's values")
+        self.step = int(state["step"])
+
+    def _identity(self) -> dict[str, int]:
+        return {
+            "seed": self.seed,
+            "global_batch_size": self.global_batch_size,
+            "source_length": len(self.source),
+            "shuffle": int(self.shuffle),
+        }

@@ -1,0 +1,104 @@
+"""The digits source: deterministic, answers are right, nothing of the validation split is ever trained on."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetmesh.data import DigitsSource, check_meta, check_sample
+from hetmesh.data.digits import END, KINDS, VOCABULARY, WEIGHTS, _additions, _pool, data_set, text_art
+from hetmesh.errors import RecipeError
+
+TRAIN, VALIDATION = DigitsSource("train"), DigitsSource("validation")
+SOME = range(2000)
+
+
+def test_the_images_are_the_data_set():
+    images, labels = data_set()
+    assert (images.shape, images.dtype, images.max()) == ((1797, 8, 8), np.uint8, 16)
+    assert np.bincount(labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+
+
+def test_splits_share_no_image_and_no_addition():
+    assert not set(_pool("train")) & set(_pool("validation"))
+    assert len(_pool("train")) + len(_pool("validation")) == 1797
+    assert set(data_set()[1][list(_pool("validation"))]) == set(range(10))
+    trained = set(_additions("train"))
+    assert not any((a, b) in trained or (b, a) in trained for a, b in _additions("validation"))
+    for source, split in ((TRAIN, "train"), (DigitsSource("train", 7), "train"), (VALIDATION, "validation")):
+        shown = {i for index in range(384) for i in source.ask(index).images}
+        assert shown <= set(_pool(split))
+
+
+def test_questions_are_a_pure_function_of_seed_split_and_index():
+    again = DigitsSource("train")
+    assert [again.ask(i) for i in reversed(range(50))][::-1] == [TRAIN.ask(i) for i in range(50)]
+    assert torch.equal(again.load(3).tokens, TRAIN.load(3).tokens)
+    others = [DigitsSource("train", 1), VALIDATION]
+    assert all([o.ask(i) for i in range(50)] != [TRAIN.ask(i) for i in range(50)] for o in others)
+
+
+def test_the_questions_never_change_between_versions():
+    assert [(TRAIN.question(i), TRAIN.answer(i)) for i in range(4)] == FIRST
+
+
+FIRST = [
+    ("read <image><image><image>=", "002"),
+    ("read <image><image><image>=", "014"),
+    ("sum <image><image>=", "8"),
+    ("sum <image><image>=", "9"),
+]
+
+
+@given(st.sampled_from([TRAIN, VALIDATION]), st.data())
+def test_metadata_payload_and_answer_agree(source, data):
+    index = data.draw(st.integers(0, len(source) - 1))
+    meta, sample, question = source.meta(index), source.load(index), source.ask(index)
+    check_meta(meta)
+    check_sample(sample, meta, source.placeholders)
+    ((start, stop),) = meta.targets
+    assert stop == meta.tokens
+    assert sample.tokens[-1] == END
+    assert source.decode(sample.tokens[start:].tolist()) == source.answer(index)
+    assert source.decode(sample.tokens.tolist()) == source.question(index) + source.answer(index)
+    digits = [int(data_set()[1][i]) for i in question.images]
+    right = {
+        "read": lambda: "".join(map(str, digits)),
+        "sum": lambda: str(sum(digits)),
+        "add": lambda: str(sum(map(int, question.text.removeprefix("add ").rstrip("=").split("+")))),
+    }
+    assert question.answer == right[source.kind(index)]()
+    for image, i in zip(sample.media["image"], question.images, strict=True):
+        assert image.dtype == torch.float32
+        assert torch.equal(image[0] * 8 + 8, torch.from_numpy(data_set()[0][i]).float())
+
+
+def test_samples_vary_in_every_modality():
+    kinds = [TRAIN.kind(i) for i in SOME]
+    for kind, weight in zip(KINDS, WEIGHTS, strict=True):
+        assert kinds.count(kind) / len(kinds) == pytest.approx(weight, abs=0.04)
+    assert {len(TRAIN.meta(i).media) for i in SOME} == set(range(7))
+    assert {VALIDATION.kind(i) for i in range(len(VALIDATION))} == set(KINDS)
+    assert len(VALIDATION) >= 300
+    assert len({VALIDATION.meta(i).id for i in range(len(VALIDATION))}) == len(VALIDATION)
+
+
+def test_decode_stops_at_the_end_and_shows_unknown_tokens():
+    assert TRAIN.decode([VOCABULARY.index("4"), 99, END, 3]) == "4<99?>"
+    assert TRAIN.decode([]) == ""
+
+
+def test_pictures_stand_side_by_side():
+    levels = np.array([[[0, 2, 4], [16, 8, 6]], [[16, 16, 0], [0, 0, 10]]], np.uint8)
+    assert text_art(levels).splitlines() == ["  ..::  @@@@  ", "@@==--      ++"]
+    index = next(i for i in SOME if len(TRAIN.ask(i).images) == 3)
+    assert [len(line) for line in TRAIN.picture(index).splitlines()] == [3 * 16 + 2 * 2] * 8
+    assert TRAIN.picture(next(i for i in SOME if TRAIN.kind(i) == "add")) == ""
+
+
+def test_bad_arguments_are_errors():
+    with pytest.raises(RecipeError, match="no split 'test'"):
+        DigitsSource("test")
+    with pytest.raises(IndexError, match=r"index 384 is not in 0..383"):
+        VALIDATION.meta(384)

@@ -1,0 +1,235 @@
+"""Expansion and truncation keep payload, media and targets in step; every bad sample is one clear error (U14)."""
+
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetmesh.data import Expansion, Sample, check_meta, check_sample, expand, expand_tokens
+from hetmesh.errors import RecipeError, SampleError
+from hetmesh.graph.sample import MediaItem, SampleMeta
+
+PLACEHOLDERS = {"image": 1, "audio": 2}
+ITEM_ROWS = {"image": lambda shape: shape[-1] * shape[-2] // 4, "audio": lambda shape: shape[0]}
+SHAPES = {"image": [(1, 2, 2), (3, 4, 4), (1, 4, 6)], "audio": [(1,), (2,), (7,)]}
+IMAGE = MediaItem("image", (1, 4, 4), 1)  # 4 rows
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> tuple[SampleMeta, Sample, list]:
+    """Metadata and payload from random segments; also the segments, from which tests expand independently.
+
+    Every text token has a value of its own (100, 101, ...), every media tensor too.
+    """
+    text = st.tuples(st.just("text"), st.booleans(), st.integers(1, 4))
+    media = st.sampled_from(sorted(SHAPES)).flatmap(
+        lambda k: st.tuples(st.just(k), st.sampled_from(SHAPES[k]), st.booleans())
+    )
+    parts = draw(st.lists(st.one_of(text, media), min_size=1, max_size=8))
+    tokens: list[int] = []
+    items, targets, tensors = [], [], {"image": [], "audio": []}
+    for kind, what, how in parts:
+        position = len(tokens)
+        if kind == "text":
+            tokens += range(100 + position, 100 + position + how)
+            if what and position > 0:
+                targets.append((position, len(tokens)))
+        else:
+            rows = ITEM_ROWS[kind](what) if how else 1  # True: the source expanded it already
+            items.append(MediaItem(kind, what, position, rows))
+            tensors[kind].append(torch.full(what, float(position)))
+            tokens += [PLACEHOLDERS[kind]] * rows
+    meta = SampleMeta("s", len(tokens), tuple(items), tuple(targets))
+    return meta, Sample("s", torch.tensor(tokens), tensors), parts
+
+
+def expanded_by_hand(meta: SampleMeta, sample: Sample) -> tuple[list[tuple[int, bool]], list[range]]:
+    """(token, is target) of the uncut expanded sequence, and the range of each media item, token by token."""
+    starts = {item.position: item for item in meta.media}
+    sequence: list[tuple[int, bool]] = []
+    blocks, position = [], 0
+    while position < meta.tokens:
+        item = starts.get(position)
+        if item:
+            rows = ITEM_ROWS[item.name](item.shape)
+            blocks.append(range(len(sequence), len(sequence) + rows))
+            sequence += [(PLACEHOLDERS[item.name], False)] * rows
+            position += item.rows
+        else:
+            target = any(a <= position < b for a, b in meta.targets)
+            sequence.append((int(sample.tokens[position]), target))
+            position += 1
+    return sequence, blocks
+
+
+@given(samples(), st.one_of(st.none(), st.integers(1, 30)))
+def test_expansion_and_truncation_match_an_independent_walk(case, seq_len):
+    meta, sample, _ = case
+    sequence, blocks = expanded_by_hand(meta, sample)
+    end = len(sequence) if seq_len is None else min(len(sequence), seq_len)
+    while any(end in block and end > block.start for block in blocks):  # never part of a media item
+        end -= 1
+    if end == 0:
+        with pytest.raises(SampleError, match="'s': nothing fits into seq_len"):
+            expand(meta, ITEM_ROWS, seq_len=seq_len)
+        return
+    result = expand(meta, ITEM_ROWS, seq_len=seq_len)
+    payload = expand_tokens(sample, meta, result.meta, PLACEHOLDERS)
+
+    assert payload.tokens.tolist() == [token for token, _ in sequence[:end]]
+    assert result.meta.tokens == end
+    assert result.dropped_tokens == len(sequence) - end
+    flags = [any(a <= p < b for a, b in result.meta.targets) for p in range(end)]
+    assert flags == [target for _, target in sequence[:end]]
+    survive = [block for block in blocks if block.stop <= end]
+    assert [range(i.position, i.position + i.rows) for i in result.meta.media] == survive
+    assert result.dropped_media == meta.media[len(survive) :]
+    for name in PLACEHOLDERS:  # the tensors that survive are those of the items that survive
+        positions = [float(i.position) for i in meta.media[: len(survive)] if i.name == name]
+        assert [t.flatten()[0].item() for t in payload.media.get(name, ())] == positions
+    check_meta(result.meta)
+    check_sample(payload, result.meta, PLACEHOLDERS)
+
+
+@given(samples())
+def test_an_expanded_sample_expands_to_itself(case):
+    meta, sample, _ = case
+    once = expand(meta, ITEM_ROWS).meta
+    payload = expand_tokens(sample, meta, once, PLACEHOLDERS)
+    assert expand(once, ITEM_ROWS) == Expansion(once)
+    assert torch.equal(expand_tokens(payload, once, once, PLACEHOLDERS).tokens, payload.tokens)
+
+
+@given(samples(), st.integers(1, 30))
+def test_truncation_is_a_prefix_of_at_most_seq_len_and_cutting_twice_changes_nothing(case, seq_len):
+    meta, _, _ = case
+    try:
+        cut = expand(meta, ITEM_ROWS, seq_len=seq_len).meta
+    except SampleError:
+        return
+    assert cut.tokens <= seq_len
+    assert cut.num_targets <= meta.num_targets
+    assert expand(cut, ITEM_ROWS, seq_len=seq_len).meta == cut
+
+
+def test_positions_and_targets_move_along():
+    meta = SampleMeta("s", 6, (IMAGE, MediaItem("image", (1, 2, 2), 3)), ((2, 3), (4, 6)))
+    assert expand(meta, ITEM_ROWS).meta == SampleMeta(
+        "s", 9, (replace(IMAGE, rows=4), MediaItem("image", (1, 2, 2), 6, 1)), ((5, 6), (7, 9))
+    )
+
+
+def test_a_cut_inside_a_media_item_drops_the_whole_item_and_all_that_follows():
+    meta = SampleMeta("s", 5, (IMAGE,), ((3, 5),))  # expanded: text, 4 rows, text, 2 targets
+    result = expand(meta, ITEM_ROWS, seq_len=4)
+    assert result == Expansion(SampleMeta("s", 1), dropped_media=(IMAGE,), dropped_tokens=7)
+    assert expand(meta, ITEM_ROWS, seq_len=5).meta.media == (replace(IMAGE, rows=4),)
+
+
+def test_a_sample_whose_targets_are_all_cut_is_legal():
+    meta = SampleMeta("s", 10, (), ((5, 10),))
+    assert expand(meta, ITEM_ROWS, seq_len=5).meta == SampleMeta("s", 5)
+    assert expand(meta, ITEM_ROWS, seq_len=7).meta.targets == ((5, 7),)
+
+
+def test_text_only_samples_need_no_encoder():
+    assert expand(SampleMeta("s", 3), {}).meta == SampleMeta("s", 3)
+
+
+def test_module_rows_are_those_of_the_sample_after_the_cut():
+    meta = SampleMeta("s", 3, (IMAGE, MediaItem("image", (1, 2, 2), 2)))
+
+    def module_rows(m: SampleMeta) -> dict[str, int]:
+        return {"vision": sum(i.rows for i in m.media), "llm": m.tokens}
+
+    assert expand(meta, ITEM_ROWS, module_rows=module_rows).meta.rows == {"vision": 5, "llm": 6}
+    assert expand(meta, ITEM_ROWS, seq_len=5, module_rows=module_rows).meta.rows == {"vision": 4, "llm": 5}
+
+
+def test_expand_is_pure():
+    meta = SampleMeta("s", 3, (IMAGE,))
+    assert expand(meta, ITEM_ROWS) == expand(meta, ITEM_ROWS)
+    assert meta == SampleMeta("s", 3, (IMAGE,))
+    assert pickle.loads(pickle.dumps(IMAGE)) == IMAGE
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        (
+            SampleMeta("s", 3, (MediaItem("video", (2, 2), 1),)),
+            r"'s': no module reads media of kind 'video'.*audio.*im",
+        ),
+        (SampleMeta("s", 4, (replace(IMAGE, rows=3),)), r"'s': the 'image' at position 1 has 3 placeholder .* 4 rows"),
+        (SampleMeta("s", 3, (MediaItem("image", (1, 1, 1), 1),)), r"'s': a 'image' of shape \(1, 1, 1\) makes 0 rows"),
+        (SampleMeta("s", 3, (), ((1, 4),)), r"'s': target span \[1, 4\) must be .*\[1, 3\)"),
+        (SampleMeta("s", 3, (), ((0, 2),)), r"'s': target span \[0, 2\)"),
+        (SampleMeta("s", 3, (), ((2, 2),)), r"'s': target span \[2, 2\)"),
+        (SampleMeta("s", 5, (), ((1, 3), (2, 4))), r"'s': target span \[2, 4\) must be .*\[3, 5\)"),
+        (SampleMeta("s", 3, (IMAGE,), ((1, 2),)), r"'s': target span \[1, 2\) covers the 'image' at position 1"),
+        (SampleMeta("s", 1, (IMAGE,)), r"'s': the 'image' at positions 1..1 must lie in 0..0"),
+        (SampleMeta("s", 3, (IMAGE, IMAGE)), r"'s': the 'image' at positions 1..1 must lie in 2..2"),
+        (SampleMeta("s", 3, (replace(IMAGE, rows=0),)), r"'s': the 'image' at position 1 has 0 rows"),
+        (SampleMeta("s", 0), r"'s': it has 0 tokens"),
+        (SampleMeta("s", 2, position_ids=((0, 1),)), r"'s': position_ids are set after expansion"),
+    ],
+)
+def test_malformed_metadata_is_an_error_that_names_the_sample(meta, message):
+    with pytest.raises(SampleError, match=message):
+        expand(meta, ITEM_ROWS)
+
+
+def test_a_media_item_that_can_never_fit_is_an_error():
+    with pytest.raises(SampleError, match=r"'s': nothing fits into seq_len 3: its first 'image' takes 4 rows"):
+        expand(SampleMeta("s", 2, (replace(IMAGE, position=0),)), ITEM_ROWS, seq_len=3)
+    with pytest.raises(RecipeError, match="seq_len = 0"):
+        expand(SampleMeta("s", 2), ITEM_ROWS, seq_len=0)
+
+
+META = SampleMeta("s", 4, (IMAGE, MediaItem("image", (1, 2, 2), 2)), ((3, 4),))
+TENSORS = [torch.zeros(1, 4, 4), torch.zeros(1, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (Sample("t", torch.tensor([9, 1, 1, 9]), {"image": TENSORS}), "'s': its payload has the id 't'"),
+        (Sample("s", torch.tensor([9, 1, 1]), {"image": TENSORS}), r"'s': tokens are torch.int64 \[3\].*int64 \[4\]"),
+        (Sample("s", torch.tensor([9.0, 1, 1, 9]), {"image": TENSORS}), r"'s': tokens are torch.float32 \[4\]"),
+        (
+            Sample("s", torch.tensor([9, 1, 9, 9]), {"image": TENSORS}),
+            "'s': 1 'image' placeholder tokens.* 2 rows of 2 ",
+        ),
+        (
+            Sample("s", torch.tensor([9, 1, 1, 1]), {"image": TENSORS}),
+            "'s': 3 'image' placeholder tokens.* 2 rows of 2 ",
+        ),
+        (Sample("s", torch.tensor([9, 1, 9, 1]), {"image": TENSORS}), r"'s': .*at positions \[1, 3\].* says \[1, 2\]"),
+        (Sample("s", torch.tensor([9, 1, 1, 9]), {"image": TENSORS[:1]}), "'s': its payload has 1 'image' .* 2 of"),
+        (Sample("s", torch.tensor([9, 1, 1, 9])), "'s': its payload has 0 'image' .* 2 of"),
+        (
+            Sample("s", torch.tensor([9, 1, 1, 9]), {"image": TENSORS[::-1]}),
+            r"'s': its payload has 2 'image' of shapes",
+        ),
+        (
+            Sample("s", torch.tensor([9, 1, 1, 9]), {"image": TENSORS, "video": TENSORS}),
+            r"'s': media of kind 'video' has no placeholder token; kinds with one: \['audio', 'image'\]",
+        ),
+        (
+            Sample("s", torch.tensor([9, 1, 1, 2]), {"image": TENSORS}),
+            "'s': 1 'audio' placeholder tokens.* 0 rows of 0 ",
+        ),
+    ],
+)
+def test_a_payload_that_disagrees_with_its_metadata_is_an_error_that_names_both(sample, message):
+    with pytest.raises(SampleError, match=message):
+        expand_tokens(sample, META, expand(META, ITEM_ROWS).meta, PLACEHOLDERS)
+
+
+def test_a_kind_of_media_without_a_placeholder_is_an_error():
+    sample = Sample("s", torch.tensor([9, 1, 1, 9]), {"image": TENSORS})
+    with pytest.raises(SampleError, match="'s': media of kind 'image' has no placeholder token"):
+        expand_tokens(sample, META, expand(META, ITEM_ROWS).meta, {"audio": 2})

@@ -1,0 +1,57 @@
+"""Sources by name and by import path; everything else is a RecipeError."""
+
+import pytest
+
+from hetmesh.data import DigitsSource, QuestionSource, Source, make_source
+from hetmesh.errors import RecipeError
+
+
+def test_digits_by_name():
+    source = make_source("digits", split="validation", seed=4)
+    assert isinstance(source, DigitsSource)
+    assert (source.split, source.seed) == ("validation", 4)
+    assert isinstance(source, Source)
+    assert isinstance(source, QuestionSource)
+
+
+def test_a_class_by_import_path():
+    assert isinstance(make_source("hetmesh.data.digits:DigitsSource"), DigitsSource)
+
+
+class Bad:
+    """A source but for one attribute at a time."""
+
+    vocab_size, pad_id, placeholders = 4, 0, {"image": 1}
+
+    def __init__(self, length: int = 1, **attributes: object) -> None:
+        self.length = length
+        self.__dict__.update(attributes)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def meta(self, index: int) -> None: ...
+
+    def load(self, index: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("digit", {}, r"source = 'digit': no such source; valid are \['digits'\] and 'package.module:Class'"),
+        ("no.such.module:Class", {}, "cannot import it: No module named 'no'"),
+        ("hetmesh.data:Nothing", {}, "cannot import it: .*Nothing"),
+        (":Class", {}, "cannot import it"),
+        ("hetmesh.data:", {}, "cannot import it"),
+        ("hetmesh.data.digits:PAD", {}, "PAD is a int, not a class or function"),
+        ("digits", {"sed": 1}, "options {'sed': 1}: .*'sed'; it takes .*split.*seed"),
+        ("digits", {"split": "test"}, r"no split 'test'; valid are \['train', 'validation'\]"),
+        ("builtins:dict", {}, r"dict is not a hetmesh.data.Source, it lacks \['meta', 'load', 'vocab_size'"),
+        (f"{__name__}:Bad", {"length": 0}, "the source is empty"),
+        (f"{__name__}:Bad", {"pad_id": 4}, r"{'pad_id': 4} must be token ids 0..3"),
+        (f"{__name__}:Bad", {"placeholders": {"image": -1}}, "placeholder 'image'"),
+    ],
+)
+def test_what_is_not_a_source_is_a_recipe_error(name, options, message):
+    with pytest.raises(RecipeError, match=message):
+        make_source(name, **options)
