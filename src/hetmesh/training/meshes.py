@@ -1,0 +1,147 @@
+"""From the recipe's ranks and degrees to one MeshSpec per module, and to the static module graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from hetmesh.errors import GraphError, RecipeError
+from hetmesh.graph.module_graph import BoundarySpec, ModuleGraph, ModuleSpec
+from hetmesh.layout.mesh import MeshSpec
+
+if TYPE_CHECKING:
+    from hetmesh.training.recipe import Recipe
+    from hetmesh.training.recipe_sections import ModuleParallelism
+
+DEGREE_OF_AXIS: Mapping[str, str] = {
+    "pp": "pipeline_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+}
+"""Mesh axes in order, outermost first (torchtitan's order), and the recipe key of each."""
+
+
+def module_graph(recipe: Recipe, layers: Mapping[str, Sequence[str]] | None = None) -> ModuleGraph:
+    """The static graph of the recipe's modules on their meshes.
+
+    Args:
+        layers: names of each module's layers in execution order, as its adapter gives them.
+
+    Raises:
+        RecipeError: the boundaries make no graph with one sink, `at` is missing or out of place, or ranks and degrees
+            do not fit.
+    """
+    graph = _wiring(recipe)
+    meshes = _meshes(recipe, graph)
+    modules = tuple(
+        ModuleSpec(
+            name, meshes[name], tuple((layers or {}).get(name, ())), _media(recipe, graph, name), module.trainable
+        )
+        for name, module in recipe.modules.items()
+    )
+    return ModuleGraph(modules, graph.boundaries)
+
+
+def module_meshes(recipe: Recipe) -> dict[str, MeshSpec]:
+    """Each module's mesh: axes in the order of `DEGREE_OF_AXIS`, those of size 1 left out except `dp_replicate` where
+    nothing else is left.
+
+    Raises:
+        RecipeError: as `module_graph`.
+    """
+    return _meshes(recipe, _wiring(recipe))
+
+
+def world_size(recipe: Recipe) -> int:
+    """Processes that the recipe needs: 1 + the highest rank that a module has."""
+    return 1 + max(max(mesh.ranks) for mesh in module_meshes(recipe).values())
+
+
+def _wiring(recipe: Recipe) -> ModuleGraph:
+    """The graph with every module on rank 0: who feeds whom is known before the meshes are."""
+    anywhere = MeshSpec((0,), ("dp_replicate",), (1,))
+    boundaries = tuple(BoundarySpec(b.source, b.destination, b.at) for b in recipe.boundaries)
+    try:
+        graph = ModuleGraph(tuple(ModuleSpec(name, anywhere) for name in recipe.modules), boundaries)
+    except GraphError as error:
+        raise RecipeError(f"boundaries: {error}") from error
+    sink, seen = graph.sink.name, {}
+    for i, b in enumerate(boundaries):
+        key = f"boundaries[{i}].at"
+        if b.destination != sink and b.at is not None:
+            raise RecipeError(
+                f"{key}: rows replace placeholders only in {sink!r}, but {b.name} ends elsewhere; leave it out"
+            )
+        if b.destination == sink and b.at is None:
+            raise RecipeError(
+                f'{key} is missing: name the placeholder that the rows of {b.name} replace, e.g. at = "image"'
+            )
+        if b.destination == sink and b.at in seen:
+            raise RecipeError(f"{key}: the rows of {seen[b.at]} already replace placeholder {b.at!r}; name another one")
+        seen[b.at] = b.name
+    for name, module in recipe.modules.items():
+        if module.media is not None and (graph.inputs(name) or name == sink):
+            raise RecipeError(
+                f"modules.{name}.media: only a module that no boundary leads to reads media, except the sink"
+            )
+    return graph
+
+
+def _media(recipe: Recipe, graph: ModuleGraph, name: str) -> str | None:
+    """The media that an encoder reads: as the recipe says, else the placeholder where its rows end up first."""
+    if graph.inputs(name) or name == graph.sink.name:
+        return None
+    if (media := recipe.modules[name].media) is not None:
+        return media
+    boundary = graph.outputs(name)[0]
+    while boundary.destination != graph.sink.name:
+        boundary = graph.outputs(boundary.destination)[0]
+    return boundary.at
+
+
+def _meshes(recipe: Recipe, graph: ModuleGraph) -> dict[str, MeshSpec]:
+    tables = recipe.parallelism.modules
+    everywhere = _all_ranks(tables)
+    meshes: dict[str, MeshSpec] = {}
+    for name in reversed(graph.order):  # consumers first
+        if name in tables:
+            meshes[name] = _mesh(f"parallelism.{name}", tables[name], everywhere)
+        elif consumers := graph.outputs(name):
+            meshes[name] = meshes[consumers[0].destination]
+        else:
+            meshes[name] = MeshSpec(everywhere, ("dp_replicate",), (len(everywhere),))
+    return {name: meshes[name] for name in recipe.modules}
+
+
+def _all_ranks(tables: Mapping[str, ModuleParallelism]) -> tuple[int, ...]:
+    """What "all" stands for: every rank that some module names; where none does, as many as the degrees need."""
+    if named := {rank for table in tables.values() for rank in table.ranks or ()}:
+        return tuple(sorted(named))
+    return tuple(range(max((math.prod(d or 1 for d in _degrees(t).values()) for t in tables.values()), default=1)))
+
+
+def _degrees(table: ModuleParallelism) -> dict[str, int | None]:
+    return {axis: getattr(table, key) for axis, key in DEGREE_OF_AXIS.items()}
+
+
+def _mesh(key: str, table: ModuleParallelism, everywhere: tuple[int, ...]) -> MeshSpec:
+    ranks = everywhere if table.ranks is None else table.ranks
+    degrees = _degrees(table)
+    product = math.prod(d or 1 for d in degrees.values())
+    sizes = {axis: d or len(ranks) // product for axis, d in degrees.items()}
+    if math.prod(sizes.values()) != len(ranks):
+        given = ", ".join(f"{DEGREE_OF_AXIS[axis]} {d}" for axis, d in degrees.items() if d and d > 1) or "all 1"
+        fit = "must multiply to" if degrees["dp_replicate"] else "must divide"
+        raise RecipeError(
+            f"{key}: the degrees ({given}: {product} together) {fit} its number of ranks, {len(ranks)} (ranks "
+            f"{','.join(map(str, ranks))}); its divisors are {_divisors(len(ranks))}"
+        )
+    kept = {axis: size for axis, size in sizes.items() if size > 1} or {"dp_replicate": 1}
+    return MeshSpec(ranks, tuple(kept), tuple(kept.values()))
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

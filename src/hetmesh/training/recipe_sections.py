@@ -1,0 +1,224 @@
+"""The tables of a recipe and their keys, with types and defaults: one frozen class per table, one line per key.
+
+Names and meanings are torchtitan's wherever torchtitan has them. A key whose further values come later is limited in
+`recipe_keys.NOT_IMPLEMENTED`; here it already has its final type.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class FrozenDict(dict):
+    """A dict that cannot be changed, so that a Recipe is a value: hashable, picklable, shareable."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("a recipe is frozen; change it with overrides when it is loaded")
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse  # type: ignore[assignment]
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FrozenDict, (dict(self),)
+
+
+def freeze(value: Any) -> Any:
+    """`value` with every dict inside it frozen and every list a tuple."""
+    if isinstance(value, Mapping):
+        return FrozenDict({k: freeze(v) for k, v in value.items()})
+    return tuple(freeze(v) for v in value) if isinstance(value, list | tuple) else value
+
+
+def parse_ranks(value: Any) -> Any:
+    """`[0, 1]`, `3`, `"0-1"`, `"0-3,6"` or `"all"` as ascending or given ranks; `None` stands for all ranks.
+
+    Raises:
+        ValueError: it is none of these, or a rank is repeated.
+    """
+    if value is None or value == "all":
+        return None
+    ranks: list[int] = []
+    for part in value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]:
+        first, dash, last = part.partition("-") if isinstance(part, str) else (part, "", part)
+        try:
+            if isinstance(part, bool | float):
+                raise ValueError
+            start, stop = int(first), int(last if dash else first)
+            if start > stop:
+                raise ValueError
+        except (TypeError, ValueError):
+            raise ValueError(f"{part!r} is no rank; write ranks as [0, 1], '0-1', '0-3,6' or 'all'") from None
+        ranks.extend(range(start, stop + 1))
+    if not ranks or min(ranks) < 0:
+        raise ValueError("ranks must be one or more numbers >= 0: [0, 1], '0-1', '0-3,6' or 'all'")
+    if repeated := sorted(rank for rank, times in Counter(ranks).items() if times > 1):
+        raise ValueError(f"rank {', '.join(map(str, repeated))} is given more than once")
+    return tuple(ranks)
+
+
+FrozenTable = Annotated[Mapping[str, Any], AfterValidator(freeze)]
+"""A free table: its keys are checked by whoever it configures."""
+
+Ranks = Annotated[tuple[int, ...] | None, BeforeValidator(parse_ranks)]
+
+Size = Annotated[int, Field(ge=1)]
+AutomaticSize = Annotated[Size | None, BeforeValidator(lambda v: None if v == -1 else v)]
+"""A size that hetmesh works out where it is absent or -1, torchtitan's sign for that."""
+
+Count = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+TensorParallelStyle = Literal["colwise", "rowwise", "colwise_gather_output", "replicated_with_grad_allreduce"]
+SchedulePolicy = Literal["sequential", "1f1b", "interleaved", "zero_bubble", "three_phase", "bubble_fill"]
+
+
+class Section(BaseModel):
+    """Base of the tables: frozen, no unknown keys, no conversion between types except int to float."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
+
+
+class Job(Section):
+    """`[job]`: what the run is and where its results go."""
+
+    dump_folder: str = "./outputs"
+    description: str = ""
+    print_config: bool = False  # print the recipe with all defaults before the run
+
+
+class Module(Section):
+    """`[modules.<name>]`: one module of the model.
+
+    `media` is the kind of media an encoder reads; where absent, the placeholder that its rows end up at. `plan` adds to
+    or replaces entries of the adapter's tensor-parallel plan (parameter name pattern -> style). `lr` and `weight_decay`
+    override `[optimizer]`.
+    """
+
+    model: str  # an adapter's name, or "package.module:Class"
+    config: FrozenTable = FrozenDict()
+    lr: NotNegative | None = None
+    weight_decay: NotNegative | None = None
+    trainable: bool = True
+    media: str | None = None
+    plan: Annotated[Mapping[str, TensorParallelStyle], AfterValidator(freeze)] = FrozenDict()
+
+
+class Boundary(Section):
+    """One `[[boundaries]]`: rows of module `from` go to module `to`, `at` being the placeholder that they replace."""
+
+    source: str = Field(alias="from")
+    destination: str = Field(alias="to")
+    at: str | None = None
+
+
+class ScheduleKeys(Section):
+    """Keys of the whole run's schedule; written in a flat `[parallelism]` or in the sink module's own table."""
+
+    pipeline_parallel_schedule: SchedulePolicy | None = None  # None: "sequential"
+    pipeline_parallel_microbatch_size: Size | None = None  # samples per LLM lane and microbatch; None: local_batch_size
+
+
+class ModuleParallelism(ScheduleKeys):
+    """`[parallelism.<module>]`: which ranks hold the module, and how. The degrees multiply to the number of ranks."""
+
+    ranks: Ranks = None  # None: all ranks
+    pipeline_parallel_degree: Size = 1
+    data_parallel_replicate_degree: AutomaticSize = None  # None: what the ranks leave
+    data_parallel_shard_degree: Size = 1
+    context_parallel_degree: Size = 1
+    tensor_parallel_degree: Size = 1
+    expert_parallel_degree: Size = 1
+
+
+class Parallelism(ScheduleKeys):
+    """`[parallelism]` once read: flat layout keys have been merged into `modules`, the tables of single modules.
+
+    A module without an entry takes its consumer's mesh.
+    """
+
+    modules: Annotated[Mapping[str, ModuleParallelism], AfterValidator(freeze)] = FrozenDict()
+
+
+class Data(Section):
+    """`[data]`: where samples come from; `options` are the source's own."""
+
+    source: str = "digits"  # a source's name, or "package.module:Class"
+    options: FrozenTable = FrozenDict()
+
+
+class Training(Section):
+    """`[training]`: batch sizes in samples, lengths in tokens."""
+
+    local_batch_size: Size = 8  # samples per LLM lane and accumulation round
+    global_batch_size: AutomaticSize = None  # per optimizer step; None: local x LLM lanes
+    seq_len: Size = 2048  # the longest sample allowed, placeholders expanded
+    max_norm: NotNegative = 1.0  # of the gradient over all modules; 0 does not clip
+    steps: Size = 10_000
+    dtype: Literal["float32", "float64"] = "float32"
+
+
+class Optimizer(Section):
+    """`[optimizer]`: torch.optim's class and its arguments."""
+
+    name: Literal["AdamW", "Adam", "SGD"] = "AdamW"
+    lr: NotNegative = 8e-4
+    beta1: Beta = 0.9
+    beta2: Beta = 0.95
+    eps: NotNegative = 1e-8
+    weight_decay: NotNegative = 0.1
+    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+
+
+class LRScheduler(Section):
+    """`[lr_scheduler]`: linear warm-up, then stable, then decay. One-cycle = warm-up and cosine decay."""
+
+    warmup_steps: Count = 0
+    decay_ratio: Fraction | None = None  # share of the steps that decays; None: all after the warm-up
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    min_lr_factor: Fraction = 0.0  # the last step's learning rate over the highest
+
+
+class Checkpoint(Section):
+    """`[checkpoint]`: DCP checkpoints under `dump_folder/folder`; a run that finds one there resumes from it."""
+
+    enable: bool = False
+    folder: str = "checkpoint"
+    interval: Size = 500  # steps
+    keep_latest_k: Count = 10  # 0 keeps all
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+
+
+class Metrics(Section):
+    """`[metrics]`: what is logged besides metrics.jsonl."""
+
+    log_freq: Size = 10  # steps between two updates of the console and of TensorBoard
+    enable_tensorboard: bool = False
+
+
+class Validation(Section):
+    """`[validation]`: evaluation on held-out samples."""
+
+    freq: Count = 0  # steps between two evaluations; 0: only after the last step
+    samples: Size | None = None  # None: every held-out sample
+
+
+class Comm(Section):
+    """`[comm]`: seconds that a rank waits for others before the job ends with an error."""
+
+    init_timeout_seconds: Seconds = 300.0  # up to the end of the first step
+    train_timeout_seconds: Seconds = 100.0
+
+
+class Debug(Section):
+    """`[debug]`: reproducibility."""
+
+    seed: int = 0  # of weights, of the order of samples and of everything random
+    deterministic: bool = False

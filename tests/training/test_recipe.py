@@ -1,0 +1,346 @@
+"""Recipes: what parses, with which values, and one clear error for each kind of bad recipe."""
+
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from hetmesh.errors import RecipeError
+from hetmesh.training.recipe import Recipe, load_recipe, parse_recipe
+from hetmesh.training.recipe_keys import NOT_IMPLEMENTED, SECTIONS, valid_keys
+
+DESIGN = """
+[job]
+description = "digits: encoder on ranks 0-1, LLM on ranks 2-3"
+dump_folder = "./outputs/digits"
+
+[modules.vision]
+model = "siglip"
+config = { hidden_size = 64, num_hidden_layers = 2 }
+[modules.projector]
+model = "mlp"
+[modules.llm]
+model = "qwen3"
+lr = 2e-3
+
+[[boundaries]]
+from = "vision"
+to = "projector"
+[[boundaries]]
+from = "projector"
+to = "llm"
+at = "image"
+
+[parallelism.vision]
+ranks = [0, 1]
+data_parallel_replicate_degree = 2
+[parallelism.llm]
+ranks = [2, 3]
+tensor_parallel_degree = 2
+
+[data]
+source = "digits"
+[training]
+local_batch_size = 64
+steps = 800
+[validation]
+freq = 100
+"""
+
+ONE_MODULE = '[modules.llm]\nmodel = "qwen3"\n'
+
+
+def test_the_example_of_the_design_parses():
+    recipe = parse_recipe(DESIGN)
+    assert recipe.modules["llm"].lr == 2e-3
+    assert recipe.modules["vision"].config == {"hidden_size": 64, "num_hidden_layers": 2}
+    assert (recipe.sink, recipe.world_size, recipe.lanes, recipe.schedule) == ("llm", 4, 1, "sequential")
+    assert recipe.graph["vision"].media == "image"
+    assert recipe.graph["projector"].media is None
+    assert (recipe.training.steps, recipe.optimizer.name, recipe.debug.seed) == (800, "AdamW", 0)
+
+
+def test_a_recipe_is_a_value():
+    recipe = parse_recipe(DESIGN)
+    assert recipe == parse_recipe(DESIGN)
+    assert hash(recipe) == hash(parse_recipe(DESIGN))
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+    assert recipe != parse_recipe(DESIGN, ("--training.steps", "1"))
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.training.steps = 1  # type: ignore[misc]
+    with pytest.raises(TypeError, match="frozen"):
+        recipe.modules["vision"].config["hidden_size"] = 1  # type: ignore[index]
+
+
+def test_layers_are_filled_in_by_adapters():
+    graph = parse_recipe(DESIGN).graph_with({"llm": ("model.embed_tokens", "lm_head")})
+    assert graph["llm"].layers == ("model.embed_tokens", "lm_head")
+    assert graph["vision"].layers == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "read", "expected"),
+    [
+        (("--training.steps", "20"), lambda r: r.training.steps, 20),
+        (("--training.steps=20",), lambda r: r.training.steps, 20),
+        (("--modules.llm.lr", "1e-3"), lambda r: r.modules["llm"].lr, 1e-3),
+        (("--optimizer.lr", "1"), lambda r: r.optimizer.lr, 1.0),
+        (("--parallelism.vision.ranks", "0-1"), lambda r: r.meshes()["vision"].ranks, (0, 1)),
+        (("--parallelism.vision.ranks=[1, 0]",), lambda r: r.meshes()["vision"].ranks, (1, 0)),
+        (("--job.dump_folder", "/tmp/a b"), lambda r: r.job.dump_folder, "/tmp/a b"),
+        (("--job.dump_folder", '"7"'), lambda r: r.job.dump_folder, "7"),
+        (("--checkpoint.enable", "true"), lambda r: r.checkpoint.enable, True),
+        (("--modules.vision.config.hidden_size", "32"), lambda r: r.modules["vision"].config["hidden_size"], 32),
+        (("--data.options.size", "32"), lambda r: r.data.options, {"size": 32}),
+        (("--boundaries.1.at", "photo"), lambda r: r.graph["vision"].media, "photo"),
+        (("--training.steps", "2", "--training.steps", "3"), lambda r: r.training.steps, 3),
+        (("--training.global_batch_size=-1",), lambda r: r.batch.global_batch_size, 64),
+    ],
+)
+def test_overrides(overrides, read, expected):
+    assert read(parse_recipe(DESIGN, overrides)) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ("--training.stpes", "20"),
+            "training.stpes: unknown key 'stpes'; did you mean 'steps'? Valid are: local_batch",
+        ),
+        (
+            ("--trainig.steps", "20"),
+            "[trainig]: unknown table 'trainig'; did you mean 'training'? Valid are: job, modules",
+        ),
+        (("--modules.lm.lr", "1"), "--modules.lm.lr: unknown module 'lm'; did you mean 'llm'? Valid are: vision, "),
+        (("--parallelism.lm.ranks", "1"), "parallelism.lm: unknown module 'lm'; did you mean 'llm'?"),
+        (("--training.steps",), "override '--training.steps': give it a value: --training.steps VALUE"),
+        (("--training.steps", "--debug.seed", "1"), "give it a value"),
+        (("training.steps", "20"), "override 'training.steps': write overrides as --section.key value"),
+        (("--steps", "20"), "override '--steps': write overrides as --section.key value"),
+        (
+            ("--training.steps.x", "20"),
+            "which is a value and not",
+        ),
+        (("--boundaries.2.at", "image"), "--boundaries.2.at: '2' is no index into an array of 2; write 0..1"),
+        (("--training.steps", "many"), "training.steps = 'many': should be a valid integer"),
+    ],
+)
+def test_bad_overrides(overrides, says):
+    with pytest.raises(RecipeError, match=re.escape(says)):
+        parse_recipe(DESIGN, overrides)
+
+
+BAD: dict[str, tuple[str, str, str]] = {
+    # what is wrong: (text to replace in DESIGN, by what, what the error must say)
+    "unknown key": (
+        "steps =",
+        "stpes =",
+        "training.stpes: unknown key 'stpes'; did you mean 'steps'? Valid are: local_",
+    ),
+    "unknown key without a near one": (
+        "steps =",
+        "qqq =",
+        "training.qqq: unknown key 'qqq'. Valid are: local_batch_size",
+    ),
+    "unknown key of a module": ("lr =", "learning =", "modules.llm.learning: unknown key 'learning'"),
+    "unknown key of a boundary": (
+        "at =",
+        "att =",
+        "boundaries[1].att: unknown key 'att'; did you mean 'at'? Valid are: from,",
+    ),
+    "unknown key of a layout": (
+        "ranks = [0",
+        "rank = [0",
+        "parallelism.vision.rank: unknown key 'rank'; did you mean 'ranks'?",
+    ),
+    "unknown table": ("[data]", "[date]", "[date]: unknown table 'date'; did you mean 'data'? Valid are: job, modules"),
+    "torchtitan's table": (
+        "[data]",
+        '[activation_checkpoint]\nmode = "full"\n[data]',
+        "activation_checkpoint.mode = 'full': a known key that hetmesh does not implement yet; implemented so far: '",
+    ),
+    "torchtitan's model table": (
+        "[data]",
+        '[model]\nname = "llama3"\n[data]',
+        "model.name = 'llama3': a known key that hetmesh does not implement yet; describe each module in [modules.",
+    ),
+    "torchtitan's key": (
+        "steps =",
+        'mixed_precision_param = "bfloat16"\nsteps =',
+        "training.mixed_precision_param = 'bfloat16': a known key that hetmesh does not implement yet",
+    ),
+    "a degree to come": (
+        "tensor_parallel_degree = 2",
+        "context_parallel_degree = 2",
+        "parallelism.llm.context_parallel_degree = 2: a known key that hetmesh does not implement yet; implemented so",
+    ),
+    "freezing": ("lr = 2e-3", "trainable = false", "modules.llm.trainable = False: a known key that hetmesh does not"),
+    "a key with another home": (
+        "steps =",
+        "seed = 1\nsteps =",
+        "training.seed: hetmesh has no such key; write [debug] seed",
+    ),
+    "wrong type": ("steps = 800", 'steps = "800"', "training.steps = '800': should be a valid integer"),
+    "wrong type, float": ("steps = 800", "steps = 8.5", "training.steps = 8.5: should be a valid integer"),
+    "wrong type, bool": ("freq = 100", "freq = true", "validation.freq = True: should be a valid integer"),
+    "not a table": ("[data]\nsource", "[job.x]\nsource", "job.x: unknown key 'x'"),
+    "out of range": ("steps = 800", "steps = 0", "training.steps = 0: should be greater than or equal to 1"),
+    "no such choice": (
+        "steps =",
+        'dtype = "int8"\nsteps =',
+        "training.dtype = 'int8': should be 'float32' or 'float64'",
+    ),
+    "several wrong": ("steps = 800", "steps = 0\nseq_len = 0", "(and 1 more)"),
+    "missing model": ('model = "mlp"', "", "modules.projector.model is missing"),
+    "missing from": ('from = "vision"', "", "boundaries[0].from is missing"),
+    "bad plan": ("lr = 2e-3", 'plan = { a = "row" }', "modules.llm.plan.a = 'row': should be 'colwise', 'rowwise'"),
+    "rank repeated": ("[0, 1]", "[0, 0]", "parallelism.vision.ranks = (0, 0): rank 0 is given more than once"),
+    "rank negative": (
+        "[0, 1]",
+        "[-1, 0]",
+        "parallelism.vision.ranks = (-1, 0): ranks must be one or more numbers >= 0",
+    ),
+    "no ranks": ("[0, 1]", "[]", "parallelism.vision.ranks = (): ranks must be one or more numbers >= 0"),
+    "bad rank text": (
+        "[0, 1]",
+        '"0..1"',
+        "parallelism.vision.ranks = '0..1': '0..1' is no rank; write ranks as [0, 1]",
+    ),
+    "rank range backwards": ("[0, 1]", '"3-2"', "'3-2' is no rank"),
+    "degrees do not multiply": (
+        "data_parallel_replicate_degree = 2",
+        "data_parallel_replicate_degree = 3",
+        "parallelism.vision: the degrees (data_parallel_replicate_degree 3: 3 together) must multiply to its number of "
+        "ranks, 2 (ranks 0,1); its divisors are [1, 2]",
+    ),
+    "degree does not divide": (
+        "tensor_parallel_degree = 2",
+        "tensor_parallel_degree = 3",
+        "parallelism.llm: the degrees (tensor_parallel_degree 3: 3 together) must divide its number of ranks, 2",
+    ),
+    "boundary from nowhere": (
+        'from = "vision"',
+        'from = "audio"',
+        "boundaries: boundary audio->projector: there is no module",
+    ),
+    "two sinks": (
+        'from = "projector"\nto = "llm"\nat = "image"',
+        'from="vision"\nto="llm"\nat="image"',
+        "exactly one module",
+    ),
+    "cycle": (
+        "[parallelism.vision]",
+        '[[boundaries]]\nfrom = "projector"\nto = "vision"\n[parallelism.vision]',
+        "boundaries form a cycle among ['llm', 'projector', 'vision']",
+    ),
+    "at missing": (
+        'at = "image"',
+        "",
+        "boundaries[1].at is missing: name the placeholder that the rows of projector->llm",
+    ),
+    "at misplaced": (
+        'to = "projector"',
+        'to = "projector"\nat = "image"',
+        "boundaries[0].at: rows replace placeholders only in",
+    ),
+    "at twice": (
+        "[parallelism.vision]",
+        '[modules.other]\nmodel = "siglip"\n[[boundaries]]\nfrom="other"\nto="llm"\nat="image"\n[parallelism.vision]',
+        "boundaries[2].at: the rows of projector->llm already replace placeholder 'image'",
+    ),
+    "media of a reader": (
+        'model = "mlp"',
+        'model = "mlp"\nmedia = "image"',
+        "modules.projector.media: only a module that no",
+    ),
+    "module name": ("[modules.projector]", '[modules."pro.jector"]', "modules.pro.jector: a module's name is made of"),
+    "table of an unknown module": ("[parallelism.vision]", "[parallelism.visoin]", "did you mean 'vision'?"),
+    "batch not divisible": (
+        "local_batch_size = 64",
+        "local_batch_size = 48\nglobal_batch_size = 64",
+        "training.global_batch_size = 64 must be a multiple of training.local_batch_size x LLM lanes = 48 x 1 = 48; "
+        "nearest are [48, 96], or a local_batch_size of [1, 2, 4, 8, 16, 32, 64]",
+    ),
+    "microbatch not divisible": (
+        "tensor_parallel_degree = 2",
+        "tensor_parallel_degree = 2\npipeline_parallel_microbatch_size = 48",
+        "pipeline_parallel_microbatch_size = 48 must divide training.local_batch_size = 64; valid are [1, 2, 4, 8,",
+    ),
+    "schedule of an encoder": (
+        "data_parallel_replicate_degree = 2",
+        "data_parallel_replicate_degree = 2\npipeline_parallel_microbatch_size = 2",
+        "parallelism.vision.pipeline_parallel_microbatch_size: the schedule is the whole run's; write it in [",
+    ),
+    "a schedule to come": (
+        "tensor_parallel_degree = 2",
+        'pipeline_parallel_schedule = "1f1b"',
+        "parallelism.llm.pipeline_parallel_schedule = '1f1b': a known key that hetmesh does not implement yet",
+    ),
+    "async checkpoint": (
+        "[data]",
+        '[checkpoint]\nasync_mode = "async"\n[data]',
+        "checkpoint.async_mode = 'async': a known key",
+    ),
+    "TOML syntax": ("steps = 800", "steps = = 800", "not valid TOML: Invalid value (at line 34, column 9)"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_each_kind_of_bad_recipe_gives_one_clear_error(what, tmp_path):
+    old, new, says = BAD[what]
+    assert DESIGN.count(old) >= 1
+    path = tmp_path / "bad.toml"
+    path.write_text(DESIGN.replace(old, new, 1))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert says in message
+    assert "\n" not in message
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(RecipeError, match=r"recipe .*none.toml cannot be read: no such file or directory"):
+        load_recipe(tmp_path / "none.toml")
+    with pytest.raises(RecipeError, match="cannot be read: is a directory"):
+        load_recipe(tmp_path)
+    with pytest.raises(RecipeError, match=re.escape("[modules.<name>] is missing")):
+        parse_recipe("")
+
+
+def test_every_known_key_to_come_is_refused_as_such():
+    for section, keys in NOT_IMPLEMENTED.items():
+        for key in keys:
+            if section == "modules":
+                text = f"{ONE_MODULE}{key} = 'x'"
+            else:
+                text = f"{ONE_MODULE}[{section}]\n{key} = 'x'"
+            with pytest.raises(RecipeError, match=f"{key} = 'x': a known key that hetmesh does not implement yet"):
+                parse_recipe(text)
+
+
+def test_harmless_values_of_keys_to_come_are_accepted():
+    text = ONE_MODULE + '[activation_checkpoint]\nmode = "none"\n[compile]\nenable = false\n[parallelism]\n'
+    text += "pipeline_parallel_degree = 1\nenable_sequence_parallel = false\n"
+    assert parse_recipe(text).modules == parse_recipe(ONE_MODULE).modules
+
+
+def test_the_keys_table_matches_the_recipe():
+    assert set(SECTIONS) == set(Recipe.model_fields)
+    assert valid_keys("boundaries") == ("from", "to", "at")
+    for model in SECTIONS.values():
+        assert issubclass(model, BaseModel)
+        assert model.model_config.get("frozen")
+        assert model.model_config.get("extra") == "forbid"
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "recipes").glob("*.toml")), ids=lambda p: p.stem)
+def test_shipped_recipes_parse(path):
+    recipe = load_recipe(path)
+    assert recipe.job.description
+    if path.stem in ("digits", "digits_colocated", "digits_overlapping", "digits_single"):
+        assert recipe.batch.global_batch_size == 64
+        assert recipe.job.dump_folder == f"./outputs/{path.stem}"

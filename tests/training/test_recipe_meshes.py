@@ -1,0 +1,141 @@
+"""Ranks and degrees of a recipe to meshes; batch arithmetic."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetmesh.errors import RecipeError
+from hetmesh.layout.mesh import MeshSpec
+from hetmesh.training.batch_sizes import batch_sizes
+from hetmesh.training.meshes import module_meshes, world_size
+from hetmesh.training.recipe import parse_recipe
+from hetmesh.training.recipe_sections import parse_ranks
+
+MODULES = """
+[modules]
+vision = { model = "siglip" }
+audio = { model = "siglip", media = "sound" }
+projector = { model = "mlp" }
+llm = { model = "qwen3" }
+[[boundaries]]
+from = "vision"
+to = "projector"
+[[boundaries]]
+from = "projector"
+to = "llm"
+at = "image"
+[[boundaries]]
+from = "audio"
+to = "llm"
+at = "audio"
+"""
+
+
+def meshes(text: str) -> dict[str, MeshSpec]:
+    return module_meshes(parse_recipe(MODULES + text))
+
+
+@pytest.mark.parametrize(
+    ("given_ranks", "expected"),
+    [
+        ([0, 1], (0, 1)),
+        ([3, 1], (3, 1)),
+        ("0-1", (0, 1)),
+        ("0-3,6", (0, 1, 2, 3, 6)),
+        (" 0 - 1 , 4", (0, 1, 4)),
+        ("5", (5,)),
+        (5, (5,)),
+        ("all", None),
+        (None, None),
+    ],
+)
+def test_rank_syntax(given_ranks, expected):
+    assert parse_ranks(given_ranks) == expected
+
+
+@pytest.mark.parametrize("wrong", ["", "a", "1-", "-1", "2-1", [0.5], [True], [[0]], 1.0, [], [1, 1], "0-2,1", {}])
+def test_no_ranks(wrong):
+    with pytest.raises(ValueError, match="rank"):
+        parse_ranks(wrong)
+
+
+def test_nothing_said_is_one_rank():
+    assert set(meshes("").values()) == {MeshSpec.make([0], dp_replicate=1)}
+
+
+def test_modules_without_a_table_take_their_consumers_mesh():
+    found = meshes("[parallelism.llm]\nranks = '2-3'\ntensor_parallel_degree = 2\n[parallelism.vision]\nranks = '0-1'")
+    llm = MeshSpec.make([2, 3], tp=2)
+    assert found == {"vision": MeshSpec.make([0, 1], dp_replicate=2), "audio": llm, "projector": llm, "llm": llm}
+
+
+def test_a_module_with_two_consumers_takes_the_first_ones_mesh():
+    text = '[modules.head]\nmodel = "mlp"\n[[boundaries]]\nfrom = "vision"\nto = "head"\n'
+    text += '[[boundaries]]\nfrom = "head"\nto = "llm"\nat = "thumb"\n'
+    found = meshes(text + "[parallelism]\nprojector = {ranks = 1}\nhead = {ranks = 2}\nllm = {ranks = 0}")
+    assert found["vision"] == found["projector"] == MeshSpec.make([1], dp_replicate=1)
+
+
+def test_a_flat_table_gives_every_module_the_same_layout():
+    found = meshes("[parallelism]\ntensor_parallel_degree = 2\ndata_parallel_replicate_degree = 3")
+    assert set(found.values()) == {MeshSpec.make(range(6), dp_replicate=3, tp=2)}
+
+
+def test_a_flat_table_is_overridden_per_module():
+    found = meshes(
+        "[parallelism]\nranks = '0-3'\ntensor_parallel_degree = 2\n[parallelism.vision]\ntensor_parallel_degree=1"
+    )
+    assert found["vision"] == MeshSpec.make(range(4), dp_replicate=4)
+    assert found["llm"] == found["projector"] == MeshSpec.make(range(4), dp_replicate=2, tp=2)
+
+
+def test_all_means_every_rank_that_is_named():
+    found = meshes("[parallelism]\nvision = {ranks = '0-1'}\naudio = {ranks = [5]}\nllm = {ranks = 'all'}")
+    assert found["llm"] == found["projector"] == MeshSpec.make([0, 1, 5], dp_replicate=3)
+
+
+def test_run_wide_keys_give_no_layout():
+    recipe = parse_recipe(MODULES + "[parallelism]\npipeline_parallel_microbatch_size = 2\nllm = {ranks = '0-1'}")
+    assert recipe.meshes()["vision"] == MeshSpec.make([0, 1], dp_replicate=2)
+    assert recipe.batch.microbatch_size == 2
+    recipe = parse_recipe(MODULES + "[parallelism.llm]\npipeline_parallel_microbatch_size = 4\nranks = '0-1'")
+    assert (recipe.batch.microbatch_size, recipe.batch.num_microbatches) == (4, 2)
+    assert recipe.meshes()["vision"] == MeshSpec.make([0, 1], dp_replicate=2)
+
+
+def test_world_size_counts_idle_ranks():
+    assert world_size(parse_recipe(MODULES + "[parallelism]\nllm = {ranks = [2, 6]}")) == 7
+
+
+@given(dp=st.integers(1, 4), tp=st.integers(1, 4), first=st.integers(0, 5), infer=st.booleans())
+def test_degrees_multiply_to_the_ranks(dp, tp, first, infer):
+    text = f"[parallelism.llm]\nranks = '{first}-{first + dp * tp - 1}'\ntensor_parallel_degree = {tp}\n"
+    text += f"data_parallel_replicate_degree = {-1 if infer else dp}\n"
+    mesh = meshes(text)["llm"]
+    assert mesh.ranks == tuple(range(first, first + dp * tp))
+    assert (mesh.axis_size("dp_replicate"), mesh.axis_size("tp")) == (dp, tp)
+    assert mesh.axes in {("dp_replicate",), ("tp",), ("dp_replicate", "tp")}
+
+
+@given(
+    local=st.integers(1, 12),
+    overall=st.none() | st.integers(1, 60),
+    micro=st.none() | st.integers(1, 12),
+    lanes=st.integers(1, 5),
+)
+def test_batch_arithmetic(local, overall, micro, lanes):
+    try:
+        sizes = batch_sizes(local_batch_size=local, global_batch_size=overall, microbatch_size=micro, lanes=lanes)
+    except RecipeError:
+        assert (micro and local % micro) or (overall and overall % (local * lanes))
+        return
+    assert sizes.num_microbatches * sizes.microbatch_size * lanes == sizes.global_batch_size
+    assert sizes.global_batch_size == (overall or local * lanes)
+    assert math.gcd(sizes.microbatch_size, local) == sizes.microbatch_size
+
+
+def test_the_batch_error_without_any_valid_local_size():
+    with pytest.raises(RecipeError, match=r"3 x 4 = 12; nearest are \[12\]$"):
+        batch_sizes(local_batch_size=3, global_batch_size=2, microbatch_size=None, lanes=4)
