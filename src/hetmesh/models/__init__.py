@@ -1,0 +1,16 @@
+"""Adapters that turn ready-made models and users' own modules into members of a graph."""
+
+from hetmesh.models.adapter import Adapter, AdapterRequest, BoundaryLike, ModuleLike, SampleLike
+from hetmesh.models.build import build_module
+from hetmesh.models.registry import MODELS, make_adapters
+
+__all__ = [
+    "MODELS",
+    "Adapter",
+    "AdapterRequest",
+    "BoundaryLike",
+    "ModuleLike",
+    "SampleLike",
+    "build_module",
+    "make_adapters",
+]

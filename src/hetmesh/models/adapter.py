@@ -1,0 +1,148 @@
+"""The Adapter protocol: what hetmesh asks of a model. One stateless value per module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from hetmesh.graph.sample import SampleMeta
+
+
+class ModuleLike(Protocol):
+    """One `[modules.<name>]` table of a recipe."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+    @property
+    def media(self) -> str | None: ...
+
+
+class BoundaryLike(Protocol):
+    """One `[[boundaries]]` entry of a recipe."""
+
+    @property
+    def source(self) -> str: ...
+    @property
+    def destination(self) -> str: ...
+    @property
+    def at(self) -> str | None: ...
+
+
+class SampleLike(Protocol):
+    """The payload of one sample: int64 tokens `[T]`, and its media per kind in the order of their positions."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def media(self) -> Mapping[str, Sequence[Tensor]]: ...
+
+
+class Adapter(Protocol):
+    """How one ready-made model takes part in a graph.
+
+    Every member rank of a module calls `forward` in every microbatch, also when it has no samples, items or rows: the
+    result then has zero rows and still reaches every parameter, which gets a zero gradient.
+    """
+
+    @property
+    def in_features(self) -> int | None:
+        """Width of the rows it consumes; None for an encoder."""
+        ...
+
+    @property
+    def out_features(self) -> int | None:
+        """Width of the rows it emits; None for the sink."""
+        ...
+
+    def build(self) -> nn.Module:
+        """The module with random weights, drawn from the current RNG in the default dtype on the default device."""
+        ...
+
+    def layers(self) -> tuple[str, ...]:
+        """FQNs of its layers in execution order."""
+        ...
+
+    def tensor_parallel_plan(self) -> Mapping[str, Any]:
+        """FQN pattern (`*` is one name) -> a style of `hetmesh.parallel`, or a torch `ParallelStyle`."""
+        ...
+
+    def tensor_parallel_sizes(self) -> Mapping[str, int]:
+        """The sizes that a tensor parallel degree must divide, by config key: `{"num_attention_heads": 4}`."""
+        ...
+
+    def item_rows(self, shape: tuple[int, ...]) -> int:
+        """Encoder: rows that one media item of raw shape `shape` becomes; a SampleError if it cannot read that."""
+        ...
+
+    def rows(self, incoming: int) -> int:
+        """Row-wise module: rows emitted for `incoming` rows."""
+        ...
+
+    def collate(
+        self,
+        samples: Sequence[SampleLike],
+        metas: Sequence[SampleMeta],
+        *,
+        placeholders: Mapping[str, int],
+        pad_id: int = 0,
+    ) -> dict[str, Tensor]:
+        """The module's own inputs for the samples of one lane and microbatch (CPU tensors); metas are expanded.
+
+        Raises:
+            SampleError: payload and metadata of a sample disagree.
+        """
+        ...
+
+    def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+        """Run `module` on `batch` (from `collate`) and `inputs` (rows `[n, features]` by source module name).
+
+        Returns:
+            Rows `[n, out_features]`, in sample order then position order; from the sink, logits `[num_targets, vocab]`
+            in the order of `batch["targets"]`.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class AdapterRequest:
+    """What a registered model gets to make its adapter from.
+
+    Attributes:
+        name: the module's name in the recipe; errors name its keys.
+        config: its `config` table.
+        media: the kind of media it reads (encoders).
+        media_shape: raw shape of one item of that media, if the data source has a fixed one.
+        vocab_size: tokens in the vocabulary of the data source.
+        in_features: width of the incoming rows, None until the producer is resolved (or without one).
+        out_features: width that its consumers want, None until one is resolved (or without one).
+        placeholders: the module's producers -> the placeholder that their rows replace (None: rows as such).
+        consumers: names of the modules that read its rows.
+    """
+
+    name: str
+    config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    media: str | None = None
+    media_shape: tuple[int, ...] | None = None
+    vocab_size: int = 0
+    in_features: int | None = None
+    out_features: int | None = None
+    placeholders: Mapping[str, str | None] = field(default_factory=lambda: MappingProxyType({}))
+    consumers: tuple[str, ...] = ()
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """`placeholders` of a sink, where each producer has one."""
+        return {source: at for source, at in self.placeholders.items() if at is not None}
+
+    @property
+    def key(self) -> str:
+        """The recipe key of the module."""
+        return f"modules.{self.name}"

@@ -1,0 +1,122 @@
+"""A transformers causal LM as the sink: tokens and rows at placeholders -> logits of the target tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from hetmesh.errors import BoundaryError, RecipeError
+from hetmesh.graph.sample import SampleMeta
+from hetmesh.models.adapter import AdapterRequest, SampleLike
+from hetmesh.models.collate import collate_tokens
+from hetmesh.models.config_keys import positive_int, transformers_config
+
+
+@dataclass(frozen=True)
+class CausalLMAdapter:
+    """A decoder with modules `model.embed_tokens`, `model.layers`, `model.norm` and `lm_head`.
+
+    Padding is on the right and attention causal, so no real token ever sees padding and no mask is needed: attention
+    runs `is_causal` without a dense one. `lm_head` runs on the positions that predict a target, and on no other.
+
+    Attributes:
+        config: a transformers config.
+        model_class: the `...ForCausalLM` class.
+        sources: producer module -> the placeholder that its rows replace.
+    """
+
+    config: Any
+    model_class: Any
+    sources: Mapping[str, str]
+    out_features: None = None
+
+    @classmethod
+    def make_from(
+        cls, request: AdapterRequest, config_class: Any, model_class: Any, derived: Mapping[str, Any]
+    ) -> CausalLMAdapter:
+        """The adapter of a recipe's module, whose config table goes over the `derived` values.
+
+        `vocab_size` is the data source's unless given (a larger one is legal).
+
+        Raises:
+            RecipeError: unknown keys, sizes that do not fit each other, or a place in the graph it cannot have.
+        """
+        if request.consumers:
+            raise RecipeError(f"{request.key}: an LLM emits logits, not rows, but {list(request.consumers)} consume it")
+        config = transformers_config(request, config_class, {"vocab_size": request.vocab_size, **derived})
+        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"):
+            positive_int(request, key, getattr(config, key))
+        if config.num_attention_heads % config.num_key_value_heads:
+            raise RecipeError(
+                f"{request.key}.config.num_key_value_heads: must divide num_attention_heads = "
+                f"{config.num_attention_heads}, got {config.num_key_value_heads}"
+            )
+        if config.vocab_size < request.vocab_size:
+            raise RecipeError(
+                f"{request.key}.config.vocab_size: must be at least the data source's {request.vocab_size}, "
+                f"got {config.vocab_size}"
+            )
+        return cls(config, model_class, request.sources)
+
+    @property
+    def in_features(self) -> int:
+        return self.config.hidden_size
+
+    def build(self) -> nn.Module:
+        return self.model_class(self.config)
+
+    def layers(self) -> tuple[str, ...]:
+        blocks = (f"model.layers.{i}" for i in range(self.config.num_hidden_layers))
+        return ("model.embed_tokens", *blocks, "model.norm", "lm_head")
+
+    def tensor_parallel_plan(self) -> Mapping[str, str]:
+        prefix = self.model_class.base_model_prefix
+        plan = {f"{prefix}.{pattern}": style for pattern, style in self.config.base_model_tp_plan.items()}
+        # A head tied to the (replicated) embedding stays replicated with it.
+        head = {} if self.config.tie_word_embeddings else self.model_class._tp_plan
+        return {**plan, **head}
+
+    def tensor_parallel_sizes(self) -> Mapping[str, int]:
+        return {key: getattr(self.config, key) for key in ("num_attention_heads", "num_key_value_heads")}
+
+    def item_rows(self, shape: tuple[int, ...]) -> int:
+        raise NotImplementedError("an LLM reads tokens and rows, not media")
+
+    def rows(self, incoming: int) -> int:
+        raise NotImplementedError("an LLM emits logits, not rows")
+
+    def collate(
+        self,
+        samples: Sequence[SampleLike],
+        metas: Sequence[SampleMeta],
+        *,
+        placeholders: Mapping[str, int] = MappingProxyType({}),
+        pad_id: int = 0,
+    ) -> dict[str, Tensor]:
+        return collate_tokens(samples, metas, sources=self.sources, placeholders=placeholders, pad_id=pad_id)
+
+    def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+        model: Any = module
+        ids, position_ids = batch["input_ids"], batch["position_ids"]
+        if ids.shape[0] == 0:  # transformers' views are ambiguous on empty tensors: one token that predicts nothing
+            ids, position_ids = ids.new_zeros(1, 1), position_ids.new_zeros(1, 1)
+        embeddings = model.model.embed_tokens(ids)
+        flat = embeddings.flatten(0, 1)
+        for source, at in self.sources.items():
+            rows, positions = inputs[source], batch[f"positions.{at}"]
+            if rows.shape != (positions.numel(), flat.shape[-1]):
+                raise BoundaryError(
+                    f"rows of module {source!r} have shape {tuple(rows.shape)}, but {positions.numel()} {at!r} "
+                    f"placeholders of width {flat.shape[-1]} wait for them"
+                )
+            flat = flat.index_copy(0, positions, rows.to(flat.dtype))
+        # Handing over the finished masks (none) keeps transformers from looking for packed sequences and building one.
+        masks = None if model.model.has_sliding_layers else {"full_attention": None}
+        hidden = model.model(
+            inputs_embeds=flat.view_as(embeddings), position_ids=position_ids, attention_mask=masks, use_cache=False
+        ).last_hidden_state
+        return model.lm_head(hidden.flatten(0, 1).index_select(0, batch["target_positions"]))

@@ -1,0 +1,118 @@
+"""Payloads of the samples of one lane and microbatch -> the tensors that an encoder or an LLM reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hetmesh.errors import SampleError
+from hetmesh.graph.sample import SampleMeta
+from hetmesh.models.adapter import SampleLike
+
+
+def collate_media(
+    samples: Sequence[SampleLike], metas: Sequence[SampleMeta], name: str, shape: tuple[int, ...]
+) -> dict[str, Tensor]:
+    """The media items of kind `name` in sample order, then position order, as `{"media": [n, *shape]}`.
+
+    Raises:
+        SampleError: a sample holds another number of items than its metadata says, or an item of another shape.
+    """
+    items: list[Tensor] = []
+    for sample, meta in _paired(samples, metas):
+        own = sample.media.get(name, ())
+        if len(own) != meta.num_items(name):
+            raise SampleError(
+                f"sample {sample.id!r}: {meta.num_items(name)} {name!r} in its metadata, {len(own)} in its payload"
+            )
+        for item in own:
+            if tuple(item.shape) != shape:
+                raise SampleError(f"sample {sample.id!r}: {name!r} item of shape {tuple(item.shape)}, expected {shape}")
+        items.extend(own)
+    return {"media": torch.stack(items) if items else torch.zeros(0, *shape)}
+
+
+def collate_tokens(
+    samples: Sequence[SampleLike],
+    metas: Sequence[SampleMeta],
+    *,
+    sources: Mapping[str, str],
+    placeholders: Mapping[str, int],
+    pad_id: int,
+) -> dict[str, Tensor]:
+    """Token inputs of B samples, padded on the right to the longest, S.
+
+    Args:
+        sources: producer module -> the placeholder that its rows replace.
+        placeholders: placeholder name -> token id.
+
+    Returns:
+        `input_ids`, `position_ids`: int64 `[B, S]`.
+        `targets`: int64 `[num_targets]`, in sample order then position order.
+        `target_positions`: int64 `[num_targets]`, index into the flat `[B * S]` of the token before each target, which
+        is the position whose output predicts it.
+        `positions.<placeholder>`: int64 `[rows]`, index into the flat `[B * S]` of each of its tokens.
+
+    Raises:
+        SampleError: lengths or placeholder counts differ from the metadata, or a target cannot be predicted.
+    """
+    pairs = list(_paired(samples, metas))
+    length = max((meta.tokens for _, meta in pairs), default=1)
+    input_ids = torch.full((len(pairs), length), pad_id, dtype=torch.int64)
+    position_ids = torch.arange(length).repeat(len(pairs), 1)
+    target_positions: list[Tensor] = []
+    for row, (sample, meta) in enumerate(pairs):
+        if sample.tokens.shape != (meta.tokens,):
+            raise SampleError(
+                f"sample {sample.id!r}: its metadata says {meta.tokens} tokens, its payload has shape "
+                f"{tuple(sample.tokens.shape)}"
+            )
+        input_ids[row, : meta.tokens] = sample.tokens
+        if meta.position_ids is not None:
+            if len(meta.position_ids) != 1 or len(meta.position_ids[0]) != meta.tokens:
+                raise SampleError(f"sample {sample.id!r}: position_ids must be one row of {meta.tokens} positions")
+            position_ids[row, : meta.tokens] = torch.tensor(meta.position_ids[0])
+        for start, stop in meta.targets:
+            if not 1 <= start <= stop <= meta.tokens:
+                raise SampleError(
+                    f"sample {sample.id!r}: target span [{start}, {stop}) must lie within [1, {meta.tokens}); "
+                    "no token comes before position 0 to predict it"
+                )
+            target_positions.append(torch.arange(row * length + start - 1, row * length + stop - 1))
+    flat = torch.cat(target_positions) if target_positions else torch.zeros(0, dtype=torch.int64)
+    batch = {
+        "input_ids": input_ids,
+        "position_ids": position_ids,
+        "target_positions": flat,
+        "targets": input_ids.flatten()[flat + 1],
+    }
+    for source, at in sources.items():
+        if at not in placeholders:
+            raise SampleError(f"the data source has no placeholder {at!r}; its placeholders are {sorted(placeholders)}")
+        found = input_ids == placeholders[at]
+        if pad_id == placeholders[at]:
+            raise SampleError(f"placeholder {at!r} and padding share the token id {pad_id}")
+        for (sample, meta), count in zip(pairs, found.sum(dim=1).tolist(), strict=True):
+            _check_rows(sample.id, meta, source, at, count)
+        batch[f"positions.{at}"] = found.flatten().nonzero().flatten()
+    return batch
+
+
+def _check_rows(sample_id: str, meta: SampleMeta, source: str, at: str, tokens: int) -> None:
+    rows = meta.rows.get(source, sum(item.rows for item in meta.media if item.name == at))
+    if tokens != rows:
+        raise SampleError(
+            f"sample {sample_id!r}: {tokens} {at!r} placeholder tokens, but module {source!r} emits {rows} rows; "
+            "every row replaces exactly one placeholder token"
+        )
+
+
+def _paired(samples: Sequence[SampleLike], metas: Sequence[SampleMeta]):
+    if len(samples) != len(metas):
+        raise SampleError(f"{len(samples)} samples came with the metadata of {len(metas)}")
+    for sample, meta in zip(samples, metas, strict=True):
+        if sample.id != meta.id:
+            raise SampleError(f"sample {sample.id!r} came with the metadata of {meta.id!r}")
+        yield sample, meta

@@ -1,0 +1,135 @@
+"""Recipe modules -> adapters, with row widths resolved across the boundaries."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+
+from hetmesh.errors import RecipeError
+from hetmesh.models.adapter import Adapter, AdapterRequest, BoundaryLike, ModuleLike
+from hetmesh.models.custom import make_custom
+from hetmesh.models.mlp import MlpAdapter
+from hetmesh.models.qwen3 import Qwen3Adapter
+from hetmesh.models.siglip import SiglipAdapter
+
+MODELS: dict[str, Callable[[AdapterRequest], Adapter | None]] = {
+    "siglip": SiglipAdapter.make,
+    "mlp": MlpAdapter.make,
+    "qwen3": Qwen3Adapter.make,
+}
+"""Ready-made models by the name a recipe gives them. To add one, write its `make` and enter it here: it returns None
+as long as it needs a neighbour's width that the request does not know yet."""
+
+
+def make_adapters(
+    modules: Mapping[str, ModuleLike],
+    boundaries: Sequence[BoundaryLike],
+    vocab_size: int,
+    media_shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> dict[str, Adapter]:
+    """One adapter per module, in the order of `modules`. Pure apart from imports; needs no process group.
+
+    Args:
+        modules: the recipe's module tables by name.
+        boundaries: the recipe's boundaries.
+        vocab_size: tokens in the data source's vocabulary.
+        media_shapes: raw shape of an item per kind of media, where the data source has one fixed shape.
+
+    A module that reads media and does not say which reads the one whose placeholders its rows end up in.
+
+    Raises:
+        RecipeError: an unknown model or config key, a width that nothing determines, or widths that differ across a
+            boundary.
+    """
+    _check_ends(modules, boundaries)
+    made: dict[str, Adapter] = {}
+    progress = True
+    while progress and len(made) < len(modules):
+        progress = False
+        for name in modules:
+            if name not in made:
+                request = _request(name, modules, boundaries, vocab_size, media_shapes or {}, made)
+                adapter = _make(modules[name].model, request)
+                if adapter is not None:
+                    made[name] = adapter
+                    progress = True
+    unresolved = [name for name in modules if name not in made]
+    if unresolved:
+        raise RecipeError(
+            f"modules.{unresolved[0]}: its row widths follow from neither side (unresolved: {unresolved}); "
+            "give in_features and out_features in its config"
+        )
+    for b in boundaries:
+        emitted, consumed = made[b.source].out_features, made[b.destination].in_features
+        if emitted != consumed:
+            raise RecipeError(
+                f"boundary {b.source}->{b.destination}: {b.source!r} emits rows of width {emitted}, "
+                f"{b.destination!r} consumes rows of width {consumed}; put a projector (model = 'mlp') between them"
+            )
+    return {name: made[name] for name in modules}
+
+
+def _check_ends(modules: Mapping[str, ModuleLike], boundaries: Sequence[BoundaryLike]) -> None:
+    producers = {b.source for b in boundaries}
+    replaced: dict[tuple[str, str], BoundaryLike] = {}
+    for b in boundaries:
+        name = f"boundary {b.source}->{b.destination}"
+        for end in (b.source, b.destination):
+            if end not in modules:
+                raise RecipeError(f"{name}: no module {end!r}; modules: {list(modules)}")
+        if b.destination in producers and b.at is not None:
+            raise RecipeError(
+                f"{name}: at = {b.at!r}, but only an LLM has placeholders, and {b.destination!r} emits rows"
+            )
+        if b.destination not in producers and b.at is None:
+            raise RecipeError(f"{name}: `at` is missing; name the placeholder whose tokens the rows replace")
+        if b.at is not None and replaced.setdefault((b.destination, b.at), b) is not b:
+            other = replaced[b.destination, b.at].source
+            raise RecipeError(f"{name}: rows of {other!r} replace the placeholder {b.at!r} already")
+
+
+def _make(model: str, request: AdapterRequest) -> Adapter | None:
+    if model in MODELS:
+        return MODELS[model](request)
+    if ":" in model:
+        return make_custom(model, request)
+    near = difflib.get_close_matches(model, MODELS, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise RecipeError(
+        f"{request.key}.model: unknown model {model!r}; {hint}Valid: {sorted(MODELS)}, or 'package.module:Class'"
+    )
+
+
+def _request(
+    name: str,
+    modules: Mapping[str, ModuleLike],
+    boundaries: Sequence[BoundaryLike],
+    vocab_size: int,
+    media_shapes: Mapping[str, tuple[int, ...]],
+    made: Mapping[str, Adapter],
+) -> AdapterRequest:
+    into = [b for b in boundaries if b.destination == name]
+    out_of = [b for b in boundaries if b.source == name]
+    emitted = [made[b.source].out_features for b in into if b.source in made]
+    consumed = [made[b.destination].in_features for b in out_of if b.destination in made]
+    media = modules[name].media if into or modules[name].media else _media(name, boundaries)
+    return AdapterRequest(
+        name=name,
+        config=modules[name].config,
+        media=media,
+        media_shape=media_shapes.get(media) if media else None,
+        vocab_size=vocab_size,
+        in_features=next(iter(emitted), None),  # where neighbours differ, the check across boundaries names them
+        out_features=next(iter(consumed), None),
+        placeholders={b.source: b.at for b in into},
+        consumers=tuple(b.destination for b in out_of),
+    )
+
+
+def _media(name: str, boundaries: Sequence[BoundaryLike], seen: frozenset[str] = frozenset()) -> str | None:
+    """The one placeholder that rows of `name` end up in, None if there are several or none."""
+    found = set()
+    for b in boundaries:
+        if b.source == name and b.destination not in seen:
+            found.add(b.at if b.at is not None else _media(b.destination, boundaries, seen | {name}))
+    return found.pop() if len(found) == 1 else None

@@ -1,0 +1,90 @@
+"""Collation: exact positions, and an error that names the sample for every disagreement."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hetmesh.data.source import Sample
+from hetmesh.errors import SampleError
+from hetmesh.graph.sample import MediaItem, SampleMeta
+from hetmesh.models.collate import collate_media, collate_tokens
+
+IMAGE, SKETCH, PAD = 1, 2, 0
+PLACEHOLDERS = {"image": IMAGE, "sketch": SKETCH}
+SOURCES = {"projector": "image", "drawing": "sketch"}
+
+
+def sample(name, tokens, targets=(), items=()):
+    media: dict[str, list[torch.Tensor]] = {}
+    metas = []
+    for kind, position, rows in items:
+        media.setdefault(kind, []).append(torch.full((1, 2, 2), float(position)))
+        metas.append(MediaItem(kind, (1, 2, 2), position, rows))
+    meta = SampleMeta(name, len(tokens), tuple(metas), tuple(targets))
+    return Sample(name, torch.tensor(tokens), media), meta
+
+
+A = sample("a", [5, IMAGE, IMAGE, SKETCH, 6, 7], [(4, 6)], [("image", 1, 2), ("sketch", 3, 1)])
+B = sample("b", [8, 9, 4], [(1, 2), (2, 3)])
+C = sample("c", [IMAGE, 3, IMAGE], [(1, 2)], [("image", 0, 1), ("image", 2, 1)])
+
+
+def tokens(*pairs):
+    samples, metas = zip(*pairs, strict=True) if pairs else ((), ())
+    return collate_tokens(samples, metas, sources=SOURCES, placeholders=PLACEHOLDERS, pad_id=PAD)
+
+
+def test_tokens():
+    batch = tokens(A, B, C)
+    assert batch["input_ids"].tolist() == [[5, 1, 1, 2, 6, 7], [8, 9, 4, 0, 0, 0], [1, 3, 1, 0, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5]] * 3
+    assert batch["targets"].tolist() == [6, 7, 9, 4, 3]
+    assert batch["target_positions"].tolist() == [3, 4, 6, 7, 12]
+    assert batch["positions.image"].tolist() == [1, 2, 12, 14]
+    assert batch["positions.sketch"].tolist() == [3]
+
+
+def test_no_samples():
+    batch = tokens()
+    assert batch["input_ids"].shape[0] == 0
+    assert all(batch[key].numel() == 0 for key in batch)
+    assert collate_media([], [], "image", (1, 2, 2))["media"].shape == (0, 1, 2, 2)
+
+
+def test_media_in_order():
+    samples, metas = zip(A, B, C, strict=True)
+    media = collate_media(samples, metas, "image", (1, 2, 2))["media"]
+    assert media[:, 0, 0, 0].tolist() == [1, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ((A[0], replace(A[1], tokens=7)), "sample 'a': its metadata says 7 tokens"),
+        ((A[0], replace(A[1], targets=((0, 2),))), r"sample 'a': target span \[0, 2\) must lie within \[1, 6\)"),
+        ((A[0], replace(A[1], targets=((4, 7),))), r"sample 'a': target span \[4, 7\)"),
+        ((A[0], replace(A[1], media=A[1].media[1:])), "sample 'a': 2 'image' placeholder tokens, but .* emits 0 rows"),
+        ((A[0], replace(A[1], rows={"drawing": 2})), "sample 'a': 1 'sketch' placeholder .* 'drawing' emits 2 rows"),
+        ((A[0], B[1]), "sample 'a' came with the metadata of 'b'"),
+        ((A[0], replace(A[1], position_ids=((0, 1),))), "sample 'a': position_ids must be one row of 6"),
+    ],
+)
+def test_bad_tokens_name_the_sample(pair, message):
+    with pytest.raises(SampleError, match=message):
+        tokens(B, pair)
+
+
+def test_bad_media_names_the_sample():
+    with pytest.raises(SampleError, match="sample 'c': 2 'image' in its metadata, 1 in its payload"):
+        collate_media([Sample("c", C[0].tokens, {"image": C[0].media["image"][:1]})], [C[1]], "image", (1, 2, 2))
+    with pytest.raises(SampleError, match=r"sample 'c': 'image' item of shape \(1, 2, 2\), expected \(3, 2, 2\)"):
+        collate_media([C[0]], [C[1]], "image", (3, 2, 2))
+
+
+def test_placeholder_ids_must_be_known_and_not_padding():
+    for placeholders, message in (({"image": 1}, "no placeholder 'sketch'"), ({"image": 0, "sketch": 2}, "padding")):
+        with pytest.raises(SampleError, match=message):
+            collate_tokens([B[0]], [B[1]], sources=SOURCES, placeholders=placeholders, pad_id=PAD)
