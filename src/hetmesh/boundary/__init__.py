@@ -1,0 +1,18 @@
+"""Tensors from one module's mesh to another's: plans carried out over torch.distributed."""
+
+from hetmesh.boundary.exchange import Exchange
+from hetmesh.boundary.log import CommunicationLog, Label, Message
+from hetmesh.boundary.redistribute import backward, redistribute
+from hetmesh.boundary.world import World, device_mesh, init
+
+__all__ = [
+    "CommunicationLog",
+    "Exchange",
+    "Label",
+    "Message",
+    "World",
+    "backward",
+    "device_mesh",
+    "init",
+    "redistribute",
+]

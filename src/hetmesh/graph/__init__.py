@@ -1,6 +1,20 @@
-"""The static module graph and the facts of samples that flow through it."""
+"""The static module graph, its stages, and the facts of samples that flow through it."""
 
 from hetmesh.graph.module_graph import LANE_AXES, BoundarySpec, ModuleGraph, ModuleSpec
+from hetmesh.graph.rows import RowSpace
 from hetmesh.graph.sample import MediaItem, SampleMeta
+from hetmesh.graph.stages import Edge, Stage, StageGraph, stage_graph
 
-__all__ = ["LANE_AXES", "BoundarySpec", "MediaItem", "ModuleGraph", "ModuleSpec", "SampleMeta"]
+__all__ = [
+    "LANE_AXES",
+    "BoundarySpec",
+    "Edge",
+    "MediaItem",
+    "ModuleGraph",
+    "ModuleSpec",
+    "RowSpace",
+    "SampleMeta",
+    "Stage",
+    "StageGraph",
+    "stage_graph",
+]

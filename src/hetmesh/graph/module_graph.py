@@ -22,6 +22,7 @@ class ModuleSpec:
         layers: names of its layers in execution order; pipeline stages are contiguous runs of them.
         media: the kind of media an encoder reads (`"image"`), None for a module that reads rows or tokens only.
         trainable: False freezes every parameter of the module.
+        features: width of the rows that it emits; 0 for the module that computes the loss.
     """
 
     name: str
@@ -29,6 +30,7 @@ class ModuleSpec:
     layers: tuple[str, ...] = ()
     media: str | None = None
     trainable: bool = True
+    features: int = 0
 
     @cached_property
     def lane_mesh(self) -> MeshSpec:

@@ -7,6 +7,15 @@ from hetmesh.layout.placements import Placement, RowSplit
 from hetmesh.layout.transfer import Piece, Step, TransferPlan, plan_gradient, plan_transfer
 
 __all__ = [
-    "Interval", "Intervals", "Layout", "MeshSpec", "Piece", "Placement", "RowSplit", "Step", "TransferPlan",
-    "plan_gradient", "plan_transfer",
+    "Interval",
+    "Intervals",
+    "Layout",
+    "MeshSpec",
+    "Piece",
+    "Placement",
+    "RowSplit",
+    "Step",
+    "TransferPlan",
+    "plan_gradient",
+    "plan_transfer",
 ]

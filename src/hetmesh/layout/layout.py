@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Placement as TorchPlacement
 
 from hetmesh._torch_compat import StridedShard
 from hetmesh.errors import LayoutError
@@ -56,6 +57,13 @@ class Layout:
     def is_dtensor(self) -> bool:
         """Whether every placement is torch's own, so that a DTensor can carry it."""
         return not any(isinstance(p, RowSplit) for p in self.placements)
+
+    @property
+    def torch_placements(self) -> tuple[TorchPlacement, ...]:
+        """The placements for a DTensor. Raises LayoutError if one of them is a RowSplit."""
+        if not self.is_dtensor:
+            raise LayoutError(f"a DTensor cannot carry {self}; use the local tensor")
+        return tuple(p for p in self.placements if not isinstance(p, RowSplit))
 
     def cells(self, shape: tuple[int, ...]) -> tuple[Cells, ...]:
         """One Cells per tensor dim of a tensor of global `shape`. Raises LayoutError where a placement does not fit."""
@@ -113,7 +121,9 @@ class Layout:
         return isinstance(self.placements[axis], StridedShard)
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{a}={s}: {p}" for a, s, p in zip(self.mesh.axes, self.mesh.sizes, self.placements, strict=True))
+        parts = ", ".join(
+            f"{a}={s}: {p}" for a, s, p in zip(self.mesh.axes, self.mesh.sizes, self.placements, strict=True)
+        )
         return f"Layout({parts}; ranks {list(self.mesh.ranks[:16])}{'...' if self.mesh.size > 16 else ''})"
 
 
@@ -123,6 +133,11 @@ def _cells(layout: Layout, shape: tuple[int, ...]) -> tuple[Cells, ...]:
         dim = sharded_dim(placement)
         if dim is not None and dim >= len(shape):
             raise LayoutError(f"mesh axis {axis!r}: {placement} splits a dim that shape {shape} does not have")
-        if isinstance(placement, RowSplit) and max((b for r in placement.intervals for _, b in r), default=0) > shape[dim or 0]:
-            raise LayoutError(f"mesh axis {axis!r}: {placement} names rows beyond the {shape[dim or 0]} of shape {shape}")
+        if (
+            isinstance(placement, RowSplit)
+            and max((b for r in placement.intervals for _, b in r), default=0) > shape[dim or 0]
+        ):
+            raise LayoutError(
+                f"mesh axis {axis!r}: {placement} names rows beyond the {shape[dim or 0]} of shape {shape}"
+            )
     return tuple(cut(size, layout.placements, layout.mesh.sizes, dim) for dim, size in enumerate(shape))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Placement as TorchPlacement
 
 from hetmesh._torch_compat import StridedShard
 from hetmesh.errors import LayoutError
@@ -33,7 +35,7 @@ class RowSplit:
         clean = tuple(coalesce([(int(a), int(b)) for a, b in rows]) for rows in self.intervals)
         for coordinate, rows in enumerate(clean):
             ordered = sorted(rows)
-            if any(a < 0 or b < a for a, b in rows) or any(p[1] > q[0] for p, q in zip(ordered, ordered[1:], strict=False)):
+            if any(a < 0 or b < a for a, b in rows) or any(p[1] > q[0] for p, q in itertools.pairwise(ordered)):
                 raise LayoutError(
                     f"RowSplit(dim={self.dim}): coordinate {coordinate} must hold disjoint [start, stop) intervals "
                     f"with 0 <= start <= stop, got {list(rows)}"
@@ -67,7 +69,7 @@ class RowSplit:
         return f"RowSplit(dim={self.dim}, {shown}{', ...' if len(self.intervals) > 4 else ''})"
 
 
-Placement = Shard | StridedShard | Replicate | Partial | RowSplit
+Placement = TorchPlacement | RowSplit
 """What a Layout holds per mesh axis."""
 
 
@@ -87,7 +89,9 @@ def check_placements(placements: Sequence[object], axes: Sequence[str], sizes: S
         if dim is None and not isinstance(placement, (Replicate, Partial)):
             raise LayoutError(f"{where} is not a placement; valid are Shard, Replicate, Partial, RowSplit")
         if isinstance(placement, Partial) and placement.reduce_op != "sum":
-            raise LayoutError(f"{where}: only Partial('sum') has an exact adjoint; reduce {placement.reduce_op!r} first")
+            raise LayoutError(
+                f"{where}: only Partial('sum') has an exact adjoint; reduce {placement.reduce_op!r} first"
+            )
         if dim is not None and dim < 0:
             raise LayoutError(f"{where}: write the tensor dim as a number >= 0")
         if isinstance(placement, RowSplit):
@@ -96,7 +100,9 @@ def check_placements(placements: Sequence[object], axes: Sequence[str], sizes: S
             if any(sharded_dim(p) == dim for p in placements[:i]):
                 raise LayoutError(f"{where}: RowSplit names global rows, so it must be the first split of its dim")
         if isinstance(placement, StridedShard):
-            later = math.prod(s for p, s in zip(placements[i + 1 :], sizes[i + 1 :], strict=True) if sharded_dim(p) == dim)
+            later = math.prod(
+                s for p, s in zip(placements[i + 1 :], sizes[i + 1 :], strict=True) if sharded_dim(p) == dim
+            )
             if placement.split_factor != later or dim in strided:
                 raise LayoutError(
                     f"{where}: legal strided shards have split_factor = product of the later axes that shard the same "
@@ -104,4 +110,4 @@ def check_placements(placements: Sequence[object], axes: Sequence[str], sizes: S
                 )
             if any(isinstance(p, RowSplit) and p.dim == dim for p in placements):
                 raise LayoutError(f"{where}: a strided shard cannot be combined with RowSplit on the same dim")
-            strided.add(dim)
+            strided.add(placement.dim)

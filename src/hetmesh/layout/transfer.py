@@ -99,12 +99,13 @@ class Step:
             return ()
         key = self._group_of(rank)
         senders, _ = self._assignment(key)
-        out = []
-        for dst_key, index in self._consumers(key):
-            for dst in self._keepers(dst_key):
-                if dst != rank and senders.get(dst, rank) == rank:
-                    out.append(Piece(rank, dst, index))
-        return tuple(sorted(out, key=lambda piece: piece.dst))
+        mine = (
+            Piece(rank, dst, index)
+            for dst_key, index in self._consumers(key)
+            for dst in self._keepers(dst_key)
+            if dst != rank and senders.get(dst, rank) == rank
+        )
+        return tuple(sorted(mine, key=lambda piece: piece.dst))
 
     @property
     def _summands(self) -> tuple[tuple[int, ...], ...]:
@@ -186,7 +187,9 @@ class Step:
                 raise LayoutError(f"source rows of dim {dim} belong to two coordinates of a RowSplit: {self.src}")
             missing = _uncovered(src, dst)
             if missing is not None:
-                raise LayoutError(f"dim {dim}: no source rank holds row {missing}, which the destination keeps: {self.dst}")
+                raise LayoutError(
+                    f"dim {dim}: no source rank holds row {missing}, which the destination keeps: {self.dst}"
+                )
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,10 +275,11 @@ def _plan(shape: tuple[int, ...], src: Layout, dst: Layout, adjoint: bool, node:
 
 def _ranks_at(layout: Layout, dims: Sequence[Cells], key: Sequence[int], fixed: dict[int, int]) -> list[int]:
     index: list[int | slice] = [slice(None)] * layout.mesh.ndim
-    for axis, coordinate in fixed.items():
-        index[axis] = coordinate
+    index = [fixed.get(axis, rows) for axis, rows in enumerate(index)]
     for cells, cell in zip(dims, key, strict=True):
-        for axis, coordinate in zip(cells.axes, np.unravel_index(cell, cells.sizes) if cells.sizes else (), strict=True):
+        for axis, coordinate in zip(
+            cells.axes, np.unravel_index(cell, cells.sizes) if cells.sizes else (), strict=True
+        ):
             index[axis] = int(coordinate)
     return np.atleast_1d(layout.mesh.array[tuple(index)]).ravel().tolist()
 
@@ -288,7 +292,9 @@ def _uncovered(src: Cells, dst: Cells) -> int | None:
 
     def held_below(x: np.ndarray) -> np.ndarray:
         i = np.searchsorted(starts, x, side="right") - 1
-        inside = np.where(i >= 0, np.minimum(x, stops[np.maximum(i, 0)] if len(stops) else x) - starts[np.maximum(i, 0)], 0)
+        inside = np.where(
+            i >= 0, np.minimum(x, stops[np.maximum(i, 0)] if len(stops) else x) - starts[np.maximum(i, 0)], 0
+        )
         return held[np.maximum(i, 0)] + np.where(i >= 0, inside, 0)
 
     if not len(dst.starts):

@@ -1,0 +1,60 @@
+"""hetmesh: train multimodal LLMs whose modules each have their own DeviceMesh.
+
+The public names of the library are below; everything else is reached through its room. The rooms, each importing only
+rooms above it:
+
+    layout/     MeshSpec, placements, Layout, TransferPlan                      pure: values and functions of values
+    graph/      ModuleGraph, sample metadata, row space                          |
+    balance/    samples to lanes and microbatches -> BatchPlan                   |
+    schedule/   actions, validation, one file per policy                         |
+    boundary/   World, meshes, watchdog, transports, log, redistribute          torch.distributed, nn.Modules, files
+    parallel/   one module on its mesh: tensor and data parallelism              |
+    models/     adapters: ready-made models as modules of a graph                |
+    data/       sources, metadata, collation, resumable loader                   |
+    runtime/    executes schedules                                               |
+    training/   recipe, trainer, gradients, optimizers, checkpoint, metrics      |
+    testing/    hypothesis strategies, worker pool, parity harness, faults       |
+    cli/        one file per verb                                                |
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetmesh.boundary import World, backward, device_mesh, init, redistribute
+    from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, plan_transfer
+
+_HOMES = {
+    "Layout": "hetmesh.layout",
+    "MeshSpec": "hetmesh.layout",
+    "RowSplit": "hetmesh.layout",
+    "TransferPlan": "hetmesh.layout",
+    "World": "hetmesh.boundary",
+    "backward": "hetmesh.boundary",
+    "device_mesh": "hetmesh.boundary",
+    "init": "hetmesh.boundary",
+    "plan_transfer": "hetmesh.layout",
+    "redistribute": "hetmesh.boundary",
+}
+
+__all__ = [
+    "Layout",
+    "MeshSpec",
+    "RowSplit",
+    "TransferPlan",
+    "World",
+    "backward",
+    "device_mesh",
+    "init",
+    "plan_transfer",
+    "redistribute",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use: a mistyped recipe should not wait for torch.
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'hetmesh' has no attribute {name!r}")

@@ -1,0 +1,87 @@
+"""BatchPlan: which samples each lane and microbatch of each module handles. A pure function of sample metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hetmesh.errors import GraphError
+from hetmesh.graph import BoundarySpec, ModuleGraph, RowSpace, SampleMeta
+from hetmesh.layout import Layout
+
+Lanes = tuple[tuple[int, ...], ...]
+"""Sample indices per lane, in the order in which the lane processes them."""
+
+
+@dataclass(frozen=True, eq=False)
+class BatchPlan:
+    """The assignment of one global batch.
+
+    Attributes:
+        graph: the modules it is for.
+        samples: the global batch, expanded metadata, in order; everything refers to samples by their index here.
+        lanes: per module name and microbatch, the samples of each lane.
+
+    Raises:
+        GraphError: a sample is missing or handled twice by some module.
+    """
+
+    graph: ModuleGraph
+    samples: tuple[SampleMeta, ...]
+    lanes: Mapping[str, tuple[Lanes, ...]]
+
+    def __post_init__(self) -> None:
+        everything = list(range(len(self.samples)))
+        for name in self.graph.order:
+            microbatches = self.lanes[name]
+            given = sorted(i for lanes in microbatches for lane in lanes for i in lane)
+            if given != everything:
+                wrong = sorted({i for i in given if given.count(i) > 1} | set(everything) - set(given))
+                raise GraphError(f"batch plan: module {name!r} must handle every sample once; wrong are {wrong[:8]}")
+            if len(microbatches) != self.num_microbatches or any(
+                len(lanes) != self.graph[name].num_lanes for lanes in microbatches
+            ):
+                raise GraphError(
+                    f"batch plan: module {name!r} needs {self.num_microbatches} microbatches of "
+                    f"{self.graph[name].num_lanes} lanes"
+                )
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches in the step, equal for all modules."""
+        return len(self.lanes[self.graph.sink.name])
+
+    @property
+    def num_targets(self) -> int:
+        """Valid target tokens of the whole global batch: the loss is normalised by this number, once."""
+        return sum(sample.num_targets for sample in self.samples)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole global batch, placeholders included, padding excluded."""
+        return sum(sample.tokens for sample in self.samples)
+
+    def samples_of(self, module: str, microbatch: int, lane: int) -> tuple[int, ...]:
+        """Indices of the samples that one lane handles in one microbatch."""
+        return self.lanes[module][microbatch][lane]
+
+    def row_space(self, boundary: BoundarySpec, microbatch: int) -> RowSpace:
+        """The rows that the source of `boundary` emits in `microbatch`, by ascending sample index."""
+        handled = tuple(sorted(i for lane in self.lanes[boundary.source][microbatch] for i in lane))
+        return RowSpace(handled, tuple(self._rows(boundary, i) for i in handled))
+
+    def _rows(self, boundary: BoundarySpec, index: int) -> int:
+        sample = self.samples[index]
+        if boundary.source not in sample.rows:
+            raise GraphError(f"sample {sample.id!r} has no row count for module {boundary.source!r}; expand it first")
+        return sample.rows[boundary.source]
+
+    def layouts(self, boundary: BoundarySpec, microbatch: int) -> tuple[tuple[int, int], Layout, Layout]:
+        """Global shape `[rows, features]` and the layouts on both sides of `boundary` in `microbatch`."""
+        space = self.row_space(boundary, microbatch)
+        source, destination = self.graph[boundary.source], self.graph[boundary.destination]
+        return (
+            (space.total, source.features),
+            space.layout(source, self.lanes[source.name][microbatch]),
+            space.layout(destination, self.lanes[destination.name][microbatch]),
+        )

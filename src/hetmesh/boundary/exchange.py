@@ -1,0 +1,270 @@
+"""Exchange: one TransferPlan in flight on this rank. Receives are posted before sends; every wait has a timeout."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hetmesh.boundary import pack
+from hetmesh.boundary.log import Label
+from hetmesh.boundary.lowering import choose
+from hetmesh.boundary.world import World
+from hetmesh.errors import BoundaryError, BoundaryTimeout
+from hetmesh.layout import Piece, Step, TransferPlan
+from hetmesh.layout.intervals import Intervals, extent
+
+
+class Exchange:
+    """Carries out one plan on this rank: `start` posts every message, `finish` waits and returns the result.
+
+    Args:
+        plan: the same on every rank that takes part.
+        local: this rank's share of the source layout; None on ranks outside it.
+        dtype: of the elements, equal on all ranks.
+        label: names the transfer in logs and errors.
+        lowering: `auto`, `p2p`, `all_to_all` or `dtensor`.
+        tag: equal on all ranks for this transfer and different from others in flight (gloo matches by it; NCCL
+            matches by order, so exchanges between a pair of ranks must start in the same order on both).
+
+    Raises:
+        BoundaryError: the local tensor is not what the source layout promises.
+        BoundaryTimeout: a peer did not answer in time; names boundary, microbatch, direction, rank and peer.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        plan: TransferPlan,
+        local: Tensor | None,
+        dtype: torch.dtype,
+        label: Label,
+        *,
+        lowering: str = "auto",
+        tag: int = 0,
+    ) -> None:
+        self.world, self.plan, self.label, self.dtype, self.tag = world, plan, label, dtype, tag
+        self.lowering = choose(plan, world.backend, lowering)
+        self._check_local(local)
+        self._local = local
+        self._result: Tensor | None = None
+        self._pending: _PendingStep | None = None
+
+    def _check_local(self, local: Tensor | None) -> None:
+        member = self.world.rank in self.plan.src.mesh
+        if (local is not None) != member:
+            need = "must pass its share" if member else "is not in the source mesh and must pass None"
+            raise BoundaryError(f"{self.label}: rank {self.world.rank} {need} of {self.plan.src}")
+        if local is None:
+            return
+        want = self.plan.src.local_shape(self.plan.shape, self.world.rank)
+        if tuple(local.shape) != want or local.dtype != self.dtype or local.device.type != self.world.device.type:
+            raise BoundaryError(
+                f"{self.label}: on rank {self.world.rank} the layout {self.plan.src} of shape {self.plan.shape} "
+                f"promises a local {want} {self.dtype} tensor on {self.world.device.type}, got {tuple(local.shape)} "
+                f"{local.dtype} on {local.device.type}"
+            )
+
+    def start(self) -> Exchange:
+        """Post all messages of the last step (earlier steps, the reduction of a Partial source, are carried out)."""
+        if self.lowering == "dtensor":
+            self._result = self._redistribute()
+            return self
+        local = self._local
+        for step in self.plan.steps[:-1]:
+            local = self._post(step, local).finish()
+        self._pending = self._post(self.plan.steps[-1], local)
+        self._local = None
+        return self
+
+    def finish(self) -> Tensor | None:
+        """Wait for every message. Returns this rank's share of the destination layout, or None outside it."""
+        if self._pending is not None:
+            self._result = self._pending.finish()
+            self._pending = None
+        return self._result
+
+    def finish_receiving(self) -> Tensor | None:
+        """Like `finish`, but leaves sends in flight; `finish` must follow before the step ends."""
+        if self._pending is not None:
+            self._result = self._pending.receive()
+        return self._result
+
+    def _post(self, step: Step, local: Tensor | None) -> _PendingStep:
+        pending = _PendingStep(self, step, local)
+        pending.post(self.lowering)
+        return pending
+
+    def _redistribute(self) -> Tensor | None:
+        if self._local is None:
+            return None
+        mesh = self.world.device_mesh(self.plan.src.mesh)
+        assert mesh is not None
+        source = DTensor.from_local(
+            self._local,
+            mesh,
+            self.plan.src.torch_placements,
+            run_check=False,
+            shape=torch.Size(self.plan.shape),
+            stride=contiguous_stride(self.plan.shape),
+        )
+        with self.world.watchdog.watching(self.label):
+            result = source.redistribute(mesh, self.plan.dst.torch_placements).to_local()
+        size = self.plan.bytes_received(self.world.rank, self.dtype.itemsize)
+        self.world.log.add(self.label, "received", None, size, "dtensor")
+        return result
+
+
+class _PendingStep:
+    """One step in flight."""
+
+    def __init__(self, exchange: Exchange, step: Step, local: Tensor | None) -> None:
+        self.world, self.label, self.tag, self.dtype = exchange.world, exchange.label, exchange.tag, exchange.dtype
+        self.step, self.local = step, local
+        rank = self.world.rank
+        self.held: tuple[Intervals, ...] = ()
+        if local is not None:
+            self.held = step.src.intervals(step.shape, rank)
+        self.sent = step.sent(rank)
+        self.received = step.received(rank)
+        self.out: Tensor | None = None
+        self.kept: tuple[Intervals, ...] = ()
+        if rank in step.dst.mesh:
+            self.kept = step.dst.intervals(step.shape, rank)
+            shape = tuple(extent(rows) for rows in self.kept)
+            whole = not step.summed and sum(piece.numel for piece in self.received) == math.prod(shape)
+            new = torch.empty if whole else torch.zeros
+            self.out = new(shape, dtype=exchange.dtype, device=self.world.device)
+        self.buffers: dict[int, Tensor] = {}
+        self.receives: list[tuple[int | None, dist.Work]] = []
+        self.sends: list[tuple[int | None, dist.Work]] = []
+        self._keep: list[Tensor] = []
+        self._done = False
+
+    def post(self, lowering: str) -> None:
+        remote = [piece for piece in self.received if piece.src != self.world.rank]
+        for piece in remote:
+            self.buffers[piece.src] = self._receive_buffer(piece.index)
+        outgoing = {}
+        for piece in self.sent:
+            assert self.local is not None
+            outgoing[piece.dst] = pack.take(self.local, self.held, piece.index)
+        # A shorter message lands silently in a longer buffer and a longer one ends the process: count before sending.
+        for piece, buffer in [*((p, outgoing[p.dst]) for p in self.sent), *((p, self.buffers[p.src]) for p in remote)]:
+            if buffer.numel() != piece.numel or not buffer.is_contiguous():
+                raise BoundaryError(f"{self.label}: buffer of {buffer.numel()} elements for a piece of {piece.numel}")
+        if lowering == "all_to_all":
+            self._post_all_to_all(outgoing)
+        else:
+            self._post_p2p(outgoing)
+        if self.out is not None and not self.step.summed:
+            for piece in self.received:
+                if piece.src == self.world.rank:
+                    self._put_own(piece)
+
+    def _receive_buffer(self, index: tuple[Intervals, ...]) -> Tensor:
+        assert self.out is not None
+        if not self.step.summed:
+            block = pack.view(self.out, self.kept, index)
+            if block is not None and block.is_contiguous():
+                return block
+        return torch.empty(pack.piece_shape(index), dtype=self.out.dtype, device=self.out.device)
+
+    def _post_p2p(self, outgoing: dict[int, Tensor]) -> None:
+        size = self.world.size
+        # Peers in rotated order, so that the ranks do not all send to the same one first.
+        turn = sorted(outgoing, key=lambda peer: (peer - self.world.rank) % size)
+        ops = [dist.P2POp(dist.irecv, buffer, peer, tag=self.tag) for peer, buffer in sorted(self.buffers.items())]
+        peers: list[tuple[list, int]] = [(self.receives, peer) for peer in sorted(self.buffers)]
+        ops += [dist.P2POp(dist.isend, outgoing[peer], peer, tag=self.tag) for peer in turn]
+        peers += [(self.sends, peer) for peer in turn]
+        self._keep += outgoing.values()
+        for peer, buffer in self.buffers.items():
+            self.world.log.add(self.label, "received", peer, buffer.nbytes, "p2p")
+        for peer, buffer in outgoing.items():
+            self.world.log.add(self.label, "sent", peer, buffer.nbytes, "p2p")
+        if not ops:
+            return
+        works = dist.batch_isend_irecv(ops)
+        if len(works) == len(ops):
+            for (side, peer), work in zip(peers, works, strict=True):
+                side.append((peer, work))
+        else:  # NCCL coalesces the batch into one work
+            self.receives += [(None, work) for work in works]
+
+    def _post_all_to_all(self, outgoing: dict[int, Tensor]) -> None:
+        ranks = sorted({*self.step.src.mesh.ranks, *self.step.dst.mesh.ranks})
+        group = self.world.group(ranks)
+        if group is None:
+            return
+        sizes_in = [outgoing[r].numel() if r in outgoing else 0 for r in ranks]
+        sizes_out = [self.buffers[r].numel() if r in self.buffers else 0 for r in ranks]
+        flat_in = torch.cat([outgoing[r].reshape(-1) for r in ranks if r in outgoing]) if outgoing else None
+        if flat_in is None:
+            flat_in = torch.empty(0, dtype=self.dtype, device=self.world.device)
+        flat_out = torch.empty(sum(sizes_out), dtype=self.dtype, device=self.world.device)
+        work = dist.all_to_all_single(flat_out, flat_in, sizes_out, sizes_in, group=group, async_op=True)
+        self.world.log.add(self.label, "received", None, flat_out.nbytes, "all_to_all")
+        for rank, part in zip(ranks, flat_out.split(sizes_out), strict=True):
+            if rank in self.buffers:
+                self.buffers[rank] = part.view(self.buffers[rank].shape)
+        self._keep += [flat_in, flat_out]
+        assert work is not None
+        self.receives.append((None, work))
+
+    def _put_own(self, piece: Piece) -> None:
+        assert self.local is not None
+        assert self.out is not None
+        part = pack.take(self.local, self.held, piece.index)
+        pack.put(self.out, self.kept, piece.index, part, add=self.step.summed)
+
+    def receive(self) -> Tensor | None:
+        """Wait for what this rank receives and put it in place."""
+        if self._done:
+            return self.out
+        for peer, work in self.receives:
+            self._wait(work, peer)
+        for piece in self.received:  # in the plan's order, so that sums do not depend on arrival
+            if piece.src == self.world.rank:
+                if self.step.summed:
+                    self._put_own(piece)
+                continue
+            assert self.out is not None
+            buffer = self.buffers[piece.src]
+            block = pack.view(self.out, self.kept, piece.index)
+            if self.step.summed or block is None or block.data_ptr() != buffer.data_ptr():
+                pack.put(self.out, self.kept, piece.index, buffer, add=self.step.summed)
+        self._done = True
+        return self.out
+
+    def finish(self) -> Tensor | None:
+        """Wait for everything."""
+        out = self.receive()
+        for peer, work in self.sends:
+            self._wait(work, peer)
+        self._keep.clear()
+        return out
+
+    def _wait(self, work: dist.Work, peer: int | None) -> None:
+        rank, timeout = self.world.rank, self.world.timeout
+        whom = "a collective" if peer is None else f"rank {peer}"
+        try:
+            with self.world.watchdog.watching(f"{self.label}: rank {rank}, waiting for {whom}"):
+                work.wait(timedelta(seconds=timeout))
+        except RuntimeError as error:
+            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+                raise BoundaryTimeout(f"{self.label}: rank {rank} waited {timeout:g} s for {whom}") from error
+            raise BoundaryError(f"{self.label}: rank {rank} lost {whom}: {error}") from error
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides of a tensor of `shape`, as torch computes them (sizes of 0 count as 1)."""
+    stride, out = 1, []
+    for size in reversed(shape):
+        out.append(stride)
+        stride *= max(size, 1)
+    return tuple(reversed(out))

@@ -1,0 +1,70 @@
+"""The communication log: every message of every boundary, counted at the buffers that carry it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Names one transfer in logs and errors."""
+
+    boundary: str
+    microbatch: int = 0
+    direction: Literal["forward", "backward"] = "forward"
+
+    def __str__(self) -> str:
+        return f"boundary {self.boundary!r}, microbatch {self.microbatch}, {self.direction}"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One log entry of this rank.
+
+    Attributes:
+        op: `sent` or `received`; collectives are logged once, as received.
+        peer: the other rank; None for a collective.
+        bytes: size of the buffer handed to the transport.
+        kind: the lowering: `p2p`, `all_to_all` or `dtensor`.
+    """
+
+    label: Label
+    op: Literal["sent", "received"]
+    peer: int | None
+    bytes: int
+    kind: str
+
+
+class CommunicationLog:
+    """The newest messages of this rank and running totals. Cheap enough to be always on."""
+
+    def __init__(self, keep: int = 65536) -> None:
+        self._messages: deque[Message] = deque(maxlen=keep)
+        self._received: dict[tuple[str, str], int] = {}
+
+    def add(self, label: Label, op: Literal["sent", "received"], peer: int | None, size: int, kind: str) -> None:
+        """Record one message of `size` bytes."""
+        self._messages.append(Message(label, op, peer, size, kind))
+        if op == "received":
+            key = (label.boundary, label.direction)
+            self._received[key] = self._received.get(key, 0) + size
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The newest messages, oldest first."""
+        return tuple(self._messages)
+
+    def bytes_received(self, boundary: str | None = None, direction: str | None = None) -> int:
+        """Bytes received since the last `clear`, over all boundaries and directions or the named ones."""
+        return sum(
+            size
+            for (name, way), size in self._received.items()
+            if boundary in (None, name) and direction in (None, way)
+        )
+
+    def clear(self) -> None:
+        """Forget messages and totals."""
+        self._messages.clear()
+        self._received.clear()

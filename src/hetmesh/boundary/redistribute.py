@@ -1,0 +1,228 @@
+"""hetmesh.redistribute: a boundary in a plain script, as one differentiable call that every rank makes.
+
+Backward of a boundary is a transfer too, so every rank must run it, also ranks that hold no loss. A *token* (a 0-d
+tensor) threads all boundaries of the process into one chain: `hetmesh.backward` starts at the end of the chain on
+every rank, and the boundaries' backwards run in reverse order of the forwards on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hetmesh.boundary.exchange import Exchange, contiguous_stride
+from hetmesh.boundary.log import Label
+from hetmesh.boundary.lowering import check_lowering, choose
+from hetmesh.boundary.world import World
+from hetmesh.errors import BoundaryError
+from hetmesh.layout import Layout, MeshSpec, Placement, TransferPlan, plan_gradient, plan_transfer
+
+_token: Tensor | None = None
+
+
+def redistribute(
+    x: Tensor | DTensor | None,
+    dst: Layout,
+    *,
+    src: Layout | None = None,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = True,
+    grad_placements: Sequence[Placement] | None = None,
+    lowering: str = "auto",
+    name: str | None = None,
+) -> Tensor | DTensor | None:
+    """Bring a tensor from its layout to layout `dst`, on any ranks, differentiably. Every rank of the job calls it.
+
+    The backward brings the gradient back as the exact adjoint: a gradient of a Replicate source is Replicate, of a
+    Partial source Replicate, of a Shard source Shard.
+
+    Args:
+        x: this rank's share under `src` (a local tensor or a DTensor); None on ranks outside `src`.
+        dst: the wanted layout.
+        src, shape, dtype: layout, global shape and element type of `x`, equal on all ranks. They may be left out
+            where every rank holds `x` as a DTensor.
+        requires_grad: whether a gradient flows back; static and equal on all ranks.
+        grad_placements: placements on `dst.mesh` of the gradient that this rank's code produces for a local result.
+            By default the gradient of a replica counts as the whole gradient; pass `Partial()` for an axis along
+            which each replica produces a summand.
+        lowering: `auto`, `p2p`, `all_to_all` or `dtensor`; equal on all ranks.
+        name: how logs and errors call this boundary.
+
+    Returns:
+        On ranks of `dst` a DTensor if all its placements are torch's own, else the local tensor; on ranks of `src`
+        only, a zero-row tensor on the autograd path; elsewhere None. Call `hetmesh.backward(loss_or_y)` on every rank.
+
+    Raises:
+        BoundaryError: the arguments contradict each other or the tensor does not have the promised local shape.
+        LayoutError: the layouts cannot be joined.
+        BoundaryTimeout: a peer did not answer in time.
+    """
+    world = World.current()
+    check_lowering(lowering)
+    label = Label(name or f"redistribute {world.transfers}")
+    src, shape, dtype = _complete(world, label, x, src, shape, dtype)
+    plan = plan_transfer(shape, src, dst, ranks_per_node=world.ranks_per_node)
+    grad_layout = dst.gradient()
+    if grad_placements is not None:
+        if dst.is_dtensor:
+            raise BoundaryError(f"{label}: a DTensor's gradient carries its own placements; leave grad_placements out")
+        grad_layout = Layout(dst.mesh, tuple(grad_placements))
+        if grad_layout.cells(shape) and any(
+            dst.local_shape(shape, r) != grad_layout.local_shape(shape, r) for r in dst.mesh.ranks
+        ):
+            raise BoundaryError(f"{label}: grad_placements {tuple(grad_placements)} do not fit the result {dst}")
+    back = plan_gradient(shape, grad_layout, src, ranks_per_node=world.ranks_per_node)
+    requires_grad = requires_grad and torch.is_grad_enabled()
+    # The adjoint of a collective that torch does well may be one that it emulates: a forced dtensor holds forward only.
+    lowerings = (lowering, "auto" if lowering == "dtensor" else lowering)
+    crossing = _Crossing(world, plan, back, label, dtype, lowerings, requires_grad)
+    crossing.prepare()
+    mesh = world.device_mesh(dst.mesh) if dst.is_dtensor else None
+    local = x.to_local() if isinstance(x, DTensor) else x
+    y = _cross(local, crossing)
+    if world.rank in dst.mesh:
+        if mesh is None or y is None:
+            return y
+        return DTensor.from_local(
+            y,
+            mesh,
+            dst.torch_placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=contiguous_stride(shape),
+        )
+    return y if world.rank in src.mesh else None
+
+
+def backward(loss: Tensor | DTensor | None = None) -> None:
+    """Run backward on this rank, through all boundaries since the last call. Every rank calls it.
+
+    Args:
+        loss: a scalar on ranks that have one; what `redistribute` returned on source-only ranks; or None.
+
+    Raises:
+        BoundaryError: `loss` is neither a scalar nor an empty stand-in.
+    """
+    global _token
+    roots: list[Tensor] = []
+    grads: list[Tensor] = []
+    if loss is not None and loss.requires_grad:
+        if loss.numel() > 1:
+            raise BoundaryError(f"hetmesh.backward needs a scalar loss or a stand-in, got shape {tuple(loss.shape)}")
+        roots.append(loss)
+        grads.append(torch.ones_like(loss))
+    token, _token = _token, None
+    if token is not None:
+        roots.append(token)
+        grads.append(torch.zeros_like(token))
+    if roots:
+        torch.autograd.backward(roots, grads)
+
+
+@dataclass(frozen=True)
+class _Crossing:
+    """Everything that one call of redistribute fixes for its forward and backward."""
+
+    world: World
+    plan: TransferPlan
+    back: TransferPlan
+    label: Label
+    dtype: torch.dtype
+    lowerings: tuple[str, str]
+    requires_grad: bool
+
+    def prepare(self) -> None:
+        """Build process groups and meshes here, where every rank passes: building them is collective."""
+        for plan, lowering in zip((self.plan, self.back), self.lowerings, strict=True):
+            chosen = choose(plan, self.world.backend, lowering)
+            if chosen == "all_to_all":
+                for step in plan.steps:
+                    self.world.group(sorted({*step.src.mesh.ranks, *step.dst.mesh.ranks}))
+            elif chosen == "dtensor":
+                self.world.device_mesh(plan.src.mesh)
+
+    def run(self, local: Tensor | None, *, forward: bool) -> Tensor | None:
+        """Carry out the transfer or its adjoint on this rank."""
+        plan = self.plan if forward else self.back
+        label = self.label if forward else replace(self.label, direction="backward")
+        lowering = self.lowerings[0 if forward else 1]
+        tag = self.world.next_tag()
+        return Exchange(self.world, plan, local, self.dtype, label, lowering=lowering, tag=tag).start().finish()
+
+    def stand_in(self) -> Tensor:
+        """The zero-row tensor that stands for the result on ranks outside the destination."""
+        return torch.empty((0, *self.plan.shape[1:]), dtype=self.dtype, device=self.world.device)
+
+
+def _cross(local: Tensor | None, crossing: _Crossing) -> Tensor | None:
+    global _token
+    if not crossing.requires_grad:
+        with torch.no_grad():
+            y = crossing.run(None if local is None else local.detach(), forward=True)
+        return crossing.stand_in() if y is None else y
+    if _token is None:
+        _token = torch.zeros((), device=crossing.world.device, requires_grad=True)
+    _token, y = _Boundary.apply(_token, local, crossing)  # type: ignore[misc]
+    return y
+
+
+class _Boundary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, token: Tensor, local: Tensor | None, crossing: _Crossing):  # type: ignore[override]
+        ctx.crossing = crossing
+        # An unused result has no gradient; its peers still wait for the message, so None must reach backward.
+        ctx.set_materialize_grads(False)
+        y = crossing.run(None if local is None else local.detach(), forward=True)
+        return token.clone(), crossing.stand_in() if y is None else y
+
+    @staticmethod
+    def backward(ctx, grad_token: Tensor | None, grad: Tensor | None):  # type: ignore[override]
+        crossing: _Crossing = ctx.crossing
+        plan, rank = crossing.back, crossing.world.rank
+        local = None
+        if rank in plan.src.mesh:
+            local = grad
+            if local is None:
+                shape = plan.src.local_shape(plan.shape, rank)
+                local = torch.zeros(shape, dtype=crossing.dtype, device=crossing.world.device)
+        back = crossing.run(local, forward=False)
+        return grad_token, back, None
+
+
+def _complete(
+    world: World,
+    label: Label,
+    x: Tensor | DTensor | None,
+    src: Layout | None,
+    shape: Sequence[int] | None,
+    dtype: torch.dtype | None,
+) -> tuple[Layout, tuple[int, ...], torch.dtype]:
+    """Fill in what a DTensor tells; refuse what contradicts it or cannot be trusted."""
+    if isinstance(x, DTensor) and x.device_mesh.get_coordinate() is not None:
+        if not world.made(x.device_mesh):
+            raise BoundaryError(
+                f"{label}: torch sorts the ranks of a mesh axis silently, so collectives on {x.device_mesh} permute "
+                "data; build it with hetmesh.device_mesh(MeshSpec(...))"
+            )
+        found = Layout(MeshSpec.of(x.device_mesh), tuple(x.placements))
+        if src is None:
+            src = found
+        elif (found.mesh.ranks, found.mesh.sizes, found.placements) != (src.mesh.ranks, src.mesh.sizes, src.placements):
+            raise BoundaryError(f"{label}: x lies as {found}, but src says {src}")
+        if shape is not None and tuple(shape) != tuple(x.shape):
+            raise BoundaryError(f"{label}: x has global shape {tuple(x.shape)}, but shape says {tuple(shape)}")
+        shape, dtype = tuple(x.shape), dtype or x.dtype
+    missing = [k for k, v in (("src", src), ("shape", shape), ("dtype", dtype)) if v is None]
+    if src is None or shape is None or dtype is None:
+        raise BoundaryError(
+            f"{label}: {', '.join(missing)} must be given on every rank unless all of them hold x as a DTensor; "
+            f"rank {world.rank} holds {type(x).__name__}"
+        )
+    if world.rank not in src.mesh and isinstance(x, DTensor):
+        x = None
+    return src, tuple(int(s) for s in shape), dtype
