@@ -3,6 +3,7 @@
 from hetmesh.models.adapter import Adapter, AdapterRequest, BoundaryLike, ModuleLike, SampleLike
 from hetmesh.models.build import build_module
 from hetmesh.models.registry import MODELS, make_adapters
+from hetmesh.models.row_counts import module_rows, placeholder_rows
 
 __all__ = [
     "MODELS",
@@ -13,4 +14,6 @@ __all__ = [
     "SampleLike",
     "build_module",
     "make_adapters",
+    "module_rows",
+    "placeholder_rows",
 ]

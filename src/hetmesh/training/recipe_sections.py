@@ -35,6 +35,13 @@ def freeze(value: Any) -> Any:
     return tuple(freeze(v) for v in value) if isinstance(value, list | tuple) else value
 
 
+def thaw(value: Any) -> Any:
+    """The inverse of `freeze`: a copy in plain dicts and lists, for code that changes what it is given."""
+    if isinstance(value, Mapping):
+        return {k: thaw(v) for k, v in value.items()}
+    return [thaw(v) for v in value] if isinstance(value, list | tuple) else value
+
+
 def parse_ranks(value: Any) -> Any:
     """`[0, 1]`, `3`, `"0-1"`, `"0-3,6"` or `"all"` as ascending or given ranks; `None` stands for all ranks.
 

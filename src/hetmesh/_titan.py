@@ -1,0 +1,44 @@
+"""Every torchtitan name that hetmesh uses, imported on first use. One contract test per name: tests/test_titan.py."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+
+@functools.cache
+def optimizers_container() -> Any:
+    """`OptimizersContainer`, which also knows SGD."""
+    import torch
+    from torchtitan.components.optimizer import OptimizersContainer
+
+    class Container(OptimizersContainer):
+        @staticmethod
+        def _resolve_optimizer_factory(name: str) -> Any:
+            return torch.optim.SGD if name == "SGD" else OptimizersContainer._resolve_optimizer_factory(name)
+
+        def _log_optimizer(self, *args: Any, **kwargs: Any) -> None:
+            """Silent: torchtitan logs every group of every rank."""
+
+    return Container
+
+
+def param_group_config() -> Any:
+    """`ParamGroupConfig`: a parameter name pattern and its optimizer."""
+    from torchtitan.components.optimizer import ParamGroupConfig
+
+    return ParamGroupConfig
+
+
+def lr_schedulers_container() -> Any:
+    """`LRSchedulersContainer`: warm-up, stable, decay."""
+    from torchtitan.components.optimizer import LRSchedulersContainer
+
+    return LRSchedulersContainer
+
+
+def tensorboard_logger() -> Any:
+    """`TensorBoardLogger(log_dir, tag)`."""
+    from torchtitan.components.metrics import TensorBoardLogger
+
+    return TensorBoardLogger

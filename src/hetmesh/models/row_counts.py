@@ -1,0 +1,46 @@
+"""How many rows each module emits: adapters' row counts composed along the boundaries, into the sample metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from hetmesh.graph import ModuleGraph, SampleMeta
+from hetmesh.models.adapter import Adapter
+
+ItemRows = Callable[[tuple[int, ...]], int]
+
+
+def _rows_of_item(graph: ModuleGraph, adapters: Mapping[str, Adapter], name: str) -> ItemRows:
+    """Rows that module `name` emits for one media item of a raw shape."""
+    inputs = graph.inputs(name)
+    if not inputs:
+        return adapters[name].item_rows
+    before = _rows_of_item(graph, adapters, inputs[0].source)
+    return lambda shape: adapters[name].rows(before(shape))
+
+
+def _media(graph: ModuleGraph, name: str) -> str | None:
+    inputs = graph.inputs(name)
+    return _media(graph, inputs[0].source) if inputs else graph[name].media
+
+
+def placeholder_rows(graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> dict[str, ItemRows]:
+    """Per placeholder: from a media item's raw shape to the rows that replace it in the sink's sequence."""
+    return {b.at: _rows_of_item(graph, adapters, b.source) for b in graph.boundaries if b.at is not None}
+
+
+def module_rows(graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> Callable[[SampleMeta], dict[str, int]]:
+    """From a sample's metadata to the rows that every module but the sink emits for it, by module name."""
+    counters = {
+        name: (_media(graph, name), _rows_of_item(graph, adapters, name))
+        for name in graph.order
+        if name != graph.sink.name
+    }
+
+    def count(meta: SampleMeta) -> dict[str, int]:
+        return {
+            name: sum(rows(item.shape) for item in meta.media if item.name == media)
+            for name, (media, rows) in counters.items()
+        }
+
+    return count

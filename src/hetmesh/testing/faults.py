@@ -1,0 +1,123 @@
+"""Faults to inject into a job, to see that an oracle fails. Each is a frozen value; call it with the assembled Job.
+
+They are the silent errors that multimodal frameworks have shipped: a gradient scaled by a data-parallel size, rows of
+one lane handed to another, a replica left out of a sum, rows in the wrong order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetmesh.models.adapter import Adapter
+from hetmesh.training.gradients import scale
+from hetmesh.training.job import Job
+
+
+@dataclass(frozen=True)
+class ScaleGradient:
+    """Multiply the reduced gradients of `module` by `factor`."""
+
+    module: str
+    factor: float = 2.0
+
+    def __call__(self, job: Job) -> None:
+        if self.module in job.runtime.modules:
+            parameters = list(job.runtime.modules[self.module].parameters())
+            _after_reduce(job, self.module, lambda: scale(parameters, self.factor))
+
+
+@dataclass(frozen=True)
+class DropReplica:
+    """Leave the gradients of one lane of `module` out of the sum."""
+
+    module: str
+    lane: int = 0
+
+    def __call__(self, job: Job) -> None:
+        if self.module in job.runtime.modules and job.graph[self.module].lane_of(job.world.rank) == self.lane:
+            parameters = list(job.runtime.modules[self.module].parameters())
+            reduce = job.runtime.reducers[self.module]
+
+            def dropped() -> None:
+                scale(parameters, 0.0)
+                reduce()
+
+            _set(job.runtime.reducers, self.module, dropped)
+
+
+@dataclass(frozen=True)
+class SwapSiblings:
+    """Let two sibling lanes of `module` emit each other's rows: each rank computes on its sibling's samples.
+
+    Both must have the same number of rows, or the boundary itself refuses the tensor.
+    """
+
+    module: str
+    lanes: tuple[int, int] = (0, 1)
+
+    def __call__(self, job: Job) -> None:
+        lane = job.graph[self.module].lane_of(job.world.rank)
+        if lane in self.lanes:
+            other = self.lanes[1 - self.lanes.index(lane)]
+            _set(job.adapters, self.module, _Swapped(job.adapters[self.module], job, self.module, lane, other))
+
+
+@dataclass(frozen=True)
+class PermuteRows:
+    """Hand the rows that arrive at `module` to it in reversed order."""
+
+    module: str
+
+    def __call__(self, job: Job) -> None:
+        _set(job.adapters, self.module, _Reversed(job.adapters[self.module]))
+
+
+class _Wrapped:
+    """An adapter that behaves like another except where a fault says so."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._adapter, name)
+
+
+class _Reversed(_Wrapped):
+    def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+        return self._adapter.forward(module, batch, {k: torch.flip(v, (0,)) for k, v in inputs.items()})
+
+
+class _Swapped(_Wrapped):
+    def __init__(self, adapter: Adapter, job: Job, module: str, lane: int, other: int) -> None:
+        super().__init__(adapter)
+        self._job, self._module, self._lane, self._other = job, module, lane, other
+
+    def collate(self, samples: Any, metas: Any, **kwargs: Any) -> dict[str, Tensor]:
+        loader = self._job.loader
+        drawn = loader.batch(loader.step - 1)
+        plan = self._job.plan([d.meta for d in drawn])
+        ids = [meta.id for meta in metas]
+        for lanes in plan.lanes[self._module]:
+            if [drawn[i].meta.id for i in lanes[self._lane]] == ids:
+                swapped = [drawn[i] for i in lanes[self._other]]
+                return self._adapter.collate(loader.load(swapped), [d.meta for d in swapped], **kwargs)
+        raise AssertionError(f"the samples {ids} belong to no microbatch of lane {self._lane}")
+
+
+def _after_reduce(job: Job, module: str, then: Callable[[], None]) -> None:
+    reduce = job.runtime.reducers[module]
+
+    def both() -> None:
+        reduce()
+        then()
+
+    _set(job.runtime.reducers, module, both)
+
+
+def _set(mapping: Any, key: str, value: Any) -> None:
+    mapping[key] = value

@@ -1,0 +1,173 @@
+"""The parity harness: any layout, schedule or balancer must give what one plain process gives, to the last digits.
+
+The truth is `reference`: an ordinary PyTorch loop over the full modules in one process, whole batch at once, autograd
+end to end. It shares models and data with the run under test, and nothing else: no plan, no boundary, no runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hetmesh.boundary import World
+from hetmesh.data.loader import Loader
+from hetmesh.errors import HetmeshError
+from hetmesh.models import build_module
+from hetmesh.testing.precision import exact_dtypes
+from hetmesh.training.feed import Feed
+from hetmesh.training.gradients import scale
+from hetmesh.training.job import DTYPES, Job, describe, make_prepare
+from hetmesh.training.recipe import Recipe
+
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+"""Largest relative error, by `[training] dtype`."""
+
+
+class ParityError(HetmeshError, AssertionError):
+    """A run differs from the reference. The message names the worst quantities and their errors."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a few SGD steps gave.
+
+    Attributes:
+        losses: per step, per target token.
+        gradients: of the first step, full tensors by parameter name (`llm.lm_head.weight`), None where there is none.
+        parameters: after the last step, full tensors.
+    """
+
+    losses: tuple[float, ...]
+    gradients: Mapping[str, Tensor | None]
+    parameters: Mapping[str, Tensor]
+
+
+def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1) -> Outcome:
+    """Run `recipe`'s model and data in this process alone, ignoring its layout."""
+    source, adapters, graph = describe(recipe)
+    dtype = DTYPES[recipe.training.dtype]
+    modules = {name: build_module(adapters[name], name, recipe.debug.seed, dtype) for name in graph.order}
+    prepare = make_prepare(recipe, graph, adapters)
+    loader = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed)
+    parameters = {f"{n}.{k}": p for n, module in modules.items() for k, p in module.named_parameters()}
+
+    def step() -> float:
+        drawn = next(loader)
+        metas, samples = [d.meta for d in drawn], loader.load(drawn)
+        outputs: dict[str, Tensor] = {}
+        batch: dict[str, Tensor] = {}
+        for name in graph.order:
+            inputs = {b.source: outputs[b.source] for b in graph.inputs(name)}
+            batch = adapters[name].collate(samples, metas, placeholders=source.placeholders, pad_id=source.pad_id)
+            outputs[name] = adapters[name].forward(modules[name], batch, inputs)
+        loss = nn.functional.cross_entropy(outputs[graph.sink.name], batch["targets"], reduction="sum")
+        loss = loss / max(len(batch["targets"]), 1)
+        loss.backward()
+        return loss.item()
+
+    with exact_dtypes(*modules.values()):
+        return _descend(parameters, step, steps, lr)
+
+
+def run(
+    recipe: Recipe,
+    world: World,
+    steps: int = 3,
+    lr: float = 0.1,
+    fault: Callable[[Job], None] | None = None,
+) -> Outcome:
+    """Run `recipe` on its layout; every rank of `world` calls it, also ranks that the recipe does not use.
+
+    Returns:
+        Losses and, for the modules of this rank, full gradients and parameters as this rank's replica has them.
+    """
+    job = Job.assemble(recipe, world)
+    if fault is not None:
+        fault(job)
+    parameters = dict(job.root.named_parameters())
+
+    def step() -> float:
+        drawn = next(job.loader)
+        plan = job.plan([d.meta for d in drawn])
+        feed = Feed(job.loader, drawn, plan, job.adapters, world.rank)
+        loss = job.runtime.run(job.schedule(plan), plan, feed)
+        targets = max(plan.num_targets, 1)
+        scale(parameters.values(), 1 / targets)
+        return float(loss) / targets if job.counts_loss else 0.0
+
+    with exact_dtypes(job.root):
+        return _descend(parameters, step, steps, lr)
+
+
+def _descend(parameters: Mapping[str, nn.Parameter], step: Callable[[], float], steps: int, lr: float) -> Outcome:
+    """Take SGD steps (Adam would hide scale errors) and keep the first gradients, as full tensors."""
+    optimizer = torch.optim.SGD(parameters.values(), lr=lr) if parameters else None
+    losses: list[float] = []
+    first: dict[str, Tensor | None] = {}
+    for i in range(steps):
+        if optimizer is not None:
+            optimizer.zero_grad()
+        losses.append(step())
+        if i == 0:
+            first = {k: None if p.grad is None else _full(p.grad).clone() for k, p in parameters.items()}
+        if optimizer is not None:
+            optimizer.step()
+    return Outcome(tuple(losses), first, {k: _full(p.detach()).clone() for k, p in parameters.items()})
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def compare(expected: Outcome, ranks: list[Outcome], tolerance: float) -> float:
+    """Check the outcomes of all ranks, every replica, against the reference.
+
+    The error of a tensor is the norm of the difference over max(its norm, 1e-3 x the norm of all its module's):
+    some gradients are mathematically zero, where a bare relative error is noise.
+
+    Returns:
+        The largest error.
+
+    Raises:
+        ParityError: an error above `tolerance`, a gradient that exists on one side only, or a parameter that no rank
+            holds.
+    """
+    errors: dict[str, float] = {}
+    for step, loss in enumerate(expected.losses):
+        total = sum(outcome.losses[step] for outcome in ranks)
+        errors[f"loss of step {step}"] = abs(total - loss) / max(abs(loss), 1e-12)
+    for what, truth in (("gradient", expected.gradients), ("parameter", expected.parameters)):
+        norms = _module_norms(truth)
+        for name, value in truth.items():
+            held = [getattr(outcome, f"{what}s") for outcome in ranks]
+            held = [(rank, tensors[name]) for rank, tensors in enumerate(held) if name in tensors]
+            if not held:
+                raise ParityError(f"no rank holds {what} {name}")
+            for rank, other in held:
+                errors[f"{what} {name} on rank {rank}"] = _error(value, other, norms[name.split(".")[0]])
+    wrong = sorted(((e, name) for name, e in errors.items() if not e < tolerance), reverse=True)
+    if wrong:
+        worst = "; ".join(f"{name}: {error:.2e}" for error, name in wrong[:6])
+        raise ParityError(f"{len(wrong)} of {len(errors)} quantities differ by more than {tolerance:g}: {worst}")
+    return max(errors.values())
+
+
+def _module_norms(tensors: Mapping[str, Tensor | None]) -> dict[str, float]:
+    squares: dict[str, float] = {}
+    for name, value in tensors.items():
+        module = name.split(".")[0]
+        squares[module] = squares.get(module, 0.0) + (0.0 if value is None else float(value.double().square().sum()))
+    return {module: square**0.5 for module, square in squares.items()}
+
+
+def _error(expected: Tensor | None, given: Tensor | None, module_norm: float) -> float:
+    if expected is None or given is None:
+        return 0.0 if expected is given else float("inf")
+    if expected.shape != given.shape:
+        return float("inf")
+    difference = float((expected.double() - given.double()).norm())
+    return difference / max(float(expected.double().norm()), 1e-3 * module_norm, 1e-30)

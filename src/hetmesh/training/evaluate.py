@@ -1,0 +1,98 @@
+"""Evaluation on held-out samples, on the layout that trains: which answers are right, whole and per kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hetmesh.data.loader import Loader
+from hetmesh.data.source import QuestionSource, Source
+from hetmesh.training.feed import Feed
+
+if TYPE_CHECKING:
+    from hetmesh.training.job import Job
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result over n held-out samples.
+
+    Attributes:
+        loss: cross-entropy per target token.
+        right: bool `[n]`: every target token of the sample is the arg-max (given the true tokens before it).
+        predicted: int64 `[n, most targets]`: the arg-max tokens, -1 behind the last.
+        kinds: the kind of each sample, empty where the source does not tell.
+    """
+
+    loss: float
+    right: Tensor
+    predicted: Tensor
+    kinds: tuple[str, ...]
+
+    @property
+    def accuracy(self) -> float:
+        """Share of samples that are right."""
+        return float(self.right.double().mean())
+
+    @property
+    def accuracy_by_kind(self) -> dict[str, float]:
+        """The same per kind of question."""
+        names = sorted(set(self.kinds))
+        return {n: float(self.right[[k == n for k in self.kinds]].double().mean()) for n in names}
+
+
+def evaluate(job: Job, source: Source, limit: int | None = None) -> Evaluation:
+    """Run `source` (or its first `limit` samples) through the modules without training. Collective over all ranks."""
+    batch = job.recipe.batch.global_batch_size
+    loader = Loader(source, batch, job.loader.prepare, shuffle=False)
+    count = min(len(source), limit or len(source))
+    drawn = [loader.draw(i) for i in range(count)]
+    width = max((d.meta.num_targets for d in drawn), default=0)
+    # Each row is written by one rank; the sum over ranks hands it to all.
+    results = torch.zeros(count, width + 1, dtype=torch.int64)
+    loss = torch.zeros((), dtype=torch.float64)
+    for start in range(0, count, batch):
+        part = drawn[start : start + batch]
+        plan = job.plan([d.meta for d in part])
+
+        def observe(m: int, logits: Tensor, batch: Mapping[str, Tensor], start: int = start, plan=plan) -> None:
+            guesses = logits.argmax(-1)
+            hits = guesses == batch["targets"]
+            done = 0
+            for i in plan.samples_of(job.graph.sink.name, m, job.sink_lane):
+                n = plan.samples[i].num_targets
+                results[start + i, 0] = bool(hits[done : done + n].all())
+                results[start + i, 1 : n + 1] = guesses[done : done + n].cpu() + 1
+                done += n
+
+        counts = job.counts_loss
+        feed = Feed(loader, part, plan, job.adapters, job.world.rank)
+        lane_loss = job.runtime.run(job.schedule(plan, training=False), plan, feed, observe if counts else None)
+        loss += lane_loss if counts else 0
+    results, loss = results.to(job.world.device), loss.to(job.world.device)
+    everyone = job.world.group(range(job.world.size))
+    with job.world.watchdog.watching("sum of the evaluation over all ranks"):
+        dist.all_reduce(results, group=everyone)
+        dist.all_reduce(loss, group=everyone)
+    results = results.cpu()
+    kinds = tuple(source.kind(i) for i in range(count)) if isinstance(source, QuestionSource) else ()
+    targets = sum(d.meta.num_targets for d in drawn)
+    return Evaluation(float(loss) / max(targets, 1), results[:, 0] > 0, results[:, 1:] - 1, kinds)
+
+
+def show(source: Source, evaluation: Evaluation, number: int = 5) -> list[str]:
+    """The first `number` questions as text, each with its picture, the model's answer and the right one."""
+    if not isinstance(source, QuestionSource):
+        return []
+    shown = []
+    for i in range(min(number, len(evaluation.right))):
+        guess = source.decode([t for t in evaluation.predicted[i].tolist() if t >= 0])
+        verdict = "right" if evaluation.right[i] else f"wrong, it is {source.answer(i)}"
+        picture = source.picture(i)
+        shown.append("\n".join(filter(None, [picture, f"Q: {source.question(i)}", f"A: {guess}   ({verdict})", ""])))
+    return shown

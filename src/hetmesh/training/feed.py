@@ -1,0 +1,44 @@
+"""Feed: from a drawn global batch and its plan to the tensors that this rank's modules read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from hetmesh.balance import BatchPlan
+from hetmesh.data.loader import Drawn, Loader
+from hetmesh.data.source import Sample
+from hetmesh.models.adapter import Adapter
+
+
+class Feed:
+    """Loads the samples of this rank's lanes, once each, and collates them per module and microbatch.
+
+    Calling it is what `Runtime.run` takes as `load_batch`.
+    """
+
+    def __init__(
+        self, loader: Loader, drawn: Sequence[Drawn], plan: BatchPlan, adapters: Mapping[str, Adapter], rank: int
+    ) -> None:
+        self.loader, self.drawn, self.plan, self.adapters, self.rank = loader, drawn, plan, adapters, rank
+        self._samples: dict[int, Sample] = {}
+
+    def __call__(self, module: str, microbatch: int) -> dict[str, Tensor]:
+        """The module's own inputs on this rank's lane; see `Adapter.collate`."""
+        spec = self.plan.graph[module]
+        if self.plan.graph.inputs(module) and module != self.plan.graph.sink.name:
+            return {}  # rows only
+        lane = spec.lane_of(self.rank)
+        assert lane is not None
+        indices = self.plan.samples_of(module, microbatch, lane)
+        missing = [i for i in indices if i not in self._samples]
+        for i, sample in zip(missing, self.loader.load([self.drawn[i] for i in missing]), strict=True):
+            self._samples[i] = sample
+        source = self.loader.source
+        return self.adapters[module].collate(
+            [self._samples[i] for i in indices],
+            [self.plan.samples[i] for i in indices],
+            placeholders=source.placeholders,
+            pad_id=source.pad_id,
+        )

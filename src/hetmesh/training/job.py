@@ -1,0 +1,122 @@
+"""Job: everything a recipe names, built on this rank: source, adapters, graph, modules on their meshes, runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import torch
+from torch import nn
+
+from hetmesh.balance import BatchPlan, in_order
+from hetmesh.boundary import World
+from hetmesh.data.expand import Expansion, expand
+from hetmesh.data.loader import Loader
+from hetmesh.data.source import Source, make_source
+from hetmesh.graph import ModuleGraph, SampleMeta, StageGraph, stage_graph
+from hetmesh.models import Adapter, build_module, make_adapters, module_rows, placeholder_rows
+from hetmesh.parallel import parallelize, reduce_gradients
+from hetmesh.runtime import Runtime
+from hetmesh.schedule import POLICIES, Schedule
+from hetmesh.training.loss import sum_cross_entropy
+from hetmesh.training.optimizers import Root
+from hetmesh.training.recipe import Recipe
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+def describe(recipe: Recipe) -> tuple[Source, dict[str, Adapter], ModuleGraph]:
+    """What a recipe means before anything is built: its data source, adapters and module graph. No process group.
+
+    Raises:
+        RecipeError: a model or source that cannot be, with the key.
+    """
+    source = make_source(recipe.data.source, **recipe.data.options)
+    adapters = make_adapters(recipe.modules, recipe.boundaries, source.vocab_size, _media_shapes(source))
+    graph = recipe.graph_with({name: adapter.layers() for name, adapter in adapters.items()})
+    modules = tuple(replace(m, features=adapters[m.name].out_features or 0) for m in graph.modules)
+    return source, adapters, ModuleGraph(modules, graph.boundaries)
+
+
+def _media_shapes(source: Source) -> dict[str, tuple[int, ...]]:
+    """Raw shape per kind of media, from the first samples that have some."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for index in range(min(len(source), 64)):
+        for item in source.meta(index).media:
+            shapes.setdefault(item.name, item.shape)
+    return shapes
+
+
+def make_prepare(
+    recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Adapter]
+) -> Callable[[SampleMeta], Expansion]:
+    """What the loader does to each sample's metadata: rows per placeholder, `seq_len`, rows per module."""
+    return partial(
+        expand,
+        item_rows=placeholder_rows(graph, adapters),
+        seq_len=recipe.training.seq_len,
+        module_rows=module_rows(graph, adapters),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One rank's part of a run, ready to step. Made by `Job.assemble` on every rank."""
+
+    recipe: Recipe
+    world: World
+    graph: ModuleGraph
+    adapters: dict[str, Adapter]
+    loader: Loader
+    root: Root
+    runtime: Runtime
+
+    @classmethod
+    def assemble(cls, recipe: Recipe, world: World) -> Job:
+        """Build the modules of this rank, with the same weights on every layout, and everything around them."""
+        source, adapters, graph = describe(recipe)
+        dtype = DTYPES[recipe.training.dtype]
+        modules: dict[str, nn.Module] = {}
+        reducers: dict[str, Callable[[], None]] = {}
+        for name in graph.order:
+            spec = graph[name]
+            mesh = world.device_mesh(spec.mesh)  # on all ranks, members or not, in graph order
+            if mesh is None:
+                continue
+            module = build_module(adapters[name], name, recipe.debug.seed, dtype).to(world.device)
+            parallel = parallelize(adapters[name], module, spec.mesh, mesh)
+            modules[name] = parallel.module
+            reducers[name] = partial(reduce_gradients, parallel)
+        runtime = Runtime(world, graph, adapters, modules, reducers=reducers, loss=sum_cross_entropy, dtype=dtype)
+        prepare = make_prepare(recipe, graph, adapters)
+        loader = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed)
+        return cls(recipe, world, graph, adapters, loader, Root(modules.items()), runtime)
+
+    @cached_property
+    def stages(self) -> StageGraph:
+        """The stage graph of the modules."""
+        return stage_graph(self.graph)
+
+    def plan(self, samples: Sequence[SampleMeta]) -> BatchPlan:
+        """The batch plan of a global batch; equal on every rank."""
+        return in_order(self.graph, samples, self.recipe.batch.microbatch_size)
+
+    def schedule(self, plan: BatchPlan, *, training: bool = True) -> Schedule:
+        """The schedule of a step."""
+        return POLICIES[self.recipe.schedule](self.stages, plan.num_microbatches, training)
+
+    @property
+    def sink_lane(self) -> int:
+        """This rank's lane of the module that computes the loss; -1 outside it."""
+        lane = self.graph.sink.lane_of(self.world.rank)
+        return -1 if lane is None else lane
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank stands for its lane of the sink: the first of the replicas that compute the same loss."""
+        mesh = self.graph.sink.lane_mesh
+        coordinate = mesh.coordinate(self.world.rank)
+        return coordinate is not None and all(
+            c == 0 for axis, c in zip(mesh.axes, coordinate, strict=True) if axis != "lane"
+        )

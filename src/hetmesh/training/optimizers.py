@@ -1,0 +1,60 @@
+"""Optimizer and learning-rate schedule of a rank: torchtitan's containers over the modules that live here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from hetmesh import _titan
+from hetmesh.training.recipe import Recipe
+
+
+class Root(nn.Module):
+    """All modules of this rank under one root, so that every parameter has its own name: `llm.model.norm.weight`."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        for name, module in modules:
+            self.add_module(name, module)
+
+
+def make_optimizers(recipe: Recipe, root: Root) -> tuple[Any, Any] | None:
+    """torchtitan's `OptimizersContainer` and `LRSchedulersContainer`; None on a rank without trainable parameters.
+
+    One parameter group per module, with the module's own learning rate and weight decay where the recipe gives them.
+    """
+    groups = []
+    for name, module in root.named_children():
+        if any(p.requires_grad for p in module.parameters()):
+            kwargs = _arguments(recipe, name)
+            groups.append(
+                _titan.param_group_config()(
+                    pattern=rf"^{re.escape(name)}\.", optimizer_name=recipe.optimizer.name, optimizer_kwargs=kwargs
+                )
+            )
+    if not groups:
+        return None
+    container = _titan.optimizers_container()
+    config = container.Config(param_groups=groups, implementation=recipe.optimizer.implementation)
+    optimizers = container(config, model_parts=[root])
+    schedule = _titan.lr_schedulers_container().Config(
+        warmup_steps=min(recipe.lr_scheduler.warmup_steps, recipe.training.steps),
+        decay_ratio=recipe.lr_scheduler.decay_ratio,
+        decay_type=recipe.lr_scheduler.decay_type,
+        min_lr_factor=recipe.lr_scheduler.min_lr_factor,
+    )
+    return optimizers, schedule.build(optimizers=optimizers, training_steps=recipe.training.steps)
+
+
+def _arguments(recipe: Recipe, name: str) -> dict[str, Any]:
+    own, shared = recipe.modules[name], recipe.optimizer
+    arguments: dict[str, Any] = {
+        "lr": shared.lr if own.lr is None else own.lr,
+        "weight_decay": shared.weight_decay if own.weight_decay is None else own.weight_decay,
+    }
+    if shared.name != "SGD":
+        arguments |= {"betas": (shared.beta1, shared.beta2), "eps": shared.eps}
+    return arguments

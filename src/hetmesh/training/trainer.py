@@ -1,0 +1,172 @@
+"""The trainer: one readable training loop. Reads top to bottom like the pseudo-code of a training step."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetmesh.boundary import World, init
+from hetmesh.data.source import Source, make_source
+from hetmesh.errors import RecipeError
+from hetmesh.training.checkpoint import Checkpointer
+from hetmesh.training.evaluate import Evaluation, evaluate, show
+from hetmesh.training.feed import Feed
+from hetmesh.training.gradients import clip, reduce_over_ranks, scale, squared_norm
+from hetmesh.training.job import Job
+from hetmesh.training.metrics import Reporter, StepMetrics
+from hetmesh.training.optimizers import make_optimizers
+from hetmesh.training.recipe import Recipe
+
+
+def train(recipe: Recipe) -> dict[str, Any]:
+    """Train what `recipe` describes on this rank; every rank of the job calls it.
+
+    Returns:
+        The summary of the run, equal on all ranks; rank 0 has written it to summary.json.
+    """
+    world = init(timeout=recipe.comm.train_timeout_seconds, init_timeout=recipe.comm.init_timeout_seconds)
+    try:
+        if world.size != recipe.world_size:
+            raise RecipeError(f"the recipe needs {recipe.world_size} ranks, this job has {world.size}")
+        return Trainer(recipe, world).run()
+    finally:
+        world.close()
+
+
+class Trainer:
+    """One run on one rank."""
+
+    def __init__(self, recipe: Recipe, world: World) -> None:
+        torch.manual_seed(recipe.debug.seed)
+        if recipe.debug.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.recipe, self.world = recipe, world
+        self.folder = Path(recipe.job.dump_folder)
+        self.job = Job.assemble(recipe, world)
+        self.parameters = list(self.job.root.parameters())
+        self.optimizers = make_optimizers(recipe, self.job.root)
+        self.held_out = _held_out(recipe)
+        self.checkpointer = Checkpointer(world, self.folder / recipe.checkpoint.folder, recipe.checkpoint.keep_latest_k)
+        self.step = self._resume() if recipe.checkpoint.enable else 0
+        self.reporter = Reporter(
+            self.folder,
+            recipe.training.steps,
+            rank=world.rank,
+            resumed_at=self.step,
+            log_freq=recipe.metrics.log_freq,
+            tensorboard=recipe.metrics.enable_tensorboard,
+        )
+
+    def run(self) -> dict[str, Any]:
+        """Train to the last step, evaluate, and show what was learnt."""
+        recipe, started, metrics = self.recipe, time.perf_counter(), None
+        try:
+            while not self._done:
+                metrics = self.train_step()
+                self.reporter.step(metrics)
+                if recipe.checkpoint.enable and self._due(recipe.checkpoint.interval):
+                    self.save()
+                if recipe.validation.freq and self.step % recipe.validation.freq == 0 and not self._done:
+                    self.evaluate()
+            seconds = time.perf_counter() - started
+            evaluation = self.evaluate()
+            summary = self._summary(metrics, evaluation, seconds)
+            self.reporter.summary(summary)
+            for text in show(self.held_out, evaluation) if evaluation and self.held_out else ():
+                self.reporter.print(text)
+            return summary
+        finally:
+            self.reporter.close()
+
+    def train_step(self) -> StepMetrics:
+        """One optimizer step over one global batch."""
+        started = time.perf_counter()
+        drawn = next(self.job.loader)
+        plan = self.job.plan([d.meta for d in drawn])
+        feed = Feed(self.job.loader, drawn, plan, self.job.adapters, self.world.rank)
+
+        if self.optimizers is not None:
+            self.optimizers[0].zero_grad()
+        loss_sum = self.job.runtime.run(self.job.schedule(plan), plan, feed)
+
+        # Gradients are sums over the whole batch; this is the only place where they are normalised.
+        targets = max(plan.num_targets, 1)
+        scale(self.parameters, 1 / targets)
+        modules = [(module, self.job.graph[name].mesh) for name, module in self.job.root.named_children()]
+        mine = loss_sum if self.job.counts_loss else 0.0
+        loss_sum, squares = reduce_over_ranks([mine, squared_norm(modules, self.world.rank)], self.world)
+        grad_norm = math.sqrt(squares)
+        clip(self.parameters, grad_norm, self.recipe.training.max_norm)
+
+        lr = self._lr()
+        if self.optimizers is not None:
+            self.optimizers[0].step()
+            self.optimizers[1].step()
+        self.step += 1
+        seconds = time.perf_counter() - started
+        return StepMetrics(
+            self.step, loss_sum / targets, grad_norm, lr, len(drawn) / seconds, plan.num_tokens / seconds, seconds
+        )
+
+    def evaluate(self) -> Evaluation | None:
+        """Evaluate on the held-out samples, if the source has some, and report it."""
+        if self.held_out is None:
+            return None
+        evaluation = evaluate(self.job, self.held_out, self.recipe.validation.samples)
+        scores = {"loss": evaluation.loss, "answer_accuracy": evaluation.accuracy, **evaluation.accuracy_by_kind}
+        self.reporter.evaluation(self.step, scores)
+        return evaluation
+
+    def save(self) -> None:
+        """Write a checkpoint of the current step."""
+        self.checkpointer.save(self.step, self.job.root, self.optimizers, self._position())
+
+    def _resume(self) -> int:
+        step = self.checkpointer.latest()
+        if step is None:
+            return 0
+        position = self.checkpointer.load(step, self.job.root, self.optimizers, self._position())
+        self.job.loader.load_state_dict(position)
+        return step
+
+    def _position(self) -> dict[str, int]:
+        return self.job.loader.state_dict()
+
+    def _due(self, interval: int) -> bool:
+        return self.step % interval == 0 or self._done
+
+    @property
+    def _done(self) -> bool:
+        return self.step >= self.recipe.training.steps
+
+    def _lr(self) -> float:
+        if self.optimizers is None:
+            return self.recipe.optimizer.lr
+        scheduler = self.optimizers[1].schedulers[0]
+        return self.recipe.optimizer.lr * scheduler.lr_lambdas[0](scheduler.last_epoch)
+
+    def _summary(self, last: StepMetrics | None, evaluation: Evaluation | None, seconds: float) -> dict[str, Any]:
+        summary: dict[str, Any] = {"steps": self.step, "ranks": self.world.size, "train_seconds": round(seconds, 3)}
+        if last is not None:
+            summary["loss"] = last.loss
+        if evaluation is not None:
+            summary |= {
+                "validation_loss": evaluation.loss,
+                "answer_accuracy": evaluation.accuracy,
+                "answer_accuracy_by_kind": evaluation.accuracy_by_kind,
+                "questions": len(evaluation.right),
+            }
+        return summary
+
+
+def _held_out(recipe: Recipe) -> Source | None:
+    """The validation split of the data source, or None if it has no splits."""
+    options = {**recipe.data.options, "split": "validation"}
+    try:
+        return make_source(recipe.data.source, **options)
+    except RecipeError:
+        return None
