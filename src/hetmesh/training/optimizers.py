@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hetmesh import _titan
 from hetmesh.training.recipe import Recipe
@@ -24,17 +25,26 @@ class Root(nn.Module):
 def make_optimizers(recipe: Recipe, root: Root) -> tuple[Any, Any] | None:
     """torchtitan's `OptimizersContainer` and `LRSchedulersContainer`; None on a rank without trainable parameters.
 
-    One parameter group per module, with the module's own learning rate and weight decay where the recipe gives them.
+    Parameter groups per module, with the module's own learning rate and weight decay where the recipe gives them:
+    one of sharded parameters (DTensors) and one of plain ones, since no fused kernel takes both at once.
     """
     groups = []
     for name, module in root.named_children():
-        if any(p.requires_grad for p in module.parameters()):
-            kwargs = _arguments(recipe, name)
-            groups.append(
-                _titan.param_group_config()(
-                    pattern=rf"^{re.escape(name)}\.", optimizer_name=recipe.optimizer.name, optimizer_kwargs=kwargs
+        for sharded in (False, True):
+            names = [
+                f"{name}.{key}"
+                for key, p in module.named_parameters()
+                if p.requires_grad and isinstance(p, DTensor) == sharded
+            ]
+            if names:
+                pattern = "|".join(f"^{re.escape(key)}$" for key in names)
+                groups.append(
+                    _titan.param_group_config()(
+                        pattern=pattern,
+                        optimizer_name=recipe.optimizer.name,
+                        optimizer_kwargs=_arguments(recipe, name),
+                    )
                 )
-            )
     if not groups:
         return None
     container = _titan.optimizers_container()
