@@ -1,0 +1,26 @@
+"""One module on its mesh: tensor parallelism by plan, and gradients as sums."""
+
+from hetmesh.parallel.apply import ParallelModule, parallelize, reduce_gradients
+from hetmesh.parallel.data_parallel import sum_gradients
+from hetmesh.parallel.gradients import holds_first_replica, local_gradient, local_part
+from hetmesh.parallel.linear import Colwise, Rowwise
+from hetmesh.parallel.tensor_parallel import (
+    apply_tensor_parallel,
+    check_tensor_parallel_degree,
+    tensor_parallel_degrees,
+)
+
+__all__ = [
+    "Colwise",
+    "ParallelModule",
+    "Rowwise",
+    "apply_tensor_parallel",
+    "check_tensor_parallel_degree",
+    "holds_first_replica",
+    "local_gradient",
+    "local_part",
+    "parallelize",
+    "reduce_gradients",
+    "sum_gradients",
+    "tensor_parallel_degrees",
+]

@@ -1,0 +1,63 @@
+"""One module on its mesh: shard it, and sum its gradients once per step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hetmesh.errors import LayoutError
+from hetmesh.graph.module_graph import LANE_AXES
+from hetmesh.layout.mesh import MeshSpec
+from hetmesh.models.adapter import Adapter
+from hetmesh.parallel.data_parallel import sum_gradients
+from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
+
+
+@dataclass(frozen=True)
+class ParallelModule:
+    """A module on its mesh, as one member rank holds it.
+
+    Attributes:
+        module: the nn.Module, with its own FQNs; sharded parameters are DTensors.
+        spec: its mesh.
+        device_mesh: the handle of `spec`.
+        partial_over_tp: FQNs of the parameters whose gradients are partial sums over `tp` after a backward.
+    """
+
+    module: nn.Module
+    spec: MeshSpec
+    device_mesh: DeviceMesh
+    partial_over_tp: tuple[str, ...] = ()
+
+
+def parallelize(adapter: Adapter, module: nn.Module, spec: MeshSpec, device_mesh: DeviceMesh) -> ParallelModule:
+    """Shard `module` in place as `spec` says; only members call it. Nothing is sent: every rank holds the same full
+    weights beforehand (`hetmesh.models.build_module`), so any layout starts from those of one process.
+
+    Raises:
+        LayoutError: the calling rank is no member, or `device_mesh` is not a handle of `spec`.
+        RecipeError: the tensor parallel plan does not suit the module.
+    """
+    if MeshSpec.of(device_mesh) != spec:
+        raise LayoutError(f"the device mesh {MeshSpec.of(device_mesh)} is not a handle of {spec}")
+    if device_mesh.get_coordinate() is None:
+        raise LayoutError(f"only members of {spec} hold its module; this rank is none")
+    partial: tuple[str, ...] = ()
+    if spec.axis_size("tp") > 1:
+        partial = apply_tensor_parallel(module, device_mesh["tp"], adapter.tensor_parallel_plan())
+    return ParallelModule(module, spec, device_mesh, partial)
+
+
+def reduce_gradients(parallel: ParallelModule) -> None:
+    """Complete the gradients that accumulated on the members: sum those partial over `tp`, then all over lanes.
+
+    Collective over the module's mesh; call it once per step, after the last backward.
+    """
+    mesh = parallel.device_mesh
+    parameters = dict(parallel.module.named_parameters())
+    if parallel.partial_over_tp:
+        sum_gradients([parameters[name] for name in parallel.partial_over_tp], [mesh.get_group("tp")])
+    lanes = [axis for axis in LANE_AXES if parallel.spec.axis_size(axis) > 1]
+    sum_gradients(parameters.values(), [mesh.get_group(axis) for axis in lanes])

@@ -1,0 +1,70 @@
+"""Gradients summed over the ranks that hold the same parameters and saw different samples. Sums, never means: the loss
+is a sum over targets, scaled once by 1 / (global targets)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hetmesh.parallel.gradients import local_gradient, local_part, set_local_gradient
+
+BUCKET_BYTES = 64 * 2**20
+"""Gradients are packed into messages of about this size: large enough that latency does not count, and small enough
+that the packed copy does not either."""
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter], groups: Sequence[dist.ProcessGroup]) -> None:
+    """Replace every gradient by its sum over `groups`, one group after another (the axes of a mesh).
+
+    Collective: every rank of a group calls it with corresponding parameters; of DTensors the local parts are summed.
+    The messages depend on the parameters only, never on which gradients a rank happens to have: a missing gradient
+    counts as zero, and stays None if it is missing on every rank, as in a single process. Frozen parameters are left
+    out. Order and packing are fixed, so the result is deterministic.
+    """
+    groups = [group for group in groups if dist.get_world_size(group) > 1]
+    buckets = [_Bucket(members) for members in _split([p for p in parameters if p.requires_grad])] if groups else []
+    for group in groups:
+        works = [dist.all_reduce(bucket.flat, group=group, async_op=True) for bucket in buckets]
+        for work in works:
+            assert work is not None
+            work.wait()
+    for bucket in buckets:
+        bucket.unpack()
+
+
+class _Bucket:
+    """One message: the gradients of some parameters, then one flag each, which counts the ranks that have it."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]):
+        self.parameters = parameters
+        own = [local_part(p) for p in parameters]
+        self.sizes = [part.numel() for part in own]
+        gradients = [local_gradient(p) for p in parameters]
+        present = torch.tensor([g is not None for g in gradients]).to(own[0])
+        pieces = [(torch.zeros_like(p) if g is None else g) for p, g in zip(own, gradients, strict=True)]
+        self.flat = torch.cat([*(piece.reshape(-1) for piece in pieces), present])
+
+    def unpack(self) -> None:
+        *pieces, present = self.flat.split([*self.sizes, len(self.sizes)])
+        for parameter, piece, ranks in zip(self.parameters, pieces, present.tolist(), strict=True):
+            if ranks:
+                set_local_gradient(parameter, piece)
+
+
+def _split(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Runs of parameters of one dtype and device, each of about BUCKET_BYTES."""
+    buckets: list[list[nn.Parameter]] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
+    for parameter in parameters:
+        own = local_part(parameter)
+        key, size = (own.dtype, own.device), own.numel() * own.element_size()
+        bucket, filled = filling.get(key, ([], 0))
+        if not bucket or filled + size > BUCKET_BYTES:
+            bucket, filled = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        filling[key] = (bucket, filled + size)
+    return buckets

@@ -1,0 +1,57 @@
+"""What one rank holds of a parameter and its gradient: its local part, and whether it counts it in a global norm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from hetmesh.layout.mesh import MeshSpec
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds, detached: all of a plain tensor, the local shard of a DTensor.
+    Shares its memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """The local part of a parameter's gradient, None if it has none. Shares its memory.
+
+    A gradient that was left in other placements than its parameter (Partial, by modules that use DTensors on their
+    own) is first brought into those of the parameter: a collective over the parameter's mesh.
+    """
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+    return None if gradient is None else local_part(gradient)
+
+
+def set_local_gradient(parameter: nn.Parameter, value: Tensor) -> None:
+    """Write `value` (any shape with as many elements) into the local part of the gradient; makes it if it is None."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    gradient = local_gradient(parameter)
+    assert gradient is not None
+    gradient.copy_(value.view_as(gradient))
+
+
+def holds_first_replica(parameter: Tensor, spec: MeshSpec, rank: int) -> bool:
+    """Whether `rank` holds the first copy of its part of `parameter`: over these ranks every element counts once.
+
+    Args:
+        parameter: a parameter of a module on `spec`, as `rank` holds it: plain, or a DTensor over some of its axes.
+        spec: the module's mesh. Along `pp` ranks hold different parameters, so every coordinate counts.
+
+    Returns:
+        True if the rank is at coordinate 0 of every axis along which it is replicated; False for a non-member.
+    """
+    coordinate = spec.coordinate(rank)
+    if coordinate is None:
+        return False
+    apart = {"pp"}
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names or ()
+        apart |= {n for n, p in zip(names, parameter.placements, strict=True) if not isinstance(p, Replicate)}
+    return all(c == 0 for axis, c in zip(spec.axes, coordinate, strict=True) if axis not in apart)

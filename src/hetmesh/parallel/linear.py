@@ -1,0 +1,125 @@
+"""Linear layers with sharded weights, as ParallelStyles for torch's `parallelize_module`.
+
+They differ from torch's own ColwiseParallel and RowwiseParallel in speed only: parameters are DTensors (so that
+checkpoints, optimizers and FSDP see them as usual), the computation runs on their local tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.functional import linear
+
+from hetmesh.parallel.collectives import enter, gather, leave
+
+
+class ColwiseLinear(nn.Linear):
+    """Holds a share of the output features: weight and bias are `Shard(0)`."""
+
+    group: dist.ProcessGroup
+    enter: Callable[[Tensor], Tensor]
+    widths: tuple[int, ...] | None  # output features of every rank's shard, if the output is to be gathered
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = linear(self.enter(input), local(self.weight), None if self.bias is None else local(self.bias))
+        return output if self.widths is None else gather(output, self.widths, self.group)
+
+
+class RowwiseLinear(nn.Linear):
+    """Holds a share of the input features: weight is `Shard(1)`. The bias, a plain parameter, is added once, after the
+    sum over ranks; so its gradient is already complete on every rank."""
+
+    group: dist.ProcessGroup
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = leave(linear(input, local(self.weight)), self.group)
+        return output if self.bias is None else output + self.bias
+
+
+class Colwise(ParallelStyle):
+    """Split an nn.Linear by output features.
+
+    Args:
+        gather_output: give every rank all output features (the output is then replicated), not its share.
+    """
+
+    def __init__(self, *, gather_output: bool = False):
+        super().__init__()
+        self.gather_output = gather_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Linear)
+        module.__class__ = ColwiseLinear
+        assert isinstance(module, ColwiseLinear)
+        module.group = device_mesh.get_group()
+        module.enter = Entry(module.group)
+        module.widths = None
+        if self.gather_output:
+            widths = [len(shard) for shard in torch.arange(module.out_features).chunk(device_mesh.size())]
+            module.widths = (*widths, *[0] * (device_mesh.size() - len(widths)))
+        _shard(module, "weight", 0, device_mesh)
+        _shard(module, "bias", 0, device_mesh)
+        return module
+
+
+class Rowwise(ParallelStyle):
+    """Split an nn.Linear by input features; its input is the share that a Colwise layer before it left on each rank."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Linear)
+        module.__class__ = RowwiseLinear
+        assert isinstance(module, RowwiseLinear)
+        module.group = device_mesh.get_group()
+        _shard(module, "weight", 1, device_mesh)
+        return module
+
+
+class Entry:
+    """`enter` over one group. Shared by the sharded layers of one parent module, it enters a tensor that several of
+    them read (queries, keys and values) once, so that its gradient is summed over ranks once and not once for each."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.source: Tensor | None = None
+        self.entered: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return enter(x, self.group)
+
+    def share(self, parent: nn.Module) -> Callable[[Tensor], Tensor]:
+        """The callable for siblings; what it remembers lasts for one forward of `parent`."""
+        parent.register_forward_hook(self._forget, always_call=True)
+        return self._shared
+
+    def _shared(self, x: Tensor) -> Tensor:
+        if self.source is not x or self.entered is None:
+            self.source, self.entered = x, enter(x, self.group)
+        return self.entered
+
+    def _forget(self, *_: object) -> None:
+        self.source = self.entered = None
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter, on the autograd path."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _shard(module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> None:
+    """Replace a parameter that every rank holds in full by a DTensor of its chunk; nothing is sent."""
+    full = getattr(module, name)
+    if full is None:
+        return
+    with torch.no_grad():
+        chunks = full.chunk(mesh.size(), dim)
+        rank = mesh.get_local_rank()
+        # Cloned, or the chunk would keep the full tensor's memory. Ranks beyond the last chunk hold an empty one.
+        own = chunks[rank].clone() if rank < len(chunks) else full.narrow(dim, 0, 0).clone()
+        sharded = DTensor.from_local(own, mesh, [Shard(dim)], run_check=False, shape=full.shape, stride=full.stride())
+    module.register_parameter(name, nn.Parameter(sharded, requires_grad=full.requires_grad))

@@ -1,0 +1,110 @@
+"""Tensor parallelism by plan: FQN patterns -> styles, as transformers' `base_model_tp_plan` names them.
+
+| style | module | parameters | gradient on each tp rank |
+|---|---|---|---|
+| `colwise` | nn.Linear, output stays sharded | `Shard(0)` | of its shard, complete |
+| `colwise_gather_output` | nn.Linear, output on every rank | `Shard(0)` | of its shard, complete |
+| `rowwise` | nn.Linear, sharded input, output on every rank | weight `Shard(1)`, bias plain | complete |
+| `replicated_with_grad_allreduce` | any module that works on a shard (norms of single heads) | plain | *partial* |
+| not in the plan | works on what every rank has in full | plain | complete, and equal on every rank |
+
+Partial gradients must be summed over tp once per step; `hetmesh.parallel.reduce_gradients` does. All others are
+complete because every `colwise` layer sums the gradient of its input over tp, so that whatever comes before it gets a
+whole gradient. A torch ParallelStyle may stand in a plan for a style name; its gradients are then its own affair.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from hetmesh.errors import RecipeError
+from hetmesh.parallel.linear import Colwise, ColwiseLinear, Entry, Rowwise
+
+GRAD_ALLREDUCE = "replicated_with_grad_allreduce"
+STYLES = ("colwise", "rowwise", "colwise_gather_output", GRAD_ALLREDUCE)
+
+
+def apply_tensor_parallel(
+    module: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, str | ParallelStyle]
+) -> tuple[str, ...]:
+    """Shard `module` in place over a 1-D mesh. Every rank must hold the same full weights; nothing is sent.
+
+    Args:
+        plan: FQN pattern, in which `*` stands for one name, -> style.
+
+    Returns:
+        FQNs of the parameters whose gradients are partial over tp.
+
+    Raises:
+        RecipeError: a pattern that matches no module, an unknown style, a style that does not suit the module.
+    """
+    if tp_mesh.ndim != 1:
+        raise RecipeError(f"tensor parallelism takes one mesh axis, got {tp_mesh.mesh_dim_names or tp_mesh.ndim}")
+    found = {pattern: _match(module, pattern) for pattern in plan}
+    for pattern, style in plan.items():
+        _check(module, pattern, style, found[pattern])
+    partial: list[str] = []
+    for pattern, style in plan.items():
+        for name in found[pattern]:
+            target = module.get_submodule(name)
+            if style == GRAD_ALLREDUCE:
+                partial += [f"{name}.{p}" for p, _ in target.named_parameters()]
+            else:
+                parallelize_module(target, tp_mesh, _style(style), src_data_rank=None)
+    _share_entries(module)
+    return tuple(partial)
+
+
+def tensor_parallel_degrees(sizes: Mapping[str, int], limit: int) -> tuple[int, ...]:
+    """The degrees up to `limit` that divide all of an adapter's `tensor_parallel_sizes`."""
+    return tuple(d for d in range(1, limit + 1) if all(size % d == 0 for size in sizes.values()))
+
+
+def check_tensor_parallel_degree(name: str, sizes: Mapping[str, int], degree: int) -> None:
+    """Raise RecipeError unless `degree` divides all `sizes` of module `name`; the message lists the valid degrees."""
+    wrong = {key: size for key, size in sizes.items() if size % degree}
+    if wrong:
+        valid = tensor_parallel_degrees(sizes, min(sizes.values()))
+        raise RecipeError(
+            f"parallelism.{name}.tensor_parallel_degree: {degree} does not divide "
+            f"{', '.join(f'{key} = {size}' for key, size in wrong.items())}; valid degrees are {list(valid)}"
+        )
+
+
+def _match(module: nn.Module, pattern: str) -> list[str]:
+    regex = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
+    return [name for name, _ in module.named_modules() if regex.fullmatch(name)]
+
+
+def _check(module: nn.Module, pattern: str, style: str | ParallelStyle, found: list[str]) -> None:
+    where = f"tensor parallel plan of {type(module).__name__}: {pattern!r}"
+    if not found:
+        raise RecipeError(f"{where} matches no module")
+    if isinstance(style, ParallelStyle):
+        return
+    if style not in STYLES:
+        raise RecipeError(f"{where} has unknown style {style!r}; valid are {list(STYLES)}, or a torch ParallelStyle")
+    for name in found:
+        target = module.get_submodule(name)
+        if style != GRAD_ALLREDUCE and type(target) is not nn.Linear:
+            raise RecipeError(f"{where}: style {style!r} needs an nn.Linear, {name!r} is a {type(target).__name__}")
+
+
+def _style(style: str | ParallelStyle) -> ParallelStyle:
+    if isinstance(style, ParallelStyle):
+        return style
+    return Rowwise() if style == "rowwise" else Colwise(gather_output=style == "colwise_gather_output")
+
+
+def _share_entries(module: nn.Module) -> None:
+    for parent in module.modules():
+        siblings = [child for child in parent.children() if isinstance(child, ColwiseLinear)]
+        if len(siblings) > 1:
+            shared = Entry(siblings[0].group).share(parent)
+            for child in siblings:
+                child.enter = shared

@@ -1,0 +1,80 @@
+"""exact_dtypes makes an fp64 run sharp: a change of 1e-12 in an input reaches the loss, and does not without it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from hetmesh.graph.module_graph import BoundarySpec
+from hetmesh.models import build_module, make_adapters
+from hetmesh.testing.precision import exact_dtypes
+
+SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def make() -> tuple[Any, dict[str, nn.Module]]:
+    modules = {
+        "vision": SimpleNamespace(model="siglip", media="image", config={**SIZES, "patch_size": 4}),
+        "projector": SimpleNamespace(model="mlp", media=None, config={}),
+        "llm": SimpleNamespace(model="qwen3", media=None, config=SIZES),
+    }
+    del modules["vision"].config["num_key_value_heads"]
+    boundaries = [BoundarySpec("vision", "projector"), BoundarySpec("projector", "llm", "image")]
+    adapters = make_adapters(modules, boundaries, 23, {"image": (1, 8, 8)})
+    return adapters, {name: build_module(a, name, 0, torch.float64) for name, a in adapters.items()}
+
+
+def loss(adapters, modules, media: torch.Tensor) -> torch.Tensor:
+    batch = {
+        "input_ids": torch.tensor([[3, 1, 1, 1, 1, 5, 6, 7]]),
+        "position_ids": torch.arange(8)[None],
+        "target_positions": torch.tensor([4, 5, 6]),
+        "positions.image": torch.arange(1, 5),
+    }
+    rows = adapters["vision"].forward(modules["vision"], {"media": media}, {})
+    rows = adapters["projector"].forward(modules["projector"], {}, {"vision": rows})
+    logits = adapters["llm"].forward(modules["llm"], batch, {"projector": rows})
+    return cross_entropy(logits, torch.tensor([5, 6, 7]), reduction="sum")
+
+
+def test_a_tiny_change_reaches_the_loss():
+    """The change of the loss is that which the gradient predicts, to 3 digits; with the casts it is noise."""
+    adapters, modules = make()
+    media = torch.rand(1, 1, 8, 8, dtype=torch.float64, requires_grad=True)
+
+    def relative_error() -> float:
+        before = loss(adapters, modules, media)
+        (gradient,) = torch.autograd.grad(before, media)
+        step = 1e-12 * gradient / gradient.norm() ** 2 * before.detach()
+        change = loss(adapters, modules, media + step) - before
+        return float((change / (1e-12 * before) - 1).detach().abs())
+
+    blunt = relative_error()
+    with exact_dtypes(*modules.values()):
+        sharp = relative_error()
+    assert sharp < 1e-2
+    assert blunt > 0.5
+
+
+def test_it_is_the_same_function_and_leaves_no_trace():
+    adapters, modules = make()
+    media = torch.rand(1, 1, 8, 8)
+    plain = loss(adapters, modules, media)
+    with exact_dtypes(*modules.values()):
+        exact = loss(adapters, modules, media)
+    assert 0 < (plain - exact).abs() < 1e-5
+    assert torch.equal(plain, loss(adapters, modules, media))
+    assert all("forward" not in m.__dict__ for root in modules.values() for m in root.modules())
+
+
+def test_a_norm_of_unknown_build_is_an_error():
+    class OtherRMSNorm(nn.Module):
+        pass
+
+    with pytest.raises(ValueError, match="'0' is a OtherRMSNorm"), exact_dtypes(nn.Sequential(OtherRMSNorm())):
+        pass
