@@ -1,0 +1,81 @@
+"""The `hetmesh` command: one file per verb, imported when the verb is used."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+
+from hetmesh.errors import HetmeshError, RecipeError
+
+VERBS: Mapping[str, str] = {
+    "train": "train a recipe, on this machine or under torchrun",
+    "check": "check a recipe in one process and say what it will do",
+}
+"""Verb -> what it does. Each is a module of this package with `add_arguments(parser)` and `run(args, overrides)`."""
+
+USAGE_ERROR = 2  # exit status where the recipe or the command line is wrong, as argparse's
+FAILURE = 1
+INTERRUPTED = 130  # what a shell reports for Ctrl-C
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `hetmesh VERB RECIPE [--section.key value ...]`.
+
+    Returns:
+        The exit status: 0, 1 (the run failed), 2 (the recipe or the command line is wrong) or 130 (interrupted).
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_help())
+        return 0 if argv else USAGE_ERROR
+    verb, *arguments = argv
+    if verb not in VERBS:
+        close = difflib.get_close_matches(verb, VERBS, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        print(f"error: unknown verb {verb!r}; {hint}valid are {', '.join(VERBS)}", file=sys.stderr)
+        return USAGE_ERROR
+    module = importlib.import_module(f"hetmesh.cli.{verb}")
+    parser = argparse.ArgumentParser(
+        prog=f"hetmesh {verb}",
+        description=VERBS[verb],
+        epilog="Any key of the recipe can be overridden: --section.key value, e.g. --training.steps 20",
+    )
+    module.add_arguments(parser)
+    arguments, overrides = split_overrides(arguments)
+    try:
+        return module.run(parser.parse_args(arguments), overrides)
+    except HetmeshError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE_ERROR if isinstance(error, RecipeError) else FAILURE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separate `--section.key value` and `--section.key=value` (a dot in the name) from a verb's own arguments."""
+    own: list[str] = []
+    overrides: list[str] = []
+    pending = list(reversed(arguments))
+    while pending:
+        argument = pending.pop()
+        name, equals, _ = argument.partition("=")
+        if not (name.startswith("--") and "." in name):
+            own.append(argument)
+            continue
+        overrides.append(argument)
+        if not equals and pending and not pending[-1].startswith("--"):
+            overrides.append(pending.pop())
+    return own, overrides
+
+
+def _help() -> str:
+    verbs = "\n".join(f"  {verb:<8} {does}" for verb, does in VERBS.items())
+    return (
+        "usage: hetmesh VERB RECIPE [--section.key value ...]\n\n"
+        "Train multimodal LLMs whose modules each have their own DeviceMesh.\n\n"
+        f"verbs:\n{verbs}\n\n`hetmesh VERB --help` shows a verb's arguments."
+    )

@@ -1,0 +1,34 @@
+"""`hetmesh check RECIPE`: everything that can be known to be wrong before a worker starts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from hetmesh.training.recipe import Recipe, load_recipe
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The recipe."""
+    parser.add_argument("recipe", metavar="RECIPE", help="a TOML file, e.g. recipes/digits.toml")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Check the recipe and print what it describes."""
+    for line in checked(load_recipe(args.recipe, overrides)):
+        print(line)
+    print("ok")
+    return 0
+
+
+def checked(recipe: Recipe) -> list[str]:
+    """The summary of `recipe`, after every check that one process can make.
+
+    Raises:
+        RecipeError: the first thing that is wrong.
+    """
+    from hetmesh.training.adapters import recipe_adapters, recipe_source
+    from hetmesh.training.check import check_recipe
+
+    source = recipe_source(recipe)
+    return check_recipe(recipe, recipe_adapters(recipe, source), source.placeholders)

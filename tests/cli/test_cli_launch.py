@@ -1,0 +1,111 @@
+"""Local workers that fail, each way once: one error, a non-zero status, nobody left behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import os, sys, time, types
+
+def train(recipe):
+    import torch, torch.distributed as dist
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    print(f"pid {os.getpid()} threads {torch.get_num_threads()}", flush=True)
+    dist.all_reduce(torch.ones(1))  # everybody has printed
+    HOW
+    dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+
+trainer = sys.modules["hetmesh.training.trainer"] = types.ModuleType("hetmesh.training.trainer")
+trainer.train = train
+from hetmesh.cli import main
+sys.exit(main(["train", "recipes/digits.toml"]))
+"""
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")]
+
+
+def start(how: str) -> subprocess.Popen:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.replace("HOW", how)],
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def assert_gone(out: str) -> None:
+    pids = [int(pid) for pid in re.findall(r"pid (\d+)", out)]
+    assert len(pids) == 4
+    deadline = time.monotonic() + 10
+    while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"workers {alive} are still there"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        (
+            "if rank == 2: from hetmesh.errors import SampleError; raise SampleError('sample d7: 3 images')",
+            "error: rank 2: sample d7: 3 images\n",
+        ),
+        ("if rank == 3: os.kill(os.getpid(), 9)", "error: rank 3: ended by signal SIGKILL (out of memory?)\n"),
+    ],
+    ids=["bad sample", "killed"],
+)
+def test_a_failing_worker_is_one_line(how, error):
+    process = start(how)
+    out, err = process.communicate(timeout=120)
+    assert err == error
+    assert process.returncode == 1
+    assert_gone(out)
+
+
+def test_a_bug_shows_its_traceback_once():
+    process = start("if rank == 1: {}['x']")
+    out, err = process.communicate(timeout=120)
+    assert err.count("Traceback") == 1
+    assert err.endswith("KeyError: 'x'\nerror: rank 1: KeyError: 'x'\n")
+    assert process.returncode == 1
+    assert_gone(out)
+
+
+@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
+def test_ending_the_command_ends_its_workers(kill):
+    process = start("time.sleep(600)")
+    assert process.stdout is not None
+    out = ""
+    while out.count("pid ") < 4:
+        out += process.stdout.readline()
+    if kill == signal.SIGINT:
+        os.killpg(process.pid, kill)  # as Ctrl-C in a terminal does
+        _, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (130, "interrupted\n")
+    else:
+        process.kill()
+        process.wait()
+    assert_gone(out)
+
+
+def test_workers_start_and_end_cleanly():
+    process = start("pass")
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    threads = max(1, len(os.sched_getaffinity(0)) // 4)
+    assert re.findall(r"threads (\d+)", out) == [str(threads)] * 4
+    assert_gone(out)
