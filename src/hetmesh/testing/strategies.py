@@ -32,7 +32,8 @@ class LayoutPair:
 @st.composite
 def shapes(draw: st.DrawFn, *, min_dims: int = 1, max_dims: int = 3, max_side: int = 9) -> tuple[int, ...]:
     """Global shapes, one in ten or so with a dim of size 0; with `min_dims=0` also 0-d."""
-    shape = draw(st.lists(st.integers(1, max_side), min_size=min_dims, max_size=max_dims))
+    dims = draw(st.integers(min_dims, max_dims))
+    shape = [draw(_counts(max_side)) for _ in range(dims)]
     if shape and draw(st.integers(0, 9)) == 9:
         shape[draw(st.integers(0, len(shape) - 1))] = 0
     return tuple(shape)
@@ -49,8 +50,9 @@ def mesh_specs(ranks: int | Sequence[int] = 8, *, max_axes: int = 3) -> st.Searc
         subsets = st.integers(1, ranks).flatmap(lambda n: st.permutations(range(ranks)).map(lambda p: p[:n]))
         return subsets.flatmap(lambda chosen: mesh_specs(chosen, max_axes=max_axes))
     members = tuple(ranks)
-    sizes = st.sampled_from(_factorisations(len(members), min(max_axes, len(_AXES))))
-    return sizes.map(lambda s: MeshSpec(members, _AXES[: len(s)], s))
+    sizes = _factorisations(len(members), min(max_axes, len(_AXES)))
+    sizes += 2 * [s for s in sizes if 1 not in s]  # axes of size 1 would be most of them
+    return st.sampled_from(sizes).map(lambda s: MeshSpec(members, _AXES[: len(s)], s))
 
 
 @st.composite
@@ -81,8 +83,8 @@ def row_splits(
         order = draw(st.permutations(list(zip(segments, owners, strict=True))))
         rows = [tuple(segment for segment, owner in order if owner == c) for c in range(coordinates)]
     elif segments:
-        some = st.lists(st.sampled_from(segments), unique=True, max_size=len(segments))
-        rows = [tuple(draw(some)) for _ in range(coordinates)]
+        some = st.lists(st.sampled_from(segments), unique=True, min_size=1)
+        rows = [() if draw(st.integers(0, 4)) == 4 else tuple(draw(some)) for _ in range(coordinates)]
     return RowSplit(dim, tuple(rows) or ((),) * coordinates)
 
 
@@ -103,10 +105,11 @@ def placements(
     Args:
         partial, rows, strided: whether Partial, RowSplit and `_StridedShard` may occur.
         exact: as in `row_splits`.
-        within: `(dim, (start, stop))`: one RowSplit on `dim` that holds only rows from start to stop, so that some
-            axis must be left for it; the other axes do not split that dim before it.
+        within: `(dim, (start, stop))`: some axis is a RowSplit of `dim` that holds only rows from start to stop.
+
+    A RowSplit is the first to split its dim: its rows are global.
     """
-    kinds = [Replicate, *([Shard] * 2 if shape else []), *([Partial] if partial and shape else [])]
+    kinds = [Replicate, *([Shard] * 3 if shape else []), *([Partial] if partial and shape else [])]
     if rows and shape:
         kinds.append(RowSplit)
     special = draw(st.integers(0, mesh.ndim - 1)) if within else None
@@ -114,19 +117,19 @@ def placements(
     stacked = draw(st.integers(0, len(shape) - 1)) if shape and mesh.ndim > 1 and draw(st.integers(0, 2)) == 2 else None
     chosen: list[Placement] = []
     for axis, size in enumerate(mesh.sizes):
-        kind = RowSplit if axis == special else draw(st.sampled_from(kinds))
+        kind = draw(st.sampled_from(kinds))
+        if within and axis == special:
+            dim, rows_to_use = within
+            chosen.append(draw(row_splits(dim, shape[dim], size, exact=exact, within=rows_to_use)))
+            continue
         if kind is Replicate or kind is Partial:
             chosen.append(kind())
             continue
         dim = draw(st.integers(0, len(shape) - 1)) if stacked is None else stacked
-        only = None
-        if within and axis == special:
-            dim, only = within
-        elif within and dim == within[0] and axis < (special or 0):
+        if within and dim == within[0] and axis < (special or 0):
             chosen.append(Replicate())
-            continue
-        if kind is RowSplit and all(getattr(p, "dim", None) != dim for p in chosen):  # a RowSplit cuts its dim first
-            chosen.append(draw(row_splits(dim, shape[dim], size, exact=exact, within=only)))
+        elif kind is RowSplit and all(getattr(p, "dim", None) != dim for p in chosen):
+            chosen.append(draw(row_splits(dim, shape[dim], size, exact=exact)))
         else:
             chosen.append(Shard(dim))
     if strided:
@@ -167,20 +170,25 @@ def rank_pairs(draw: st.DrawFn, world: int) -> tuple[tuple[int, ...], tuple[int,
     relations += ["disjoint"] * (world >= 2) + ["not dividing"] * bool(coprime)
     relation = draw(st.sampled_from(relations))
     if relation == "disjoint":
-        n = draw(st.integers(1, world - 1))
-        return order[:n], order[n : n + draw(st.integers(1, world - n))]
+        n = draw(_counts(world - 1))
+        return order[:n], order[n : n + draw(_counts(world - n))]
     if relation == "not dividing":
         n, m = draw(st.sampled_from(coprime))
         return order[:n], order[world - m :]
-    n = min(world, draw(st.integers(1, world + 2)))  # a single rank has little to say
+    n = draw(_counts(world))
     if relation == "identical":
         return order[:n], order[:n]
     if relation == "permuted":
         return order[:n], tuple(draw(st.permutations(order[:n])))
     if relation == "overlapping":
         first = draw(st.integers(0, n - 1))
-        return order[:n], order[first : first + draw(st.integers(1, world - first))]
-    return order[:n], tuple(draw(st.permutations(range(world))))[: min(world, draw(st.integers(1, world + 2)))]
+        return order[:n], order[first : first + draw(_counts(world - first))]
+    return order[:n], tuple(draw(st.permutations(range(world))))[: draw(_counts(world))]
+
+
+def _counts(most: int) -> st.SearchStrategy[int]:
+    """1 to `most`, seldom 1: a single rank or row has little to say. Shrinks to 1 all the same."""
+    return st.sampled_from([1, *range(2, most + 1), *range(2, most + 1)])
 
 
 @st.composite
@@ -210,8 +218,8 @@ def layout_pairs(
     within = None
     if rows and draw(st.integers(0, 3)) == 3:  # both sides leave rows out: a source need not hold what nobody keeps
         dim = draw(st.integers(0, len(shape) - 1))
-        start = draw(st.integers(0, shape[dim]))
-        within = (dim, (start, draw(st.integers(start, shape[dim]))))
+        start = draw(st.integers(0, max(0, shape[dim] - 1)))
+        within = (dim, (start, draw(st.integers(min(start + 1, shape[dim]), shape[dim]))))
     options = {"rows": rows, "strided": strided, "within": within}
     src = draw(placements(src_mesh, shape, partial=partial_source, exact=True, **options))
     dst = draw(placements(dst_mesh, shape, partial=partial_destination, exact=False, **options))
