@@ -13,6 +13,13 @@ settings.register_profile(
 )
 settings.load_profile("hetmesh")
 
+# What jobs import late: once before the workers are forked instead of once in each of them.
+_PRELOAD = (
+    "hetmesh.training.job",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.siglip.modeling_siglip",
+)
+
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Callable[[int], WorkerPool]]:
@@ -20,7 +27,7 @@ def pool() -> Iterator[Callable[[int], WorkerPool]]:
     pools: dict[int, WorkerPool] = {}
 
     def get(size: int) -> WorkerPool:
-        return pools.setdefault(size, WorkerPool(size))
+        return pools.setdefault(size, WorkerPool(size, preload=_PRELOAD))
 
     yield get
     for each in pools.values():

@@ -152,6 +152,19 @@ def test_random_large_pairs(pair):
     check_everything(pair)
 
 
+def _pieces(rank, pairs):
+    return [plan_transfer(pair.shape, pair.src, pair.dst).pieces for pair in pairs]
+
+
+@pytest.mark.slow
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(pairs=st.lists(strategies.layout_pairs(8), min_size=8, max_size=8))
+def test_every_process_makes_the_same_plans(pool4, pairs):
+    """Workers hash strings with another seed than this process: no set or dict order may reach a plan."""
+    for pieces in pool4.run(_pieces, pairs):
+        assert pieces == _pieces(0, pairs)
+
+
 # What the strategies reach only now and then, one per case that has a name.
 NAMED = {
     "three ranks to two, disjoint": ((7, 2), "012", [Shard(0)], "34", [Shard(0)]),

@@ -32,7 +32,13 @@ from hetmesh.errors import HetmeshError
 
 # Imported once by the fork server. The first DTensor operation imports ~300 modules (the two private ones among them):
 # 8 workers doing so on 2 cores take 11 s. A name that a later torch drops costs only that time.
-_PRELOAD = ("torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.tensor._random", "hetmesh")
+_PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.distributed.tensor._random",
+    "hetmesh.boundary",
+)
 # Imported by the fork server if the parent has them when the first pool of the process starts.
 _PRELOAD_IF_LOADED = ("numpy", "pytest", "hypothesis", "transformers", __name__)
 _GRACE = 0.3  # s; after a failure: time for the reports of the others. A death closes sockets before its sentinel
@@ -59,10 +65,10 @@ class WorkerPool:
         with WorkerPool(4) as pool:
             sums = pool.run(all_reduce, torch.ones(3))      # [all_reduce(rank, ones) of rank 0, 1, 2, 3]
 
-    Functions must be importable: defined at the top level of a module (a test module will do) or of the main script.
-    Arguments and results travel by pickle. Workers are single-threaded and keep their process-global state between
-    calls (process groups, caches): that is what makes them fast. Random seeds and the default dtype are reset before
-    every case, so that no case depends on those before it.
+    Functions must be importable: defined at the top level of a module (a test module will do) or of the main script,
+    which then starts its pool under `if __name__ == "__main__":`. Arguments and results travel by pickle. Workers are
+    single-threaded and keep their process-global state between calls (process groups, caches): that is what makes
+    them fast. Random seeds and the default dtype are reset before every case, so that no case depends on those before.
 
     Args:
         size: number of workers, the world size.
