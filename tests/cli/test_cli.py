@@ -144,6 +144,8 @@ def test_threads_per_worker(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     assert [threads_per_worker(n) for n in (1, 2, 3, 8, 9)] == [8, 4, 2, 1, 1]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
+    assert threads_per_worker(1) == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert threads_per_worker(8) == 5
 

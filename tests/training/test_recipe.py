@@ -71,7 +71,15 @@ def test_a_recipe_is_a_value():
     with pytest.raises(ValueError, match="frozen"):
         recipe.training.steps = 1  # type: ignore[misc]
     with pytest.raises(TypeError, match="frozen"):
-        recipe.modules["vision"].config["hidden_size"] = 1  # type: ignore[index]
+        recipe.modules["vision"].frozen_config["hidden_size"] = 1  # type: ignore[index]
+
+
+def test_config_tables_are_copies_that_libraries_may_change():
+    recipe = parse_recipe(DESIGN, ("--modules.llm.config.rope_parameters", "{ types = ['a'] }"))
+    config = recipe.modules["llm"].config
+    config["rope_parameters"]["types"].append("b")
+    assert recipe.modules["llm"].config == {"rope_parameters": {"types": ["a"]}}
+    assert hash(recipe)
 
 
 def test_layers_are_filled_in_by_adapters():

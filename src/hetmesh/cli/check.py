@@ -27,8 +27,8 @@ def checked(recipe: Recipe) -> list[str]:
     Raises:
         RecipeError: the first thing that is wrong.
     """
-    from hetmesh.training.adapters import recipe_adapters, recipe_source
     from hetmesh.training.check import check_recipe
+    from hetmesh.training.job import describe
 
-    source = recipe_source(recipe)
-    return check_recipe(recipe, recipe_adapters(recipe, source), source.placeholders)
+    source, adapters, _ = describe(recipe)
+    return check_recipe(recipe, adapters, source.placeholders)

@@ -31,6 +31,9 @@ from hetmesh.training.recipe import Recipe
 PRELOAD = ("torch._dynamo", "torch.distributed.tensor._random", "torch.distributed.tensor.parallel")
 TRAINER = "hetmesh.training.trainer"
 MONITOR_INTERVAL = 0.1  # s between two looks at the workers
+# Cores of a machine where threads of one worker wait for each other more than they compute: digits_single on two cores
+# that others use too takes 8 s of CPU for 20 steps with one thread, 60 s with two.
+SMALL_MACHINE = 4
 LOST_PEER = re.compile(r"connection (was )?(reset|closed|refused)|broken pipe|socket closed|socket timeout", re.I)
 
 
@@ -129,12 +132,12 @@ def start_method(workers: int) -> str:
 
 
 def threads_per_worker(workers: int) -> int:
-    """`OMP_NUM_THREADS` where the user set it, else the cores of this process over `workers`, at least 1."""
+    """`OMP_NUM_THREADS` if it is set; one on a small machine; else the cores of this process over `workers`."""
     wish = os.environ.get("OMP_NUM_THREADS", "")
     if wish.isdigit() and int(wish):
         return int(wish)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // workers)
+    return 1 if cores <= SMALL_MACHINE else max(1, cores // workers)
 
 
 def first_failure(folder: Path, reported: Failure) -> Failure:

@@ -21,13 +21,15 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _join(args.recipe, overrides)
     recipe = load_recipe(args.recipe, overrides)
-    if recipe.world_size > 1:
-        _leave_cores_to_workers()
+    import torch
+
+    from hetmesh.cli.launch import launch, threads_per_worker
+
+    torch.set_num_threads(1)  # workers are forked from this process: it must not have started a thread pool by then
     _announce(recipe, checked(recipe))
     if recipe.world_size > 1:
-        from hetmesh.cli.launch import launch
-
         return launch(recipe)
+    torch.set_num_threads(threads_per_worker(1))
     from hetmesh.training.trainer import train
 
     train(recipe)
@@ -62,13 +64,6 @@ def _join(path: str, overrides: Sequence[str]) -> int:
         print(f"error: rank {rank}: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _leave_cores_to_workers() -> None:
-    """Workers are forked from this process: it must not have started a thread pool by then."""
-    import torch
-
-    torch.set_num_threads(1)
 
 
 def _announce(recipe: Recipe, summary: Sequence[str]) -> None:

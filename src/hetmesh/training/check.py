@@ -26,7 +26,7 @@ def check_recipe(
     Keys, ranks, degrees, boundaries and batch sizes were checked when the recipe was loaded.
 
     Args:
-        adapters: the modules' adapters (`recipe_adapters`); None leaves out what needs them.
+        adapters: the modules' adapters (`hetmesh.training.job.describe`); None leaves out what needs them.
         placeholders: the placeholders that the data source knows; None leaves them unchecked.
 
     Returns:

@@ -110,12 +110,17 @@ class Module(Section):
     """
 
     model: str  # an adapter's name, or "package.module:Class"
-    config: FrozenTable = FrozenDict()
+    frozen_config: FrozenTable = Field(default=FrozenDict(), alias="config")
     lr: NotNegative | None = None
     weight_decay: NotNegative | None = None
     trainable: bool = True
     media: str | None = None
     plan: Annotated[Mapping[str, TensorParallelStyle], AfterValidator(freeze)] = FrozenDict()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's own keys, as a new copy: libraries that read a config table may also write into it."""
+        return thaw(self.frozen_config)
 
 
 class Boundary(Section):
@@ -158,7 +163,12 @@ class Data(Section):
     """`[data]`: where samples come from; `options` are the source's own."""
 
     source: str = "digits"  # a source's name, or "package.module:Class"
-    options: FrozenTable = FrozenDict()
+    frozen_options: FrozenTable = Field(default=FrozenDict(), alias="options")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The source's keyword arguments, as a new copy."""
+        return thaw(self.frozen_options)
 
 
 class Training(Section):
