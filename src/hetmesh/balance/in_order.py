@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from hetmesh.balance.batch_plan import BatchPlan
@@ -25,4 +26,4 @@ def in_order(graph: ModuleGraph, samples: Sequence[SampleMeta], microbatch_size:
 def _runs(items: range, parts: int) -> list[tuple[int, ...]]:
     base, extra = divmod(len(items), parts)
     edges = [i * base + min(i, extra) for i in range(parts + 1)]
-    return [tuple(items[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    return [tuple(items[a:b]) for a, b in itertools.pairwise(edges)]

@@ -46,7 +46,7 @@ class RowSpace:
             raise GraphError(f"sample {error.args[0]} is not in the row space of samples {self.samples}") from None
 
     def layout(self, module: ModuleSpec, lanes: Sequence[Sequence[int]]) -> Layout:
-        """The rows on the mesh of `module`, whose lane i holds the samples `lanes[i]`: split over lanes, else replicated.
+        """The rows on the mesh of `module`, whose lane i holds the samples `lanes[i]`: split over lanes only.
 
         The tensor has shape `[total, features]`.
         """

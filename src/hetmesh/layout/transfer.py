@@ -263,13 +263,16 @@ def plan_gradient(
 
 
 def _plan(shape: tuple[int, ...], src: Layout, dst: Layout, adjoint: bool, node: int | None) -> TransferPlan:
-    def summed(layout: Layout) -> bool:
-        return bool(layout.partial_axes) or (adjoint and not all(cells.disjoint for cells in layout.cells(shape)))
+    def overlaps(layout: Layout) -> bool:
+        return adjoint and not all(cells.disjoint for cells in layout.cells(shape))
 
-    if not src.partial_axes:
-        return TransferPlan(shape, src, dst, (Step(shape, src, dst, summed(src), node),))
+    if not src.partial_axes or overlaps(src):
+        # Summands of rows that several coordinates took cannot be reduced by owner: an element has several. Every
+        # contribution then goes straight to the destination, which adds them.
+        summed = bool(src.partial_axes) or overlaps(src)
+        return TransferPlan(shape, src, dst, (Step(shape, src, dst, summed, node),))
     middle = src.canonical(shape)
-    steps = (Step(shape, src, middle, True, node), Step(shape, middle, dst, summed(middle), node))
+    steps = (Step(shape, src, middle, True, node), Step(shape, middle, dst, False, node))
     return TransferPlan(shape, src, dst, steps)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,9 +35,18 @@ class ParallelModule:
     partial_over_tp: tuple[str, ...] = ()
 
 
-def parallelize(adapter: Adapter, module: nn.Module, spec: MeshSpec, device_mesh: DeviceMesh) -> ParallelModule:
+def parallelize(
+    adapter: Adapter,
+    module: nn.Module,
+    spec: MeshSpec,
+    device_mesh: DeviceMesh,
+    plan: Mapping[str, Any] = MappingProxyType({}),
+) -> ParallelModule:
     """Shard `module` in place as `spec` says; only members call it. Nothing is sent: every rank holds the same full
     weights beforehand (`hetmesh.models.build_module`), so any layout starts from those of one process.
+
+    Args:
+        plan: entries that replace or extend the adapter's tensor parallel plan.
 
     Raises:
         LayoutError: the calling rank is no member, or `device_mesh` is not a handle of `spec`.
@@ -46,7 +58,7 @@ def parallelize(adapter: Adapter, module: nn.Module, spec: MeshSpec, device_mesh
         raise LayoutError(f"only members of {spec} hold its module; this rank is none")
     partial: tuple[str, ...] = ()
     if spec.axis_size("tp") > 1:
-        partial = apply_tensor_parallel(module, device_mesh["tp"], adapter.tensor_parallel_plan())
+        partial = apply_tensor_parallel(module, device_mesh["tp"], {**adapter.tensor_parallel_plan(), **plan})
     return ParallelModule(module, spec, device_mesh, partial)
 
 

@@ -85,7 +85,7 @@ class Job:
             if mesh is None:
                 continue
             module = build_module(adapters[name], name, recipe.debug.seed, dtype).to(world.device)
-            parallel = parallelize(adapters[name], module, spec.mesh, mesh)
+            parallel = parallelize(adapters[name], module, spec.mesh, mesh, recipe.modules[name].plan)
             modules[name] = parallel.module
             reducers[name] = partial(reduce_gradients, parallel)
         runtime = Runtime(world, graph, adapters, modules, reducers=reducers, loss=sum_cross_entropy, dtype=dtype)

@@ -1,0 +1,90 @@
+"""A data source of random samples with any kinds of media, for tests of layouts.
+
+In a recipe: `source = "hetmesh.testing.sources:RandomMedia"`, its arguments under `[data.options]`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hetmesh.data.source import Sample
+from hetmesh.graph import MediaItem, SampleMeta
+
+
+class RandomMedia:
+    """Samples of random length with 0 to `max_items` media items of each kind, one placeholder token each.
+
+    Args:
+        kinds: kind of media -> raw shape of its items.
+        same: kind -> another kind whose very items it repeats (for one encoder that feeds two placeholders).
+        max_items: most items per kind and sample.
+        items: exactly so many instead, for runs where every sample must have the same rows.
+        text_only: share of samples without media.
+        max_text: most text tokens; each sample has at least 2.
+        length: samples in the source.
+        seed: another seed gives other samples.
+    """
+
+    pad_id = 0
+
+    def __init__(
+        self,
+        kinds: Mapping[str, Sequence[int]],
+        same: Mapping[str, str] | None = None,
+        *,
+        max_items: int = 3,
+        items: int | None = None,
+        text_only: float = 0.3,
+        max_text: int = 9,
+        length: int = 1000,
+        seed: int = 0,
+    ) -> None:
+        self.kinds = {name: tuple(shape) for name, shape in kinds.items()}
+        self.same = dict(same or {})
+        self.max_items, self.items, self.text_only, self.max_text = max_items, items, text_only, max_text
+        self.length, self.seed = length, seed
+        self.placeholders = {name: 1 + i for i, name in enumerate([*self.kinds, *self.same])}
+        self.vocab_size = 12 + len(self.placeholders)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def meta(self, index: int) -> SampleMeta:
+        """Metadata of sample `index`: shuffled text tokens and placeholders; the last tokens are targets."""
+        return self._make(index)[0]
+
+    def load(self, index: int) -> Sample:
+        """The payload of sample `index`."""
+        return self._make(index)[1]
+
+    def _make(self, index: int) -> tuple[SampleMeta, Sample]:
+        rng = random.Random(f"{self.seed}:{index}")
+        without = self.items is None and rng.random() < self.text_only
+        counts = {name: 0 if without else self._count(rng) for name in self.kinds}
+        counts |= {name: counts[other] for name, other in self.same.items()}
+        sequence: list[str | None] = [name for name, n in counts.items() for _ in range(n)]
+        sequence += [None] * rng.randint(0, self.max_text - 2)
+        rng.shuffle(sequence)
+        sequence += [None, None]
+        tokens = [
+            self.placeholders[name] if name else rng.randint(len(self.placeholders) + 1, self.vocab_size - 1)
+            for name in sequence
+        ]
+        shapes = self.kinds | {name: self.kinds[other] for name, other in self.same.items()}
+        media = tuple(MediaItem(name, shapes[name], at) for at, name in enumerate(sequence) if name)
+        stop = len(sequence)
+        targets = ((max(1, stop - rng.randint(1, 2)), stop),)
+        generator = torch.Generator().manual_seed(rng.randrange(2**31))
+        payload = {
+            name: [torch.randn(shape, generator=generator) for _ in range(counts[name])]
+            for name, shape in self.kinds.items()
+        }
+        payload |= {name: payload[other] for name, other in self.same.items()}
+        identity = f"random-{self.seed}-{index}"
+        return SampleMeta(identity, stop, media, targets), Sample(identity, torch.tensor(tokens), payload)
+
+    def _count(self, rng: random.Random) -> int:
+        return rng.randint(0, self.max_items) if self.items is None else self.items

@@ -1,0 +1,226 @@
+"""Training parity: any layout gives the loss, gradients and parameters of one plain process, to 1e-10 in fp64."""
+
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from hetmesh.boundary import World
+from hetmesh.testing import faults
+from hetmesh.testing.bounds import minimal_elements
+from hetmesh.testing.parity import TOLERANCE, ParityError, compare, reference, run
+from hetmesh.training.job import Job
+from hetmesh.training.recipe import load_recipe, parse_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+ONE_ENCODER = """
+[modules.vision]
+model = "siglip"
+[modules.vision.config]
+hidden_size = 8
+num_hidden_layers = 1
+num_attention_heads = 4
+patch_size = 4
+intermediate_size = 12
+[modules.projector]
+model = "mlp"
+[modules.llm]
+model = "qwen3"
+[modules.llm.config]
+hidden_size = 16
+num_hidden_layers = 2
+num_attention_heads = 4
+head_dim = 4
+intermediate_size = 20
+[[boundaries]]
+from = "vision"
+to = "projector"
+[[boundaries]]
+from = "projector"
+to = "llm"
+at = "image"
+[data]
+source = "hetmesh.testing.sources:RandomMedia"
+[data.options]
+kinds = { image = [1, 8, 8] }
+"""
+TWO_ENCODERS = (
+    ONE_ENCODER.replace("image = [1, 8, 8]", "image = [1, 8, 8], scan = [2, 8, 8]")
+    + """
+[modules.scanner]
+model = "siglip"
+config = { hidden_size = 16, num_hidden_layers = 1, num_attention_heads = 2, patch_size = 4 }
+[[boundaries]]
+from = "scanner"
+to = "llm"
+at = "scan"
+"""
+)
+TWO_CONSUMERS = (
+    ONE_ENCODER.replace("kinds", 'same = { glance = "image" }\nkinds').replace('"siglip"', '"siglip"\nmedia = "image"')
+    + """
+[modules.second]
+model = "mlp"
+config = { hidden_features = 6 }
+[[boundaries]]
+from = "vision"
+to = "second"
+[[boundaries]]
+from = "second"
+to = "llm"
+at = "glance"
+"""
+)
+GRAPHS = {"one encoder": ONE_ENCODER, "two encoders": TWO_ENCODERS, "two consumers": TWO_CONSUMERS}
+
+
+def on_this_rank(rank, recipe, fault=None, steps=3):
+    return run(recipe, World.current(), steps=steps, fault=fault)
+
+
+def check(pool, recipe, fault=None):
+    results = pool.run(on_this_rank, recipe, fault, timeout=120)
+    return compare(reference(recipe), results, TOLERANCE[recipe.training.dtype])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "local"), [("digits_single", 8), ("digits", 8), ("digits_colocated", 4), ("digits_overlapping", 4)]
+)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_the_recipes_equal_one_process(pool4, name, local, dtype):
+    overrides = ("--training.dtype", dtype, "--training.local_batch_size", str(local))
+    assert check(pool4, load_recipe(RECIPES / f"{name}.toml", overrides)) < TOLERANCE[dtype]
+
+
+@st.composite
+def layouts(draw, world):
+    """A recipe: a graph, and for each module any ranks of the world with any degrees; batches of any size."""
+    text = GRAPHS[draw(st.sampled_from(sorted(GRAPHS)))]
+    lines = []
+    for module in ("vision", "scanner", "projector", "second", "llm"):
+        if f"[modules.{module}]" not in text or (module != "llm" and draw(st.integers(0, 3)) == 0):
+            continue  # on its consumer's mesh
+        count = draw(st.integers(1, world))
+        ranks = draw(st.permutations(range(world)))[:count]
+        degrees = [d for d in (1, 2, 4) if count % d == 0 and not (module == "scanner" and d == 4)]
+        degree = draw(st.sampled_from(degrees))
+        lines += [f"[parallelism.{module}]", f"ranks = {list(ranks)}", f"tensor_parallel_degree = {degree}"]
+        if module == "llm":
+            size = draw(st.integers(1, 2))
+            lines.append(f"pipeline_parallel_microbatch_size = {size}")
+            local = size * draw(st.integers(1, 2))
+    share = draw(st.sampled_from([0.3, 0.9, 1.0]))  # lanes and whole microbatches without any image
+    options = f"text_only = {share}\nseed = {draw(st.integers(0, 99))}\nkinds"
+    text = text.replace("kinds", options, 1)
+    return "\n".join([text, *lines, "[training]", f"local_batch_size = {local}", 'dtype = "float64"'])
+
+
+@pytest.mark.slow
+@settings(max_examples=24, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(text=layouts(4))
+def test_random_layouts_equal_one_process(pool4, text):
+    """Two encoders, one encoder feeding two consumers, text-only lanes, microbatches without any image."""
+    check(pool4, parse_recipe(text))
+
+
+@pytest.mark.slow
+@settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(text=layouts(8))
+def test_random_layouts_on_eight_processes_equal_one(pool8, text):
+    check(pool8, parse_recipe(text))
+
+
+FAULTY = (
+    ONE_ENCODER.replace("kinds", "items = 2\nkinds")  # as many rows in every lane, so that swapping them stays silent
+    + """
+[parallelism.vision]
+ranks = [0, 1, 2, 3]
+[parallelism.llm]
+ranks = [0, 1, 2, 3]
+tensor_parallel_degree = 2
+[training]
+local_batch_size = 4
+dtype = "float64"
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault",
+    [
+        faults.ScaleGradient("vision"),
+        faults.ScaleGradient("llm", 0.5),
+        faults.SwapSiblings("vision"),
+        faults.DropReplica("vision", 2),
+        faults.DropReplica("llm", 1),
+        faults.PermuteRows("llm"),
+        faults.PermuteRows("projector"),
+    ],
+    ids=str,
+)
+def test_each_injected_fault_is_found(pool4, fault):
+    recipe = parse_recipe(FAULTY)
+    assert check(pool4, recipe) < 1e-10
+    with pytest.raises(ParityError):
+        check(pool4, recipe, fault)
+
+
+@pytest.mark.slow
+def test_text_only_batches_leave_exact_zero_gradients_in_the_encoder(pool4):
+    """U1, U3: no image anywhere, every rank still enters every module, and nothing hangs."""
+    recipe = parse_recipe(FAULTY.replace("items = 2", "text_only = 1.0"))
+    outcomes = pool4.run(on_this_rank, recipe)
+    assert compare(reference(recipe), outcomes, 1e-10) < 1e-10
+    gradients = [g for o in outcomes for k, g in o.gradients.items() if k.startswith("vision.")]
+    assert gradients
+    assert all(torch.count_nonzero(g) == 0 for g in gradients)
+
+
+@pytest.mark.slow
+def test_the_loss_is_per_token_whatever_the_microbatches_and_lanes(pool4):
+    """U5: the same loss for any microbatch size and any number of lanes."""
+    losses = []
+    for ranks, microbatch, local in (([0], 4, 8), ([0], 1, 8), ([0, 1], 2, 4), ([0, 1, 2, 3], 1, 2)):
+        layout = f"[parallelism.llm]\nranks = {ranks}\npipeline_parallel_microbatch_size = {microbatch}\n"
+        text = ONE_ENCODER + layout + f'[training]\nlocal_batch_size = {local}\ndtype = "float64"'
+        outcomes = pool4.run(on_this_rank, parse_recipe(text))
+        losses.append(sum(o.losses[0] for o in outcomes))
+    assert max(losses) - min(losses) < 1e-12
+
+
+@pytest.mark.slow
+def test_each_rank_receives_the_rows_of_its_own_lane_and_nothing_else(pool4):
+    """H4, decision 4: the log holds exactly the bound's bytes, so no sizes are exchanged and no row goes astray."""
+    results = pool4.run(received_bytes, parse_recipe(FAULTY.replace("items = 2", "text_only = 0.4")))
+    assert [received for received, _ in results] == [needed for _, needed in results]
+    assert sum(sum(needed.values()) for _, needed in results) > 0
+
+
+def received_bytes(rank, recipe):
+    world = World.current()
+    world.log.clear()
+    run(recipe, world, steps=1)
+    job = Job.assemble(recipe, world)
+    plan = job.plan([d.meta for d in next(job.loader)])
+    received, needed = {}, {}
+    for boundary in job.graph.boundaries:
+        received[boundary.name] = world.log.bytes_received(boundary.name, "forward")
+        each = [minimal_elements(*plan.layouts(boundary, m)).get(rank, 0) for m in range(plan.num_microbatches)]
+        needed[boundary.name] = 8 * sum(each)
+    return received, needed
+
+
+def test_missing_outcomes_and_gradients_are_errors():
+    recipe = parse_recipe(ONE_ENCODER + '[training]\nlocal_batch_size = 2\ndtype = "float64"')
+    expected = reference(recipe, steps=1)
+    with pytest.raises(ParityError, match="no rank holds gradient"):
+        compare(expected, [], 1e-10)
+    assert compare(expected, [expected], 1e-10) == 0
+    without = type(expected)(expected.losses, dict.fromkeys(expected.gradients), expected.parameters)
+    with pytest.raises(ParityError, match="inf"):
+        compare(expected, [without], 1e-10)
