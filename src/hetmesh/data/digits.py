@@ -30,8 +30,12 @@ MAX_ADDEND = 19
 HELD_OUT_ADDITIONS = 5
 """One in so many additions is asked in the validation split only."""
 KINDS = ("read", "sum", "add")
-WEIGHTS = (0.5, 0.25, 0.25)
+WEIGHTS = (0.4, 0.3, 0.3)
 """Share of each kind among the questions."""
+NOISE = 3.5
+"""The train split adds to each pixel (0..16) a number drawn uniformly from -NOISE..NOISE. 1,437 images are few: without
+noise a small encoder learns them by heart and reads fewer held-out ones (0.90 against 0.97 of the `read` questions
+after 800 steps of 64 questions)."""
 LENGTHS = MappingProxyType({"train": 1_000_000, "validation": 384})
 
 
@@ -52,8 +56,9 @@ class DigitsSource:
     - `sum`: the sum of the digits of 2 images;
     - `add`: the sum of two written numbers; no image.
 
-    Question `index` is a pure function of `(seed, split, index)`. The train split is a stream of 1,000,000 random
-    questions. The validation split is 384 questions over images, and additions, that the train split of no seed uses.
+    Sample `index` is a pure function of `(seed, split, index)`. The train split is a stream of 1,000,000 random
+    questions, their images a little noisy. The validation split is 384 questions over images as they are; the train
+    split of no seed uses any of these images, or asks any of these additions.
 
     Args:
         split: `"train"` or `"validation"`.
@@ -108,10 +113,14 @@ class DigitsSource:
         return SampleMeta(self._id(index), tokens, media, targets=((prompt, tokens),))
 
     def load(self, index: int) -> Sample:
-        """Payload of sample `index`; each image is float32 `[1, 8, 8]` in -1..1."""
+        """Payload of sample `index`; each image is float32 `[1, 8, 8]`, of values -1..1 before noise is added."""
         question = self.ask(index)
         tokens = torch.tensor([*_encode(question.text), *_encode(question.answer), END])
-        images = [torch.from_numpy(data_set()[0][i]).float().div(8).sub(1).unsqueeze(0) for i in question.images]
+        pixels = data_set()[0][list(question.images)].astype(np.float32)
+        if self.split == "train":
+            draw = random.Random(f"{self.seed}/{self.split}/{index}/noise").random
+            pixels += NOISE * np.array([2 * draw() - 1 for _ in range(pixels.size)], np.float32).reshape(pixels.shape)
+        images = torch.from_numpy(pixels / 8 - 1).unsqueeze(1).unbind()
         return Sample(self._id(index), tokens, {"image": images})
 
     def kind(self, index: int) -> str:
@@ -164,13 +173,11 @@ def _pool(split: str) -> tuple[int, ...]:
 
 @functools.cache
 def _additions(split: str) -> tuple[tuple[int, int], ...]:
-    """Pairs that additions of a split may ask; a pair and its mirror image are in the same split."""
-
-    def held_out(a: int, b: int) -> bool:
-        return random.Random(f"add/{min(a, b)}/{max(a, b)}").random() < 1 / HELD_OUT_ADDITIONS
-
+    """Pairs that additions of a split may ask. Pairs are ordered: 3+8 may be trained on where 8+3 is held out."""
     numbers = range(MAX_ADDEND + 1)
-    return tuple((a, b) for a in numbers for b in numbers if held_out(a, b) == (split == "validation"))
+    pairs = [(a, b) for a in numbers for b in numbers]
+    held_out = [random.Random(f"add/{a}/{b}").random() < 1 / HELD_OUT_ADDITIONS for a, b in pairs]
+    return tuple(pair for pair, out in zip(pairs, held_out, strict=True) if out == (split == "validation"))
 
 
 def _encode(text: str) -> list[int]:
