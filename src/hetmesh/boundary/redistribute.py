@@ -167,13 +167,13 @@ def _cross(local: Tensor | None, crossing: _Crossing) -> Tensor | None:
         return crossing.stand_in() if y is None else y
     if _token is None:
         _token = torch.zeros((), device=crossing.world.device, requires_grad=True)
-    _token, y = _Boundary.apply(_token, local, crossing)  # type: ignore[misc]
+    _token, y = _Boundary.apply(_token, local, crossing)
     return y
 
 
 class _Boundary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, token: Tensor, local: Tensor | None, crossing: _Crossing):  # type: ignore[override]
+    def forward(ctx, token: Tensor, local: Tensor | None, crossing: _Crossing):
         ctx.crossing = crossing
         # An unused result has no gradient; its peers still wait for the message, so None must reach backward.
         ctx.set_materialize_grads(False)
@@ -181,7 +181,7 @@ class _Boundary(torch.autograd.Function):
         return token.clone(), crossing.stand_in() if y is None else y
 
     @staticmethod
-    def backward(ctx, grad_token: Tensor | None, grad: Tensor | None):  # type: ignore[override]
+    def backward(ctx, grad_token: Tensor | None, grad: Tensor | None):
         crossing: _Crossing = ctx.crossing
         plan, rank = crossing.back, crossing.world.rank
         local = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor import Placement as TorchPlacement
@@ -11,13 +11,14 @@ from torch.distributed.tensor import Placement as TorchPlacement
 from hetmesh._torch_compat import StridedShard
 from hetmesh.errors import LayoutError
 from hetmesh.layout.cells import Cells, cut
+from hetmesh.layout.hashing import HashedOnce
 from hetmesh.layout.intervals import Intervals, extent
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.layout.placements import Placement, RowSplit, check_placements, sharded_dim
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(HashedOnce):
     """How a tensor lies on a mesh.
 
     Attributes:
@@ -36,19 +37,14 @@ class Layout:
         object.__setattr__(self, "placements", tuple(self.placements))
         check_placements(self.placements, self.mesh.axes, self.mesh.sizes)
 
-    def __hash__(self) -> int:
-        return self._hash
+    __hash__ = HashedOnce.__hash__
 
     @cached_property
-    def _hash(self) -> int:
-        return hash((self.mesh, self.placements))
-
-    @property
     def partial_axes(self) -> tuple[int, ...]:
         """Mesh axes along which the ranks hold summands."""
         return tuple(i for i, p in enumerate(self.placements) if isinstance(p, Partial))
 
-    @property
+    @cached_property
     def replica_axes(self) -> tuple[int, ...]:
         """Mesh axes along which the ranks hold the same elements."""
         return tuple(i for i, p in enumerate(self.placements) if isinstance(p, Replicate))

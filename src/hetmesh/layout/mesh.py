@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hetmesh.errors import LayoutError
+from hetmesh.layout.hashing import HashedOnce
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
-class MeshSpec:
+class MeshSpec(HashedOnce):
     """An n-dimensional arrangement of ranks.
 
     Attributes:
@@ -49,12 +50,7 @@ class MeshSpec:
         if len(set(self.ranks)) != len(self.ranks) or min(self.ranks) < 0:
             raise LayoutError(f"mesh ranks must be distinct and not negative: {_short(self.ranks)}")
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:  # thousands of ranks are hashed at every plan look-up otherwise
-        return hash((self.ranks, self.axes, self.sizes))
+    __hash__ = HashedOnce.__hash__
 
     @classmethod
     def make(cls, ranks: Iterable[int], /, **sizes: int) -> MeshSpec:

@@ -6,18 +6,18 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor import Placement as TorchPlacement
 
 from hetmesh._torch_compat import StridedShard
 from hetmesh.errors import LayoutError
+from hetmesh.layout.hashing import HashedOnce
 from hetmesh.layout.intervals import Interval, Intervals, coalesce, extent
 
 
 @dataclass(frozen=True)
-class RowSplit:
+class RowSplit(HashedOnce):
     """Explicit rows per coordinate of a mesh axis: ragged batches, balanced context parallelism, key/value fetch.
 
     Attributes:
@@ -42,12 +42,7 @@ class RowSplit:
                 )
         object.__setattr__(self, "intervals", clean)
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.dim, self.intervals))
+    __hash__ = HashedOnce.__hash__
 
     @classmethod
     def counts(cls, dim: int, counts: Iterable[int]) -> RowSplit:

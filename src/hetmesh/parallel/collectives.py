@@ -60,7 +60,7 @@ class _Gather(torch.autograd.Function):
 
 def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`x`, the same on every rank, on its way into sharded computation: its gradient is summed over the group."""
-    return _Enter.apply(x, group)  # type: ignore[return-value]
+    return _Enter.apply(x, group)
 
 
 def leave(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -68,10 +68,10 @@ def leave(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     `partial` must be contiguous and not needed by the backward of what made it (a linear's output is neither).
     """
-    return _Leave.apply(partial, group)  # type: ignore[return-value]
+    return _Leave.apply(partial, group)
 
 
 def gather(x: Tensor, widths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
     """The shards of all ranks side by side in the last dim; `widths[i]` is the last size of rank i's, as `torch.chunk`
     makes them. The gradient, the same on every rank, is cut to the own shard."""
-    return _Gather.apply(x, widths, group)  # type: ignore[return-value]
+    return _Gather.apply(x, widths, group)

@@ -275,6 +275,11 @@ def _carried(failures: dict[int, tuple[Any, ...]], what: str) -> BaseException:
     return error
 
 
+def _leave_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
 def _worker(rank: int, size: int, port: int, connection: Connection, stack_file: str) -> None:
     """The life of one worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills the workers
@@ -282,7 +287,7 @@ def _worker(rank: int, size: int, port: int, connection: Connection, stack_file:
     parent = multiprocessing.parent_process()
     assert parent is not None
     # A worker that hangs in gloo does not see its pipe close: leave with the parent even if it was killed.
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # groups 5-10 times cheaper
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no need for a host name that resolves

@@ -60,4 +60,4 @@ def _rotary(module: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tenso
         frequencies = module.config.rope_parameters["rope_theta"] ** -exponents
     angles = position_ids[..., None].to(torch.float64) * frequencies
     angles = torch.cat((angles, angles), dim=-1)
-    return tuple((f(angles) * module.attention_scaling).to(x.dtype) for f in (torch.cos, torch.sin))  # type: ignore
+    return tuple((f(angles) * module.attention_scaling).to(x.dtype) for f in (torch.cos, torch.sin))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -220,7 +221,7 @@ def layout_pairs(
         dim = draw(st.integers(0, len(shape) - 1))
         start = draw(st.integers(0, max(0, shape[dim] - 1)))
         within = (dim, (start, draw(st.integers(min(start + 1, shape[dim]), shape[dim]))))
-    options = {"rows": rows, "strided": strided, "within": within}
+    options: dict[str, Any] = {"rows": rows, "strided": strided, "within": within}
     src = draw(placements(src_mesh, shape, partial=partial_source, exact=True, **options))
     dst = draw(placements(dst_mesh, shape, partial=partial_destination, exact=False, **options))
     return LayoutPair(shape, Layout(src_mesh, src), Layout(dst_mesh, dst))

@@ -68,7 +68,8 @@ def _wiring(recipe: Recipe) -> ModuleGraph:
         graph = ModuleGraph(tuple(ModuleSpec(name, anywhere) for name in recipe.modules), boundaries)
     except GraphError as error:
         raise RecipeError(f"boundaries: {error}") from error
-    sink, seen = graph.sink.name, {}
+    sink = graph.sink.name
+    seen: dict[str | None, str] = {}
     for i, b in enumerate(boundaries):
         key = f"boundaries[{i}].at"
         if b.destination != sink and b.at is not None:

@@ -19,7 +19,7 @@ class FrozenDict(dict):
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise TypeError("a recipe is frozen; change it with overrides when it is loaded")
 
-    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))

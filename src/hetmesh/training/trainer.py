@@ -98,7 +98,7 @@ class Trainer:
         scale(self.parameters, 1 / targets)
         modules = [(module, self.job.graph[name].mesh) for name, module in self.job.root.named_children()]
         mine = loss_sum if self.job.counts_loss else 0.0
-        loss_sum, squares = reduce_over_ranks([mine, squared_norm(modules, self.world.rank)], self.world)
+        total, squares = reduce_over_ranks([mine, squared_norm(modules, self.world.rank)], self.world)
         grad_norm = math.sqrt(squares)
         clip(self.parameters, grad_norm, self.recipe.training.max_norm)
 
@@ -109,7 +109,7 @@ class Trainer:
         self.step += 1
         seconds = time.perf_counter() - started
         return StepMetrics(
-            self.step, loss_sum / targets, grad_norm, lr, len(drawn) / seconds, plan.num_tokens / seconds, seconds
+            self.step, total / targets, grad_norm, lr, len(drawn) / seconds, plan.num_tokens / seconds, seconds
         )
 
     def evaluate(self) -> Evaluation | None:
