@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor import Placement as TorchPlacement
