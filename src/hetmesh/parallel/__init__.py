@@ -1,6 +1,6 @@
 """One module on its mesh: tensor parallelism by plan, and gradients as sums."""
 
-from hetmesh.parallel.apply import ParallelModule, parallelize, reduce_gradients
+from hetmesh.parallel.apply import AdaptedModule, ParallelModule, parallelize, reduce_gradients
 from hetmesh.parallel.data_parallel import sum_gradients
 from hetmesh.parallel.gradients import holds_first_replica, local_gradient, local_part
 from hetmesh.parallel.linear import Colwise, Rowwise
@@ -11,6 +11,7 @@ from hetmesh.parallel.tensor_parallel import (
 )
 
 __all__ = [
+    "AdaptedModule",
     "Colwise",
     "ParallelModule",
     "Rowwise",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hetmesh.errors import LayoutError
@@ -18,18 +18,34 @@ from hetmesh.parallel.data_parallel import sum_gradients
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
 
 
+class AdaptedModule(nn.Module):
+    """A ready-made module and how to call it, as one nn.Module: what wraps a whole module (FSDP's root, autocast) wraps
+    this one, so that it covers everything that the adapter does with the module's parts."""
+
+    def __init__(self, adapter: Adapter, module: nn.Module) -> None:
+        super().__init__()
+        self.adapter = adapter
+        self.module = module
+
+    def forward(self, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+        """`adapter.forward`."""
+        return self.adapter.forward(self.module, batch, inputs)
+
+
 @dataclass(frozen=True)
 class ParallelModule:
     """A module on its mesh, as one member rank holds it.
 
     Attributes:
         module: the nn.Module, with its own FQNs; sharded parameters are DTensors.
+        adapted: `module` as the runtime calls it, with a batch and rows.
         spec: its mesh.
         device_mesh: the handle of `spec`.
         partial_over_tp: FQNs of the parameters whose gradients are partial sums over `tp` after a backward.
     """
 
     module: nn.Module
+    adapted: AdaptedModule
     spec: MeshSpec
     device_mesh: DeviceMesh
     partial_over_tp: tuple[str, ...] = ()
@@ -59,7 +75,7 @@ def parallelize(
     partial: tuple[str, ...] = ()
     if spec.axis_size("tp") > 1:
         partial = apply_tensor_parallel(module, device_mesh["tp"], {**adapter.tensor_parallel_plan(), **plan})
-    return ParallelModule(module, spec, device_mesh, partial)
+    return ParallelModule(module, AdaptedModule(adapter, module), spec, device_mesh, partial)
 
 
 def reduce_gradients(parallel: ParallelModule) -> None:

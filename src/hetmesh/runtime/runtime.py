@@ -13,7 +13,6 @@ from hetmesh.boundary import Exchange, Label, World
 from hetmesh.errors import BoundaryError, BoundaryTimeout
 from hetmesh.graph import BoundarySpec, Edge, ModuleGraph, Stage
 from hetmesh.layout import TransferPlan, plan_transfer
-from hetmesh.models.adapter import Adapter
 from hetmesh.schedule import Action, Kind, Schedule
 
 LoadBatch = Callable[[str, int], Mapping[str, Tensor]]
@@ -32,8 +31,7 @@ class Runtime:
     Args:
         world: this process.
         graph: the modules.
-        adapters: how each module is called.
-        modules: the modules of which this rank is a member, parallelised.
+        modules: the modules of which this rank is a member, parallelised; called with a batch and the rows by source.
         reducers: per such module, what sums its gradients over its mesh (the REDUCE action).
         loss: the summed loss.
         dtype: of the rows at boundaries.
@@ -46,7 +44,6 @@ class Runtime:
         self,
         world: World,
         graph: ModuleGraph,
-        adapters: Mapping[str, Adapter],
         modules: Mapping[str, nn.Module],
         *,
         reducers: Mapping[str, Callable[[], None]],
@@ -54,7 +51,7 @@ class Runtime:
         dtype: torch.dtype,
         lowering: str = "auto",
     ) -> None:
-        self.world, self.graph, self.adapters, self.modules = world, graph, adapters, modules
+        self.world, self.graph, self.modules = world, graph, modules
         self.reducers, self.loss, self.dtype, self.lowering = reducers, loss, dtype, lowering
         for boundary in graph.boundaries:
             ends = graph[boundary.source].mesh.ranks + graph[boundary.destination].mesh.ranks
@@ -138,11 +135,10 @@ class _Step:
 
     def _forward(self, stage: Stage, m: int) -> None:
         runtime, stages = self.runtime, self.schedule.stages
-        adapter, module = runtime.adapters[stage.module], runtime.modules[stage.module]
         device = runtime.world.device
         batch = {key: value.to(device) for key, value in self.load_batch(stage.module, m).items()}
         inputs = {edge.source.module: self.leaves[edge, m] for edge in stages.inputs(stage)}
-        output = adapter.forward(module, batch, inputs)
+        output = runtime.modules[stage.module](batch, inputs)
         if stage == stages.sink:
             if self.observe is not None:
                 self.observe(m, output.detach(), batch)

@@ -74,7 +74,9 @@ class PermuteRows:
     module: str
 
     def __call__(self, job: Job) -> None:
-        _set(job.adapters, self.module, _Reversed(job.adapters[self.module]))
+        if self.module in job.runtime.modules:
+            adapted = job.runtime.modules[self.module]
+            adapted.adapter = _Reversed(job.adapters[self.module])  # type: ignore[assignment]
 
 
 class _Wrapped:

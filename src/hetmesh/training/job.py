@@ -78,6 +78,7 @@ class Job:
         source, adapters, graph = describe(recipe)
         dtype = DTYPES[recipe.training.dtype]
         modules: dict[str, nn.Module] = {}
+        adapted: dict[str, nn.Module] = {}
         reducers: dict[str, Callable[[], None]] = {}
         for name in graph.order:
             spec = graph[name]
@@ -86,9 +87,9 @@ class Job:
                 continue
             module = build_module(adapters[name], name, recipe.debug.seed, dtype).to(world.device)
             parallel = parallelize(adapters[name], module, spec.mesh, mesh, recipe.modules[name].plan)
-            modules[name] = parallel.module
+            modules[name], adapted[name] = parallel.module, parallel.adapted
             reducers[name] = partial(reduce_gradients, parallel)
-        runtime = Runtime(world, graph, adapters, modules, reducers=reducers, loss=sum_cross_entropy, dtype=dtype)
+        runtime = Runtime(world, graph, adapted, reducers=reducers, loss=sum_cross_entropy, dtype=dtype)
         prepare = make_prepare(recipe, graph, adapters)
         loader = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed)
         return cls(recipe, world, graph, adapters, loader, Root(modules.items()), runtime)
