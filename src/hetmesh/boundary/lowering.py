@@ -43,7 +43,7 @@ def check_lowering(lowering: str) -> None:
         raise BoundaryError(f"lowering {lowering!r} is unknown; valid are {', '.join(get_args(Lowering))}")
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)
 def choose(plan: TransferPlan, backend: str, lowering: str = "auto") -> str:
     """The lowering of `plan`: the given one where it can carry the plan, else the cheapest.
 

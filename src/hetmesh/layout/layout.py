@@ -123,7 +123,7 @@ class Layout(HashedOnce):
         return f"Layout({parts}; ranks {list(self.mesh.ranks[:16])}{'...' if self.mesh.size > 16 else ''})"
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=256)
 def _cells(layout: Layout, shape: tuple[int, ...]) -> tuple[Cells, ...]:
     for placement, axis in zip(layout.placements, layout.mesh.axes, strict=True):
         dim = sharded_dim(placement)

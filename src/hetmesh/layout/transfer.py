@@ -10,9 +10,10 @@ the lowest rank; larger pieces are assigned first (longest processing time).
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -65,7 +66,17 @@ class Step:
         return self.src.cells(self.shape), self.dst.cells(self.shape)
 
     @cached_property
+    def _tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """Ranks of both sides by what they hold: cell per dim, then Partial coordinates; replicas last."""
+        src_cells, dst_cells = self._sides
+        return _by_content(self.src, src_cells), _by_content(self.dst, dst_cells)
+
+    @cached_property
     def _received(self) -> dict[int, tuple[Piece, ...]]:
+        return {}
+
+    @cached_property
+    def _sent(self) -> dict[int, tuple[Piece, ...]]:
         return {}
 
     def keeps(self, rank: int) -> bool:
@@ -88,24 +99,21 @@ class Step:
         wanted = [cells.intervals(cells.cell_of(coordinate)) for cells in dst_cells]
         found = [cells.overlaps(rows) for cells, rows in zip(src_cells, wanted, strict=True)]
         summands = self._summands
-        for key in itertools.product(*found):
-            index = tuple(f[cell] for f, cell in zip(found, key, strict=True))
+        for shares in itertools.product(*(f.items() for f in found)):
+            index = tuple(rows for _, rows in shares)
             for summand in summands:
-                yield Piece(self._sender((*key, summand), rank), rank, index)
+                yield Piece(self._sender((*(cell for cell, _ in shares), summand), rank), rank, index)
 
     def sent(self, rank: int) -> tuple[Piece, ...]:
         """The pieces that source `rank` sends to other ranks, by destination rank."""
-        if rank not in self.src.mesh:
-            return ()
+        if rank not in self._sent:
+            self._sent[rank] = tuple(self._find_sent(rank)) if rank in self.src.mesh else ()
+        return self._sent[rank]
+
+    def _find_sent(self, rank: int) -> list[Piece]:
         key = self._group_of(rank)
-        senders, _ = self._assignment(key)
-        mine = (
-            Piece(rank, dst, index)
-            for dst_key, index in self._consumers(key)
-            for dst in self._keepers(dst_key)
-            if dst != rank and senders.get(dst, rank) == rank
-        )
-        return tuple(sorted(mine, key=lambda piece: piece.dst))
+        senders = self._assignment(key) if self._tables[0].shape[-1] > 1 else {}
+        return [Piece(rank, d, index) for d, index in self._takers(key) if d != rank and senders.get(d, rank) == rank]
 
     @property
     def _summands(self) -> tuple[tuple[int, ...], ...]:
@@ -120,59 +128,59 @@ class Step:
 
     def _members(self, key: tuple) -> list[int]:
         """Source ranks that hold the same region (and summand): cell per dim, then the Partial coordinates."""
-        fixed = dict(zip(self.src.partial_axes, key[-1], strict=True))
-        return _ranks_at(self.src, self._sides[0], key[:-1], fixed)
+        return self._tables[0][(*key[:-1], *key[-1])].tolist()
 
-    def _keepers(self, cells: Sequence[int]) -> list[int]:
+    def _keepers(self, cells: Iterable[int]) -> list[int]:
         """Destination ranks that keep the region given by one cell per dim."""
-        return _ranks_at(self.dst, self._sides[1], cells, dict.fromkeys(self.dst.partial_axes, 0))
-
-    def _consumers(self, key: tuple) -> Iterator[tuple[tuple[int, ...], tuple[Intervals, ...]]]:
-        """Destination cells that need something of source group `key`, with the shared intervals per dim."""
-        src_cells, dst_cells = self._sides
-        held = [cells.intervals(cell) for cells, cell in zip(src_cells, key, strict=False)]
-        found = [cells.overlaps(rows) for cells, rows in zip(dst_cells, held, strict=True)]
-        for dst_key in itertools.product(*found):
-            yield dst_key, tuple(f[cell] for f, cell in zip(found, dst_key, strict=True))
-
-    def _sender(self, key: tuple, dst: int) -> int:
-        senders, only = self._assignment(key)
-        return senders[dst] if only is None else only
+        return self._tables[1][(*cells, *(0 for _ in self.dst.partial_axes))].tolist()
 
     @cached_property
-    def _assignments(self) -> dict[tuple, tuple[dict[int, int], int | None]]:
+    def _taken(self) -> dict[tuple, list[tuple[int, tuple[Intervals, ...]]]]:
         return {}
 
-    def _assignment(self, key: tuple) -> tuple[dict[int, int], int | None]:
-        """Which member of a group sends to which destination; `(…, only)` for a group of one."""
+    def _takers(self, key: tuple) -> list[tuple[int, tuple[Intervals, ...]]]:
+        """Destination ranks that need something of source group `key`, ascending, with the shared intervals per dim."""
+        if key not in self._taken:
+            src_cells, dst_cells = self._sides
+            held = [cells.intervals(cell) for cells, cell in zip(src_cells, key, strict=False)]
+            found = [cells.overlaps(rows) for cells, rows in zip(dst_cells, held, strict=True)]
+            takers = []
+            for shares in itertools.product(*(f.items() for f in found)):
+                index = tuple(rows for _, rows in shares)
+                takers += [(dst, index) for dst in self._keepers(cell for cell, _ in shares)]
+            self._taken[key] = sorted(takers, key=lambda taker: taker[0])
+        return self._taken[key]
+
+    def _sender(self, key: tuple, dst: int) -> int:
+        table, _ = self._tables
+        if table.shape[-1] == 1:  # no replicas
+            return int(table[(*key[:-1], *key[-1], 0)])
+        return self._assignment(key)[dst]
+
+    @cached_property
+    def _assignments(self) -> dict[tuple, dict[int, int]]:
+        return {}
+
+    def _assignment(self, key: tuple) -> dict[int, int]:
+        """Which member of a source group sends to which destination."""
         if key not in self._assignments:
-            members = self._members(key)
-            if len(members) == 1:
-                self._assignments[key] = ({}, members[0])
-            else:
-                self._assignments[key] = (self._balance(members, key), None)
+            self._assignments[key] = self._balance(self._members(key), key)
         return self._assignments[key]
 
     def _balance(self, members: list[int], key: tuple) -> dict[int, int]:
         own = set(members)
         senders = {rank: rank for rank in members}
-        pieces = []
-        for cells, index in self._consumers(key):
-            numel = math.prod(extent(rows) for rows in index)
-            pieces += [(-numel, dst) for dst in self._keepers(cells) if dst not in own]
-        pieces.sort()
+        takers = self._takers(key)
+        pieces = sorted((-math.prod(map(extent, index)), dst) for dst, index in takers if dst not in own)
         members = sorted(members)
         node = self.ranks_per_node
         if pieces and node is None and pieces[0][0] == pieces[-1][0]:
             # Equal pieces: least loaded, then lowest rank, is a round-robin.
             senders |= {dst: members[i % len(members)] for i, (_, dst) in enumerate(pieces)}
             return senders
-        load = dict.fromkeys(members, 0)
+        loads = _Loads(members, node)
         for size, dst in pieces:
-            near = [m for m in members if node and m // node == dst // node] or members
-            best = min(near, key=lambda m: (load[m], m))
-            load[best] -= size
-            senders[dst] = best
+            senders[dst] = loads.take(dst, -size)
         return senders
 
     @cached_property
@@ -229,7 +237,12 @@ class TransferPlan:
         return plan_gradient(self.shape, self.dst.gradient(), self.src, ranks_per_node=self.steps[0].ranks_per_node)
 
 
-@lru_cache(maxsize=1024)
+# A plan with ragged rows among 8,192 ranks takes up to 10 MB with its layouts, and rows change at every step: keep what
+# the microbatches in flight need, not a history.
+_PLANS = 128
+
+
+@lru_cache(maxsize=_PLANS)
 def plan_transfer(
     shape: tuple[int, ...], src: Layout, dst: Layout, *, ranks_per_node: int | None = None
 ) -> TransferPlan:
@@ -251,7 +264,7 @@ def plan_transfer(
     return plan
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=_PLANS)
 def plan_gradient(
     shape: tuple[int, ...], gradient: Layout, src: Layout, *, ranks_per_node: int | None = None
 ) -> TransferPlan:
@@ -276,15 +289,40 @@ def _plan(shape: tuple[int, ...], src: Layout, dst: Layout, adjoint: bool, node:
     return TransferPlan(shape, src, dst, steps)
 
 
-def _ranks_at(layout: Layout, dims: Sequence[Cells], key: Sequence[int], fixed: dict[int, int]) -> list[int]:
-    index: list[int | slice] = [slice(None)] * layout.mesh.ndim
-    index = [fixed.get(axis, rows) for axis, rows in enumerate(index)]
-    for cells, cell in zip(dims, key, strict=True):
-        for axis, coordinate in zip(
-            cells.axes, np.unravel_index(cell, cells.sizes) if cells.sizes else (), strict=True
-        ):
-            index[axis] = int(coordinate)
-    return np.atleast_1d(layout.mesh.array[tuple(index)]).ravel().tolist()
+class _Loads:
+    """Which of several ranks is least loaded (then lowest), on the asking rank's node if it has one there.
+
+    Heaps, because a source that is replicated on half of thousands of ranks has thousands of members and consumers.
+    """
+
+    def __init__(self, members: Sequence[int], ranks_per_node: int | None) -> None:
+        self.node = ranks_per_node
+        self.load = dict.fromkeys(members, 0)
+        self.everywhere = [(0, rank) for rank in members]  # sorted, so a heap
+        self.by_node: dict[int, list[tuple[int, int]]] = {}
+        if self.node:
+            for rank in members:
+                self.by_node.setdefault(rank // self.node, []).append((0, rank))
+
+    def take(self, dst: int, size: int) -> int:
+        """The rank that sends `size` elements to `dst`."""
+        heap = (self.node and self.by_node.get(dst // self.node)) or self.everywhere
+        while heap[0][0] != self.load[heap[0][1]]:  # entries of ranks that have been given more since
+            heapq.heappop(heap)
+        rank = heap[0][1]
+        self.load[rank] += size
+        for heap in (self.everywhere, *([self.by_node[rank // self.node]] if self.node else [])):
+            heapq.heappush(heap, (self.load[rank], rank))
+        return rank
+
+
+def _by_content(layout: Layout, dims: Sequence[Cells]) -> np.ndarray:
+    """The ranks of a layout as an array: one index per tensor dim (its cell), one per Partial axis, then replicas."""
+    partial = layout.partial_axes
+    order = [axis for cells in dims for axis in cells.axes] + [*partial]
+    rest = [axis for axis in range(layout.mesh.ndim) if axis not in order]
+    sizes = [math.prod(cells.sizes) for cells in dims] + [layout.mesh.sizes[axis] for axis in partial]
+    return layout.mesh.array.transpose([*order, *rest]).reshape([*sizes, -1])
 
 
 def _uncovered(src: Cells, dst: Cells) -> int | None:
