@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
@@ -94,6 +95,10 @@ class Exchange:
             self._result = self._pending.receive()
         return self._result
 
+    def completed(self) -> bool:
+        """Whether nothing is in flight any more, without waiting."""
+        return self._pending is None or self._pending.completed()
+
     def _post(self, step: Step, local: Tensor | None) -> _PendingStep:
         pending = _PendingStep(self, step, local)
         pending.post(self.lowering)
@@ -139,87 +144,101 @@ class _PendingStep:
             whole = not step.summed and sum(piece.numel for piece in self.received) == math.prod(shape)
             new = torch.empty if whole else torch.zeros
             self.out = new(shape, dtype=exchange.dtype, device=self.world.device)
-        self.buffers: dict[int, Tensor] = {}
+        self.own = [piece for piece in self.received if piece.src == rank]
+        self.remote = [piece for piece in self.received if piece.src != rank]
+        self.buffers: dict[int, Tensor] = {}  # by source rank
+        self.in_place: set[int] = set()  # source ranks whose buffer is the place itself
         self.receives: list[tuple[int | None, dist.Work]] = []
         self.sends: list[tuple[int | None, dist.Work]] = []
         self._keep: list[Tensor] = []
         self._done = False
 
     def post(self, lowering: str) -> None:
-        remote = [piece for piece in self.received if piece.src != self.world.rank]
-        for piece in remote:
-            self.buffers[piece.src] = self._receive_buffer(piece.index)
-        outgoing = {}
-        for piece in self.sent:
-            assert self.local is not None
-            outgoing[piece.dst] = pack.take(self.local, self.held, piece.index)
-        # A shorter message lands silently in a longer buffer and a longer one ends the process: count before sending.
-        for piece, buffer in [*((p, outgoing[p.dst]) for p in self.sent), *((p, self.buffers[p.src]) for p in remote)]:
-            if buffer.numel() != piece.numel or not buffer.is_contiguous():
-                raise BoundaryError(f"{self.label}: buffer of {buffer.numel()} elements for a piece of {piece.numel}")
         if lowering == "all_to_all":
-            self._post_all_to_all(outgoing)
+            self._post_all_to_all()
         else:
-            self._post_p2p(outgoing)
-        if self.out is not None and not self.step.summed:
-            for piece in self.received:
-                if piece.src == self.world.rank:
-                    self._put_own(piece)
+            self._post_p2p()
+        if not self.step.summed:  # summands wait, so that sums do not depend on arrival
+            for piece in self.own:
+                self._put_own(piece)
 
-    def _receive_buffer(self, index: tuple[Intervals, ...]) -> Tensor:
-        assert self.out is not None
-        if not self.step.summed:
-            block = pack.view(self.out, self.kept, index)
-            if block is not None and block.is_contiguous():
-                return block
-        return torch.empty(pack.piece_shape(index), dtype=self.out.dtype, device=self.out.device)
-
-    def _post_p2p(self, outgoing: dict[int, Tensor]) -> None:
-        size = self.world.size
-        # Peers in rotated order, so that the ranks do not all send to the same one first.
-        turn = sorted(outgoing, key=lambda peer: (peer - self.world.rank) % size)
-        ops = [dist.P2POp(dist.irecv, buffer, peer, tag=self.tag) for peer, buffer in sorted(self.buffers.items())]
-        peers: list[tuple[list, int]] = [(self.receives, peer) for peer in sorted(self.buffers)]
-        ops += [dist.P2POp(dist.isend, outgoing[peer], peer, tag=self.tag) for peer in turn]
-        peers += [(self.sends, peer) for peer in turn]
-        self._keep += outgoing.values()
-        for peer, buffer in self.buffers.items():
-            self.world.log.add(self.label, "received", peer, buffer.nbytes, "p2p")
-        for peer, buffer in outgoing.items():
-            self.world.log.add(self.label, "sent", peer, buffer.nbytes, "p2p")
-        if not ops:
+    def _post_p2p(self) -> None:
+        messages = self._messages()
+        if "nccl" in self.world.backend:  # one coalesced batch, and one work
+            ops = [dist.P2POp(post, tensor, peer, tag=self.tag) for post, tensor, peer in messages]
+            self.receives += [(None, work) for work in (dist.batch_isend_irecv(ops) if ops else [])]
             return
-        works = dist.batch_isend_irecv(ops)
-        if len(works) == len(ops):
-            for (side, peer), work in zip(peers, works, strict=True):
-                side.append((peer, work))
-        else:  # NCCL coalesces the batch into one work
-            self.receives += [(None, work) for work in works]
+        for post, tensor, peer in messages:
+            work = post(tensor, peer, tag=self.tag)
+            assert work is not None
+            (self.receives if post is dist.irecv else self.sends).append((peer, work))
 
-    def _post_all_to_all(self, outgoing: dict[int, Tensor]) -> None:
+    def _messages(self) -> Iterator[tuple[Callable[..., dist.Work | None], Tensor, int]]:
+        """What to post, receives first. A piece is packed when it is asked for: the one before is then on its way."""
+        for piece in sorted(self.remote, key=lambda piece: piece.src):
+            buffer = self._receive_buffer(piece)
+            self.world.log.add(self.label, "received", piece.src, buffer.nbytes, "p2p")
+            yield dist.irecv, buffer, piece.src
+        # Peers in rotated order, so that the ranks do not all send to the same one first.
+        rank, size = self.world.rank, self.world.size
+        for piece in sorted(self.sent, key=lambda piece: (piece.dst - rank) % size):
+            buffer = self._packed(piece)
+            self._keep.append(buffer)
+            self.world.log.add(self.label, "sent", piece.dst, buffer.nbytes, "p2p")
+            yield dist.isend, buffer, piece.dst
+
+    def _post_all_to_all(self) -> None:
         ranks = sorted({*self.step.src.mesh.ranks, *self.step.dst.mesh.ranks})
         group = self.world.group(ranks)
         if group is None:
             return
-        sizes_in = [outgoing[r].numel() if r in outgoing else 0 for r in ranks]
-        sizes_out = [self.buffers[r].numel() if r in self.buffers else 0 for r in ranks]
-        flat_in = torch.cat([outgoing[r].reshape(-1) for r in ranks if r in outgoing]) if outgoing else None
-        if flat_in is None:
-            flat_in = torch.empty(0, dtype=self.dtype, device=self.world.device)
+        sent = {piece.dst: self._packed(piece) for piece in self.sent}
+        sizes_in = [sent[r].numel() if r in sent else 0 for r in ranks]
+        expected = {piece.src: piece for piece in self.remote}
+        sizes_out = [expected[r].numel if r in expected else 0 for r in ranks]
+        flat_in = torch.cat(
+            [
+                torch.empty(0, dtype=self.dtype, device=self.world.device),
+                *(sent[r].reshape(-1) for r in ranks if r in sent),
+            ]
+        )
         flat_out = torch.empty(sum(sizes_out), dtype=self.dtype, device=self.world.device)
         work = dist.all_to_all_single(flat_out, flat_in, sizes_out, sizes_in, group=group, async_op=True)
         self.world.log.add(self.label, "received", None, flat_out.nbytes, "all_to_all")
         for rank, part in zip(ranks, flat_out.split(sizes_out), strict=True):
-            if rank in self.buffers:
-                self.buffers[rank] = part.view(self.buffers[rank].shape)
+            if rank in expected:
+                self.buffers[rank] = part.view(pack.piece_shape(expected[rank].index))
         self._keep += [flat_in, flat_out]
         assert work is not None
         self.receives.append((None, work))
 
+    def _receive_buffer(self, piece: Piece) -> Tensor:
+        """Where a piece arrives: its place in the result where that is contiguous, else a tensor of its own."""
+        assert self.out is not None
+        block = None if self.step.summed else pack.view(self.out, self.kept, piece.index)
+        if block is not None and block.is_contiguous():
+            self.in_place.add(piece.src)
+        else:
+            block = torch.empty(pack.piece_shape(piece.index), dtype=self.dtype, device=self.world.device)
+        self.buffers[piece.src] = self._counted(block, piece)
+        return block
+
+    def _packed(self, piece: Piece) -> Tensor:
+        assert self.local is not None
+        return self._counted(pack.take(self.local, self.held, piece.index), piece)
+
+    def _counted(self, buffer: Tensor, piece: Piece) -> Tensor:
+        # A shorter message lands silently in a longer buffer and a longer one ends the process: count before posting.
+        if buffer.numel() != piece.numel or not buffer.is_contiguous():
+            raise BoundaryError(f"{self.label}: buffer of {buffer.numel()} elements for a piece of {piece.numel}")
+        return buffer
+
     def _put_own(self, piece: Piece) -> None:
         assert self.local is not None
         assert self.out is not None
-        part = pack.take(self.local, self.held, piece.index)
+        part = pack.view(self.local, self.held, piece.index)
+        if part is None:
+            part = pack.take(self.local, self.held, piece.index)
         pack.put(self.out, self.kept, piece.index, part, add=self.step.summed)
 
     def receive(self) -> Tensor | None:
@@ -228,16 +247,12 @@ class _PendingStep:
             return self.out
         for peer, work in self.receives:
             self._wait(work, peer)
-        for piece in self.received:  # in the plan's order, so that sums do not depend on arrival
+        for piece in self.received if self.step.summed else self.remote:  # in the plan's order
             if piece.src == self.world.rank:
-                if self.step.summed:
-                    self._put_own(piece)
-                continue
-            assert self.out is not None
-            buffer = self.buffers[piece.src]
-            block = pack.view(self.out, self.kept, piece.index)
-            if self.step.summed or block is None or block.data_ptr() != buffer.data_ptr():
-                pack.put(self.out, self.kept, piece.index, buffer, add=self.step.summed)
+                self._put_own(piece)
+            elif piece.src not in self.in_place:
+                assert self.out is not None
+                pack.put(self.out, self.kept, piece.index, self.buffers[piece.src], add=self.step.summed)
         self._done = True
         return self.out
 
@@ -248,6 +263,10 @@ class _PendingStep:
             self._wait(work, peer)
         self._keep.clear()
         return out
+
+    def completed(self) -> bool:
+        """Whether all messages have gone through."""
+        return all(work.is_completed() for _, work in [*self.receives, *self.sends])
 
     def _wait(self, work: dist.Work, peer: int | None) -> None:
         rank, timeout = self.world.rank, self.world.timeout
