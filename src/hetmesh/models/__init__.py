@@ -2,6 +2,7 @@
 
 from hetmesh.models.adapter import Adapter, AdapterRequest, BoundaryLike, ModuleLike, SampleLike
 from hetmesh.models.build import build_module
+from hetmesh.models.lora import add_lora, lora_plan
 from hetmesh.models.registry import MODELS, make_adapters
 from hetmesh.models.row_counts import module_rows, placeholder_rows
 
@@ -12,7 +13,9 @@ __all__ = [
     "BoundaryLike",
     "ModuleLike",
     "SampleLike",
+    "add_lora",
     "build_module",
+    "lora_plan",
     "make_adapters",
     "module_rows",
     "placeholder_rows",

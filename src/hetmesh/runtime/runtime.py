@@ -110,6 +110,8 @@ class _Step:
         self.outputs: dict[tuple[Stage, int], Tensor] = {}
         self.gradients: dict[tuple[Stage, int], Tensor] = {}
         self.exchanges: dict[tuple[Edge, int], Exchange] = {}
+        self.sent: set[tuple[Edge, int]] = set()
+        self.taken: set[tuple[Edge, int]] = set()
         self.loss_sum = torch.zeros((), dtype=torch.float64)
 
     def takes_part(self, action: Action) -> bool:
@@ -137,8 +139,10 @@ class _Step:
         runtime, stages = self.runtime, self.schedule.stages
         device = runtime.world.device
         batch = {key: value.to(device) for key, value in self.load_batch(stage.module, m).items()}
-        inputs = {edge.source.module: self.leaves[edge, m] for edge in stages.inputs(stage)}
-        output = runtime.modules[stage.module](batch, inputs)
+        inputs = {edge.source.module: self._input(edge, m) for edge in stages.inputs(stage)}
+        # Where no gradient is needed nothing is kept for a backward: a frozen encoder holds no activations.
+        with torch.set_grad_enabled(self.schedule.training and stage in stages.backward_stages):
+            output = runtime.modules[stage.module](batch, inputs)
         if stage == stages.sink:
             if self.observe is not None:
                 self.observe(m, output.detach(), batch)
@@ -153,17 +157,25 @@ class _Step:
         else:
             torch.autograd.backward(output, self.gradients.pop((stage, m)))
 
+    def _input(self, edge: Edge, m: int) -> Tensor:
+        """The rows of an edge; kept for a backward only where their gradient is sent back."""
+        leaf = self.leaves[edge, m]
+        if not leaf.requires_grad:
+            del self.leaves[edge, m]
+        return leaf
+
     def _send(self, edge: Edge, m: int) -> None:
         self._exchange(edge, m)
-        if edge not in self.schedule.stages.edges or self.schedule.training:
-            return
-        # Nothing will come back for this output.
-        if all((e, m) in self.exchanges for e in self.schedule.stages.outputs(edge.source)):
-            self.outputs.pop((edge.source, m), None)
+        self.sent.add((edge, m))
+        stages = self.schedule.stages
+        kept = self.schedule.training and edge.source in stages.backward_stages
+        if edge in stages.edges and not kept and all((e, m) in self.sent for e in stages.outputs(edge.source)):
+            del self.outputs[edge.source, m]  # nothing will come back for it
 
     def _receive(self, edge: Edge, m: int) -> None:
         received = self._exchange(edge, m).finish_receiving()
         assert received is not None
+        self.taken.add((edge, m))
         if edge in self.schedule.stages.edges:
             needs_gradient = self.schedule.training and edge in self.schedule.stages.gradient_edges
             self.leaves[edge, m] = received.requires_grad_(needs_gradient)
@@ -175,6 +187,7 @@ class _Step:
     def _exchange(self, edge: Edge, m: int) -> Exchange:
         """The transfer along `edge`, started by whichever of SEND and RECV comes first on this rank."""
         if (edge, m) not in self.exchanges:
+            self._forget()
             runtime = self.runtime
             forward = edge in self.schedule.stages.edges
             boundary = self.boundaries[edge]
@@ -203,6 +216,17 @@ class _Step:
     def _leaf_gradient(self, edge: Edge, m: int) -> Tensor:
         leaf = self.leaves.pop((edge, m))
         return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+    def _forget(self) -> None:
+        """Let go of transfers that are over, so that their buffers do not pile up over many microbatches."""
+        rank = self.runtime.world.rank
+        over = [
+            key
+            for key, exchange in self.exchanges.items()
+            if (key in self.taken or rank not in exchange.plan.dst.mesh) and exchange.completed()
+        ]
+        for key in over:
+            del self.exchanges[key]
 
     def drain(self) -> None:
         """Wait for the sends that are still in flight."""

@@ -16,11 +16,10 @@ from torch.distributed.tensor import DTensor
 from hetmesh.boundary import World
 from hetmesh.data.loader import Loader
 from hetmesh.errors import HetmeshError
-from hetmesh.models import build_module
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.feed import Feed
 from hetmesh.training.gradients import scale
-from hetmesh.training.job import DTYPES, Job, describe, make_prepare
+from hetmesh.training.job import Job, describe, full_module, make_prepare
 from hetmesh.training.recipe import Recipe
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
@@ -49,8 +48,7 @@ class Outcome:
 def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1) -> Outcome:
     """Run `recipe`'s model and data in this process alone, ignoring its layout."""
     source, adapters, graph = describe(recipe)
-    dtype = DTYPES[recipe.training.dtype]
-    modules = {name: build_module(adapters[name], name, recipe.debug.seed, dtype) for name in graph.order}
+    modules = {name: full_module(recipe, adapters[name], name) for name in graph.order}
     prepare = make_prepare(recipe, graph, adapters)
     loader = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed)
     parameters = {f"{n}.{k}": p for n, module in modules.items() for k, p in module.named_parameters()}

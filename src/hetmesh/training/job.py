@@ -15,13 +15,22 @@ from hetmesh.data.expand import Expansion, expand
 from hetmesh.data.loader import Loader
 from hetmesh.data.source import Source, make_source
 from hetmesh.graph import ModuleGraph, SampleMeta, StageGraph, stage_graph
-from hetmesh.models import Adapter, build_module, make_adapters, module_rows, placeholder_rows
-from hetmesh.parallel import parallelize, reduce_gradients
+from hetmesh.models import (
+    Adapter,
+    add_lora,
+    build_module,
+    lora_plan,
+    make_adapters,
+    module_rows,
+    placeholder_rows,
+)
+from hetmesh.parallel import Options, parallelize, reduce_gradients
 from hetmesh.runtime import Runtime
 from hetmesh.schedule import POLICIES, Schedule
 from hetmesh.training.loss import sum_cross_entropy
 from hetmesh.training.optimizers import Root
 from hetmesh.training.recipe import Recipe
+from hetmesh.training.recipe_sections import ModuleParallelism
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -60,6 +69,26 @@ def make_prepare(
     )
 
 
+def full_module(recipe: Recipe, adapter: Adapter, name: str) -> nn.Module:
+    """Module `name` before it is parallelised: weights from the seed, adapters added, frozen as the recipe says."""
+    own = recipe.modules[name]
+    module = build_module(adapter, name, recipe.debug.seed, DTYPES[recipe.training.dtype])
+    if own.lora is not None:
+        add_lora(module, own.lora, name, recipe.debug.seed, adapter.layers())
+    elif not own.trainable:
+        module.requires_grad_(False)
+    return module
+
+
+def module_options(recipe: Recipe, name: str) -> Options:
+    """What the recipe asks of module `name` beyond its mesh. Layout keys come with the mesh, also from a consumer."""
+    tables, owner = recipe.parallelism.modules, name
+    while owner not in tables and (consumers := recipe.graph.outputs(owner)):
+        owner = consumers[0].destination
+    layout = tables.get(owner, ModuleParallelism())
+    return Options(reshard_after_forward=layout.fsdp_reshard_after_forward)
+
+
 @dataclass(frozen=True, eq=False)
 class Job:
     """One rank's part of a run, ready to step. Made by `Job.assemble` on every rank."""
@@ -85,8 +114,9 @@ class Job:
             mesh = world.device_mesh(spec.mesh)  # on all ranks, members or not, in graph order
             if mesh is None:
                 continue
-            module = build_module(adapters[name], name, recipe.debug.seed, dtype).to(world.device)
-            parallel = parallelize(adapters[name], module, spec.mesh, mesh, recipe.modules[name].plan)
+            module = full_module(recipe, adapters[name], name).to(world.device)
+            plan = lora_plan(module, {**adapters[name].tensor_parallel_plan(), **recipe.modules[name].plan})
+            parallel = parallelize(adapters[name], module, spec.mesh, mesh, plan, module_options(recipe, name))
             modules[name], adapted[name] = parallel.module, parallel.adapted
             reducers[name] = partial(reduce_gradients, parallel)
         runtime = Runtime(world, graph, adapted, reducers=reducers, loss=sum_cross_entropy, dtype=dtype)

@@ -131,11 +131,13 @@ def _degrees(table: ModuleParallelism) -> dict[str, int | None]:
 def _mesh(key: str, table: ModuleParallelism, everywhere: tuple[int, ...]) -> MeshSpec:
     ranks = everywhere if table.ranks is None else table.ranks
     degrees = _degrees(table)
+    if degrees["dp_shard"] is None and degrees["dp_replicate"] is None:
+        degrees["dp_replicate"] = 1  # torchtitan's default beside an automatic shard degree
     product = math.prod(d or 1 for d in degrees.values())
     sizes = {axis: d or len(ranks) // product for axis, d in degrees.items()}
     if math.prod(sizes.values()) != len(ranks):
         given = ", ".join(f"{DEGREE_OF_AXIS[axis]} {d}" for axis, d in degrees.items() if d and d > 1) or "all 1"
-        fit = "must multiply to" if degrees["dp_replicate"] else "must divide"
+        fit = "must multiply to" if None not in degrees.values() else "must divide"
         raise RecipeError(
             f"{key}: the degrees ({given}: {product} together) {fit} its number of ranks, {len(ranks)} (ranks "
             f"{','.join(map(str, ranks))}); its divisors are {_divisors(len(ranks))}"

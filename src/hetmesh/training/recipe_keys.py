@@ -34,9 +34,8 @@ NOTHING: tuple[Any, ...] = ()
 
 NOT_IMPLEMENTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "job": {"config_file": NOTHING, "custom_config_module": NOTHING, "save_config_file": NOTHING},
-    "modules": {"trainable": (True,), "initial_load_path": NOTHING},
+    "modules": {"initial_load_path": NOTHING},
     "parallelism": {
-        "data_parallel_shard_degree": (1,),
         "context_parallel_degree": (1,),
         "pipeline_parallel_degree": (1,),
         "expert_parallel_degree": (1,),
@@ -47,7 +46,6 @@ NOT_IMPLEMENTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "pipeline_parallel_first_stage_less_layers": NOTHING,
         "pipeline_parallel_last_stage_less_layers": NOTHING,
         "module_fqns_per_model_part": NOTHING,
-        "fsdp_reshard_after_forward": ("default",),
         "enable_sequence_parallel": (False,),
         "enable_async_tensor_parallel": (False,),
         "enable_compiled_autograd": (False,),
@@ -66,8 +64,7 @@ NOT_IMPLEMENTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "optimizer": {"early_step_in_backward": (False,)},
     "checkpoint": {
         "async_mode": ("disabled",),
-        "initial_load_path": NOTHING,
-        "initial_load_model_only": NOTHING,
+        "initial_load_model_only": (True,),
         "initial_load_in_hf": (False,),
         "initial_load_in_hf_quantized": (False,),
         "last_save_model_only": (False,),
@@ -75,7 +72,6 @@ NOT_IMPLEMENTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "export_dtype": ("float32",),
         "load_step": (-1,),
         "load_only": (False,),
-        "exclude_from_loading": ((), []),
         "enable_first_step_checkpoint": (False,),
         "create_seed_checkpoint": (False,),
     },

@@ -101,6 +101,18 @@ class Job(Section):
     print_config: bool = False  # print the recipe with all defaults before the run
 
 
+class LoRA(Section):
+    """`[modules.<name>.lora]`: low-rank adapters (peft), the only trainable parameters of the module.
+
+    `target_modules` are names of linear layers (the last part of their FQN); absent: every linear layer of every block.
+    """
+
+    rank: Size = 8
+    alpha: Annotated[float, Field(gt=0)] = 16.0  # the adapter's output is scaled by alpha / rank
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    target_modules: tuple[str, ...] | None = None
+
+
 class Module(Section):
     """`[modules.<name>]`: one module of the model.
 
@@ -113,7 +125,8 @@ class Module(Section):
     frozen_config: FrozenTable = Field(default=FrozenDict(), alias="config")
     lr: NotNegative | None = None
     weight_decay: NotNegative | None = None
-    trainable: bool = True
+    trainable: bool = True  # false: no gradient, no optimizer state, no backward
+    lora: LoRA | None = None
     media: str | None = None
     plan: Annotated[Mapping[str, TensorParallelStyle], AfterValidator(freeze)] = FrozenDict()
 
@@ -144,10 +157,11 @@ class ModuleParallelism(ScheduleKeys):
     ranks: Ranks = None  # None: all ranks
     pipeline_parallel_degree: Size = 1
     data_parallel_replicate_degree: AutomaticSize = None  # None: what the ranks leave
-    data_parallel_shard_degree: Size = 1
+    data_parallel_shard_degree: AutomaticSize = 1  # above 1: FSDP, with replicas HSDP; -1: what the ranks leave
     context_parallel_degree: Size = 1
     tensor_parallel_degree: Size = 1
     expert_parallel_degree: Size = 1
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
 
 
 class Parallelism(ScheduleKeys):
@@ -211,6 +225,8 @@ class Checkpoint(Section):
     interval: Size = 500  # steps
     keep_latest_k: Count = 10  # 0 keeps all
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    initial_load_path: str = ""  # a run's step folder, whose weights a new run starts from; nothing else is taken
+    exclude_from_loading: tuple[str, ...] = ()  # modules (or prefixes of parameter names) that start afresh
 
 
 class Metrics(Section):

@@ -16,6 +16,7 @@ from hetmesh.training.checkpoint import Checkpointer
 from hetmesh.training.evaluate import Evaluation, evaluate, show
 from hetmesh.training.feed import Feed
 from hetmesh.training.gradients import clip, reduce_over_ranks, scale, squared_norm
+from hetmesh.training.initial_load import load_weights
 from hetmesh.training.job import Job
 from hetmesh.training.metrics import Reporter, StepMetrics
 from hetmesh.training.optimizers import make_optimizers
@@ -47,6 +48,9 @@ class Trainer:
         self.recipe, self.world = recipe, world
         self.folder = Path(recipe.job.dump_folder)
         self.job = Job.assemble(recipe, world)
+        if recipe.checkpoint.initial_load_path:
+            source = Path(recipe.checkpoint.initial_load_path)
+            load_weights(world, self.job.root, source, recipe.checkpoint.exclude_from_loading)
         self.parameters = list(self.job.root.parameters())
         self.optimizers = make_optimizers(recipe, self.job.root)
         self.held_out = _held_out(recipe)
