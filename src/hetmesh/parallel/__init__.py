@@ -2,8 +2,10 @@
 
 from hetmesh.parallel.apply import AdaptedModule, ParallelModule, parallelize, reduce_gradients
 from hetmesh.parallel.data_parallel import sum_gradients
+from hetmesh.parallel.fully_shard import apply_fully_shard
 from hetmesh.parallel.gradients import holds_first_replica, local_gradient, local_part
 from hetmesh.parallel.linear import Colwise, Rowwise
+from hetmesh.parallel.options import Options
 from hetmesh.parallel.tensor_parallel import (
     apply_tensor_parallel,
     check_tensor_parallel_degree,
@@ -13,8 +15,10 @@ from hetmesh.parallel.tensor_parallel import (
 __all__ = [
     "AdaptedModule",
     "Colwise",
+    "Options",
     "ParallelModule",
     "Rowwise",
+    "apply_fully_shard",
     "apply_tensor_parallel",
     "check_tensor_parallel_degree",
     "holds_first_replica",

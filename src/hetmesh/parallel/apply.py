@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +14,8 @@ from hetmesh.graph.module_graph import LANE_AXES
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.models.adapter import Adapter
 from hetmesh.parallel.data_parallel import sum_gradients
+from hetmesh.parallel.fully_shard import apply_fully_shard
+from hetmesh.parallel.options import Options
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
 
 
@@ -42,6 +43,7 @@ class ParallelModule:
         spec: its mesh.
         device_mesh: the handle of `spec`.
         partial_over_tp: FQNs of the parameters whose gradients are partial sums over `tp` after a backward.
+        summed_over_lanes: whether the backward itself sums gradients over lanes (FSDP and HSDP do).
     """
 
     module: nn.Module
@@ -49,6 +51,7 @@ class ParallelModule:
     spec: MeshSpec
     device_mesh: DeviceMesh
     partial_over_tp: tuple[str, ...] = ()
+    summed_over_lanes: bool = False
 
 
 def parallelize(
@@ -56,13 +59,15 @@ def parallelize(
     module: nn.Module,
     spec: MeshSpec,
     device_mesh: DeviceMesh,
-    plan: Mapping[str, Any] = MappingProxyType({}),
+    plan: Mapping[str, Any] | None = None,
+    options: Options = Options(),  # noqa: B008
 ) -> ParallelModule:
     """Shard `module` in place as `spec` says; only members call it. Nothing is sent: every rank holds the same full
     weights beforehand (`hetmesh.models.build_module`), so any layout starts from those of one process.
 
     Args:
-        plan: entries that replace or extend the adapter's tensor parallel plan.
+        plan: the tensor parallel plan; None takes the adapter's own.
+        options: what else the recipe asks for.
 
     Raises:
         LayoutError: the calling rank is no member, or `device_mesh` is not a handle of `spec`.
@@ -74,12 +79,19 @@ def parallelize(
         raise LayoutError(f"only members of {spec} hold its module; this rank is none")
     partial: tuple[str, ...] = ()
     if spec.axis_size("tp") > 1:
-        partial = apply_tensor_parallel(module, device_mesh["tp"], {**adapter.tensor_parallel_plan(), **plan})
-    return ParallelModule(module, AdaptedModule(adapter, module), spec, device_mesh, partial)
+        partial = apply_tensor_parallel(
+            module, device_mesh["tp"], adapter.tensor_parallel_plan() if plan is None else plan
+        )
+    adapted = AdaptedModule(adapter, module)
+    sharded = spec.axis_size("dp_shard") > 1
+    if sharded:
+        apply_fully_shard(adapted, map(module.get_submodule, adapter.layers()), device_mesh, options)
+    return ParallelModule(module, adapted, spec, device_mesh, partial, sharded)
 
 
 def reduce_gradients(parallel: ParallelModule) -> None:
-    """Complete the gradients that accumulated on the members: sum those partial over `tp`, then all over lanes.
+    """Complete the gradients that accumulated on the members: sum those partial over `tp`, then all over lanes, unless
+    the backward has done that.
 
     Collective over the module's mesh; call it once per step, after the last backward.
     """
@@ -87,5 +99,7 @@ def reduce_gradients(parallel: ParallelModule) -> None:
     parameters = dict(parallel.module.named_parameters())
     if parallel.partial_over_tp:
         sum_gradients([parameters[name] for name in parallel.partial_over_tp], [mesh.get_group("tp")])
+    if parallel.summed_over_lanes:
+        return
     lanes = [axis for axis in LANE_AXES if parallel.spec.axis_size(axis) > 1]
     sum_gradients(parameters.values(), [mesh.get_group(axis) for axis in lanes])

@@ -1,0 +1,75 @@
+"""Fully sharded data parallelism: torch's FSDP2 and HSDP, with gradients as sums.
+
+Every member enters every layer in every microbatch, with zero rows if it has none, so the gathers and reductions of
+all lanes match. Gradients are reduced in the backward of each microbatch and accumulate as shards: M microbatches send
+M times as much as one, and nobody ever holds a whole gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from hetmesh.graph.module_graph import LANE_AXES
+from hetmesh.parallel.options import Options
+
+
+def apply_fully_shard(root: nn.Module, layers: Iterable[nn.Module], device_mesh: DeviceMesh, options: Options) -> None:
+    """Shard the parameters of `root` in place over the `dp_shard` axis of its mesh (with a `dp_replicate` axis: HSDP).
+
+    Each block of `layers` is gathered by itself, right before its forward and backward. Everything else belongs to
+    `root` and is gathered once for all of its forward. Tensor-parallel parameters, which are DTensors over `tp`,
+    become DTensors over `dp_shard` and `tp`.
+
+    Args:
+        root: called for every forward, so that whatever an adapter does with its parts finds them gathered.
+        layers: submodules of `root` in execution order.
+        device_mesh: the whole mesh of the module; has an axis `dp_shard`.
+    """
+    names = device_mesh.mesh_dim_names or ()
+    axes = tuple(axis for axis in LANE_AXES if axis in names)
+    arguments: dict[str, Any] = {"mesh": device_mesh[axes]}
+    for block in blocks(root, layers):
+        fully_shard(block, reshard_after_forward=options.reshard_after_forward != "never", **arguments)
+    fully_shard(root, reshard_after_forward=options.reshard_after_forward == "always", **arguments)
+    for module in sharded_modules(root):
+        # FSDP would divide by its own number of lanes; hetmesh normalises once, by the targets of the whole batch.
+        # gloo and every sum need plain sums: a factor other than 1 would be a reduction that gloo does not have.
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+    root.register_forward_hook(_reshard_without_backward)
+
+
+def blocks(root: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """The layers that are modules of several parts and share no parameter with the rest of `root`.
+
+    A lone norm or linear is too small to gather by itself, and tied parameters need one owner.
+    """
+    owners: dict[int, int] = {}
+    for module in root.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    return [
+        layer
+        for layer in layers
+        if any(True for _ in layer.children())
+        and any(True for _ in layer.parameters())
+        and all(owners[id(p)] == 1 for p in layer.parameters())
+    ]
+
+
+def sharded_modules(root: nn.Module) -> list[FSDPModule]:
+    """`root` and its blocks, as FSDP made them."""
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def _reshard_without_backward(root: nn.Module, _: Any, output: Any) -> None:
+    """After a forward that no backward follows (evaluation, a frozen module) the backward cannot free what was
+    gathered; and whoever reads the parameters next must find shards."""
+    if not output.requires_grad:
+        for module in sharded_modules(root):
+            module.reshard()

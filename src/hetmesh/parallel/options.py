@@ -1,0 +1,21 @@
+"""What a recipe may ask of one module beyond its mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Reshard = Literal["default", "always", "never"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a module runs on its mesh. The defaults change nothing.
+
+    Attributes:
+        reshard_after_forward: of modules with a `dp_shard` axis: whether a layer's gathered parameters are let go after
+            its forward and gathered again for its backward. `default`: those of blocks are, the root's (embeddings,
+            final norm, head) are kept; `always`: both; `never`: neither.
+    """
+
+    reshard_after_forward: Reshard = "default"

@@ -1,0 +1,165 @@
+"""Parity of what a single module can do on its mesh, on meshes that are apart, the same, or overlap."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from hetmesh.balance import in_order
+from hetmesh.boundary import World
+from hetmesh.data.loader import Loader
+from hetmesh.testing import faults
+from hetmesh.testing.parity import Outcome, ParityError, compare, reference, run
+from hetmesh.training.job import describe, make_prepare
+from hetmesh.training.recipe import parse_recipe
+
+pytestmark = pytest.mark.slow
+
+# Odd sizes: no dim of most parameters divides evenly over the shards, and some shards are empty.
+MODEL = """
+[modules.vision]
+model = "siglip"
+[modules.vision.config]
+hidden_size = 12
+num_hidden_layers = 2
+num_attention_heads = 2
+patch_size = 4
+intermediate_size = 14
+[modules.projector]
+model = "mlp"
+config = { hidden_features = 7 }
+[modules.llm]
+model = "qwen3"
+[modules.llm.config]
+hidden_size = 10
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+head_dim = 6
+intermediate_size = 18
+[[boundaries]]
+from = "vision"
+to = "projector"
+[[boundaries]]
+from = "projector"
+to = "llm"
+at = "image"
+[data]
+source = "hetmesh.testing.sources:RandomMedia"
+[data.options]
+kinds = { image = [1, 8, 8] }
+text_only = 0.5
+[training]
+local_batch_size = 4
+dtype = "float64"
+"""
+
+FSDP = "data_parallel_shard_degree = -1"
+HSDP = "data_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 2"
+FSDP_TP = "data_parallel_shard_degree = 2\ntensor_parallel_degree = 2"
+RANKS = {  # ranks of the encoder, of the LLM
+    "disjoint": ("0-3", "4-7"),
+    "colocated": ("0-3", "0-3"),
+    "overlapping": ("0-3", "2-5"),
+}
+
+
+def layout(vision: str, llm: str, where: str, extra: str = "") -> str:
+    """A recipe: the layouts of encoder and LLM, on ranks that relate as `where` says, in several microbatches."""
+    first, second = RANKS[where]
+    return (
+        f'{MODEL}\n[parallelism.vision]\nranks = "{first}"\n{vision}\n'
+        f'[parallelism.llm]\nranks = "{second}"\n{llm}\npipeline_parallel_microbatch_size = 2\n{extra}'
+    )
+
+
+def on_this_rank(rank, recipe, fault=None):
+    return run(recipe, World.current(), fault=fault)
+
+
+def check(pool, text: str, fault=None) -> list[Outcome]:
+    """The outcomes of all ranks, once they equal the reference."""
+    recipe = parse_recipe(text)
+    ranks = pool(4 if recipe.world_size <= 4 else 8).run(on_this_rank, recipe, fault, timeout=120)
+    compare(reference(recipe), ranks, 1e-10)
+    return ranks
+
+
+@pytest.mark.parametrize("where", RANKS)
+@pytest.mark.parametrize(
+    ("vision", "llm"), [(FSDP, FSDP), (HSDP, HSDP), (FSDP_TP, FSDP_TP)], ids=["FSDP", "HSDP", "FSDP x TP"]
+)
+def test_sharded_modules_equal_one_process(pool, where, vision, llm):
+    check(pool, layout(vision, llm, where))
+
+
+@pytest.mark.parametrize("reshard", ["always", "never"])
+def test_when_gathered_parameters_are_let_go_makes_no_difference(pool, reshard):
+    key = f'\nfsdp_reshard_after_forward = "{reshard}"'
+    check(pool, layout(FSDP + key, FSDP_TP + key, "overlapping"))
+
+
+def test_each_module_chooses_and_ranks_may_be_permuted(pool):
+    text = layout(FSDP, FSDP_TP, "colocated").replace('ranks = "0-3"', "ranks = [2, 0, 3, 1]", 1)
+    check(pool, text.replace('ranks = "0-3"', "ranks = [3, 1, 2, 0]"))
+    check(pool, layout(HSDP, "tensor_parallel_degree = 2", "colocated"))
+
+
+def lanes_with_images(recipe) -> list[list[bool]]:
+    """Per step and microbatch, which encoder lanes have any."""
+    source, adapters, graph = describe(recipe)
+    loader = Loader(source, recipe.batch.global_batch_size, make_prepare(recipe, graph, adapters), seed=0)
+    found = []
+    for _ in range(3):
+        plan = in_order(graph, [d.meta for d in next(loader)], recipe.batch.microbatch_size)
+        found += [[any(plan.samples[i].media for i in lane) for lane in lanes] for lanes in plan.lanes["vision"]]
+    return found
+
+
+@pytest.mark.parametrize("where", RANKS)
+def test_u2_an_encoder_lane_without_rows_under_fsdp(pool, where):
+    """Some lanes have no image, others of the same microbatch do; and some microbatches have none at all."""
+    text = layout(FSDP, FSDP, where).replace("text_only = 0.5", "text_only = 0.8")
+    seen = lanes_with_images(parse_recipe(text))
+    assert any(any(lanes) and not all(lanes) for lanes in seen)
+    assert any(not any(lanes) for lanes in seen)
+    check(pool, text)
+
+
+def test_u1_no_image_anywhere_leaves_exact_zeros_in_a_sharded_encoder(pool):
+    outcomes = check(pool, layout(FSDP, HSDP, "overlapping").replace("text_only = 0.5", "text_only = 1.0"))
+    gradients = [g for o in outcomes for k, g in o.gradients.items() if k.startswith("vision.")]
+    assert gradients
+    assert all(g is not None and torch.count_nonzero(g) == 0 for g in gradients)
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """FSDP as it comes: gradients divided by the number of lanes."""
+
+    module: str
+
+    def __call__(self, job):
+        for module in job.runtime.modules[self.module].modules() if self.module in job.runtime.modules else ():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(4.0)
+
+
+@dataclass(frozen=True)
+class PartialLeft:
+    """Gradients of a module that are partial over tp are not summed."""
+
+    module: str
+
+    def __call__(self, job):
+        if self.module in job.runtime.reducers:
+            job.runtime.reducers[self.module] = lambda: None
+
+
+@pytest.mark.parametrize(
+    "fault", [Averaged("vision"), Averaged("llm"), PartialLeft("llm"), faults.ScaleGradient("llm")], ids=str
+)
+def test_faults_of_sharded_modules_are_found(pool, fault):
+    with pytest.raises(ParityError):
+        check(pool, layout(FSDP, FSDP_TP, "colocated"), fault)
