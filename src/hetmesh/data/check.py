@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from hetmesh.data.source import Sample
@@ -75,7 +76,7 @@ def check_sample(sample: Sample, meta: SampleMeta, placeholders: Mapping[str, in
                 f"{who}: its payload has {len(given)} {name!r} of shapes {given}, "
                 f"its metadata {len(shapes)} of {shapes}"
             )
-        found = (sample.tokens == token).nonzero().flatten().tolist()
+        found = np.flatnonzero(sample.tokens.numpy() == token).tolist()
         promised = [p for item in items for p in range(item.position, item.position + item.rows)]
         if len(found) != len(promised):
             raise SampleError(

@@ -24,12 +24,14 @@ class Drawn:
 
     Attributes:
         index: its index in the source.
+        given: its metadata as the source gives it.
         meta: its expanded metadata.
         dropped_media: media items that did not fit into `seq_len`.
         dropped_tokens: expanded tokens that did not fit into `seq_len`.
     """
 
     index: int
+    given: SampleMeta
     meta: SampleMeta
     dropped_media: int = 0
     dropped_tokens: int = 0
@@ -93,8 +95,9 @@ class Loader:
 
     def draw(self, index: int) -> Drawn:
         """The prepared metadata of source sample `index`."""
-        result = self.prepare(self.source.meta(index))
-        return Drawn(index, result.meta, len(result.dropped_media), result.dropped_tokens)
+        given = self.source.meta(index)
+        result = self.prepare(given)
+        return Drawn(index, given, result.meta, len(result.dropped_media), result.dropped_tokens)
 
     def load(self, drawn: Iterable[Drawn]) -> list[Sample]:
         """The expanded payloads of the samples asked for, in that order.
@@ -106,9 +109,8 @@ class Loader:
 
     def _load(self, drawn: Drawn) -> Sample:
         source = self.source
-        given = source.load(drawn.index)
-        sample = expand_tokens(given, source.meta(drawn.index), drawn.meta, source.placeholders)
-        low, high = sample.tokens.aminmax()
+        sample = expand_tokens(source.load(drawn.index), drawn.given, drawn.meta, source.placeholders)
+        low, high = sample.tokens.numpy().min(), sample.tokens.numpy().max()
         if low < 0 or high >= source.vocab_size:
             raise SampleError(
                 f"sample {sample.id!r}: token ids {int(low)}..{int(high)} must be in 0..{source.vocab_size - 1} "
