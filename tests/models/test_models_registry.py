@@ -146,7 +146,10 @@ def test_two_encoders_and_one_encoder_with_two_consumers():
             {"vision": Module("siglop", VISION)},
             r"modules\.vision\.model: unknown model 'siglop'; did you mean 'siglip'",
         ),
-        ({"vision": Module("x")}, r"Valid: \['mlp', 'qwen3', 'siglip'\], or 'package\.module:Class'"),
+        (
+            {"vision": Module("x")},
+            r"Valid: \['clip', 'llama', 'mlp', 'qwen3', 'siglip', 'whisper'\], or 'package\.module:Class'",
+        ),
         (
             {"vision": Module("siglip", {"hiden_size": 4})},
             r"config\.hiden_size: unknown key; did you mean 'hidden_size'",

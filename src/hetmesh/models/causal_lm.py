@@ -115,7 +115,8 @@ class CausalLMAdapter:
                 )
             flat = flat.index_copy(0, positions, rows.to(flat.dtype))
         # Handing over the finished masks (none) keeps transformers from looking for packed sequences and building one.
-        masks = None if model.model.has_sliding_layers else {"full_attention": None}
+        # Models without a choice of masks (Llama) take no finished ones: they look, find no packing, and build none.
+        masks = None if getattr(model.model, "has_sliding_layers", True) else {"full_attention": None}
         hidden = model.model(
             inputs_embeds=flat.view_as(embeddings), position_ids=position_ids, attention_mask=masks, use_cache=False
         ).last_hidden_state

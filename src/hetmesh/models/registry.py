@@ -7,15 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Adapter, AdapterRequest, BoundaryLike, ModuleLike
+from hetmesh.models.clip import ClipAdapter
 from hetmesh.models.custom import make_custom
+from hetmesh.models.llama import LlamaAdapter
 from hetmesh.models.mlp import MlpAdapter
 from hetmesh.models.qwen3 import Qwen3Adapter
 from hetmesh.models.siglip import SiglipAdapter
+from hetmesh.models.whisper import WhisperAdapter
 
 MODELS: dict[str, Callable[[AdapterRequest], Adapter | None]] = {
     "siglip": SiglipAdapter.make,
+    "clip": ClipAdapter.make,
+    "whisper": WhisperAdapter.make,
     "mlp": MlpAdapter.make,
     "qwen3": Qwen3Adapter.make,
+    "llama": LlamaAdapter.make,
 }
 """Ready-made models by the name a recipe gives them. To add one, write its `make` and enter it here: it returns None
 as long as it needs a neighbour's width that the request does not know yet."""
