@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hetmesh import _titan
@@ -26,25 +27,23 @@ def make_optimizers(recipe: Recipe, root: Root) -> tuple[Any, Any] | None:
     """torchtitan's `OptimizersContainer` and `LRSchedulersContainer`; None on a rank without trainable parameters.
 
     Parameter groups per module, with the module's own learning rate and weight decay where the recipe gives them:
-    one of sharded parameters (DTensors) and one of plain ones, since no fused kernel takes both at once.
+    one of plain parameters and one per mesh that its DTensors lie on, since no fused kernel takes several at once.
     """
     groups = []
     for name, module in root.named_children():
-        for sharded in (False, True):
-            names = [
-                f"{name}.{key}"
-                for key, p in module.named_parameters()
-                if p.requires_grad and isinstance(p, DTensor) == sharded
-            ]
-            if names:
-                pattern = "|".join(f"^{re.escape(key)}$" for key in names)
-                groups.append(
-                    _titan.param_group_config()(
-                        pattern=pattern,
-                        optimizer_name=recipe.optimizer.name,
-                        optimizer_kwargs=_arguments(recipe, name),
-                    )
+        by_mesh: dict[DeviceMesh | None, list[str]] = {}
+        for key, p in module.named_parameters():
+            if p.requires_grad:
+                by_mesh.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(f"{name}.{key}")
+        for names in by_mesh.values():
+            pattern = "|".join(f"^{re.escape(key)}$" for key in names)
+            groups.append(
+                _titan.param_group_config()(
+                    pattern=pattern,
+                    optimizer_name=recipe.optimizer.name,
+                    optimizer_kwargs=_arguments(recipe, name),
                 )
+            )
     if not groups:
         return None
     container = _titan.optimizers_container()

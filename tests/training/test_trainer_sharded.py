@@ -1,0 +1,73 @@
+"""The trainer over sharded modules: one optimizer over DTensors of several meshes, one norm, resume, evaluation."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from hetmesh.boundary import World
+from hetmesh.testing.precision import exact_dtypes
+from hetmesh.training.recipe import parse_recipe
+from hetmesh.training.trainer import Trainer
+
+pytestmark = pytest.mark.slow
+
+RECIPE = (Path(__file__).parents[2] / "recipes" / "digits_overlapping.toml").read_text()
+
+# eps far above its default keeps AdamW smooth where gradients are rounding errors, so that layouts compare exactly.
+OVERRIDES = (
+    *("--training.dtype", "float64", "--optimizer.eps", "0.01", "--training.local_batch_size", "6"),
+    *("--training.steps", "4", "--validation.samples", "12", "--modules.llm.config.num_hidden_layers", "1"),
+    *("--modules.vision.config.num_hidden_layers", "1", "--metrics.enable_tensorboard", "false"),
+    *("--training.global_batch_size", "12", "--training.max_norm", "0.05", "--checkpoint.interval", "2"),
+)
+SHARDED = (
+    *("--parallelism.vision.ranks", "0-2", "--parallelism.vision.data_parallel_replicate_degree", "1"),
+    *("--parallelism.vision.data_parallel_shard_degree", "3", "--parallelism.llm.ranks", "0-3"),
+    *("--parallelism.llm.data_parallel_replicate_degree", "1", "--parallelism.llm.data_parallel_shard_degree", "2"),
+    *("--parallelism.llm.tensor_parallel_degree", "2"),
+)
+SINGLE = (
+    *("--parallelism.vision.ranks", "0", "--parallelism.vision.data_parallel_replicate_degree", "1"),
+    *("--parallelism.llm.ranks", "0", "--parallelism.llm.data_parallel_replicate_degree", "1"),
+    *("--training.local_batch_size", "12"),
+)
+
+
+def train(rank, recipe, steps):
+    """Losses, gradient norms, full parameters after the last step, the evaluation's loss."""
+    world = World.current()
+    if rank >= recipe.world_size:
+        return None
+    trainer = Trainer(recipe, world)
+    taken = []
+    with exact_dtypes(trainer.job.root):
+        while trainer.step < steps:
+            taken.append(trainer.train_step())
+            if recipe.checkpoint.enable and trainer.step % recipe.checkpoint.interval == 0:
+                trainer.evaluate()  # before the save: what evaluation gathered must not be what is saved
+                trainer.save()
+        evaluation = trainer.evaluate()
+    trainer.reporter.close()
+    full = {k: p.full_tensor() if isinstance(p, DTensor) else p for k, p in trainer.job.root.state_dict().items()}
+    return [m.loss for m in taken], [m.grad_norm for m in taken], full, evaluation.loss
+
+
+def test_adamw_clipping_evaluation_and_resume_over_sharded_modules(pool4, pool, tmp_path):
+    folder = ("--job.dump_folder", str(tmp_path), "--checkpoint.enable", "true")
+    single = parse_recipe(RECIPE, (*OVERRIDES, *SINGLE, "--job.dump_folder", str(tmp_path / "single")))
+    (losses, norms, expected, evaluated), *_ = pool(1).run(train, single, 4, timeout=120)
+    sharded = parse_recipe(RECIPE, (*OVERRIDES, *SHARDED, *folder))
+    whole = pool4.run(train, sharded, 4, timeout=120)
+    for other_losses, other_norms, parameters, other in whole:
+        assert other_losses == pytest.approx(losses, rel=1e-10)
+        assert other_norms == pytest.approx(norms, rel=1e-10)
+        assert other == pytest.approx(evaluated, rel=1e-9)
+        for name, value in parameters.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-8, atol=1e-10)
+    for path in tmp_path.glob("checkpoint/step-4"):
+        path.rename(tmp_path / "away")
+    for (*_, before, _), (resumed, _, after, _) in zip(whole, pool4.run(train, sharded, 4, timeout=120), strict=True):
+        assert len(resumed) == 2
+        assert all(torch.equal(before[name], after[name]) for name in before)
