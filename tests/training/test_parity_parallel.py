@@ -163,3 +163,17 @@ class PartialLeft:
 def test_faults_of_sharded_modules_are_found(pool, fault):
     with pytest.raises(ParityError):
         check(pool, layout(FSDP, FSDP_TP, "colocated"), fault)
+
+
+@pytest.mark.parametrize("where", RANKS)
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_checkpointed_modules_equal_one_process(pool, mode, where):
+    """Over plain data and tensor parallelism, and over FSDP x TP; one module does as the others do not."""
+    extra = f'[activation_checkpoint]\nmode = "{mode}"\n'
+    check(pool, layout("tensor_parallel_degree = 2", FSDP_TP, where, extra))
+
+
+def test_one_module_may_be_checkpointed_and_another_not(pool):
+    text = layout(FSDP, "tensor_parallel_degree = 4", "overlapping", '[activation_checkpoint]\nmode = "selective"\n')
+    text = text.replace("num_key_value_heads = 2", "num_key_value_heads = 4")
+    check(pool, text.replace('model = "siglip"', 'model = "siglip"\nactivation_checkpoint = "full"'))

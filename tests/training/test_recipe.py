@@ -167,8 +167,8 @@ BAD: dict[str, tuple[str, str, str]] = {
     "unknown table": ("[data]", "[date]", "[date]: unknown table 'date'; did you mean 'data'? Valid are: job, modules"),
     "torchtitan's table": (
         "[data]",
-        '[activation_checkpoint]\nmode = "full"\n[data]',
-        "activation_checkpoint.mode = 'full': a known key that hetmesh does not implement yet; implemented so far: '",
+        "[fault_tolerance]\nenable = true\n[data]",
+        "fault_tolerance.enable = True: a known key that hetmesh does not implement yet; implemented so far: False",
     ),
     "torchtitan's model table": (
         "[data]",

@@ -13,6 +13,8 @@ from hetmesh.errors import LayoutError
 from hetmesh.graph.module_graph import LANE_AXES
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.models.adapter import Adapter
+from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
+from hetmesh.parallel.blocks import blocks
 from hetmesh.parallel.data_parallel import sum_gradients
 from hetmesh.parallel.fully_shard import apply_fully_shard
 from hetmesh.parallel.options import Options
@@ -83,9 +85,11 @@ def parallelize(
             module, device_mesh["tp"], adapter.tensor_parallel_plan() if plan is None else plan
         )
     adapted = AdaptedModule(adapter, module)
+    layers = blocks(module, map(module.get_submodule, adapter.layers()))
+    apply_activation_checkpoint(layers, options.activation_checkpoint)
     sharded = spec.axis_size("dp_shard") > 1
     if sharded:
-        apply_fully_shard(adapted, map(module.get_submodule, adapter.layers()), device_mesh, options)
+        apply_fully_shard(adapted, layers, device_mesh, options)
     return ParallelModule(module, adapted, spec, device_mesh, partial, sharded)
 
 

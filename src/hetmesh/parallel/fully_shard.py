@@ -18,22 +18,22 @@ from hetmesh.graph.module_graph import LANE_AXES
 from hetmesh.parallel.options import Options
 
 
-def apply_fully_shard(root: nn.Module, layers: Iterable[nn.Module], device_mesh: DeviceMesh, options: Options) -> None:
+def apply_fully_shard(root: nn.Module, blocks: Iterable[nn.Module], device_mesh: DeviceMesh, options: Options) -> None:
     """Shard the parameters of `root` in place over the `dp_shard` axis of its mesh (with a `dp_replicate` axis: HSDP).
 
-    Each block of `layers` is gathered by itself, right before its forward and backward. Everything else belongs to
+    Each of `blocks` is gathered by itself, right before its forward and backward. Everything else belongs to
     `root` and is gathered once for all of its forward. Tensor-parallel parameters, which are DTensors over `tp`,
     become DTensors over `dp_shard` and `tp`.
 
     Args:
         root: called for every forward, so that whatever an adapter does with its parts finds them gathered.
-        layers: submodules of `root` in execution order.
+        blocks: submodules of `root` in execution order, with parameters of their own.
         device_mesh: the whole mesh of the module; has an axis `dp_shard`.
     """
     names = device_mesh.mesh_dim_names or ()
     axes = tuple(axis for axis in LANE_AXES if axis in names)
     arguments: dict[str, Any] = {"mesh": device_mesh[axes]}
-    for block in blocks(root, layers):
+    for block in blocks:
         fully_shard(block, reshard_after_forward=options.reshard_after_forward != "never", **arguments)
     fully_shard(root, reshard_after_forward=options.reshard_after_forward == "always", **arguments)
     for module in sharded_modules(root):
@@ -42,24 +42,6 @@ def apply_fully_shard(root: nn.Module, layers: Iterable[nn.Module], device_mesh:
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
     root.register_forward_hook(_reshard_without_backward)
-
-
-def blocks(root: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """The layers that are modules of several parts and share no parameter with the rest of `root`.
-
-    A lone norm or linear is too small to gather by itself, and tied parameters need one owner.
-    """
-    owners: dict[int, int] = {}
-    for module in root.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    return [
-        layer
-        for layer in layers
-        if any(True for _ in layer.children())
-        and any(True for _ in layer.parameters())
-        and all(owners[id(p)] == 1 for p in layer.parameters())
-    ]
 
 
 def sharded_modules(root: nn.Module) -> list[FSDPModule]:

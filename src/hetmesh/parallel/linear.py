@@ -36,9 +36,11 @@ class RowwiseLinear(nn.Linear):
     sum over ranks; so its gradient is already complete on every rank."""
 
     group: dist.ProcessGroup
+    sum_a_copy = False  # leave the product as it is, for whoever keeps it
 
     def forward(self, input: Tensor) -> Tensor:
-        output = leave(linear(input, local(self.weight)), self.group)
+        partial = linear(input, local(self.weight))
+        output = leave(partial.clone() if self.sum_a_copy else partial, self.group)
         return output if self.bias is None else output + self.bias
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Reshard = Literal["default", "always", "never"]
+CheckpointMode = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,8 @@ class Options:
         reshard_after_forward: of modules with a `dp_shard` axis: whether a layer's gathered parameters are let go after
             its forward and gathered again for its backward. `default`: those of blocks are, the root's (embeddings,
             final norm, head) are kept; `always`: both; `never`: neither.
+        activation_checkpoint: what a block's backward computes again; see `apply_activation_checkpoint`.
     """
 
     reshard_after_forward: Reshard = "default"
+    activation_checkpoint: CheckpointMode = "none"

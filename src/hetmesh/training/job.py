@@ -86,7 +86,11 @@ def module_options(recipe: Recipe, name: str) -> Options:
     while owner not in tables and (consumers := recipe.graph.outputs(owner)):
         owner = consumers[0].destination
     layout = tables.get(owner, ModuleParallelism())
-    return Options(reshard_after_forward=layout.fsdp_reshard_after_forward)
+    own = recipe.modules[name]
+    return Options(
+        reshard_after_forward=layout.fsdp_reshard_after_forward,
+        activation_checkpoint=own.activation_checkpoint or recipe.activation_checkpoint.mode,
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,6 +39,7 @@ class Recipe(sections.Section):
     parallelism: sections.Parallelism = sections.Parallelism()
     data: sections.Data = sections.Data()
     training: sections.Training = sections.Training()
+    activation_checkpoint: sections.ActivationCheckpoint = sections.ActivationCheckpoint()
     optimizer: sections.Optimizer = sections.Optimizer()
     lr_scheduler: sections.LRScheduler = sections.LRScheduler()
     checkpoint: sections.Checkpoint = sections.Checkpoint()

@@ -20,6 +20,7 @@ SECTIONS: Mapping[str, type[sections.Section]] = {
     "parallelism": sections.ModuleParallelism,  # flat, and one table per module
     "data": sections.Data,
     "training": sections.Training,
+    "activation_checkpoint": sections.ActivationCheckpoint,
     "optimizer": sections.Optimizer,
     "lr_scheduler": sections.LRScheduler,
     "checkpoint": sections.Checkpoint,
@@ -99,7 +100,7 @@ NOT_IMPLEMENTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "save_memory_snapshot_folder": NOTHING,
     },
     "model": {"name": NOTHING, "flavor": NOTHING, "hf_assets_path": NOTHING, "tokenizer_path": NOTHING},
-    "activation_checkpoint": {"mode": ("none",), "selective_ac_option": NOTHING, "early_stop": NOTHING},
+    "activation_checkpoint": {"selective_ac_option": ("op",), "early_stop": NOTHING},
     "compile": {"enable": (False,), "components": NOTHING, "backend": NOTHING},
     "quantize": {},
     "fault_tolerance": {"enable": (False,)},

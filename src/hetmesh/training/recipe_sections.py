@@ -84,6 +84,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 TensorParallelStyle = Literal["colwise", "rowwise", "colwise_gather_output", "replicated_with_grad_allreduce"]
+CheckpointMode = Literal["none", "selective", "full"]
 SchedulePolicy = Literal["sequential", "1f1b", "interleaved", "zero_bubble", "three_phase", "bubble_fill"]
 
 
@@ -116,7 +117,7 @@ class LoRA(Section):
 class Module(Section):
     """`[modules.<name>]`: one module of the model.
 
-    `media` is the kind of media an encoder reads; where absent, the placeholder that its rows end up at. `plan` adds to
+    `activation_checkpoint` overrides `[activation_checkpoint] mode`. `media` is the kind of media an encoder reads; where absent, the placeholder that its rows end up at. `plan` adds to
     or replaces entries of the adapter's tensor-parallel plan (parameter name pattern -> style). `lr` and `weight_decay`
     override `[optimizer]`.
     """
@@ -127,6 +128,7 @@ class Module(Section):
     weight_decay: NotNegative | None = None
     trainable: bool = True  # false: no gradient, no optimizer state, no backward
     lora: LoRA | None = None
+    activation_checkpoint: CheckpointMode | None = None
     media: str | None = None
     plan: Annotated[Mapping[str, TensorParallelStyle], AfterValidator(freeze)] = FrozenDict()
 
@@ -194,6 +196,12 @@ class Training(Section):
     max_norm: NotNegative = 1.0  # of the gradient over all modules; 0 does not clip
     steps: Size = 10_000
     dtype: Literal["float32", "float64"] = "float32"
+
+
+class ActivationCheckpoint(Section):
+    """`[activation_checkpoint]`: what the backward of each block computes again instead of keeping it."""
+
+    mode: CheckpointMode = "none"  # full: the whole block; selective: all but matrix products and attention
 
 
 class Optimizer(Section):

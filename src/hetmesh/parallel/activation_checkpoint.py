@@ -1,0 +1,48 @@
+"""Activation checkpointing of blocks: keep a block's input instead of what its forward computes, and compute it again
+in the backward. Names of modules and parameters stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from hetmesh.parallel.linear import RowwiseLinear
+from hetmesh.parallel.options import CheckpointMode
+
+MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+ATTENTION = "_scaled_dot_product_"
+
+
+def apply_activation_checkpoint(blocks: Iterable[nn.Module], mode: CheckpointMode) -> None:
+    """Checkpoint each block, in place. Apply it before FSDP, whose gathers then surround the computation and its
+    repetition alike.
+
+    Args:
+        mode: `full` computes the whole block again, its tensor-parallel sums included. `selective` keeps the outputs
+            of matrix products and attention, and computes again only what lies between them and the sums.
+    """
+    if mode == "none":
+        return
+    for block in blocks:
+        block.forward = _again(block.forward, mode)
+        for module in block.modules():
+            if mode == "selective" and isinstance(module, RowwiseLinear):
+                module.sum_a_copy = True  # what selective checkpointing keeps must not change
+
+
+def _again(forward: Any, mode: CheckpointMode) -> Any:
+    arguments: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+    return partial(checkpoint, forward, **arguments)
+
+
+def _keep_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = op.__name__.split(".")[0] if isinstance(op, torch._ops.OpOverload) else ""
+    kept = name in MATRIX_PRODUCTS or name.startswith(ATTENTION)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
