@@ -1,6 +1,7 @@
 """Sources of samples, their metadata and payloads, and the resumable loader.
 
-source.py   Sample, the Source protocol, make_source
+source.py   Sample, the Source protocol
+registry.py sources by name: make_source
 check.py    is a sample well-formed, does its payload agree with its metadata
 expand.py   one placeholder token per row; truncation
 shuffle.py  permutations that cost no memory
@@ -12,9 +13,11 @@ from hetmesh.data.check import check_meta, check_sample
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.expand import Expansion, ItemRows, ModuleRows, expand, expand_tokens
 from hetmesh.data.loader import Drawn, Loader
-from hetmesh.data.source import QuestionSource, Sample, Source, make_source
+from hetmesh.data.registry import SOURCES, make_source
+from hetmesh.data.source import QuestionSource, Sample, Source
 
 __all__ = [
+    "SOURCES",
     "DigitsSource",
     "Drawn",
     "Expansion",

@@ -1,16 +1,13 @@
-"""What a data source is, and how a recipe names one."""
+"""What a data source is."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import SampleMeta
 
 
@@ -90,58 +87,3 @@ class QuestionSource(Source, Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids up to the first end token."""
         ...
-
-
-def _builtin() -> dict[str, Callable[..., Source]]:
-    from hetmesh.data.digits import DigitsSource
-
-    return {"digits": DigitsSource}
-
-
-def make_source(name: str, /, **options: Any) -> Source:
-    """Make the source that a recipe names.
-
-    Args:
-        name: `"digits"`, or `"package.module:Class"` for the user's own class or function.
-        options: keyword arguments for it.
-
-    Raises:
-        RecipeError: nothing has that name, it does not take these options, or the result is not a `Source`.
-    """
-    key = f"[data] source = {name!r}"
-    factory = _import(name, key) if ":" in name else _builtin().get(name)
-    if factory is None:
-        raise RecipeError(f"{key}: no such source; valid are {sorted(_builtin())} and 'package.module:Class'")
-    try:
-        signature = inspect.signature(factory)
-    except ValueError:  # some built-in callables have none; calling them tells
-        signature = None
-    if signature is not None:
-        try:
-            signature.bind(**options)
-        except TypeError as error:
-            raise RecipeError(f"{key}: options {options}: {error}; it takes {signature}") from error
-    source = factory(**options)
-    missing = [n for n in ("__len__", "meta", "load", "vocab_size", "pad_id", "placeholders") if not hasattr(source, n)]
-    if missing:
-        raise RecipeError(f"{key}: {type(source).__name__} is not a hetmesh.data.Source, it lacks {missing}")
-    ids = {"pad_id": source.pad_id, **{f"placeholder {k!r}": v for k, v in source.placeholders.items()}}
-    wrong = {k: v for k, v in ids.items() if not 0 <= v < source.vocab_size}
-    if wrong:
-        raise RecipeError(f"{key}: {wrong} must be token ids 0..{source.vocab_size - 1} (vocab_size)")
-    if len(source) < 1:
-        raise RecipeError(f"{key}: the source is empty")
-    return source
-
-
-def _import(name: str, key: str) -> Callable[..., Any]:
-    module_name, _, attribute = name.partition(":")
-    try:
-        found: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise RecipeError(f"{key}: cannot import it: {error}; write 'package.module:Class'") from error
-    if not callable(found):
-        raise RecipeError(f"{key}: {attribute} is a {type(found).__name__}, not a class or function")
-    return found

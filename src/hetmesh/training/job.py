@@ -13,7 +13,8 @@ from hetmesh.balance import BatchPlan, in_order
 from hetmesh.boundary import World
 from hetmesh.data.expand import Expansion, expand
 from hetmesh.data.loader import Loader
-from hetmesh.data.source import Source, make_source
+from hetmesh.data.registry import make_source
+from hetmesh.data.source import Source
 from hetmesh.graph import ModuleGraph, SampleMeta, StageGraph, stage_graph
 from hetmesh.models import (
     Adapter,

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from hetmesh.boundary import World, init
-from hetmesh.data.source import Source, make_source
+from hetmesh.data.registry import make_source
+from hetmesh.data.source import Source
 from hetmesh.errors import RecipeError
 from hetmesh.training.checkpoint import Checkpointer
 from hetmesh.training.evaluate import Evaluation, evaluate, show
