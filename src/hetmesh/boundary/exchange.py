@@ -15,7 +15,7 @@ from hetmesh.boundary import pack
 from hetmesh.boundary.log import Label
 from hetmesh.boundary.lowering import choose
 from hetmesh.boundary.world import World
-from hetmesh.errors import BoundaryError, BoundaryTimeout
+from hetmesh.errors import BoundaryError
 from hetmesh.layout import Piece, Step, TransferPlan
 from hetmesh.layout.intervals import Intervals, extent
 
@@ -269,15 +269,12 @@ class _PendingStep:
         return all(work.is_completed() for _, work in [*self.receives, *self.sends])
 
     def _wait(self, work: dist.Work, peer: int | None) -> None:
-        rank, timeout = self.world.rank, self.world.timeout
         whom = "a collective" if peer is None else f"rank {peer}"
         try:
-            with self.world.watchdog.watching(f"{self.label}: rank {rank}, waiting for {whom}"):
-                work.wait(timedelta(seconds=timeout))
+            with self.world.waiting(self.label, whom):
+                work.wait(timedelta(seconds=self.world.timeout))
         except RuntimeError as error:
-            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-                raise BoundaryTimeout(f"{self.label}: rank {rank} waited {timeout:g} s for {whom}") from error
-            raise BoundaryError(f"{self.label}: rank {rank} lost {whom}: {error}") from error
+            raise BoundaryError(f"{self.label}: rank {self.world.rank} lost {whom}: {error}") from error
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

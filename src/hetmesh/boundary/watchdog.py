@@ -18,6 +18,11 @@ EXIT_CODE = 70
 """Exit status of a process that its watchdog ended (EX_SOFTWARE of sysexits.h)."""
 
 
+def timed_out(error: BaseException) -> bool:
+    """Whether an error of gloo or NCCL says that it waited for too long (and not that a peer is gone)."""
+    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
+
+
 def _abort(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
     faulthandler.dump_traceback(all_threads=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hetmesh._torch_compat import set_group_timeout
 from hetmesh.boundary.log import CommunicationLog
-from hetmesh.boundary.watchdog import Watchdog
-from hetmesh.errors import LayoutError
+from hetmesh.boundary.watchdog import Watchdog, timed_out
+from hetmesh.errors import BoundaryTimeout, LayoutError
 from hetmesh.layout import MeshSpec
 
 _current: World | None = None
@@ -103,6 +105,28 @@ class World:
                     mesh_dim_names=spec.axes,
                 )
         return self._meshes[spec]
+
+    @contextlib.contextmanager
+    def waiting(self, what: object, whom: str = "the other ranks") -> Iterator[None]:
+        """Watch the body, a wait for `whom`, and say what was waited for if it lasts too long.
+
+        Raises:
+            BoundaryTimeout: the transport gave up.
+        """
+        try:
+            with self.watchdog.watching(f"{what}: rank {self.rank}, waiting for {whom}"):
+                yield
+        except RuntimeError as error:
+            if not timed_out(error):
+                raise
+            raise BoundaryTimeout(f"{what}: rank {self.rank} waited {self.timeout:g} s for {whom}") from error
+
+    def set_timeout(self, timeout: float) -> None:
+        """From here on, any single wait may take `timeout` seconds. Call it on every rank, where none waits."""
+        self.timeout, self.watchdog.timeout = timeout, 2 * timeout
+        for group in self._groups.values():
+            if group is not None:
+                set_group_timeout(timedelta(seconds=timeout), group)
 
     def made(self, device_mesh: DeviceMesh) -> bool:
         """Whether this World built `device_mesh`, or it has nothing that torch could have sorted."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import Exchange, Label, World
+from hetmesh.boundary.watchdog import timed_out
 from hetmesh.errors import BoundaryError, BoundaryTimeout
 from hetmesh.graph import BoundarySpec, Edge, ModuleGraph, Stage
 from hetmesh.layout import TransferPlan, plan_transfer
@@ -84,8 +85,8 @@ class Runtime:
                 yield
         except BoundaryError as error:
             raise BoundaryError(f"{action}: {error}") from error
-        except RuntimeError as error:
-            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+        except Exception as error:
+            if isinstance(error, RuntimeError) and timed_out(error):
                 raise BoundaryTimeout(
                     f"{action}: rank {rank} waited {self.world.timeout:g} s in a collective of the module"
                 ) from error

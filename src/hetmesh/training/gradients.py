@@ -45,7 +45,7 @@ def reduce_over_ranks(values: Iterable[Tensor | float], world: World) -> list[fl
     """Sum some scalars over all ranks of the job, in float64. Collective."""
     stacked = torch.tensor([float(v) for v in values], dtype=torch.float64, device=world.device)
     group = world.group(range(world.size))
-    with world.watchdog.watching("sum of losses and norms over all ranks"):
+    with world.waiting("sum of losses and norms over all ranks"):
         dist.all_reduce(stacked, group=group)
     return stacked.tolist()
 

@@ -30,7 +30,8 @@ def train(recipe: Recipe) -> dict[str, Any]:
     Returns:
         The summary of the run, equal on all ranks; rank 0 has written it to summary.json.
     """
-    world = init(timeout=recipe.comm.train_timeout_seconds, init_timeout=recipe.comm.init_timeout_seconds)
+    patience = recipe.comm.init_timeout_seconds
+    world = init(timeout=patience, init_timeout=patience)
     try:
         if world.size != recipe.world_size:
             raise RecipeError(f"the recipe needs {recipe.world_size} ranks, this job has {world.size}")
@@ -71,7 +72,9 @@ class Trainer:
         recipe, started, metrics = self.recipe, time.perf_counter(), None
         try:
             while not self._done:
-                metrics = self.train_step()
+                first, metrics = metrics is None, self.train_step()
+                if first:  # connections stand and libraries are warm: from now on a slow rank is a stalled one
+                    self.world.set_timeout(recipe.comm.train_timeout_seconds)
                 self.reporter.step(metrics)
                 if recipe.checkpoint.enable and self._due(recipe.checkpoint.interval):
                     self.save()
@@ -90,7 +93,8 @@ class Trainer:
     def train_step(self) -> StepMetrics:
         """One optimizer step over one global batch."""
         started = time.perf_counter()
-        drawn = next(self.job.loader)
+        with self.world.watchdog.watching(f"metadata of the samples of step {self.step + 1}"):
+            drawn = next(self.job.loader)
         plan = self.job.plan([d.meta for d in drawn])
         feed = Feed(self.job.loader, drawn, plan, self.job.adapters, self.world.rank)
 
