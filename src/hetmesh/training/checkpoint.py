@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hetmesh.boundary import World
 from hetmesh.errors import RecipeError
@@ -18,14 +21,15 @@ from hetmesh.training.optimizers import Root
 
 _STEP = re.compile(r"step-(\d+)")
 _COMPLETE = ".metadata"  # DCP writes it last, so a folder without it is what a killed run left behind
+_SHOWN = 3  # differences that an error names
 
 
 class Checkpointer:
     """Saves and loads the state of a run on every rank.
 
     A checkpoint holds the parameters and buffers of all modules (`model.<module>.<name>`), the optimizer's state by
-    parameter name, the schedule, the data position, and each rank's random state. Loading needs the same modules; the
-    random state is restored on ranks that had one.
+    parameter name, the schedule, the data position, and each rank's random state. Loading needs the same modules and
+    the same optimizer; nothing that is saved is left unread, except random states of ranks that no longer exist.
 
     Args:
         folder: where the step folders are.
@@ -46,16 +50,26 @@ class Checkpointer:
         """The newest complete step, as rank 0 sees it, on every rank. Collective."""
         steps = self.steps()
         chosen = torch.tensor([steps[-1] if steps else -1], device=self.world.device)
-        dist.broadcast(chosen, src=0, group=self.world.group(range(self.world.size)))
+        with self.world.waiting("choice of the checkpoint to resume from"):
+            dist.broadcast(chosen, src=0, group=self._everyone)
         return None if chosen.item() < 0 else int(chosen.item())
 
     def save(self, step: int, root: Root, optimizers: tuple[Any, Any] | None, extra: Mapping[str, Any]) -> Path:
-        """Write the state after `step` steps. Collective."""
+        """Write the state after `step` steps. Collective.
+
+        Raises:
+            OSError: it cannot be written; on every rank.
+        """
         path = self.folder / f"step-{step}"
-        with self.world.watchdog.watching(f"checkpoint of step {step}"):
-            dcp.save(self._state(root, optimizers, extra), checkpoint_id=str(path))
+        try:
+            with self.world.waiting(f"saving {path}"):
+                state = self._state(root, optimizers, extra)
+                dcp.save(state, checkpoint_id=str(path), process_group=self._everyone)
+        except CheckpointException as error:  # no Exception: it would pass by everything that handles failures
+            raise OSError(f"checkpoint {path} cannot be written: {_cause(error)}") from error
         if self.world.rank == 0 and self.keep_latest:
             for old in self.steps()[: -self.keep_latest]:
+                (self.folder / f"step-{old}" / _COMPLETE).unlink()  # first: a folder that is half gone is not complete
                 shutil.rmtree(self.folder / f"step-{old}", ignore_errors=True)
         return path
 
@@ -68,25 +82,31 @@ class Checkpointer:
             `extra` as it was saved.
 
         Raises:
-            RecipeError: the checkpoint is of other modules.
+            RecipeError: the checkpoint is of other modules or another optimizer, or cannot be read; on every rank.
         """
         path = self.folder / f"step-{step}"
-        state = self._state(root, optimizers, extra)
+        saved = _saved(path)
+        state = {k: v for k, v in self._state(root, optimizers, extra).items() if k in saved or not _optional(k, saved)}
+        self._check_fit(path, state, saved)
         try:
-            dcp.load(state, checkpoint_id=str(path))
-        except Exception as error:
-            raise RecipeError(f"checkpoint {path} does not fit this recipe: {error}") from error
-        root.load_state_dict(_under(state, "model."), strict=False)
+            with self.world.waiting(f"loading {path}"):
+                dcp.load(state, checkpoint_id=str(path), process_group=self._everyone)
+        except CheckpointException as error:
+            raise RecipeError(f"checkpoint {path} cannot be read: {_cause(error)}") from error
+        root.load_state_dict(_under(state, "model."))
         if optimizers is not None:
             optimizers[0].load_state_dict(_under(state, "optimizer."))
             optimizers[1].load_state_dict(_under(state, "lr_scheduler."))
-        if self._random_key in state:
-            torch.set_rng_state(state[self._random_key])
+        random = _under(state, f"random.{self.world.rank}.")
+        if "cpu" in random:
+            torch.set_rng_state(random["cpu"])
+        if "cuda" in random and self.world.device.type == "cuda":
+            torch.cuda.set_rng_state(random["cuda"], self.world.device)
         return _under(state, "extra.")
 
     @property
-    def _random_key(self) -> str:
-        return f"random.{self.world.rank}"
+    def _everyone(self) -> dist.ProcessGroup | None:
+        return self.world.group(range(self.world.size))
 
     def _state(self, root: Root, optimizers: tuple[Any, Any] | None, extra: Mapping[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = {f"model.{k}": v for k, v in root.state_dict().items()}
@@ -94,8 +114,78 @@ class Checkpointer:
             state |= {f"optimizer.{k}": v for k, v in optimizers[0].state_dict().items()}
             state |= {f"lr_scheduler.{k}": v for k, v in optimizers[1].state_dict().items()}
         state |= {f"extra.{k}": v for k, v in extra.items()}
-        state[self._random_key] = torch.get_rng_state()
+        state[f"random.{self.world.rank}.cpu"] = torch.get_rng_state()
+        if self.world.device.type == "cuda":
+            state[f"random.{self.world.rank}.cuda"] = torch.cuda.get_rng_state(self.world.device)
         return state
+
+    def _check_fit(self, path: Path, state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        """Compare names, shapes and dtypes on all ranks, so that all raise the same error before anything is read."""
+        everybody: list[Any] = [None] * self.world.size
+        with self.world.waiting(f"comparing {path} with the recipe"):
+            dist.all_gather_object(everybody, (set(state), _differences(state, saved)), group=self._everyone)
+        expected = set().union(*(keys for keys, _ in everybody))
+        wanted, held = _modules(expected), _modules(saved)
+        if wanted != held:
+            raise RecipeError(
+                f"checkpoint {path} does not fit this recipe: it holds the modules {sorted(held)}, the recipe has "
+                f"{sorted(wanted)}"
+            )
+        surplus = sorted(key for key in saved if key not in expected and not key.startswith("random."))
+        differences = [*dict.fromkeys(d for _, some in everybody for d in some), *(f"{k} is not used" for k in surplus)]
+        if differences:
+            shown = "; ".join(differences[:_SHOWN])
+            more = len(differences) - _SHOWN
+            raise RecipeError(
+                f"checkpoint {path} does not fit this recipe: {shown}" + (f" (and {more} more)" if more > 0 else "")
+            )
+
+
+def _saved(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds, by name."""
+    try:
+        return FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    except Exception as error:  # whatever unpickling makes of a damaged file
+        raise RecipeError(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _optional(key: str, saved: Iterable[str]) -> bool:
+    """Whether a checkpoint may lack `key`: the random state of a rank that did not exist; the optimizer's state of a
+    parameter that never had a gradient (and none must be made up, for it would begin with another step count)."""
+    if key.startswith("random."):
+        return True
+    prefix = "optimizer.state."
+    parameter = key.removeprefix(prefix).rpartition(".")[0]
+    return key.startswith(prefix) and not any(k.startswith(f"{prefix}{parameter}.") for k in saved)
+
+
+def _differences(state: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """What this rank needs and the checkpoint does not have like that, in words."""
+    found = []
+    for key, value in state.items():
+        if key not in saved:
+            found.append(f"it lacks {key}")
+            continue
+        entry = saved[key]
+        was = (list(entry.size), entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+        now = (list(value.shape), value.dtype) if isinstance(value, Tensor) else None
+        if was != now:
+            found.append(f"{key} was {_described(was)} and is {_described(now)}")
+    return found
+
+
+def _described(tensor: tuple[list[int], torch.dtype] | None) -> str:
+    return "no tensor" if tensor is None else f"{tensor[1]} {tensor[0]}".removeprefix("torch.")
+
+
+def _modules(keys: Iterable[str]) -> set[str]:
+    return {key.split(".")[1] for key in keys if key.startswith("model.")}
+
+
+def _cause(error: CheckpointException) -> str:
+    """The first rank's error, without its stack."""
+    rank, (cause, _) = min(error.failures.items())
+    return f"rank {rank}: {type(cause).__name__}: {cause}"
 
 
 def _under(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
