@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,13 +19,17 @@ if TYPE_CHECKING:
     from hetmesh.training.job import Job
 
 
+_COLUMNS = 80  # of a terminal
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """The result over n held-out samples.
 
     Attributes:
         loss: cross-entropy per target token.
-        right: bool `[n]`: every target token of the sample is the arg-max (given the true tokens before it).
+        right: bool `[n]`: every target token of the sample is the arg-max (given the true tokens before it). A sample
+            of which `seq_len` cut targets is not.
         predicted: int64 `[n, most targets]`: the arg-max tokens, -1 behind the last.
         kinds: the kind of each sample, empty where the source does not tell.
     """
@@ -47,7 +52,22 @@ class Evaluation:
 
 
 def evaluate(job: Job, source: Source, limit: int | None = None) -> Evaluation:
-    """Run `source` (or its first `limit` samples) through the modules without training. Collective over all ranks."""
+    """Run `source` (or its first `limit` samples) through the modules without training. Collective over all ranks.
+
+    Training goes on afterwards as if this had not been: modules are in evaluation mode for the duration (no dropout),
+    and the random state is left as it was.
+    """
+    training = [module for module in job.root.modules() if module.training]
+    job.root.eval()
+    try:
+        with torch.random.fork_rng():
+            return _evaluate(job, source, limit)
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _evaluate(job: Job, source: Source, limit: int | None) -> Evaluation:
     batch = job.recipe.batch.global_batch_size
     loader = Loader(source, batch, job.loader.prepare, shuffle=False)
     count = min(len(source), limit or len(source))
@@ -66,7 +86,8 @@ def evaluate(job: Job, source: Source, limit: int | None = None) -> Evaluation:
             done = 0
             for i in plan.samples_of(job.graph.sink.name, m, job.sink_lane):
                 n = plan.samples[i].num_targets
-                results[start + i, 0] = bool(hits[done : done + n].all())
+                whole = 0 < n == source.meta(start + i).num_targets
+                results[start + i, 0] = whole and bool(hits[done : done + n].all())
                 results[start + i, 1 : n + 1] = guesses[done : done + n].cpu() + 1
                 done += n
 
@@ -76,7 +97,7 @@ def evaluate(job: Job, source: Source, limit: int | None = None) -> Evaluation:
         loss += lane_loss if counts else 0
     results, loss = results.to(job.world.device), loss.to(job.world.device)
     everyone = job.world.group(range(job.world.size))
-    with job.world.watchdog.watching("sum of the evaluation over all ranks"):
+    with job.world.waiting("sum of the evaluation over all ranks"):
         dist.all_reduce(results, group=everyone)
         dist.all_reduce(loss, group=everyone)
     results = results.cpu()
@@ -86,13 +107,28 @@ def evaluate(job: Job, source: Source, limit: int | None = None) -> Evaluation:
 
 
 def show(source: Source, evaluation: Evaluation, number: int = 5) -> list[str]:
-    """The first `number` questions as text, each with its picture, the model's answer and the right one."""
+    """`number` of the questions as text, each with its picture, the model's answer and the right one.
+
+    The kinds take turns, each with its first questions whose picture fits a terminal of 80 columns (or any others).
+    """
     if not isinstance(source, QuestionSource):
         return []
     shown = []
-    for i in range(min(number, len(evaluation.right))):
+    for i in _of_all_kinds(source, evaluation.kinds)[:number]:
         guess = source.decode([t for t in evaluation.predicted[i].tolist() if t >= 0])
         verdict = "right" if evaluation.right[i] else f"wrong, it is {source.answer(i)}"
-        picture = source.picture(i)
-        shown.append("\n".join(filter(None, [picture, f"Q: {source.question(i)}", f"A: {guess}   ({verdict})", ""])))
+        lines = [source.picture(i), f"Q: {source.question(i)}", f"A: {guess}   ({verdict})"]
+        shown.append("\n".join(filter(None, lines)) + "\n")
     return shown
+
+
+def _of_all_kinds(source: QuestionSource, kinds: Sequence[str]) -> list[int]:
+    """All questions, the kinds in turn in the order of their first appearance."""
+    queues: dict[str, list[int]] = {}
+    for i, kind in enumerate(kinds):
+        queues.setdefault(kind, []).append(i)
+    for kind, queue in queues.items():
+        fits = {i: max(map(len, source.picture(i).splitlines()), default=0) <= _COLUMNS for i in queue}
+        queues[kind] = sorted(queue, key=lambda i: not fits[i])
+    rounds = itertools.zip_longest(*queues.values())
+    return [i for each in rounds for i in each if i is not None]

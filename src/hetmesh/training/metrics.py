@@ -90,7 +90,7 @@ class Reporter:
         if self._tensorboard is not None:
             self._tensorboard.log({k: v for k, v in asdict(metrics).items() if k != "step"}, metrics.step)
         if not self.console.is_terminal:
-            self.console.print(
+            self.print(
                 f"step {metrics.step}/{self.steps}  loss {metrics.loss:.4f}  grad norm {metrics.grad_norm:.3f}  "
                 f"{metrics.samples_per_s:.0f} samples/s"
             )
@@ -98,7 +98,7 @@ class Reporter:
     def evaluation(self, step: int, scores: Mapping[str, float]) -> None:
         """Report an evaluation: a name and a number each."""
         shown = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
-        self.console.print(f"validation at step {step}: {shown}")
+        self.print(f"validation at step {step}: {shown}")
         if self._tensorboard is not None:
             self._tensorboard.log({f"validation/{k}": v for k, v in scores.items()}, step)
 
@@ -110,8 +110,8 @@ class Reporter:
             os.replace(temporary, self.folder / "summary.json")
 
     def print(self, text: str) -> None:
-        """Print a line on rank 0."""
-        self.console.print(text, markup=False)
+        """Print lines on rank 0, each as it is, however long."""
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Flush and close everything."""
@@ -123,7 +123,7 @@ class Reporter:
 
 
 def _truncate(path: Path, step: int) -> None:
-    """Keep the lines of metrics.jsonl up to `step`; a line that a kill cut short goes too."""
+    """Keep the lines of metrics.jsonl up to `step`; a line that a kill cut short goes too. All of it, or nothing."""
     if not path.exists():
         return
     kept = []
@@ -135,4 +135,6 @@ def _truncate(path: Path, step: int) -> None:
         if record["step"] > step:
             break
         kept.append(line + "\n")
-    path.write_text("".join(kept), encoding="utf-8")
+    temporary = path.with_suffix(".part")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    os.replace(temporary, path)  # a kill right here loses nothing
