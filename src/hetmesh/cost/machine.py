@@ -1,0 +1,91 @@
+"""Machines: peak rates, memory and link bandwidths, one TOML file each under machines/."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import tomli
+
+from hetmesh.errors import RecipeError
+
+_FOLDER = Path(__file__).parent / "machines"
+
+MACHINES = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
+"""Names that `load_machine` knows."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One kind of device and what connects it. Rates are what the vendor promises, not what programs reach.
+
+    Attributes:
+        name: the file's name.
+        source: where the numbers are from.
+        peak_flops: dense FLOP/s of one device by dtype (`"bfloat16"`). A dtype that is missing is unknown: on a CPU it
+            is measured when a run starts.
+        memory_bytes: of one device; 0 if unknown.
+        memory_bandwidth: bytes/s; 0 if unknown.
+        node_bandwidth: bytes/s that a device can send to others of its node, one direction.
+        network_bandwidth: the same to other nodes.
+        devices: parts of the names under which CUDA reports such a device.
+    """
+
+    name: str
+    source: str
+    peak_flops: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    memory_bytes: int = 0
+    memory_bandwidth: float = 0.0
+    node_bandwidth: float = 0.0
+    network_bandwidth: float = 0.0
+    devices: tuple[str, ...] = ()
+
+    def peak(self, dtype: str) -> float | None:
+        """Dense FLOP/s in `dtype`, None if unknown."""
+        return self.peak_flops.get(dtype)
+
+
+def load_machine(name_or_path: str) -> Machine:
+    """The machine of a name in `MACHINES`, or of a TOML file of your own.
+
+    Raises:
+        RecipeError: there is none, or it has unknown keys or numbers that are none.
+    """
+    path = _FOLDER / f"{name_or_path}.toml" if name_or_path in MACHINES else Path(name_or_path)
+    if path.suffix != ".toml" or not path.is_file():
+        raise RecipeError(f"machine {name_or_path!r}: valid are {', '.join(MACHINES)}, or the path of a TOML file")
+    try:
+        table = tomli.loads(path.read_text(encoding="utf-8"))
+    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"machine {path}: not valid TOML: {error}") from error
+    return _machine(path, table)
+
+
+def find_machine(device_name: str) -> Machine | None:
+    """The machine whose CUDA device reports itself as `device_name` (`"NVIDIA H100 80GB HBM3"`), None if unknown."""
+    machines = (load_machine(name) for name in MACHINES)
+    return next((machine for machine in machines if any(part in device_name for part in machine.devices)), None)
+
+
+def _machine(path: Path, table: Mapping[str, Any]) -> Machine:
+    valid = [each.name for each in fields(Machine) if each.name != "name"]
+    if unknown := sorted(set(table) - set(valid)):
+        raise RecipeError(f"machine {path}: unknown keys {unknown}; valid are {valid}")
+    peaks = table.get("peak_flops", {})
+    if not isinstance(peaks, dict):
+        raise RecipeError(f"machine {path}: peak_flops must be a table of dtypes and FLOP/s, got {peaks!r}")
+    numbers = {k: v for k, v in table.items() if k not in ("source", "devices", "peak_flops")}
+    for key, value in {**numbers, **{f"peak_flops.{k}": v for k, v in peaks.items()}}.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise RecipeError(f"machine {path}: {key} must be a number of at least 0, got {value!r}")
+    return Machine(
+        path.stem,
+        str(table.get("source", path)),
+        MappingProxyType({k: float(v) for k, v in peaks.items()}),
+        int(table.get("memory_bytes", 0)),
+        **{k: float(v) for k, v in numbers.items() if k != "memory_bytes"},
+        devices=tuple(table.get("devices", ())),
+    )

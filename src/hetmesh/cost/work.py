@@ -1,0 +1,86 @@
+"""Work: what a global batch gives each module to do, from sample metadata alone. No communication, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from hetmesh.graph import ModuleGraph, SampleMeta
+
+
+class Assignment(Protocol):
+    """A `hetmesh.balance.BatchPlan`, as far as it matters here (balance may use costs, so costs cannot import it)."""
+
+    @property
+    def graph(self) -> ModuleGraph: ...
+    @property
+    def samples(self) -> tuple[SampleMeta, ...]: ...
+    @property
+    def num_microbatches(self) -> int: ...
+    def samples_of(self, module: str, microbatch: int, lane: int) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one module has to do; padding is no work.
+
+    Attributes:
+        rows: rows or tokens that go through its blocks.
+        pairs: (query, key) pairs, the sum of the squared lengths of its sequences. All of them, also those that a
+            causal mask hides: the convention of torchtitan's MFU and of torch's FlopCounterMode.
+        targets: positions for which it predicts a token.
+    """
+
+    rows: int = 0
+    pairs: int = 0
+    targets: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.rows + other.rows, self.pairs + other.pairs, self.targets + other.targets)
+
+
+def sample_work(graph: ModuleGraph, name: str, sample: SampleMeta) -> Work:
+    """What `sample`, whose metadata is expanded, gives module `name` to do.
+
+    An encoder attends within each media item, the sink within the whole sample, other modules not at all.
+    """
+    if name == graph.sink.name:
+        return Work(sample.tokens, sample.tokens**2, sample.num_targets)
+    rows = sample.rows.get(name, 0)
+    if graph.inputs(name):
+        return Work(rows)
+    items = [item.rows for item in sample.media if item.name == graph[name].media]
+    reaching = sum(items)  # the LLM; what is between scales every item alike
+    return Work(rows, round(sum((rows * item / reaching) ** 2 for item in items)) if reaching else 0)
+
+
+def lane_work(plan: Assignment, name: str) -> tuple[tuple[Work, ...], ...]:
+    """The work of module `name` per microbatch and lane."""
+    graph = plan.graph
+    each = [sample_work(graph, name, sample) for sample in plan.samples]
+    return tuple(
+        tuple(
+            total_work(each[i] for i in plan.samples_of(name, microbatch, lane))
+            for lane in range(graph[name].num_lanes)
+        )
+        for microbatch in range(plan.num_microbatches)
+    )
+
+
+def total_work(parts: Iterable[Work]) -> Work:
+    """The sum of `parts`."""
+    return sum(parts, Work())
+
+
+def imbalance(work: Iterable[Iterable[Work]]) -> float:
+    """How much longer the lanes of a module take together than they would if rows were spread evenly: the busiest lane
+    of each microbatch, summed, over the mean lane. 1.0 is even; 1.0 too where there is nothing to do.
+
+    Args:
+        work: per microbatch and lane (`lane_work`). Lanes wait for each other in every microbatch, so that a lane that
+            is busy now does not make up for another one that was busy before.
+    """
+    rows = [[lane.rows for lane in lanes] for lanes in work]
+    mean = sum(sum(lanes) / len(lanes) for lanes in rows)
+    return sum(max(lanes) for lanes in rows) / mean if mean else 1.0

@@ -1,0 +1,100 @@
+"""From a built module (on the meta device, without memory) to the sizes that its costs follow from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from hetmesh.cost import LayerShape, ModuleShape, WeightShape
+from hetmesh.models.adapter import Adapter
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+HEAD = "lm_head"
+"""The layer of a sink that runs on target positions alone."""
+
+
+def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[str, Any] | None = None) -> ModuleShape:
+    """The sizes of `module`, which `adapter` built.
+
+    Linear layers multiply each row once. Of the convolutions of a layer stack the last gives one output per row, each
+    earlier one as many as the strides behind it take in. Attention is found by its `q_proj`, whose output is as wide
+    as all query heads, or as an `nn.MultiheadAttention`; one that is written differently counts with its linear layers
+    only.
+
+    Args:
+        plan: the tensor parallel plan; None: the adapter's own.
+    """
+    plan = adapter.tensor_parallel_plan() if plan is None else plan
+    uses, dims = _uses(module), _tp_dims(module, plan)
+    layers = []
+    seen: set[str] = set()
+    # names as named_parameters() has them, so that a tied parameter has one name wherever it is used
+    names = {id(p): fqn for fqn, p in module.named_parameters()}
+
+    def shape_of(fqn: str, parameter: nn.Parameter) -> WeightShape:
+        first = names[id(parameter)]
+        return WeightShape(first, tuple(parameter.shape), uses.get(fqn, 0), parameter.requires_grad, dims.get(first))
+
+    for layer in adapter.layers():
+        part = module.get_submodule(layer)
+        weights = {f"{layer}.{key}": p for key, p in part.named_parameters()}
+        seen |= {names[id(p)] for p in weights.values()}
+        on_targets = adapter.out_features is None and layer == HEAD
+        layers.append(LayerShape(layer, _shapes(weights, shape_of), _attention_width(part), on_targets))
+    rest = {fqn: p for fqn, p in module.named_parameters() if fqn not in seen}
+    if rest:
+        layers.insert(0, LayerShape("", _shapes(rest, shape_of)))
+    return ModuleShape(name, tuple(layers))
+
+
+def _shapes(parameters: Mapping[str, nn.Parameter], shape_of: Any) -> tuple[WeightShape, ...]:
+    return tuple(shape_of(fqn, parameter) for fqn, parameter in parameters.items())
+
+
+def _uses(module: nn.Module) -> dict[str, int]:
+    """Per FQN of a weight how often it multiplies for each row; weights that do not are left out."""
+    uses: dict[str, int] = {}
+    outputs = 1
+    for fqn, part in reversed(list(module.named_modules())):
+        prefix = f"{fqn}." if fqn else ""
+        if isinstance(part, nn.Linear):
+            uses[f"{prefix}weight"] = 1
+        elif isinstance(part, nn.MultiheadAttention):
+            uses |= {f"{prefix}{key}": 1 for key in ("in_proj_weight", "q_proj_weight", "k_proj_weight")}
+            uses[f"{prefix}v_proj_weight"] = 1
+        elif isinstance(part, _CONVOLUTIONS):
+            uses[f"{prefix}weight"] = outputs
+            outputs *= math.prod(part.stride)
+    return uses
+
+
+def _attention_width(layer: nn.Module) -> int:
+    width = 0
+    for fqn, part in layer.named_modules():
+        if isinstance(part, nn.MultiheadAttention):
+            width += part.embed_dim
+        elif fqn.rpartition(".")[2] == "q_proj":  # with adapters beside it, it is no nn.Linear any more
+            width += getattr(part, "out_features", 0)
+    return width
+
+
+def _tp_dims(module: nn.Module, plan: Mapping[str, Any]) -> dict[str, int]:
+    """Per FQN of a parameter the dim that tensor parallelism splits; replicated ones are left out."""
+    dims: dict[str, int] = {}
+    for fqn, part in module.named_modules():
+        style = next((style for pattern, style in plan.items() if _matches(fqn, pattern)), None)
+        kind = style if isinstance(style, str) else type(style).__name__.lower()  # a ParallelStyle of any library
+        if kind.startswith("colwise"):
+            embedding = isinstance(part, nn.Embedding)
+            dims |= {f"{fqn}.{key}": 1 if embedding else 0 for key, _ in part.named_parameters(recurse=False)}
+        elif kind.startswith("rowwise"):
+            dims[f"{fqn}.weight"] = 0 if isinstance(part, nn.Embedding) else 1
+    return dims
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True))

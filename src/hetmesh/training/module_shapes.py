@@ -1,0 +1,31 @@
+"""The sizes of a recipe's modules, adapters and frozen parts included, without allocating a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from hetmesh.cost import ModuleShape
+from hetmesh.models import Adapter, lora_plan
+from hetmesh.models.module_shape import module_shape
+from hetmesh.training.job import full_module
+
+if TYPE_CHECKING:
+    from hetmesh.training.recipe import Recipe
+
+
+def module_shapes(recipe: Recipe, adapters: Mapping[str, Adapter]) -> dict[str, ModuleShape | None]:
+    """Per module its sizes; None for one that cannot be built on the meta device."""
+    return {name: _shape(recipe, adapter, name) for name, adapter in adapters.items()}
+
+
+def _shape(recipe: Recipe, adapter: Adapter, name: str) -> ModuleShape | None:
+    try:
+        with torch.device("meta"):
+            module = full_module(recipe, adapter, name)
+    except Exception:  # a user's constructor may compute with its weights
+        return None
+    plan = lora_plan(module, {**adapter.tensor_parallel_plan(), **recipe.modules[name].plan})
+    return module_shape(name, adapter, module, plan)
