@@ -6,7 +6,6 @@ share one cell and a plan never enumerates rank pairs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from hetmesh._torch_compat import StridedShard
-from hetmesh.layout.intervals import Intervals, chunk_bounds, extent, narrow
+from hetmesh.layout.intervals import Intervals
 from hetmesh.layout.placements import RowSplit, sharded_dim
 
 
@@ -46,6 +45,11 @@ class Cells:
         for axis, size in zip(self.axes, self.sizes, strict=True):
             cell = cell * size + coordinate[axis]
         return cell
+
+    @cached_property
+    def extents(self) -> np.ndarray:
+        """Positions per cell."""
+        return np.diff(np.append(0, np.cumsum(self.stops - self.starts))[self.first])
 
     @cached_property
     def _index(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -83,30 +87,44 @@ def cut(size: int, placements: Sequence[object], mesh_sizes: Sequence[int], dim:
     # FSDP2 over tensor parallelism shards an already sharded parameter and calls the result _StridedShard: the later
     # mesh axes cut first, the strided one last.
     order = sorted(axes, key=lambda i: isinstance(placements[i], StridedShard))
-    cells: list[Intervals] | None = None
-    lows = np.zeros(1, np.int64)
-    highs = np.full(1, size, np.int64)
+    starts, stops = np.zeros(1, np.int64), np.full(1, size, np.int64)
+    owner, cells = np.zeros(1, np.int64), 1
+    if not size:
+        starts, stops, owner = starts[:0], stops[:0], owner[:0]
     for axis in order:
-        chunks, placement = mesh_sizes[axis], placements[axis]
-        if isinstance(placement, RowSplit):
-            cells = list(placement.intervals)
-        elif cells is not None:
-            cells = [narrow(rows, *chunk_bounds(extent(rows), chunks, i)) for rows in cells for i in range(chunks)]
+        placement, chunks = placements[axis], mesh_sizes[axis]
+        if isinstance(placement, RowSplit):  # the first of its dim
+            starts, stops, first = placement.arrays
+            owner = np.repeat(np.arange(chunks), np.diff(first))
         else:
-            step = -((lows - highs) // chunks)
-            edges = lows[:, None] + step[:, None] * np.arange(chunks + 1)
-            edges = np.minimum(edges, highs[:, None])
-            lows, highs = edges[:, :-1].ravel(), edges[:, 1:].ravel()
-    shape = [mesh_sizes[i] for i in order]
-    back = [order.index(i) for i in axes]
+            starts, stops, owner = _chunk(starts, stops, owner, cells, chunks)
+        cells *= chunks
+    if order != axes:  # number the cells by ascending axes
+        shape = [mesh_sizes[i] for i in order]
+        moved = np.arange(cells).reshape(shape).transpose([order.index(i) for i in axes]).ravel()
+        owner = np.argsort(moved)[owner]
+        sort = np.argsort(owner, kind="stable")
+        starts, stops, owner = starts[sort], stops[sort], owner[sort]
     sizes = tuple(mesh_sizes[i] for i in axes)
-    numbers = np.arange(math.prod(shape)).reshape(shape).transpose(back).ravel() if order else np.zeros(1, np.int64)
-    if cells is None:
-        lows, highs = lows[numbers], highs[numbers]
-        keep = highs > lows
-        first = np.concatenate([[0], np.cumsum(keep)])
-        return Cells(tuple(axes), sizes, lows[keep], highs[keep], first)
-    cells = [cells[n] for n in numbers.tolist()]
-    flat = np.array([edge for rows in cells for edge in rows], np.int64).reshape(-1, 2)
-    first = np.concatenate([[0], np.cumsum([len(rows) for rows in cells])])
-    return Cells(tuple(axes), sizes, flat[:, 0], flat[:, 1], first)
+    return Cells(tuple(axes), sizes, starts, stops, np.searchsorted(owner, np.arange(cells + 1)))
+
+
+def _chunk(
+    starts: np.ndarray, stops: np.ndarray, owner: np.ndarray, cells: int, chunks: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut the concatenation of each cell's intervals as `torch.chunk` does: ceil(extent / chunks) until none are left.
+
+    Chunk i of cell c becomes cell `c * chunks + i`. No interval is empty, before and after.
+    """
+    length = stops - starts
+    behind = np.cumsum(length)
+    seams = np.searchsorted(owner, np.arange(cells + 1))
+    edges = np.append(0, behind)[seams]
+    step = -(-np.diff(edges) // chunks)[owner]
+    low = behind - length - edges[owner]  # position in the cell's concatenation
+    parts = (low + length - 1) // step - low // step + 1
+    whole = np.repeat(np.arange(len(starts)), parts)  # the interval that each part comes from
+    chunk = (low // step)[whole] + np.arange(len(whole)) - np.repeat(np.cumsum(parts) - parts, parts)
+    step, low, starts = step[whole], low[whole], starts[whole]
+    first, last = np.maximum(chunk * step, low), np.minimum((chunk + 1) * step, low + length[whole])
+    return starts + first - low, starts + last - low, owner[whole] * chunks + chunk

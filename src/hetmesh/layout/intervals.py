@@ -16,23 +16,6 @@ def extent(intervals: Sequence[Interval]) -> int:
     return sum(stop - start for start, stop in intervals)
 
 
-def chunk_bounds(length: int, chunks: int, index: int) -> Interval:
-    """What `torch.chunk` gives to `index`: every chunk has ceil(length / chunks) positions until none are left."""
-    size = -(-length // chunks)
-    return min(index * size, length), min((index + 1) * size, length)
-
-
-def narrow(intervals: Sequence[Interval], start: int, stop: int) -> Intervals:
-    """The part of the concatenation of `intervals` from local position `start` to `stop`."""
-    out, offset = [], 0
-    for a, b in intervals:
-        low, high = max(start - offset, 0), min(stop - offset, b - a)
-        if low < high:
-            out.append((a + low, a + high))
-        offset += b - a
-    return tuple(out)
-
-
 def coalesce(intervals: Sequence[Interval]) -> Intervals:
     """Join neighbours in the list where one ends exactly where the next begins; drop empty ones."""
     out: list[Interval] = []

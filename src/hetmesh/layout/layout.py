@@ -99,8 +99,8 @@ class Layout(HashedOnce):
             raise LayoutError(f"a 0-d tensor cannot be Partial at a boundary ({self}); give it a dim of size 1")
 
         def score(dim: int) -> tuple[bool, int, int]:
-            extents = {extent(cells[dim].intervals(c)) for c in range(len(cells[dim].first) - 1)}
-            return all(e % parts == 0 for e in extents), max(extents), -dim
+            extents = cells[dim].extents
+            return not (extents % parts).any(), int(extents.max()), -dim
 
         dim = max(range(len(shape)), key=score)
         order = [*kept, *free]
@@ -129,10 +129,7 @@ def _cells(layout: Layout, shape: tuple[int, ...]) -> tuple[Cells, ...]:
         dim = sharded_dim(placement)
         if dim is not None and dim >= len(shape):
             raise LayoutError(f"mesh axis {axis!r}: {placement} splits a dim that shape {shape} does not have")
-        if (
-            isinstance(placement, RowSplit)
-            and max((b for r in placement.intervals for _, b in r), default=0) > shape[dim or 0]
-        ):
+        if isinstance(placement, RowSplit) and placement.arrays[1].max(initial=0) > shape[dim or 0]:
             raise LayoutError(
                 f"mesh axis {axis!r}: {placement} names rows beyond the {shape[dim or 0]} of shape {shape}"
             )

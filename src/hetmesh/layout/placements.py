@@ -6,14 +6,17 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 
+import numpy as np
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor import Placement as TorchPlacement
 
 from hetmesh._torch_compat import StridedShard
 from hetmesh.errors import LayoutError
 from hetmesh.layout.hashing import HashedOnce
-from hetmesh.layout.intervals import Interval, Intervals, coalesce, extent
+from hetmesh.layout.intervals import Interval, Intervals, extent
 
 
 @dataclass(frozen=True)
@@ -32,15 +35,39 @@ class RowSplit(HashedOnce):
     intervals: tuple[Intervals, ...]
 
     def __post_init__(self) -> None:
-        clean = tuple(coalesce([(int(a), int(b)) for a, b in rows]) for rows in self.intervals)
-        for coordinate, rows in enumerate(clean):
-            ordered = sorted(rows)
-            if any(a < 0 or b < a for a, b in rows) or any(p[1] > q[0] for p, q in itertools.pairwise(ordered)):
-                raise LayoutError(
-                    f"RowSplit(dim={self.dim}): coordinate {coordinate} must hold disjoint [start, stop) intervals "
-                    f"with 0 <= start <= stop, got {list(rows)}"
-                )
+        # In arrays: among thousands of ranks this is made anew at every step, from tens of thousands of intervals.
+        lengths = [len(rows) for rows in self.intervals]
+        edges = np.fromiter(chain.from_iterable(chain.from_iterable(self.intervals)), np.int64)
+        if len(edges) != 2 * sum(lengths):
+            raise LayoutError(f"RowSplit(dim={self.dim}): intervals are pairs [start, stop), got {self.intervals}")
+        starts, stops, owner = edges[::2], edges[1::2], np.repeat(np.arange(len(lengths)), lengths)
+        held = starts != stops
+        starts, stops, owner = starts[held], stops[held], owner[held]
+        order = np.lexsort((starts, owner))
+        twice = (stops[order][:-1] > starts[order][1:]) & (owner[order][:-1] == owner[order][1:])
+        wrong = [*owner[(starts < 0) | (stops < starts)], *owner[order][:-1][twice]]
+        if wrong:
+            coordinate = int(min(wrong))
+            raise LayoutError(
+                f"RowSplit(dim={self.dim}): coordinate {coordinate} must hold disjoint [start, stop) intervals "
+                f"with 0 <= start <= stop, got {list(self.intervals[coordinate])}"
+            )
+        seam = np.append(True, (owner[1:] != owner[:-1]) | (starts[1:] != stops[:-1]))[: len(starts)]
+        starts, stops, owner = starts[seam], stops[np.append(seam[1:], True)[: len(stops)]], owner[seam]
+        first = np.searchsorted(owner, np.arange(len(lengths) + 1))
+        pairs = list(zip(starts.tolist(), stops.tolist(), strict=True))
+        clean = tuple(tuple(pairs[i:j]) for i, j in itertools.pairwise(first.tolist()))
         object.__setattr__(self, "intervals", clean)
+        self.__dict__["arrays"] = (starts, stops, first)
+
+    @cached_property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Starts and stops of all intervals, coordinate by coordinate; those of c are `first[c]:first[c + 1]`."""
+        return RowSplit(self.dim, self.intervals).arrays  # after a pickle; otherwise set when this was made
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.dim, *(array.tobytes() for array in self.arrays)))
 
     __hash__ = HashedOnce.__hash__
 
