@@ -177,8 +177,8 @@ BAD: dict[str, tuple[str, str, str]] = {
     ),
     "torchtitan's key": (
         "steps =",
-        'mixed_precision_param = "bfloat16"\nsteps =',
-        "training.mixed_precision_param = 'bfloat16': a known key that hetmesh does not implement yet",
+        "gc_freq = 50\nsteps =",
+        "training.gc_freq = 50: a known key that hetmesh does not implement yet",
     ),
     "a degree to come": (
         "tensor_parallel_degree = 2",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,16 +25,29 @@ from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
 
 class AdaptedModule(nn.Module):
     """A ready-made module and how to call it, as one nn.Module: what wraps a whole module (FSDP's root, autocast) wraps
-    this one, so that it covers everything that the adapter does with the module's parts."""
+    this one, so that it covers everything that the adapter does with the module's parts.
 
-    def __init__(self, adapter: Adapter, module: nn.Module) -> None:
+    Args:
+        compute_dtype: of its computation and of the rows that it emits; incoming rows are brought to it.
+        autocast: the device type whose torch.autocast brings the computation to it, where the parameters are of another
+            dtype and FSDP does not cast them.
+    """
+
+    def __init__(
+        self, adapter: Adapter, module: nn.Module, compute_dtype: torch.dtype, autocast: str | None = None
+    ) -> None:
         super().__init__()
         self.adapter = adapter
         self.module = module
+        self.compute_dtype = compute_dtype
+        self.autocast = autocast
 
     def forward(self, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         """`adapter.forward`."""
-        return self.adapter.forward(self.module, batch, inputs)
+        inputs = {source: rows.to(self.compute_dtype) for source, rows in inputs.items()}
+        with torch.autocast(self.autocast, self.compute_dtype) if self.autocast else nullcontext():
+            output = self.adapter.forward(self.module, batch, inputs)
+        return output.to(self.compute_dtype)
 
 
 @dataclass(frozen=True)
@@ -84,10 +99,13 @@ def parallelize(
         partial = apply_tensor_parallel(
             module, device_mesh["tp"], adapter.tensor_parallel_plan() if plan is None else plan
         )
-    adapted = AdaptedModule(adapter, module)
+    sharded = spec.axis_size("dp_shard") > 1
+    dtype = next((p.dtype for p in module.parameters()), torch.get_default_dtype())
+    compute_dtype = options.compute_dtype or dtype
+    casts = compute_dtype != dtype and not sharded
+    adapted = AdaptedModule(adapter, module, compute_dtype, device_mesh.device_type if casts else None)
     layers = blocks(module, map(module.get_submodule, adapter.layers()))
     apply_activation_checkpoint(layers, options.activation_checkpoint)
-    sharded = spec.axis_size("dp_shard") > 1
     if sharded:
         apply_fully_shard(adapted, layers, device_mesh, options)
     return ParallelModule(module, adapted, spec, device_mesh, partial, sharded)

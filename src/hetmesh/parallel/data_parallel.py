@@ -26,6 +26,8 @@ def sum_gradients(parameters: Iterable[nn.Parameter], groups: Sequence[dist.Proc
     """
     groups = [group for group in groups if dist.get_world_size(group) > 1]
     buckets = [_Bucket(members) for members in _split([p for p in parameters if p.requires_grad])] if groups else []
+    for bucket in buckets:
+        bucket.move(_device(groups[0]))
     for group in groups:
         works = [dist.all_reduce(bucket.flat, group=group, async_op=True) for bucket in buckets]
         for work in works:
@@ -47,11 +49,20 @@ class _Bucket:
         pieces = [(torch.zeros_like(p) if g is None else g) for p, g in zip(own, gradients, strict=True)]
         self.flat = torch.cat([*(piece.reshape(-1) for piece in pieces), present])
 
+    def move(self, device: torch.device | None) -> None:
+        """Bring the message to where its group can send it: gradients offloaded to the CPU do not lie there."""
+        self.flat = self.flat.to(device)
+
     def unpack(self) -> None:
         *pieces, present = self.flat.split([*self.sizes, len(self.sizes)])
         for parameter, piece, ranks in zip(self.parameters, pieces, present.tolist(), strict=True):
             if ranks:
                 set_local_gradient(parameter, piece)
+
+
+def _device(group: dist.ProcessGroup) -> torch.device | None:
+    """Where the tensors of a group must lie; None: anywhere that the group has been used with so far."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
 
 
 def _split(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hetmesh.graph.module_graph import LANE_AXES
 from hetmesh.parallel.options import Options
@@ -33,6 +34,10 @@ def apply_fully_shard(root: nn.Module, blocks: Iterable[nn.Module], device_mesh:
     names = device_mesh.mesh_dim_names or ()
     axes = tuple(axis for axis in LANE_AXES if axis in names)
     arguments: dict[str, Any] = {"mesh": device_mesh[axes]}
+    if options.compute_dtype is not None:
+        arguments["mp_policy"] = MixedPrecisionPolicy(options.compute_dtype, reduce_dtype=_parameter_dtype(root))
+    if options.cpu_offload:
+        arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=device_mesh.device_type == "cuda")
     for block in blocks:
         fully_shard(block, reshard_after_forward=options.reshard_after_forward != "never", **arguments)
     fully_shard(root, reshard_after_forward=options.reshard_after_forward == "always", **arguments)
@@ -47,6 +52,10 @@ def apply_fully_shard(root: nn.Module, blocks: Iterable[nn.Module], device_mesh:
 def sharded_modules(root: nn.Module) -> list[FSDPModule]:
     """`root` and its blocks, as FSDP made them."""
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def _parameter_dtype(root: nn.Module) -> torch.dtype:
+    return next(root.parameters()).dtype
 
 
 def _reshard_without_backward(root: nn.Module, _: Any, output: Any) -> None:

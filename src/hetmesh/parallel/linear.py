@@ -41,7 +41,7 @@ class RowwiseLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         partial = linear(input, local(self.weight))
         output = leave(partial.clone() if self.sum_a_copy else partial, self.group)
-        return output if self.bias is None else output + self.bias
+        return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 class Colwise(ParallelStyle):

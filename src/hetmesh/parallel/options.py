@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 Reshard = Literal["default", "always", "never"]
 CheckpointMode = Literal["none", "selective", "full"]
 
@@ -18,7 +20,12 @@ class Options:
             its forward and gathered again for its backward. `default`: those of blocks are, the root's (embeddings,
             final norm, head) are kept; `always`: both; `never`: neither.
         activation_checkpoint: what a block's backward computes again; see `apply_activation_checkpoint`.
+        compute_dtype: of the computation and of the rows that the module emits; None is that of its parameters. The
+            parameters, their gradients, their sums over ranks and the optimizer's state keep their own dtype.
+        cpu_offload: of modules with a `dp_shard` axis: whether shards, gradients and optimizer state live on the CPU.
     """
 
     reshard_after_forward: Reshard = "default"
     activation_checkpoint: CheckpointMode = "none"
+    compute_dtype: torch.dtype | None = None
+    cpu_offload: bool = False

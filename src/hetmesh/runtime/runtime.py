@@ -35,7 +35,7 @@ class Runtime:
         modules: the modules of which this rank is a member, parallelised; called with a batch and the rows by source.
         reducers: per such module, what sums its gradients over its mesh (the REDUCE action).
         loss: the summed loss.
-        dtype: of the rows at boundaries.
+        dtypes: of the rows that each module emits, and so of their gradients.
         lowering: of boundary transfers; see `hetmesh.boundary.lowering`.
 
     Build it on every rank of the job: it creates the process groups that boundaries may need.
@@ -49,11 +49,11 @@ class Runtime:
         *,
         reducers: Mapping[str, Callable[[], None]],
         loss: Loss,
-        dtype: torch.dtype,
+        dtypes: Mapping[str, torch.dtype],
         lowering: str = "auto",
     ) -> None:
         self.world, self.graph, self.modules = world, graph, modules
-        self.reducers, self.loss, self.dtype, self.lowering = reducers, loss, dtype, lowering
+        self.reducers, self.loss, self.dtypes, self.lowering = reducers, loss, dtypes, lowering
         for boundary in graph.boundaries:
             ends = graph[boundary.source].mesh.ranks + graph[boundary.destination].mesh.ranks
             world.group(sorted(set(ends)))
@@ -201,7 +201,7 @@ class _Step:
                 runtime.world,
                 self._transfer_plan(boundary, m, forward),
                 local,
-                runtime.dtype,
+                runtime.dtypes[boundary.source],
                 label,
                 lowering=runtime.lowering,
                 tag=tag,

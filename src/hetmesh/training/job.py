@@ -15,6 +15,7 @@ from hetmesh.data.expand import Expansion, expand
 from hetmesh.data.loader import Loader
 from hetmesh.data.registry import make_source
 from hetmesh.data.source import Source
+from hetmesh.errors import RecipeError
 from hetmesh.graph import ModuleGraph, SampleMeta, StageGraph, stage_graph
 from hetmesh.models import (
     Adapter,
@@ -45,6 +46,8 @@ def describe(recipe: Recipe) -> tuple[Source, dict[str, Adapter], ModuleGraph]:
     source = make_source(recipe.data.source, **recipe.data.options)
     adapters = make_adapters(recipe.modules, recipe.boundaries, source.vocab_size, _media_shapes(source))
     graph = recipe.graph_with({name: adapter.layers() for name, adapter in adapters.items()})
+    for name in recipe.modules:
+        module_options(recipe, name)
     modules = tuple(replace(m, features=adapters[m.name].out_features or 0) for m in graph.modules)
     return source, adapters, ModuleGraph(modules, graph.boundaries)
 
@@ -87,10 +90,22 @@ def module_options(recipe: Recipe, name: str) -> Options:
     while owner not in tables and (consumers := recipe.graph.outputs(owner)):
         owner = consumers[0].destination
     layout = tables.get(owner, ModuleParallelism())
-    own = recipe.modules[name]
+    own, training = recipe.modules[name], recipe.training
+    key, computes = f"modules.{name}.mixed_precision_param", own.mixed_precision_param
+    if computes is None:
+        key, computes = "training.mixed_precision_param", training.mixed_precision_param
+    if computes == "bfloat16" and training.dtype != "float32":
+        raise RecipeError(f"{key} = 'bfloat16' needs training.dtype = 'float32', got {training.dtype!r}")
+    if training.enable_cpu_offload and all(m.mesh.axis_size("dp_shard") == 1 for m in recipe.graph.modules):
+        raise RecipeError(
+            "training.enable_cpu_offload: it moves the shards of modules with a data_parallel_shard_degree above 1 to "
+            "the CPU, but no module has one"
+        )
     return Options(
         reshard_after_forward=layout.fsdp_reshard_after_forward,
         activation_checkpoint=own.activation_checkpoint or recipe.activation_checkpoint.mode,
+        compute_dtype=torch.bfloat16 if computes == "bfloat16" else None,
+        cpu_offload=training.enable_cpu_offload,
     )
 
 
@@ -110,7 +125,8 @@ class Job:
     def assemble(cls, recipe: Recipe, world: World) -> Job:
         """Build the modules of this rank, with the same weights on every layout, and everything around them."""
         source, adapters, graph = describe(recipe)
-        dtype = DTYPES[recipe.training.dtype]
+        # Rows travel in the dtype in which their producer computes.
+        dtypes = {n: module_options(recipe, n).compute_dtype or DTYPES[recipe.training.dtype] for n in graph.order}
         modules: dict[str, nn.Module] = {}
         adapted: dict[str, nn.Module] = {}
         reducers: dict[str, Callable[[], None]] = {}
@@ -124,7 +140,7 @@ class Job:
             parallel = parallelize(adapters[name], module, spec.mesh, mesh, plan, module_options(recipe, name))
             modules[name], adapted[name] = parallel.module, parallel.adapted
             reducers[name] = partial(reduce_gradients, parallel)
-        runtime = Runtime(world, graph, adapted, reducers=reducers, loss=sum_cross_entropy, dtype=dtype)
+        runtime = Runtime(world, graph, adapted, reducers=reducers, loss=sum_cross_entropy, dtypes=dtypes)
         prepare = make_prepare(recipe, graph, adapters)
         loader = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed)
         return cls(recipe, world, graph, adapters, loader, Root(modules.items()), runtime)

@@ -56,9 +56,6 @@ NOT_IMPLEMENTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "training": {
         "dataset": NOTHING,
         "dataset_path": NOTHING,
-        "enable_cpu_offload": (False,),
-        "mixed_precision_param": ("float32",),
-        "mixed_precision_reduce": ("float32",),
         "gc_freq": NOTHING,
         "gc_debug": (False,),
     },

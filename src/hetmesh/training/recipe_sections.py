@@ -85,6 +85,7 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 TensorParallelStyle = Literal["colwise", "rowwise", "colwise_gather_output", "replicated_with_grad_allreduce"]
 CheckpointMode = Literal["none", "selective", "full"]
+ComputeDtype = Literal["float32", "bfloat16"]
 SchedulePolicy = Literal["sequential", "1f1b", "interleaved", "zero_bubble", "three_phase", "bubble_fill"]
 
 
@@ -117,9 +118,9 @@ class LoRA(Section):
 class Module(Section):
     """`[modules.<name>]`: one module of the model.
 
-    `activation_checkpoint` overrides `[activation_checkpoint] mode`. `media` is the kind of media an encoder reads; where absent, the placeholder that its rows end up at. `plan` adds to
+    `media` is the kind of media an encoder reads; where absent, the placeholder that its rows end up at. `plan` adds to
     or replaces entries of the adapter's tensor-parallel plan (parameter name pattern -> style). `lr` and `weight_decay`
-    override `[optimizer]`.
+    override `[optimizer]`, `activation_checkpoint` the mode of its table, `mixed_precision_param` `[training]`.
     """
 
     model: str  # an adapter's name, or "package.module:Class"
@@ -129,6 +130,7 @@ class Module(Section):
     trainable: bool = True  # false: no gradient, no optimizer state, no backward
     lora: LoRA | None = None
     activation_checkpoint: CheckpointMode | None = None
+    mixed_precision_param: ComputeDtype | None = None
     media: str | None = None
     plan: Annotated[Mapping[str, TensorParallelStyle], AfterValidator(freeze)] = FrozenDict()
 
@@ -195,7 +197,10 @@ class Training(Section):
     seq_len: Size = 2048  # the longest sample allowed, placeholders expanded
     max_norm: NotNegative = 1.0  # of the gradient over all modules; 0 does not clip
     steps: Size = 10_000
-    dtype: Literal["float32", "float64"] = "float32"
+    dtype: Literal["float32", "float64"] = "float32"  # of parameters, gradients and optimizer state
+    mixed_precision_param: ComputeDtype = "float32"  # bfloat16: compute in it, and send rows in it
+    mixed_precision_reduce: Literal["float32"] = "float32"  # gradients and losses are summed in it
+    enable_cpu_offload: bool = False  # the shards of FSDP modules, their gradients and optimizer state
 
 
 class ActivationCheckpoint(Section):
