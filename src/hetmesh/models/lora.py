@@ -57,7 +57,9 @@ def add_lora(module: nn.Module, lora: LoRALike, name: str, seed: int, layers: Se
             raise RecipeError(f"{key}.target_modules: no linear layer is called {sorted(missing)}; there are {known}")
     if not targets:
         raise RecipeError(f"{key}: the module has no linear layer inside its layers {list(layers)}")
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets)
+    # peft scales by alpha / r and declares alpha as an int, but computes with any number.
+    alpha: Any = lora.alpha
+    config = LoraConfig(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, target_modules=targets)
     dtype = next(module.parameters()).dtype
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(zlib.crc32(f"{seed}:{name}:lora".encode()))

@@ -20,7 +20,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.training.optimizers import Root
 
 _STEP = re.compile(r"step-(\d+)")
-_COMPLETE = ".metadata"  # DCP writes it last, so a folder without it is what a killed run left behind
+COMPLETE = ".metadata"  # DCP writes it last, so a folder without it is what a killed run left behind
 _SHOWN = 3  # differences that an error names
 
 
@@ -44,7 +44,7 @@ class Checkpointer:
         if not self.folder.is_dir():
             return []
         found = ((_STEP.fullmatch(path.name), path) for path in self.folder.iterdir())
-        return sorted(int(m.group(1)) for m, path in found if m and (path / _COMPLETE).is_file())
+        return sorted(int(m.group(1)) for m, path in found if m and (path / COMPLETE).is_file())
 
     def latest(self) -> int | None:
         """The newest complete step, as rank 0 sees it, on every rank. Collective."""
@@ -66,10 +66,10 @@ class Checkpointer:
                 state = self._state(root, optimizers, extra)
                 dcp.save(state, checkpoint_id=str(path), process_group=self._everyone)
         except CheckpointException as error:  # no Exception: it would pass by everything that handles failures
-            raise OSError(f"checkpoint {path} cannot be written: {_cause(error)}") from error
+            raise OSError(f"checkpoint {path} cannot be written: {first_cause(error)}") from error
         if self.world.rank == 0 and self.keep_latest:
             for old in self.steps()[: -self.keep_latest]:
-                (self.folder / f"step-{old}" / _COMPLETE).unlink()  # first: a folder that is half gone is not complete
+                (self.folder / f"step-{old}" / COMPLETE).unlink()  # first: a folder that is half gone is not complete
                 shutil.rmtree(self.folder / f"step-{old}", ignore_errors=True)
         return path
 
@@ -85,14 +85,14 @@ class Checkpointer:
             RecipeError: the checkpoint is of other modules or another optimizer, or cannot be read; on every rank.
         """
         path = self.folder / f"step-{step}"
-        saved = _saved(path)
+        saved = saved_tensors(path)
         state = {k: v for k, v in self._state(root, optimizers, extra).items() if k in saved or not _optional(k, saved)}
         self._check_fit(path, state, saved)
         try:
             with self.world.waiting(f"loading {path}"):
                 dcp.load(state, checkpoint_id=str(path), process_group=self._everyone)
         except CheckpointException as error:
-            raise RecipeError(f"checkpoint {path} cannot be read: {_cause(error)}") from error
+            raise RecipeError(f"checkpoint {path} cannot be read: {first_cause(error)}") from error
         root.load_state_dict(_under(state, "model."))
         if optimizers is not None:
             optimizers[0].load_state_dict(_under(state, "optimizer."))
@@ -123,7 +123,7 @@ class Checkpointer:
         """Compare names, shapes and dtypes on all ranks, so that all raise the same error before anything is read."""
         everybody: list[Any] = [None] * self.world.size
         with self.world.waiting(f"comparing {path} with the recipe"):
-            dist.all_gather_object(everybody, (set(state), _differences(state, saved)), group=self._everyone)
+            dist.all_gather_object(everybody, (set(state), differences(state, saved)), group=self._everyone)
         expected = set().union(*(keys for keys, _ in everybody))
         wanted, held = _modules(expected), _modules(saved)
         if wanted != held:
@@ -132,16 +132,16 @@ class Checkpointer:
                 f"{sorted(wanted)}"
             )
         surplus = sorted(key for key in saved if key not in expected and not key.startswith("random."))
-        differences = [*dict.fromkeys(d for _, some in everybody for d in some), *(f"{k} is not used" for k in surplus)]
-        if differences:
-            shown = "; ".join(differences[:_SHOWN])
-            more = len(differences) - _SHOWN
+        found = [*dict.fromkeys(d for _, some in everybody for d in some), *(f"{k} is not used" for k in surplus)]
+        if found:
+            shown = "; ".join(found[:_SHOWN])
+            more = len(found) - _SHOWN
             raise RecipeError(
                 f"checkpoint {path} does not fit this recipe: {shown}" + (f" (and {more} more)" if more > 0 else "")
             )
 
 
-def _saved(path: Path) -> dict[str, Any]:
+def saved_tensors(path: Path) -> dict[str, Any]:
     """What a checkpoint holds, by name."""
     try:
         return FileSystemReader(str(path)).read_metadata().state_dict_metadata
@@ -159,7 +159,7 @@ def _optional(key: str, saved: Iterable[str]) -> bool:
     return key.startswith(prefix) and not any(k.startswith(f"{prefix}{parameter}.") for k in saved)
 
 
-def _differences(state: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+def differences(state: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """What this rank needs and the checkpoint does not have like that, in words."""
     found = []
     for key, value in state.items():
@@ -182,7 +182,7 @@ def _modules(keys: Iterable[str]) -> set[str]:
     return {key.split(".")[1] for key in keys if key.startswith("model.")}
 
 
-def _cause(error: CheckpointException) -> str:
+def first_cause(error: CheckpointException) -> str:
     """The first rank's error, without its stack."""
     rank, (cause, _) = min(error.failures.items())
     return f"rank {rank}: {type(cause).__name__}: {cause}"

@@ -6,14 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 
 from hetmesh.boundary import World
 from hetmesh.errors import RecipeError
 from hetmesh.models.lora import base_name, is_adapter
+from hetmesh.training.checkpoint import COMPLETE, differences, first_cause, saved_tensors
 from hetmesh.training.optimizers import Root
 
 KEY = "checkpoint.initial_load_path"
+_SHOWN = 8  # names in one message
 
 
 def load_weights(world: World, root: Root, path: Path, exclude: Sequence[str] = ()) -> None:
@@ -26,29 +30,32 @@ def load_weights(world: World, root: Root, path: Path, exclude: Sequence[str] = 
 
     Raises:
         RecipeError: there is no complete checkpoint, `exclude` matches nothing, or tensors are missing or have other
-            shapes; the message names them.
+            shapes or types; the message names them, and is the same on every rank.
     """
-    if not (path / ".metadata").is_file():
+    if not (path / COMPLETE).is_file():
         raise RecipeError(f"{KEY} = {str(path)!r}: no complete checkpoint there; name a folder such as .../step-800")
-    saved = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata
-    saved_modules = {key.split(".")[1] for key in saved if key.startswith("model.")}
-    known = {*saved_modules, *(name for name, _ in root.named_children())}
-    for entry in exclude:
-        if entry.split(".")[0] not in known:
-            raise RecipeError(f"checkpoint.exclude_from_loading: {entry!r} matches no module; modules: {sorted(known)}")
+    saved = saved_tensors(path)
     state: dict[str, Any] = {}
-    wrong: list[str] = []
+    left_out: set[str] = set()
     for name, tensor in root.state_dict().items():
         key = f"model.{base_name(name)}"
-        if any(name == e or name.startswith(f"{e}.") for e in exclude) or (is_adapter(name) and key not in saved):
-            continue
-        if key not in saved:
-            wrong.append(f"{name} is missing")
-        elif tuple(saved[key].size) != tuple(tensor.shape):  # type: ignore[union-attr]
-            wrong.append(f"{name} has shape {tuple(saved[key].size)}, here {tuple(tensor.shape)}")  # type: ignore[union-attr]
-        state[key] = tensor
+        matching = {e for e in exclude if name == e or name.startswith(f"{e}.")}
+        left_out |= matching
+        if not matching and not (is_adapter(name) and key not in saved):
+            state[key] = tensor
+    everybody: list[Any] = [None] * world.size
+    everyone = world.group(range(world.size))
+    with world.waiting(f"comparing {path} with the recipe"):
+        dist.all_gather_object(everybody, (left_out, differences(state, saved)), group=everyone)
+    unused = sorted(set(exclude).difference(*(names for names, _ in everybody)))
+    if unused:
+        raise RecipeError(f"checkpoint.exclude_from_loading: {unused} match no module and no parameter of the recipe")
+    wrong = list(dict.fromkeys(text for _, some in everybody for text in some))
     if wrong:
-        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise RecipeError(f"{KEY} = {str(path)!r} does not fit: {'; '.join(wrong[:8])}{more}")
-    with world.watchdog.watching(f"loading of {path}"):
-        dcp.load(state, checkpoint_id=str(path))  # in place: state holds the very parameters
+        more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
+        raise RecipeError(f"{KEY} = {str(path)!r} does not fit this recipe: {'; '.join(wrong[:_SHOWN])}{more}")
+    try:
+        with world.waiting(f"loading {path}"):
+            dcp.load(state, checkpoint_id=str(path), process_group=everyone)  # in place: these are the parameters
+    except CheckpointException as error:
+        raise RecipeError(f"{KEY} = {str(path)!r} cannot be read: {first_cause(error)}") from error
