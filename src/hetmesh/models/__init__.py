@@ -1,9 +1,10 @@
 """Adapters that turn ready-made models and users' own modules into members of a graph."""
 
 from hetmesh.models.adapter import Adapter, AdapterRequest, BoundaryLike, ModuleLike, SampleLike
-from hetmesh.models.build import build_module
+from hetmesh.models.build import build_empty, build_module
+from hetmesh.models.load import check_weights, load_weights, stand_ins
 from hetmesh.models.lora import add_lora, lora_plan
-from hetmesh.models.registry import MODELS, make_adapters
+from hetmesh.models.registry import MODELS, make_adapters, pretrained_of
 from hetmesh.models.row_counts import module_rows, placeholder_rows
 
 __all__ = [
@@ -14,9 +15,14 @@ __all__ = [
     "ModuleLike",
     "SampleLike",
     "add_lora",
+    "build_empty",
     "build_module",
+    "check_weights",
+    "load_weights",
     "lora_plan",
     "make_adapters",
     "module_rows",
     "placeholder_rows",
+    "pretrained_of",
+    "stand_ins",
 ]

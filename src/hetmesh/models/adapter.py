@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from hetmesh.graph.sample import SampleMeta
+from hetmesh.models.pretrained import Names, Pretrained
 
 
 class ModuleLike(Protocol):
@@ -60,6 +61,16 @@ class Adapter(Protocol):
     @property
     def out_features(self) -> int | None:
         """Width of the rows it emits; None for the sink."""
+        ...
+
+    @property
+    def checkpoint_names(self) -> tuple[Names, ...]:
+        """The ways in which checkpoints name the module's tensors."""
+        ...
+
+    @property
+    def checkpoint_unused(self) -> tuple[str, ...]:
+        """Patterns (regular expressions) of the names of tensors in its checkpoints that the module has no use for."""
         ...
 
     def build(self) -> nn.Module:
@@ -125,6 +136,8 @@ class AdapterRequest:
         out_features: width that its consumers want, None until one is resolved (or without one).
         placeholders: the module's producers -> the placeholder that their rows replace (None: rows as such).
         consumers: names of the modules that read its rows.
+        model: what the recipe calls its model.
+        pretrained: the directory that its weights come from, None for random ones.
     """
 
     name: str
@@ -136,6 +149,8 @@ class AdapterRequest:
     out_features: int | None = None
     placeholders: Mapping[str, str | None] = field(default_factory=lambda: MappingProxyType({}))
     consumers: tuple[str, ...] = ()
+    model: str = ""
+    pretrained: Pretrained | None = None
 
     @property
     def sources(self) -> dict[str, str]:

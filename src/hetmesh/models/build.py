@@ -1,8 +1,11 @@
-"""Build a module with weights that depend on nothing but the seed and the module's name."""
+"""Build a module with weights that depend on nothing but the seed and the module's name, or without weights."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,10 +21,41 @@ def build_module(adapter: Adapter, name: str, seed: int, dtype: torch.dtype = to
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))  # 32 bits: the CPU generator ignores higher ones
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)
-        try:
-            module = adapter.build()
-        finally:
-            torch.set_default_dtype(default)
-    return module.to(dtype)
+        return _build(adapter).to(dtype)
+
+
+def build_empty(adapter: Adapter, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The full module without weights: parameters on the meta device, buffers as `build_module` makes them.
+
+    (A parameter has memory while its layer is constructed, and it is never written to: the peak is one of them.)
+    """
+    with torch.random.fork_rng(devices=[]), _parameters_on_meta():
+        return _build(adapter).to(dtype)
+
+
+def _build(adapter: Adapter) -> nn.Module:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        return adapter.build()
+    finally:
+        torch.set_default_dtype(default)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters move to the meta device as they are registered. (`torch.device("meta")` would take the buffers too,
+    and those that no checkpoint holds, such as rotary frequencies, could not be recovered.)"""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    owner: Any = nn.Module
+    owner.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        owner.register_parameter = register

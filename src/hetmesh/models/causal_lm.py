@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -14,6 +14,7 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import AdapterRequest, SampleLike
 from hetmesh.models.collate import collate_tokens
 from hetmesh.models.config_keys import positive_int, transformers_config
+from hetmesh.models.pretrained import prefixes
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,12 @@ class CausalLMAdapter:
     model_class: Any
     sources: Mapping[str, str]
     out_features: None = None
+    checkpoint_names: ClassVar = (
+        *prefixes("", "language_model."),
+        (("model.", "model.language_model."), ("lm_head.", "lm_head.")),  # multimodal models of transformers 5
+        (("model.", ""),),  # saved without its head, which is then tied
+    )
+    checkpoint_unused: ClassVar = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
     @classmethod
     def make_from(
@@ -40,14 +47,16 @@ class CausalLMAdapter:
     ) -> CausalLMAdapter:
         """The adapter of a recipe's module, whose config table goes over the `derived` values.
 
-        `vocab_size` is the data source's unless given (a larger one is legal).
+        `vocab_size` is the data source's unless given (a larger one is legal). With `initial_load_path` the directory's
+        config.json takes the place of the `derived` values.
 
         Raises:
             RecipeError: unknown keys, sizes that do not fit each other, or a place in the graph it cannot have.
         """
         if request.consumers:
             raise RecipeError(f"{request.key}: an LLM emits logits, not rows, but {list(request.consumers)} consume it")
-        config = transformers_config(request, config_class, {"vocab_size": request.vocab_size, **derived})
+        derived = {"vocab_size": request.vocab_size, **derived}
+        config = transformers_config(request, config_class, derived, types=(config_class.model_type,))
         for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"):
             positive_int(request, key, getattr(config, key))
         if config.num_attention_heads % config.num_key_value_heads:

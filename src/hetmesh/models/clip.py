@@ -49,7 +49,9 @@ class ClipAdapter(ImageTowerAdapter):
         media = check_encoder(request, "clip")
         own = {key: request.config[key] for key in ("class_token", "feature_layer") if key in request.config}
         request = replace(request, config={k: v for k, v in request.config.items() if k not in own})
-        config = transformers_config(request, CLIPVisionConfig, derived_image_keys(request))
+        config = transformers_config(
+            request, CLIPVisionConfig, derived_image_keys(request), types=("clip_vision_model",)
+        )
         check_sizes(request, config, IMAGE_SIZES, IMAGE_DIVISORS)
         adapter = cls(config, media, **own)
         if not isinstance(adapter.class_token, bool):
@@ -69,6 +71,11 @@ class ClipAdapter(ImageTowerAdapter):
     @property
     def _blocks(self) -> int:
         return self.config.num_hidden_layers + self.feature_layer + 1
+
+    @property
+    def checkpoint_unused(self) -> tuple[str, ...]:  # type: ignore[override]
+        behind = (rf"encoder\.layers\.{i}\..*" for i in range(self._blocks, self.config.num_hidden_layers))
+        return (r"post_layernorm\..*", r"embeddings\.position_ids", *behind)
 
     def build(self) -> nn.Module:
         from transformers.models.clip.modeling_clip import CLIPVisionModel

@@ -5,10 +5,32 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import AdapterRequest
+
+NOT_SIZES = frozenset(
+    ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "_name_or_path")
+)
+"""Keys of a config.json that do not describe the module."""
+
+FREE = frozenset(
+    (
+        "activation_dropout",
+        "attention_dropout",
+        "dropout",
+        "encoder_layerdrop",
+        "initializer_range",
+        "max_position_embeddings",
+        "rope_parameters",
+        "sliding_window",
+        "use_cache",
+        "use_sliding_window",
+    )
+)
+"""Keys that a recipe may set otherwise than the config.json that the weights came with: they change no weight."""
 
 
 def check_keys(request: AdapterRequest, valid: Collection[str]) -> None:
@@ -20,18 +42,44 @@ def check_keys(request: AdapterRequest, valid: Collection[str]) -> None:
             raise RecipeError(f"{request.key}.config.{key}: unknown key; {hint}")
 
 
-def transformers_config(request: AdapterRequest, config_class: Any, derived: Mapping[str, Any]) -> Any:
-    """An instance of a transformers config class from the config table over `derived` values.
+def transformers_config(
+    request: AdapterRequest,
+    config_class: Any,
+    derived: Mapping[str, Any],
+    *,
+    types: Collection[str],
+    forced: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """An instance of a transformers config class.
+
+    Without `initial_load_path`: the config table over `derived` values. With it: what the directory's config.json says,
+    and the config table must agree with that; only keys in `FREE` may differ.
+
+    Args:
+        types: the `model_type`s in config.json that the class describes.
+        forced: what hetmesh sets in any case.
 
     Raises:
-        RecipeError: an unknown key, or a value that transformers rejects.
+        RecipeError: an unknown key, a value that transformers rejects or that differs from config.json.
     """
     # Only keys of the class itself: those of its base (dtype, return_dict, id2label) are not the recipe's business.
     check_keys(request, tuple(config_class.__annotations__))
+    if request.pretrained is not None:
+        section = request.pretrained.section(request.model, types)
+        derived = {key: value for key, value in section.items() if key not in NOT_SIZES}
     try:
-        return config_class(**{**derived, **request.config}, attn_implementation="sdpa")
+        config = config_class(**{**derived, **request.config, **forced}, attn_implementation="sdpa")
+        unchanged = config_class(**{**derived, **forced}) if request.pretrained is not None else config
     except Exception as error:  # huggingface_hub's strict dataclasses raise a plain subclass of Exception
         raise RecipeError(f"{request.key}.config: {' '.join(str(error).split())}") from error
+    for key in request.config:
+        if key not in FREE and getattr(config, key) != getattr(unchanged, key):
+            raise RecipeError(
+                f"{request.key}.config.{key} = {request.config[key]!r}, but {request.pretrained} says "
+                f"{getattr(unchanged, key)!r} in its config.json; leave the key out (those that may differ: "
+                f"{', '.join(sorted(FREE & set(config_class.__annotations__)))})"
+            )
+    return config
 
 
 def positive_int(request: AdapterRequest, key: str, value: Any) -> int:

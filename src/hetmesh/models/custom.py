@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import AdapterRequest, SampleLike
 from hetmesh.models.collate import collate_media, collate_tokens
 from hetmesh.models.config_keys import constructor_arguments, positive_int
+from hetmesh.models.pretrained import prefixes
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class CustomAdapter:
     sizes: Mapping[str, int]
     in_features: int | None = None
     out_features: int | None = None
+    checkpoint_names: ClassVar = prefixes("")
+    checkpoint_unused: ClassVar = ()
 
     def build(self) -> nn.Module:
         return self.model_class(**self.arguments)
@@ -202,7 +205,7 @@ def _size(request: AdapterRequest, get: Any, key: str) -> int:
 
 
 def _fields(adapter: CustomAdapter) -> dict[str, Any]:
-    return {name: getattr(adapter, name) for name in CustomAdapter.__dataclass_fields__}
+    return {each.name: getattr(adapter, each.name) for each in fields(CustomAdapter)}
 
 
 def _is_names(value: Any) -> bool:  # a module may well hold its blocks in a ModuleList called `layers`

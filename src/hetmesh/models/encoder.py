@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import AdapterRequest, SampleLike
 from hetmesh.models.collate import collate_media
 from hetmesh.models.config_keys import positive_int
+from hetmesh.models.pretrained import Names, prefixes
 
 IMAGE_TOWER_PLAN: Mapping[str, Any] = MappingProxyType(
     {
@@ -41,6 +42,8 @@ class EncoderAdapter:
     config: Any
     media: str
     in_features: None = None
+    checkpoint_names: ClassVar[tuple[Names, ...]] = prefixes("")
+    checkpoint_unused: ClassVar[tuple[str, ...]] = ()
 
     @property
     def out_features(self) -> int:
@@ -91,6 +94,15 @@ class EncoderAdapter:
 
 class ImageTowerAdapter(EncoderAdapter):
     """A vision transformer over square images of one size, one row per patch."""
+
+    checkpoint_names: ClassVar = prefixes(
+        "",
+        *(
+            f"{model}{tower}"
+            for model in ("", "model.")
+            for tower in ("vision_model.", "vision_tower.", "vision_tower.vision_model.")
+        ),
+    )
 
     @property
     def media_shape(self) -> tuple[int, ...]:

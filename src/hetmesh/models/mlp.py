@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.nn.functional import gelu
@@ -13,6 +14,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import AdapterRequest, SampleLike
 from hetmesh.models.config_keys import check_keys, positive_int
+from hetmesh.models.pretrained import prefixes
 
 
 class Mlp(nn.Module):
@@ -34,6 +36,8 @@ class MlpAdapter:
     in_features: int
     hidden_features: int
     out_features: int
+    checkpoint_names: ClassVar = prefixes("", "multi_modal_projector.", "model.multi_modal_projector.")
+    checkpoint_unused: ClassVar = ()
 
     @classmethod
     def make(cls, request: AdapterRequest) -> MlpAdapter | None:

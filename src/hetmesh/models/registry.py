@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Adapter, AdapterRequest, BoundaryLike, ModuleLike
@@ -11,6 +12,7 @@ from hetmesh.models.clip import ClipAdapter
 from hetmesh.models.custom import make_custom
 from hetmesh.models.llama import LlamaAdapter
 from hetmesh.models.mlp import MlpAdapter
+from hetmesh.models.pretrained import Pretrained
 from hetmesh.models.qwen3 import Qwen3Adapter
 from hetmesh.models.siglip import SiglipAdapter
 from hetmesh.models.whisper import WhisperAdapter
@@ -121,6 +123,7 @@ def _request(
     media = modules[name].media if into or modules[name].media else _media(name, boundaries)
     return AdapterRequest(
         name=name,
+        model=modules[name].model,
         config=modules[name].config,
         media=media,
         media_shape=media_shapes.get(media) if media else None,
@@ -129,7 +132,18 @@ def _request(
         out_features=next(iter(consumed), None),
         placeholders={b.source: b.at for b in into},
         consumers=tuple(b.destination for b in out_of),
+        pretrained=pretrained_of(name, modules[name]),
     )
+
+
+def pretrained_of(name: str, module: ModuleLike) -> Pretrained | None:
+    """The directory that a module's weights come from, None for random ones.
+
+    Raises:
+        RecipeError: it does not exist.
+    """
+    path = getattr(module, "initial_load_path", None)
+    return Pretrained(Path(path).expanduser(), f"modules.{name}.initial_load_path") if path else None
 
 
 def _media(name: str, boundaries: Sequence[BoundaryLike], seen: frozenset[str] = frozenset()) -> str | None:

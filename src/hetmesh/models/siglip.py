@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError
@@ -20,6 +22,8 @@ from hetmesh.models.encoder import (
 class SiglipAdapter(ImageTowerAdapter):
     """SigLIP over square images of one size; one row per patch. `vision_use_head` is off in its config."""
 
+    checkpoint_unused: ClassVar = (r"head\..*", r"embeddings\.position_ids")
+
     @classmethod
     def make(cls, request: AdapterRequest) -> SiglipAdapter:
         """The adapter of a recipe's module.
@@ -34,9 +38,13 @@ class SiglipAdapter(ImageTowerAdapter):
 
         media = check_encoder(request, "siglip")
         config = transformers_config(
-            request, SiglipVisionConfig, {**derived_image_keys(request), "vision_use_head": False}
+            request,
+            SiglipVisionConfig,
+            derived_image_keys(request),
+            types=("siglip_vision_model",),
+            forced={"vision_use_head": False},
         )
-        if config.vision_use_head:
+        if request.config.get("vision_use_head"):
             raise RecipeError(f"{request.key}.config.vision_use_head: rows are patch features, without a pooling head")
         check_sizes(request, config, IMAGE_SIZES, IMAGE_DIVISORS)
         return cls(config, media)

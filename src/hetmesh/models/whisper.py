@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +14,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.config_keys import positive_int, transformers_config
 from hetmesh.models.encoder import EncoderAdapter, check_encoder, check_sizes
+from hetmesh.models.pretrained import prefixes
 
 
 class LocalHeads(ParallelStyle):
@@ -47,6 +48,8 @@ class WhisperAdapter(EncoderAdapter):
     embedding is not trained.
     """
 
+    checkpoint_names: ClassVar = prefixes("", "encoder.", "model.encoder.")
+
     @classmethod
     def make(cls, request: AdapterRequest) -> WhisperAdapter:
         """The adapter of a recipe's module.
@@ -66,7 +69,7 @@ class WhisperAdapter(EncoderAdapter):
             derived["max_source_positions"] = -(-frames // 2)
         if "d_model" in request.config:
             derived["encoder_ffn_dim"] = 4 * positive_int(request, "d_model", request.config["d_model"])
-        config = transformers_config(request, WhisperConfig, derived)
+        config = transformers_config(request, WhisperConfig, derived, types=("whisper",))
         check_sizes(request, config, (*SIZES, "max_source_positions"), {"d_model": "encoder_attention_heads"})
         if config.encoder_layerdrop:
             raise RecipeError(

@@ -19,7 +19,7 @@ from hetmesh.errors import HetmeshError
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.feed import Feed
 from hetmesh.training.gradients import scale
-from hetmesh.training.job import Job, describe, full_module, make_prepare
+from hetmesh.training.job import Job, describe, loaded_module, make_prepare
 from hetmesh.training.recipe import Recipe
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
@@ -48,7 +48,7 @@ class Outcome:
 def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1) -> Outcome:
     """Run `recipe`'s model and data in this process alone, ignoring its layout."""
     source, adapters, graph = describe(recipe)
-    modules = {name: full_module(recipe, adapters[name], name) for name in graph.order}
+    modules = {name: loaded_module(recipe, adapters[name], name) for name in graph.order}
     prepare = make_prepare(recipe, graph, adapters)
     loader = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed)
     parameters = {f"{n}.{k}": p for n, module in modules.items() for k, p in module.named_parameters()}

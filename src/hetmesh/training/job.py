@@ -20,11 +20,15 @@ from hetmesh.graph import ModuleGraph, SampleMeta, StageGraph, stage_graph
 from hetmesh.models import (
     Adapter,
     add_lora,
+    build_empty,
     build_module,
+    load_weights,
     lora_plan,
     make_adapters,
     module_rows,
     placeholder_rows,
+    pretrained_of,
+    stand_ins,
 )
 from hetmesh.parallel import Options, parallelize, reduce_gradients
 from hetmesh.runtime import Runtime
@@ -74,13 +78,27 @@ def make_prepare(
 
 
 def full_module(recipe: Recipe, adapter: Adapter, name: str) -> nn.Module:
-    """Module `name` before it is parallelised: weights from the seed, adapters added, frozen as the recipe says."""
-    own = recipe.modules[name]
-    module = build_module(adapter, name, recipe.debug.seed, DTYPES[recipe.training.dtype])
+    """Module `name` before it is parallelised: weights from the seed, adapters added, frozen as the recipe says.
+
+    With `initial_load_path` it has no weights yet (they are on the meta device): `load_weights` gives each rank its own
+    after the module is parallelised.
+    """
+    own, dtype = recipe.modules[name], DTYPES[recipe.training.dtype]
+    loads = own.initial_load_path is not None
+    module = build_empty(adapter, dtype) if loads else build_module(adapter, name, recipe.debug.seed, dtype)
     if own.lora is not None:
-        add_lora(module, own.lora, name, recipe.debug.seed, adapter.layers())
+        with stand_ins(module):
+            add_lora(module, own.lora, name, recipe.debug.seed, adapter.layers())
     elif not own.trainable:
         module.requires_grad_(False)
+    return module
+
+
+def loaded_module(recipe: Recipe, adapter: Adapter, name: str) -> nn.Module:
+    """`full_module` on the CPU with its weights, wherever they come from."""
+    module = full_module(recipe, adapter, name)
+    if (pretrained := pretrained_of(name, recipe.modules[name])) is not None:
+        load_weights(adapter, module, pretrained)
     return module
 
 
@@ -135,9 +153,17 @@ class Job:
             mesh = world.device_mesh(spec.mesh)  # on all ranks, members or not, in graph order
             if mesh is None:
                 continue
-            module = full_module(recipe, adapters[name], name).to(world.device)
+            pretrained = pretrained_of(name, recipe.modules[name])
+            module = full_module(recipe, adapters[name], name)
+            if pretrained is None:
+                module = module.to(world.device)
             plan = lora_plan(module, {**adapters[name].tensor_parallel_plan(), **recipe.modules[name].plan})
             parallel = parallelize(adapters[name], module, spec.mesh, mesh, plan, module_options(recipe, name))
+            if pretrained is not None:
+                device = (
+                    "cpu" if module_options(recipe, name).cpu_offload and parallel.summed_over_lanes else world.device
+                )
+                load_weights(adapters[name], parallel.module, pretrained, device, root=parallel.adapted)
             modules[name], adapted[name] = parallel.module, parallel.adapted
             reducers[name] = partial(reduce_gradients, parallel)
         runtime = Runtime(world, graph, adapted, reducers=reducers, loss=sum_cross_entropy, dtypes=dtypes)

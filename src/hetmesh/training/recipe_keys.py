@@ -35,7 +35,7 @@ NOTHING: tuple[Any, ...] = ()
 
 NOT_IMPLEMENTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "job": {"config_file": NOTHING, "custom_config_module": NOTHING, "save_config_file": NOTHING},
-    "modules": {"initial_load_path": NOTHING},
+    "modules": {},
     "parallelism": {
         "context_parallel_degree": (1,),
         "pipeline_parallel_degree": (1,),

@@ -118,15 +118,18 @@ class LoRA(Section):
 class Module(Section):
     """`[modules.<name>]`: one module of the model.
 
-    `media` is the kind of media an encoder reads; where absent, the placeholder that its rows end up at. `plan` adds to
-    or replaces entries of the adapter's tensor-parallel plan (parameter name pattern -> style). `lr` and `weight_decay`
-    override `[optimizer]`, `activation_checkpoint` the mode of its table, `mixed_precision_param` `[training]`.
+    `initial_load_path` is a local directory with config.json and safetensors: the model's sizes and weights come from
+    there. `media` is the kind of media an encoder reads; where absent, the placeholder that its rows end up at. `plan`
+    adds to or replaces entries of the adapter's tensor-parallel plan (parameter name pattern -> style). `lr` and
+    `weight_decay` override `[optimizer]`, `activation_checkpoint` the mode of its table, `mixed_precision_param`
+    `[training]`.
     """
 
     model: str  # an adapter's name, or "package.module:Class"
     frozen_config: FrozenTable = Field(default=FrozenDict(), alias="config")
     lr: NotNegative | None = None
     weight_decay: NotNegative | None = None
+    initial_load_path: Annotated[str, Field(min_length=1)] | None = None  # a Hugging Face directory; None: random
     trainable: bool = True  # false: no gradient, no optimizer state, no backward
     lora: LoRA | None = None
     activation_checkpoint: CheckpointMode | None = None

@@ -1,0 +1,216 @@
+"""Local Hugging Face directories: their config and the names, shapes and files of their tensors. Nothing is loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hetmesh.errors import RecipeError
+
+Names = tuple[tuple[str, str], ...]
+"""One way in which checkpoints name a module's tensors: `(prefix in the module, prefix in the checkpoint)` pairs."""
+
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+LISTED = 8
+"""Names that an error lists of each kind of mistake."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a checkpoint, as its file's header describes it."""
+
+    file: Path
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A directory that holds `config.json` and one or many safetensors files, the latter with their index.
+
+    Attributes:
+        path: the directory.
+        key: the recipe key that names it; errors begin with it.
+    """
+
+    path: Path
+    key: str
+
+    def __post_init__(self) -> None:
+        if not self.path.is_dir():
+            what = "is a file, not a directory" if self.path.exists() else "does not exist"
+            raise RecipeError(
+                f"{self}: it {what}; give a local directory with config.json and *.safetensors (nothing is downloaded)"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.key} = '{self.path}'"
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """What config.json says.
+
+        Raises:
+            RecipeError: there is none, or it asks for code or formats that hetmesh does not run.
+        """
+        file = self.path / "config.json"
+        if not file.is_file():
+            raise RecipeError(f"{self}: there is no config.json in it")
+        config = _json_object(file, self)
+        if "auto_map" in config:
+            raise RecipeError(
+                f"{self}: its config.json asks for code that comes with the weights (auto_map = "
+                f"{config['auto_map']}); hetmesh runs no such code. Use a model that transformers has itself"
+            )
+        if "quantization_config" in config:
+            raise RecipeError(f"{self}: its weights are quantised (quantization_config); use the full-precision ones")
+        return config
+
+    def section(self, model: str, types: Collection[str]) -> dict[str, Any]:
+        """The part of the config that describes a model of one of the transformers `model_type`s `types`: all of it, or
+        the part of a multimodal model.
+
+        Raises:
+            RecipeError: there is no such part.
+        """
+        parts: dict[str, Mapping[str, Any]] = {"": self.config}
+        parts |= {key: value for key, value in self.config.items() if isinstance(value, Mapping)}
+        for part in parts.values():
+            if part.get("model_type") in types:
+                return dict(part)
+        found = [f"{p['model_type']!r}" + (f" ({k})" if k else "") for k, p in parts.items() if "model_type" in p]
+        raise RecipeError(
+            f"{self}: its config.json describes {', '.join(found) or 'no model_type'}; model = {model!r} reads "
+            f"{' or '.join(map(repr, types))}"
+        )
+
+    @cached_property
+    def files(self) -> tuple[Path, ...]:
+        """The safetensors files.
+
+        Raises:
+            RecipeError: there are none, or only pickles, or one that the index names is missing.
+        """
+        indices = sorted(self.path.glob("*.safetensors.index.json"))
+        if indices:
+            names = sorted(set(_json_object(indices[0], self).get("weight_map", {}).values()))
+            if outside := [name for name in names if Path(name).name != name]:
+                raise RecipeError(f"{self}: {indices[0].name} names {outside[0]!r}, which is outside of the directory")
+            if missing := [name for name in names if not (self.path / name).is_file()]:
+                raise RecipeError(f"{self}: {indices[0].name} names {_listed(missing)}, missing in the directory")
+            return tuple(self.path / name for name in names)
+        files = sorted(self.path.glob("*.safetensors"))
+        if len(files) > 1:
+            raise RecipeError(
+                f"{self}: it holds {_listed([f.name for f in files])} without a model.safetensors.index.json that says "
+                "which of them belong together"
+            )
+        if not files:
+            pickles = sorted(f.name for pattern in PICKLES for f in self.path.glob(pattern))
+            raise RecipeError(
+                f"{self}: it has only pickled weights ({_listed(pickles)}), which can run any code when they are "
+                "opened; convert them where you trust them, with transformers' save_pretrained"
+                if pickles
+                else f"{self}: there is no *.safetensors file in it"
+            )
+        return tuple(files)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """All tensors of the checkpoint by name, from the headers of its files."""
+        from safetensors import SafetensorError, safe_open
+
+        found: dict[str, TensorEntry] = {}
+        for file in self.files:
+            try:
+                with safe_open(file, "pt") as reader:
+                    for name in reader.keys():  # noqa: SIM118 (no mapping)
+                        found[name] = TensorEntry(file, tuple(reader.get_slice(name).get_shape()))
+            except (SafetensorError, OSError) as error:
+                raise RecipeError(f"{self}: {file.name} cannot be read as safetensors: {error}") from error
+        return found
+
+    def match(
+        self,
+        expected: Mapping[str, Sequence[int]],
+        ways: Sequence[Names],
+        unused: Iterable[str] = (),
+        aliases: Mapping[str, str] | None = None,
+    ) -> dict[str, str]:
+        """Which tensor of the checkpoint each parameter of a module is.
+
+        Args:
+            expected: shape by name in the module.
+            ways: how checkpoints name the module's tensors; the one that finds most of them is taken. Tensors that it
+                cannot name are those of other modules.
+            unused: patterns (regular expressions of names in the module) of tensors that the module has no use for.
+            aliases: other names in the module of the same parameters (tied weights) -> their name in `expected`.
+
+        Returns:
+            Name in the checkpoint by name in the module.
+
+        Raises:
+            RecipeError: tensors are missing, left over, or of another shape; all of them, up to 8 names of each.
+        """
+        aliases = aliases or {}
+        names = {way: self._names(way) for way in ways}
+        best = max(ways, key=lambda way: len(names[way].keys() & expected.keys()))
+        found = names[best]
+        for alias, name in aliases.items():
+            if alias in found:
+                found.setdefault(name, found[alias])
+        patterns = [re.compile(pattern) for pattern in unused]
+        missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in found]
+        extra = [
+            theirs
+            for name, theirs in found.items()
+            if name not in expected and name not in aliases and not any(p.fullmatch(name) for p in patterns)
+        ]
+        misshaped = [
+            f"{found[name]} is {list(self.tensors[found[name]].shape)}, not {list(shape)}"
+            for name, shape in expected.items()
+            if name in found and self.tensors[found[name]].shape != tuple(shape)
+        ]
+        if len(missing) == len(expected):  # nothing fits: left-over names would only be all the others
+            wrong = [f"none of the module's {len(expected)} tensors is in it, e.g. {_listed(missing)}"]
+            wrong.append(f"its own are {_listed(list(self.tensors))}")
+        else:
+            kinds = (("missing", missing), ("left over", extra), ("of another shape", misshaped))
+            wrong = [f"{len(given)} {kind}: {_listed(given)}" for kind, given in kinds if given]
+        if wrong:
+            raise RecipeError(f"{self}: its tensors are not those of the module. {'. '.join(wrong)}")
+        return {name: found[name] for name in expected}
+
+    def _names(self, way: Names) -> dict[str, str]:
+        """Name in the checkpoint by name in the module, of all tensors that `way` can name."""
+        found: dict[str, str] = {}
+        for theirs in self.tensors:
+            for ours_prefix, theirs_prefix in sorted(way, key=lambda pair: -len(pair[1])):
+                if theirs.startswith(theirs_prefix):
+                    found[ours_prefix + theirs[len(theirs_prefix) :]] = theirs
+                    break
+        return found
+
+
+def prefixes(*names: str) -> tuple[Names, ...]:
+    """Ways of naming that put one of these before every name of the module."""
+    return tuple((("", name),) for name in names)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
+
+
+def _json_object(file: Path, where: object) -> Mapping[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise RecipeError(f"{where}: {file.name} cannot be read: {error}") from error
+    if not isinstance(value, Mapping):
+        raise RecipeError(f"{where}: {file.name} must hold a JSON object")
+    return value
