@@ -5,6 +5,7 @@ rooms above it:
 
     layout/     MeshSpec, placements, Layout, TransferPlan                      pure: values and functions of values
     graph/      ModuleGraph, sample metadata, row space                          |
+    cost/       FLOPs, memory and machines, from sizes alone                     |
     balance/    samples to lanes and microbatches -> BatchPlan                   |
     schedule/   actions, validation, one file per policy                         |
     boundary/   World, meshes, watchdog, transports, log, redistribute          torch.distributed, nn.Modules, files
@@ -13,6 +14,7 @@ rooms above it:
     data/       sources, metadata, collation, resumable loader                   |
     runtime/    executes schedules                                               |
     training/   recipe, trainer, gradients, optimizers, checkpoint, metrics      |
+    report/     text, PNG and JSON views of recipes and runs                     |
     testing/    hypothesis strategies, worker pool, parity harness, faults       |
     cli/        one file per verb                                                |
 """

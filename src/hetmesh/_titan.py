@@ -42,3 +42,10 @@ def tensorboard_logger() -> Any:
     from torchtitan.components.metrics import TensorBoardLogger
 
     return TensorBoardLogger
+
+
+def wandb_logger() -> Any:
+    """`WandBLogger(log_dir, config_dict, tag)`."""
+    from torchtitan.components.metrics import WandBLogger
+
+    return WandBLogger

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -117,8 +118,10 @@ class Exchange:
             shape=torch.Size(self.plan.shape),
             stride=contiguous_stride(self.plan.shape),
         )
+        started = time.perf_counter()
         with self.world.watchdog.watching(self.label):
             result = source.redistribute(mesh, self.plan.dst.torch_placements).to_local()
+        self.world.log.add_wait(self.label, time.perf_counter() - started)
         size = self.plan.bytes_received(self.world.rank, self.dtype.itemsize)
         self.world.log.add(self.label, "received", None, size, "dtensor")
         return result
@@ -270,11 +273,13 @@ class _PendingStep:
 
     def _wait(self, work: dist.Work, peer: int | None) -> None:
         whom = "a collective" if peer is None else f"rank {peer}"
+        started = time.perf_counter()
         try:
             with self.world.waiting(self.label, whom):
                 work.wait(timedelta(seconds=self.world.timeout))
         except RuntimeError as error:
             raise BoundaryError(f"{self.label}: rank {self.world.rank} lost {whom}: {error}") from error
+        self.world.log.add_wait(self.label, time.perf_counter() - started)
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -43,6 +43,7 @@ class CommunicationLog:
     def __init__(self, keep: int = 65536) -> None:
         self._messages: deque[Message] = deque(maxlen=keep)
         self._received: dict[tuple[str, str], int] = {}
+        self._waited: dict[str, float] = {}
 
     def add(self, label: Label, op: Literal["sent", "received"], peer: int | None, size: int, kind: str) -> None:
         """Record one message of `size` bytes."""
@@ -50,6 +51,10 @@ class CommunicationLog:
         if op == "received":
             key = (label.boundary, label.direction)
             self._received[key] = self._received.get(key, 0) + size
+
+    def add_wait(self, label: Label, seconds: float) -> None:
+        """Record that this rank waited for messages of a boundary."""
+        self._waited[label.boundary] = self._waited.get(label.boundary, 0.0) + seconds
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -64,7 +69,13 @@ class CommunicationLog:
             if boundary in (None, name) and direction in (None, way)
         )
 
+    def seconds_waited(self, boundary: str) -> float:
+        """Seconds since the last `clear` in which this rank did nothing but wait for messages of a boundary, both
+        directions. On CUDA only what the host waits."""
+        return self._waited.get(boundary, 0.0)
+
     def clear(self) -> None:
         """Forget messages and totals."""
         self._messages.clear()
         self._received.clear()
+        self._waited.clear()

@@ -1,18 +1,19 @@
-"""What a run reports: metrics.jsonl, TensorBoard, a progress bar, summary.json. Written by rank 0 alone."""
+"""What a run reports: metrics.jsonl, loggers, log lines, a progress bar, summary.json. Written by rank 0 alone."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from hetmesh import _titan
+from hetmesh.training.loggers import Loggers, require_wandb
+from hetmesh.training.meter import Measured, StepCost
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class StepMetrics:
         lr: `[optimizer] lr` times the schedule's factor; modules with an own rate scale alike.
         samples_per_s, tokens_per_s: of the whole job; tokens without padding.
         time_s: wall time of the step.
+        cost: FLOPs, MFU and imbalance; empty on ranks other than 0.
+        measured: memory, bytes and waits, of the steps that are logged.
     """
 
     step: int
@@ -35,6 +38,57 @@ class StepMetrics:
     samples_per_s: float
     tokens_per_s: float
     time_s: float
+    cost: StepCost = field(default_factory=StepCost)
+    measured: Measured | None = None
+
+    def record(self) -> dict[str, Any]:
+        """The line of metrics.jsonl; what is unknown is left out."""
+        own = {k: v for k, v in asdict(self).items() if k not in ("cost", "measured")}
+        more = asdict(self.cost) | (asdict(self.measured) if self.measured else {})
+        return own | {k: v for k, v in more.items() if v not in (None, {})}
+
+    def line(self, steps: int) -> str:
+        """The log line, for people."""
+        return "  ".join(self._shown(steps))
+
+    def _shown(self, steps: int) -> Iterator[str]:
+        yield f"step {self.step}/{steps}"
+        yield f"loss {self.loss:.4f}"
+        yield f"grad norm {self.grad_norm:.3f}"
+        yield f"{self.samples_per_s:.0f} samples/s"
+        yield f"{self.tokens_per_s:.0f} tokens/s"
+        if self.cost.mfu is not None:
+            yield f"MFU {self.cost.mfu:.1%}"
+        if self.measured is not None:
+            yield f"memory {amount(self.measured.memory_bytes)}B"
+            yield f"{self.measured.active_ranks} of {self.measured.allocated_ranks} ranks active"
+        for name, uneven in self.cost.imbalance.items():
+            shown = [name]
+            if name in self.cost.flops:
+                shown.append(f"{amount(self.cost.flops[name])}FLOP")
+            if name in self.cost.module_mfu:
+                shown.append(f"MFU {self.cost.module_mfu[name]:.1%}")
+            yield " ".join([*shown, f"imbalance {uneven:.2f}"])
+        for name, sizes in self.measured.boundary_bytes.items() if self.measured else ():
+            assert self.measured is not None
+            yield f"{name} {amount(sum(sizes.values()))}B waited {1000 * self.measured.wait_s[name]:.0f} ms"
+
+
+def amount(value: float) -> str:
+    """A number with a decimal prefix: `amount(12_345_678)` is `"12.3 M"`."""
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if value < 999.5:
+            return f"{value:.3g} {prefix}"
+        value /= 1000
+    return f"{value:.3g} E"
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Nested tables as one, keys joined by `/`, as TensorBoard and Weights & Biases group them."""
+    out: dict[str, float] = {}
+    for key, value in values.items():
+        out |= flat(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return out
 
 
 class Reporter:
@@ -44,23 +98,38 @@ class Reporter:
         folder: the run's dump folder.
         steps: of the whole run.
         resumed_at: steps done by earlier runs; later lines of metrics.jsonl are dropped, they will come again.
+        log_freq: steps between two log lines.
+        tensorboard, wandb: which loggers to feed.
+        config: the recipe, for Weights & Biases.
+
+    Raises:
+        RecipeError: wandb is wanted but not installed.
     """
 
     def __init__(
-        self, folder: Path, steps: int, *, rank: int, resumed_at: int = 0, log_freq: int = 10, tensorboard: bool = False
+        self,
+        folder: Path,
+        steps: int,
+        *,
+        rank: int,
+        resumed_at: int = 0,
+        log_freq: int = 10,
+        tensorboard: bool = False,
+        wandb: bool = False,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
+        if wandb:
+            require_wandb()  # on every rank: no one waits for a rank 0 that has failed
         self.folder, self.steps, self.log_freq = folder, steps, log_freq
         self.active = rank == 0
         self.console = Console(quiet=not self.active, highlight=False)
-        self._tensorboard: Any = None
         if not self.active:
             return
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
         _truncate(path, resumed_at)
         self._file = path.open("a", encoding="utf-8")
-        if tensorboard:
-            self._tensorboard = _titan.tensorboard_logger()(str(folder / "tensorboard"), None)
+        self._loggers = Loggers(folder, tensorboard=tensorboard, wandb=wandb, config=config)
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -76,31 +145,31 @@ class Reporter:
         self._task = self._progress.add_task("train", total=steps, completed=resumed_at, loss=0.0, norm=0.0, rate=0.0)
         self._progress.start()
 
+    def logs(self, step: int) -> bool:
+        """Whether `step` gets a log line; the same on every rank."""
+        return step % self.log_freq == 0 or step == self.steps
+
     def step(self, metrics: StepMetrics) -> None:
         """Report one step."""
         if not self.active:
             return
-        self._file.write(json.dumps(asdict(metrics)) + "\n")
+        self._file.write(json.dumps(metrics.record()) + "\n")
         self._file.flush()
         self._progress.update(
             self._task, completed=metrics.step, loss=metrics.loss, norm=metrics.grad_norm, rate=metrics.samples_per_s
         )
-        if metrics.step % self.log_freq and metrics.step != self.steps:
+        if not self.logs(metrics.step):
             return
-        if self._tensorboard is not None:
-            self._tensorboard.log({k: v for k, v in asdict(metrics).items() if k != "step"}, metrics.step)
+        self._loggers.log({k: v for k, v in flat(metrics.record()).items() if k != "step"}, metrics.step)
         if not self.console.is_terminal:
-            self.print(
-                f"step {metrics.step}/{self.steps}  loss {metrics.loss:.4f}  grad norm {metrics.grad_norm:.3f}  "
-                f"{metrics.samples_per_s:.0f} samples/s"
-            )
+            self.print(metrics.line(self.steps))
 
     def evaluation(self, step: int, scores: Mapping[str, float]) -> None:
         """Report an evaluation: a name and a number each."""
         shown = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
         self.print(f"validation at step {step}: {shown}")
-        if self._tensorboard is not None:
-            self._tensorboard.log({f"validation/{k}": v for k, v in scores.items()}, step)
+        if self.active:
+            self._loggers.log({f"validation/{k}": v for k, v in scores.items()}, step)
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Write summary.json."""
@@ -118,8 +187,7 @@ class Reporter:
         if self.active:
             self._progress.stop()
             self._file.close()
-            if self._tensorboard is not None:
-                self._tensorboard.close()
+            self._loggers.close()
 
 
 def _truncate(path: Path, step: int) -> None:

@@ -47,7 +47,6 @@ NOT_IMPLEMENTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "pipeline_parallel_first_stage_less_layers": NOTHING,
         "pipeline_parallel_last_stage_less_layers": NOTHING,
         "module_fqns_per_model_part": NOTHING,
-        "enable_sequence_parallel": (False,),
         "enable_async_tensor_parallel": (False,),
         "enable_compiled_autograd": (False,),
         "disable_loss_parallel": (True,),
@@ -74,7 +73,6 @@ NOT_IMPLEMENTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "create_seed_checkpoint": (False,),
     },
     "metrics": {
-        "enable_wandb": (False,),
         "disable_color_printing": (False,),
         "save_tb_folder": NOTHING,
         "save_for_all_ranks": (False,),

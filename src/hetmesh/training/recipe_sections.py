@@ -169,6 +169,7 @@ class ModuleParallelism(ScheduleKeys):
     tensor_parallel_degree: Size = 1
     expert_parallel_degree: Size = 1
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    enable_sequence_parallel: bool = False  # split activations between attention and MLP over tensor parallel ranks
 
 
 class Parallelism(ScheduleKeys):
@@ -248,8 +249,10 @@ class Checkpoint(Section):
 class Metrics(Section):
     """`[metrics]`: what is logged besides metrics.jsonl."""
 
-    log_freq: Size = 10  # steps between two updates of the console and of TensorBoard
+    log_freq: Size = 10  # steps between two updates of the console, TensorBoard and Weights & Biases
     enable_tensorboard: bool = False
+    enable_wandb: bool = False
+    machine: str | None = None  # whose peak MFU refers to: "h100", ... or a TOML file; None: what the device says
 
 
 class Validation(Section):

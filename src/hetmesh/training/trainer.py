@@ -19,6 +19,7 @@ from hetmesh.training.feed import Feed
 from hetmesh.training.gradients import clip, reduce_over_ranks, scale, squared_norm
 from hetmesh.training.initial_load import load_weights
 from hetmesh.training.job import Job
+from hetmesh.training.meter import Meter, StepCost
 from hetmesh.training.metrics import Reporter, StepMetrics
 from hetmesh.training.optimizers import make_optimizers
 from hetmesh.training.recipe import Recipe
@@ -58,6 +59,7 @@ class Trainer:
         self.held_out = _held_out(recipe)
         self.checkpointer = Checkpointer(world, self.folder / recipe.checkpoint.folder, recipe.checkpoint.keep_latest_k)
         self.step = self._resume() if recipe.checkpoint.enable else 0
+        self.meter = Meter(self.job)
         self.reporter = Reporter(
             self.folder,
             recipe.training.steps,
@@ -65,12 +67,15 @@ class Trainer:
             resumed_at=self.step,
             log_freq=recipe.metrics.log_freq,
             tensorboard=recipe.metrics.enable_tensorboard,
+            wandb=recipe.metrics.enable_wandb,
+            config=recipe.model_dump(mode="json", by_alias=True),
         )
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, evaluate, and show what was learnt."""
         recipe, started, metrics = self.recipe, time.perf_counter(), None
         try:
+            self.reporter.print(str(self.meter.peak))
             while not self._done:
                 first, metrics = metrics is None, self.train_step()
                 if first:  # connections stand and libraries are warm: from now on a slow rank is a stalled one
@@ -93,6 +98,7 @@ class Trainer:
     def train_step(self) -> StepMetrics:
         """One optimizer step over one global batch."""
         started = time.perf_counter()
+        self.world.log.clear()
         with self.world.watchdog.watching(f"metadata of the samples of step {self.step + 1}"):
             drawn = next(self.job.loader)
         plan = self.job.plan([d.meta for d in drawn])
@@ -118,7 +124,15 @@ class Trainer:
         self.step += 1
         seconds = time.perf_counter() - started
         return StepMetrics(
-            self.step, total / targets, grad_norm, lr, len(drawn) / seconds, plan.num_tokens / seconds, seconds
+            self.step,
+            total / targets,
+            grad_norm,
+            lr,
+            len(drawn) / seconds,
+            plan.num_tokens / seconds,
+            seconds,
+            self.meter.cost(plan, seconds) if self.reporter.active else StepCost(),
+            self.meter.measure() if self.reporter.logs(self.step) else None,
         )
 
     def evaluate(self) -> Evaluation | None:

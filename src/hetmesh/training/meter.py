@@ -1,0 +1,171 @@
+"""Meter: what a step did and cost: FLOPs and MFU per module, imbalance, memory, bytes and waits per boundary."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from hetmesh.balance import BatchPlan
+from hetmesh.boundary import World
+from hetmesh.cost import find_machine, imbalance, lane_work, load_machine, module_flops, total_work
+from hetmesh.training.module_shapes import module_shapes
+
+if TYPE_CHECKING:
+    from hetmesh.training.job import Job
+    from hetmesh.training.recipe import Recipe
+
+DIRECTIONS = ("forward", "backward")
+_MEASURED_SIZE = 768  # of the square matrix product that stands for a CPU's peak: tens of milliseconds on one core
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The FLOP/s of one device that MFU refers to, None if unknown, and where the number comes from."""
+
+    flops: float | None
+    dtype: str
+    origin: str
+
+    def __str__(self) -> str:
+        if self.flops is None:
+            return f"no MFU: {self.origin}"
+        return f"MFU refers to {self.flops / 1e9:,.0f} GFLOP/s in {self.dtype} per rank ({self.origin})"
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What every rank knows about a step from metadata.
+
+    Attributes:
+        flops: per module, forward and backward, over all its ranks; modules of unknown sizes are left out.
+        module_mfu: the module's FLOPs over what its own ranks could have done in the time of the step.
+        mfu: FLOPs of all modules over what all allocated ranks could have done.
+        imbalance: per module: the busiest lane's rows over the mean lane's (`hetmesh.cost.imbalance`).
+    """
+
+    flops: Mapping[str, int] = field(default_factory=dict)
+    module_mfu: Mapping[str, float] = field(default_factory=dict)
+    mfu: float | None = None
+    imbalance: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the ranks measured in one step, gathered.
+
+    Attributes:
+        memory_bytes: the largest peak of any rank so far: allocated on CUDA, else resident.
+        active_ranks: ranks that hold a module.
+        allocated_ranks: ranks of the job.
+        boundary_bytes: received over all ranks, by boundary and direction.
+        wait_s: seconds that the rank which waited longest did nothing but wait for a boundary's messages.
+    """
+
+    memory_bytes: int
+    active_ranks: int
+    allocated_ranks: int
+    boundary_bytes: Mapping[str, Mapping[str, int]]
+    wait_s: Mapping[str, float]
+
+
+class Meter:
+    """Measures the steps of a job on this rank. Building it takes no memory; it measures a CPU's peak if it has to.
+
+    Raises:
+        RecipeError: `[metrics] machine` names none.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.graph, self.world = job, job.graph, job.world
+        self.shapes = module_shapes(job.recipe, job.adapters)
+        self.peak = find_peak(job.recipe, job.world)
+
+    def cost(self, plan: BatchPlan, seconds: float) -> StepCost:
+        """The cost of one training step that took `seconds`; from metadata, without communication."""
+        flops: dict[str, int] = {}
+        uneven: dict[str, float] = {}
+        for name in self.graph.order:
+            work = lane_work(plan, name)
+            uneven[name] = round(imbalance(work), 4)
+            if (shape := self.shapes[name]) is not None:
+                upstream = any(self.graph.needs_gradient(b) for b in self.graph.inputs(name))
+                all_work = total_work(lane for lanes in work for lane in lanes)
+                flops[name] = module_flops(shape, all_work, upstream=upstream).total
+        if self.peak.flops is None:
+            return StepCost(flops, imbalance=uneven)
+        possible = self.peak.flops * seconds
+        each = {name: n / (possible * self.graph[name].mesh.size) for name, n in flops.items()}
+        known = len(flops) == len(self.graph.order)
+        total = sum(flops.values()) / (possible * self.world.size) if known else None
+        return StepCost(flops, each, total, uneven)
+
+    def measure(self) -> Measured:
+        """What all ranks measured since their communication logs were cleared. Collective: one small all-reduce."""
+        names = [boundary.name for boundary in self.graph.boundaries]
+        log = self.world.log
+        mine = [float(peak_memory(self.world.device))]
+        mine += [float(log.bytes_received(name, way)) for name in names for way in DIRECTIONS]
+        mine += [log.seconds_waited(name) for name in names]
+        rows = gather_over_ranks(mine, self.world)
+        received = rows[:, 1 : 1 + 2 * len(names)].sum(0).reshape(-1, 2).tolist()
+        waited = rows[:, 1 + 2 * len(names) :].amax(0).tolist()
+        return Measured(
+            int(rows[:, 0].max()),
+            len(self.graph.ranks),
+            self.world.size,
+            {
+                name: dict(zip(DIRECTIONS, map(int, sizes), strict=True))
+                for name, sizes in zip(names, received, strict=True)
+            },
+            {name: round(seconds, 6) for name, seconds in zip(names, waited, strict=True)},
+        )
+
+
+def gather_over_ranks(values: list[float], world: World) -> torch.Tensor:
+    """`values` of every rank, float64 `[ranks, len(values)]` on the CPU. Collective over all ranks of the job."""
+    everyone = torch.zeros(world.size, len(values), dtype=torch.float64, device=world.device)
+    everyone[world.rank] = torch.tensor(values, dtype=torch.float64)
+    with world.waiting("metrics of all ranks"):
+        dist.all_reduce(everyone, group=world.group(range(world.size)))
+    return everyone.cpu()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that tensors have taken on a CUDA device, else the most that this process had resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resident if sys.platform == "darwin" else 1024 * resident
+
+
+def find_peak(recipe: Recipe, world: World) -> Peak:
+    """The peak of `[metrics] machine`, else of what the CUDA device reports to be, else measured on the CPU."""
+    dtype, device, name = recipe.training.dtype, world.device, recipe.metrics.machine
+    reported = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    machine = load_machine(name) if name else find_machine(reported) if reported else load_machine("cpu")
+    if machine is None:
+        return Peak(None, dtype, f"no machine description fits {reported!r}; give one as [metrics] machine")
+    if (flops := machine.peak(dtype)) is not None:
+        return Peak(flops, dtype, f"machine {machine.name!r}")
+    if device.type == "cuda":
+        return Peak(None, dtype, f"machine {machine.name!r} has no peak for {dtype}")
+    return Peak(measure_peak(getattr(torch, dtype)), dtype, "measured by a matrix product on every rank at once")
+
+
+def measure_peak(dtype: torch.dtype, size: int = _MEASURED_SIZE, times: int = 3) -> float:
+    """FLOP/s of this process in a square matrix product: the best of `times`."""
+    a, b = (torch.ones(size, size, dtype=dtype) for _ in range(2))
+    torch.mm(a[:64], b)  # starts threads and loads kernels
+    best = float("inf")
+    for _ in range(times):
+        started = time.perf_counter()
+        torch.mm(a, b)
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best
