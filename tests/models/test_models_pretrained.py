@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from hetmesh.boundary import World
 from hetmesh.data.loader import Loader
 from hetmesh.data.source import Sample
+from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import MediaItem, SampleMeta
-from hetmesh.training.job import describe, loaded_module, make_prepare
+from hetmesh.parallel import local_part
+from hetmesh.testing.parity import TOLERANCE, compare, reference, run
+from hetmesh.training.job import Job, describe, loaded_module, make_prepare
 from hetmesh.training.recipe import Recipe, parse_recipe
 
 VOCAB, MEDIA = 40, 1
@@ -189,3 +200,295 @@ def test_saved_and_loaded_back_forwards_agree_with_transformers(tmp_path, encode
     assert float(expected.detach().std()) > 0.1
     if changes.get("tie_word_embeddings"):
         assert modules["llm"].lm_head.weight is modules["llm"].model.embed_tokens.weight
+
+
+# --- Whose names: parts of multimodal checkpoints, and what a module has no use for. ---
+
+
+def renamed(folder: Path, name: Any, **added: torch.Tensor) -> Path:
+    """Rename every tensor in a saved directory; `added` ones come to them."""
+    tensors = {name(key): value for key, value in load_file(folder / "model.safetensors").items()}
+    added = {key: value.clone() for key, value in added.items()}
+    save_file({**tensors, **added}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_all_parts_of_a_llava_checkpoint(tmp_path):
+    model = build("llava")
+    folder = save(model, tmp_path / "llava")
+    given = recipe(("clip", folder), ("llama", folder), "[modules.vision.config]\nfeature_layer = -2", projector=folder)
+    adapters, modules = modules_of(given)
+    assert len(modules["vision"].encoder.layers) == 2  # of the 3 in the checkpoint
+
+    def features(media):
+        return model.model.vision_tower(media, output_hidden_states=True).hidden_states[-2]
+
+    expected = transformers_logits(given, features, model.model.multi_modal_projector, _language_model(model))
+    assert float((logits_of(given, adapters, modules) - expected).detach().abs().max()) < 1e-5
+
+
+def _language_model(model: Any):
+    """The LLM inside of a LlavaForConditionalGeneration, with its head."""
+
+    def logits(inputs_embeds):
+        hidden = model.model.language_model(inputs_embeds=inputs_embeds).last_hidden_state
+        return type("Output", (), {"logits": model.lm_head(hidden)})
+
+    logits.get_input_embeddings = model.get_input_embeddings  # type: ignore[attr-defined]
+    return logits
+
+
+@pytest.mark.parametrize("prefix", ["vision_model.", "vision_tower.vision_model.", "model.vision_tower."])
+def test_prefixes_and_tensors_without_use(tmp_path, prefix):
+    plain, other = build("clip"), torch.zeros(3)
+    save(plain, tmp_path / "clip")
+    more = {f"{prefix}embeddings.position_ids": other, "logit_scale": other, "text_model.final_layer_norm.bias": other}
+    renamed(tmp_path / "clip", lambda name: prefix + name, **more)
+    save(build("llama"), tmp_path / "llama")
+    frequencies = {"model.layers.1.self_attn.rotary_emb.inv_freq": other}  # of old Llama checkpoints
+    renamed(tmp_path / "llama", lambda name: name, **frequencies)
+    _, modules = modules_of(recipe(("clip", tmp_path / "clip"), ("llama", tmp_path / "llama")))
+    own = dict(plain.named_parameters())
+    for name, parameter in modules["vision"].named_parameters():
+        assert torch.equal(parameter, own[name]), name
+
+
+def test_a_tied_head_may_be_there_twice_or_alone(tmp_path):
+    model = build("llama", tie_word_embeddings=True)
+    save(model, tmp_path / "once")
+    save(model, tmp_path / "twice")
+    save(model, tmp_path / "head")
+    save(model, tmp_path / "base")
+    save(build("clip"), tmp_path / "clip")
+    weight = model.lm_head.weight.detach().clone()
+    renamed(tmp_path / "twice", lambda name: name, **{"lm_head.weight": weight})
+    renamed(tmp_path / "head", lambda name: name.replace("model.embed_tokens", "lm_head"))
+    renamed(tmp_path / "base", lambda name: name.removeprefix("model."))
+    for folder in ("once", "twice", "head", "base"):
+        _, modules = modules_of(recipe(("clip", tmp_path / "clip"), ("llama", tmp_path / folder)))
+        llm = modules["llm"]
+        assert llm.lm_head.weight is llm.model.embed_tokens.weight
+        assert torch.equal(llm.lm_head.weight, weight)
+
+
+def test_old_configs_with_rope_theta_are_understood(tmp_path):
+    model = build("llama", rope_parameters={"rope_type": "default", "rope_theta": 123.0})
+    folder = save(model, tmp_path / "llama")
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    config |= {"rope_theta": 123.0, "rope_scaling": None, "torch_dtype": "bfloat16", "head_dim": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    save(build("clip"), tmp_path / "clip")
+    _, modules = modules_of(recipe(("clip", tmp_path / "clip"), ("llama", folder)))
+    assert torch.equal(modules["llm"].model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+    assert modules["llm"].lm_head.weight.dtype == torch.float32
+
+
+# --- Errors. ---
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """Directories `clip`, `llama` and `sharded`, a Llama in several files; not to be changed."""
+    root = tmp_path_factory.mktemp("saved")
+    save(build("clip"), root / "clip")
+    save(build("llama"), root / "llama")
+    save(build("llama"), root / "sharded", shards=True)
+    return root
+
+
+@pytest.fixture
+def llama(saved, tmp_path) -> Path:
+    """A copy of `llama` to spoil."""
+    return Path(shutil.copytree(saved / "llama", tmp_path / "llama"))
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def edit_tensors(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def only_pickle(folder: Path) -> None:
+    torch.save({}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def outside(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
+
+
+SPOILED: dict[str, tuple[Any, str]] = {
+    "missing": (
+        lambda f: edit_tensors(f, lambda t: t.pop("model.norm.weight")),
+        r"1 missing: model\.norm\.weight \[24\]",
+    ),
+    "many missing": (
+        lambda f: edit_tensors(f, lambda t: [t.pop(n) for n in list(t) if "layers.1" in n]),
+        r"9 missing: model\.layers\.1\..* and 1 more",
+    ),
+    "left over": (
+        lambda f: edit_tensors(f, lambda t: t.update({"model.layers.2.odd": torch.zeros(1)})),
+        r"1 left over: model\.layers\.2\.odd",
+    ),
+    "another shape": (
+        lambda f: edit_tensors(f, lambda t: t.update({"model.norm.weight": torch.zeros(25)})),
+        r"1 of another shape: model\.norm\.weight is \[25\], not \[24\]",
+    ),
+    "another module's": (
+        lambda f: renamed(f, lambda name: f"text_model.{name}"),
+        r"none of the module's 21 tensors is in it.*its own are text_model\.",
+    ),
+    "remote code": (lambda f: edit_config(f, auto_map={"AutoModel": "m.M"}), "hetmesh runs no such code"),
+    "quantised": (lambda f: edit_config(f, quantization_config={"bits": 4}), "its weights are quantised"),
+    "another model": (
+        lambda f: edit_config(f, model_type="mistral"),
+        r"config\.json describes 'mistral'; model = 'llama' reads 'llama'",
+    ),
+    "no config": (lambda f: (f / "config.json").unlink(), r"there is no config\.json in it"),
+    "broken config": (lambda f: (f / "config.json").write_text("{"), r"config\.json cannot be read"),
+    "pickle": (only_pickle, r"only pickled weights \(pytorch_model\.bin\), which can run any code"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), r"there is no \*\.safetensors file"),
+    "truncated": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-9]),
+        r"model\.safetensors cannot be read as safetensors",
+    ),
+    "two files": (
+        lambda f: shutil.copy(f / "model.safetensors", f / "b.safetensors"),
+        "without a model.safetensors.index",
+    ),
+    "file outside": (outside, r"names '\.\./a\.safetensors', which is outside of the directory"),
+    "no directory": (shutil.rmtree, "it does not exist; give a local directory"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_each_unsuitable_directory_gives_one_clear_error(saved, llama, case):
+    spoil, message = SPOILED[case]
+    spoil(llama)
+    with pytest.raises(RecipeError, match=rf"^modules\.llm\.initial_load_path = '{llama}': .*{message}"):
+        modules_of(recipe(("clip", saved / "clip"), ("llama", llama)))
+
+
+def test_a_missing_shard_is_named(saved, tmp_path):
+    folder = Path(shutil.copytree(saved / "sharded", tmp_path / "sharded"))
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(RecipeError, match=rf"names {shard.name}, missing in the directory"):
+        modules_of(recipe(("clip", saved / "clip"), ("llama", folder)))
+
+
+def test_the_config_table_agrees_with_the_directory_or_says_how_not(saved):
+    def modules(config: str):
+        return modules_of(
+            recipe(("clip", saved / "clip"), ("llama", saved / "llama"), f"[modules.llm.config]\n{config}")
+        )
+
+    with pytest.raises(
+        RecipeError, match=r"modules\.llm\.config\.num_attention_heads = 2, but .* says 4 in its config"
+    ):
+        modules("num_attention_heads = 2")
+    with pytest.raises(
+        RecipeError, match=r"modules\.llm\.config\.hidden_sise: unknown key; did you mean 'hidden_size'"
+    ):
+        modules("hidden_sise = 2")
+    _, same = modules("hidden_size = 24\nmax_position_embeddings = 99")
+    assert same["llm"].config.max_position_embeddings == 99
+
+
+# --- On shards. ---
+
+LAYOUTS = {
+    "tensor parallel 2": (2, "tensor_parallel_degree = 2"),
+    "FSDP 2": (2, "data_parallel_shard_degree = 2"),
+    "HSDP 2 x 2": (4, "data_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 2"),
+    "FSDP 2 x tensor parallel 2": (4, "data_parallel_shard_degree = 2\ntensor_parallel_degree = 2"),
+}
+
+
+def on_this_rank(rank, recipe):
+    return run(recipe, World.current())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("encoder", "llm", "changes", "more"),
+    [
+        ("clip", "llama", {}, ""),
+        ("whisper", "qwen3", {"tie_word_embeddings": True}, ""),
+        ("siglip", "qwen3", {"vocab_size": 37}, "[modules.llm.lora]\nrank = 2\n"),
+    ],
+)
+def test_h5_training_from_loaded_weights_equals_one_process(pool, tmp_path, layout, encoder, llm, changes, more):
+    save(build(encoder), tmp_path / "encoder")
+    save(build(llm, **changes).to(torch.bfloat16), tmp_path / "llm", shards=True)
+    size, keys = LAYOUTS[layout]
+    more = f'dtype = "float64"\n{more}[parallelism]\nranks = "0-{size - 1}"\n{keys}'
+    given = recipe((encoder, tmp_path / "encoder"), (llm, tmp_path / "llm"), more)
+    compare(reference(given), pool(size).run(on_this_rank, given), TOLERANCE["float64"])
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made in its context occupied at a time. Views count as what they view: a slice of a
+    mapped file as the whole tensor there."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.count(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+        return out
+
+    def count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if tensor.is_meta or key in self.known:
+            return
+        self.known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self.forget, key, size)
+
+    def forget(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.live -= size
+
+
+def peak_of_loading(rank: int, recipe: Recipe) -> tuple[int, int, int]:
+    """Peak bytes while a job is assembled, bytes of what the rank holds then, and of its largest whole tensor."""
+    with LiveBytes() as bytes:
+        job = Job.assemble(recipe, World.current())
+    held = sum(local_part(p).untyped_storage().nbytes() for p in job.root.parameters())
+    return bytes.peak, held, max(4 * p.numel() for p in job.root.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", list(LAYOUTS)[:2])
+def test_loading_peaks_at_the_shard_and_one_tensor(pool, tmp_path, layout):
+    save(build("clip"), tmp_path / "clip")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8, "vocab_size": 300, "head_dim": 32}
+    save(build("llama", **sizes), tmp_path / "llama")
+    _, keys = LAYOUTS[layout]
+    given = recipe(("clip", tmp_path / "clip"), ("llama", tmp_path / "llama"), f"[parallelism]\nranks = '0-1'\n{keys}")
+    for peak, held, largest in pool(2).run(peak_of_loading, given):
+        assert held < 3_500_000  # of 5.1 MB
+        assert peak <= 1.2 * held + largest
+
+
+def test_the_peak_is_seen():
+    with LiveBytes() as bytes:
+        kept = torch.ones(10)
+        torch.ones(100) + 1
+    assert (bytes.live, bytes.peak) == (40, 840)
+    assert kept[:2].sum() == 2
