@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hetmesh.boundary import World
+from hetmesh.cli.check import checked
 from hetmesh.data.loader import Loader
 from hetmesh.data.source import Sample
 from hetmesh.errors import RecipeError
@@ -373,6 +374,16 @@ def test_each_unsuitable_directory_gives_one_clear_error(saved, llama, case):
     spoil(llama)
     with pytest.raises(RecipeError, match=rf"^modules\.llm\.initial_load_path = '{llama}': .*{message}"):
         modules_of(recipe(("clip", saved / "clip"), ("llama", llama)))
+
+
+def test_check_finds_wrong_tensors_and_all_missing_directories(saved, llama):
+    good = recipe(("clip", saved / "clip"), ("llama", llama))
+    assert any("llama" in line for line in checked(good))
+    edit_tensors(llama, lambda t: t.pop("model.norm.weight"))
+    with pytest.raises(RecipeError, match=r"1 missing: model\.norm\.weight"):
+        checked(good)
+    with pytest.raises(RecipeError, match=r"(?s)vision\.initial_load_path = '/no/clip': .*\n.*llm\..* = '/no/llama': "):
+        checked(recipe(("clip", "/no/clip"), ("llama", "/no/llama")))
 
 
 def test_a_missing_shard_is_named(saved, tmp_path):

@@ -38,6 +38,7 @@ def check_recipe(
     if adapters is not None:
         for name, adapter in adapters.items():
             _check_tensor_parallel(recipe, name, adapter.tensor_parallel_sizes())
+            _check_weights(recipe, name, adapter)
     if placeholders is not None:
         _check_placeholders(recipe, placeholders)
     parameters = {} if adapters is None else {name: count_parameters(a) for name, a in adapters.items()}
@@ -52,6 +53,14 @@ def count_parameters(adapter: Adapter) -> int | None:
     except Exception:  # a user's constructor may compute with its weights
         return None
     return sum(p.numel() for p in module.parameters())
+
+
+def _check_weights(recipe: Recipe, name: str, adapter: Adapter) -> None:
+    """Compare the headers of the module's checkpoint with its parameters, if it has one."""
+    from hetmesh.models import build_empty, check_weights, pretrained_of
+
+    if (pretrained := pretrained_of(name, recipe.modules[name])) is not None:
+        check_weights(adapter, build_empty(adapter), pretrained)
 
 
 def _check_tensor_parallel(recipe: Recipe, name: str, sizes: Mapping[str, int]) -> None:

@@ -47,6 +47,7 @@ def describe(recipe: Recipe) -> tuple[Source, dict[str, Adapter], ModuleGraph]:
     Raises:
         RecipeError: a model or source that cannot be, with the key.
     """
+    _check_directories(recipe)
     source = make_source(recipe.data.source, **recipe.data.options)
     adapters = make_adapters(recipe.modules, recipe.boundaries, source.vocab_size, _media_shapes(source))
     graph = recipe.graph_with({name: adapter.layers() for name, adapter in adapters.items()})
@@ -54,6 +55,36 @@ def describe(recipe: Recipe) -> tuple[Source, dict[str, Adapter], ModuleGraph]:
         module_options(recipe, name)
     modules = tuple(replace(m, features=adapters[m.name].out_features or 0) for m in graph.modules)
     return source, adapters, ModuleGraph(modules, graph.boundaries)
+
+
+def _check_options(recipe: Recipe, name: str, adapter: Adapter) -> None:
+    """Raise RecipeError where a module cannot do what the recipe asks of it."""
+    options = module_options(recipe, name)
+    if options.sequence_parallel:
+        key = f"parallelism.{name}.enable_sequence_parallel"
+        if not token_sharded(adapter):
+            hint = "" if name == recipe.sink else f"; write the key in [parallelism.{recipe.sink}]"
+            raise RecipeError(f"{key}: this {recipe.modules[name].model} cannot split its tokens{hint}")
+        if recipe.modules[name].lora is not None:
+            raise RecipeError(f"{key}: not together with modules.{name}.lora")
+    config: Any = getattr(adapter, "config", None)
+    if recipe.graph[name].mesh.axis_size("tp") > 1 and getattr(config, "attention_dropout", None):
+        raise RecipeError(
+            f"modules.{name}.config.attention_dropout = {config.attention_dropout}: with tensor parallelism every rank "
+            "would drop the same positions of its heads; set it to 0, or tensor_parallel_degree to 1"
+        )
+
+
+def _check_directories(recipe: Recipe) -> None:
+    """Raise RecipeError for all directories of weights that are missing: a template's user fills them in together."""
+    errors = []
+    for name, module in recipe.modules.items():
+        try:
+            pretrained_of(name, module)
+        except RecipeError as error:
+            errors.append(str(error))
+    if errors:
+        raise RecipeError("\n".join(errors))
 
 
 def _media_shapes(source: Source) -> dict[str, tuple[int, ...]]:
