@@ -9,9 +9,11 @@ from torch.distributed.fsdp import FSDPModule
 from hetmesh.balance import in_order
 from hetmesh.boundary import World
 from hetmesh.data.loader import Loader
+from hetmesh.errors import RecipeError
 from hetmesh.testing import faults
+from hetmesh.testing.bounds import minimal_elements
 from hetmesh.testing.parity import Outcome, ParityError, compare, reference, run
-from hetmesh.training.job import describe, make_prepare
+from hetmesh.training.job import Job, describe, make_prepare
 from hetmesh.training.recipe import parse_recipe
 
 pytestmark = pytest.mark.slow
@@ -58,6 +60,7 @@ dtype = "float64"
 FSDP = "data_parallel_shard_degree = -1"
 HSDP = "data_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 2"
 FSDP_TP = "data_parallel_shard_degree = 2\ntensor_parallel_degree = 2"
+SEQUENCE = "enable_sequence_parallel = true\n"
 RANKS = {  # ranks of the encoder, of the LLM
     "disjoint": ("0-3", "4-7"),
     "colocated": ("0-3", "0-3"),
@@ -104,6 +107,30 @@ def test_each_module_chooses_and_ranks_may_be_permuted(pool):
     text = layout(FSDP, FSDP_TP, "colocated").replace('ranks = "0-3"', "ranks = [2, 0, 3, 1]", 1)
     check(pool, text.replace('ranks = "0-3"', "ranks = [3, 1, 2, 0]"))
     check(pool, layout(HSDP, "tensor_parallel_degree = 2", "colocated"))
+
+
+def received(rank, recipe):
+    """Bytes of rows that reached the LLM's first stage here, and the fewest that could."""
+    world = World.current()
+    world.log.clear()
+    run(recipe, world, steps=1)
+    job = Job.assemble(recipe, world)
+    plan = job.plan([d.meta for d in next(job.loader)])
+    boundary = job.graph.inputs("llm")[0]
+    layouts = [plan.layouts(boundary, m) for m in range(plan.num_microbatches)]
+    needed = sum(minimal_elements(*each).get(rank, 0) for each in layouts)
+    return world.log.bytes_received(boundary.name, "forward"), 8 * needed, 80 * sum(shape[0] for shape, *_ in layouts)
+
+
+def test_with_sequence_parallelism_a_row_reaches_the_rank_that_keeps_its_token_and_no_other(pool):
+    """Decision 4: over all ranks of the LLM every row arrives once."""
+    vision = "tensor_parallel_degree = 2"
+    llm = "tensor_parallel_degree = 2\n" + SEQUENCE
+    projector = '[parallelism.projector]\nranks = "0-3"\n'
+    recipe = parse_recipe(layout(vision, llm, "disjoint", projector))
+    results = pool(8).run(received, recipe, timeout=120)
+    assert [bytes_ for bytes_, *_ in results] == [needed for _, needed, _ in results]
+    assert sum(bytes_ for bytes_, *_ in results) == results[0][2] > 0
 
 
 def lanes_with_images(recipe) -> list[list[bool]]:
@@ -177,3 +204,59 @@ def test_one_module_may_be_checkpointed_and_another_not(pool):
     text = layout(FSDP, "tensor_parallel_degree = 4", "overlapping", '[activation_checkpoint]\nmode = "selective"\n')
     text = text.replace("num_key_value_heads = 2", "num_key_value_heads = 4")
     check(pool, text.replace('model = "siglip"', 'model = "siglip"\nactivation_checkpoint = "full"'))
+
+
+@pytest.mark.parametrize("where", RANKS)
+@pytest.mark.parametrize(
+    "llm",
+    ["tensor_parallel_degree = 4\n", "tensor_parallel_degree = 2\n", FSDP_TP + "\n"],
+    ids=["TP4", "DP x TP", "FSDP x TP"],
+)
+def test_sequence_parallel_modules_equal_one_process(pool, where, llm):
+    """Lengths that no degree divides; images whose rows fall into several shares; lanes without any."""
+    text = layout("data_parallel_shard_degree = 2\ntensor_parallel_degree = 2", llm + SEQUENCE, where)
+    check(pool, text.replace("num_key_value_heads = 2", "num_key_value_heads = 4"))
+
+
+def test_sequence_parallelism_with_tied_embeddings_biases_and_checkpointing(pool):
+    llm = "tensor_parallel_degree = 2\n" + SEQUENCE
+    text = layout(FSDP, llm, "overlapping", '[activation_checkpoint]\nmode = "selective"\n')
+    check(pool, text.replace("head_dim = 6", "head_dim = 6\ntie_word_embeddings = true\nattention_bias = true"))
+    check(
+        pool,
+        text.replace("selective", "full").replace('"qwen3"', '"llama"').replace("hidden_size = 10", "hidden_size = 20"),
+    )
+
+
+@pytest.mark.parametrize("fault", [PartialLeft("llm"), faults.PermuteRows("llm")], ids=str)
+def test_faults_of_sequence_parallelism_are_found(pool, fault):
+    with pytest.raises(ParityError):
+        check(
+            pool,
+            layout(FSDP, "tensor_parallel_degree = 4\n" + SEQUENCE, "colocated").replace(
+                "num_key_value_heads = 2", "num_key_value_heads = 4"
+            ),
+            fault,
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            layout(FSDP_TP + "\n" + SEQUENCE, FSDP, "disjoint"),
+            "parallelism.vision.enable_sequence_parallel: this siglip",
+        ),
+        (
+            layout(FSDP, FSDP_TP + "\n" + SEQUENCE, "disjoint").replace('"qwen3"', '"qwen3"\nlora = { rank = 2 }'),
+            "parallelism.llm.enable_sequence_parallel: not together with modules.llm.lora",
+        ),
+        (
+            layout(FSDP, FSDP_TP, "disjoint").replace("head_dim = 6", "head_dim = 6\nattention_dropout = 0.5"),
+            "modules.llm.config.attention_dropout = 0.5: with tensor parallelism",
+        ),
+    ],
+)
+def test_what_a_module_cannot_do_is_an_error(text, says):
+    with pytest.raises(RecipeError, match=says.replace(".", r"\.")):
+        describe(parse_recipe(text))

@@ -79,9 +79,15 @@ class BatchPlan:
     def layouts(self, boundary: BoundarySpec, microbatch: int) -> tuple[tuple[int, int], Layout, Layout]:
         """Global shape `[rows, features]` and the layouts on both sides of `boundary` in `microbatch`."""
         space = self.row_space(boundary, microbatch)
-        source, destination = self.graph[boundary.source], self.graph[boundary.destination]
+        source = self.graph[boundary.source]
         return (
             (space.total, source.features),
             space.layout(source, self.lanes[source.name][microbatch]),
-            space.layout(destination, self.lanes[destination.name][microbatch]),
+            self._destination(boundary, microbatch, space),
         )
+
+    def _destination(self, boundary: BoundarySpec, microbatch: int, space: RowSpace) -> Layout:
+        module, lanes = self.graph[boundary.destination], self.lanes[boundary.destination][microbatch]
+        if not module.token_axes or boundary.at is None:
+            return space.layout(module, lanes)
+        return space.token_layout(module, [[(i, self.samples[i]) for i in lane] for lane in lanes], boundary.at)

@@ -23,6 +23,8 @@ class ModuleSpec:
         media: the kind of media an encoder reads (`"image"`), None for a module that reads rows or tokens only.
         trainable: False freezes every parameter of the module.
         features: width of the rows that it emits; 0 for the module that computes the loss.
+        token_axes: mesh axes over which the ranks of a lane share its tokens (`graph.tokens.TokenShares`); rows that
+            replace placeholders then go to the rank that keeps their token, and to no other.
     """
 
     name: str
@@ -31,6 +33,7 @@ class ModuleSpec:
     media: str | None = None
     trainable: bool = True
     features: int = 0
+    token_axes: tuple[str, ...] = ()
 
     @cached_property
     def lane_mesh(self) -> MeshSpec:

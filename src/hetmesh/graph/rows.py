@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +10,9 @@ from functools import cached_property
 from torch.distributed.tensor import Replicate
 
 from hetmesh.errors import GraphError
-from hetmesh.graph.module_graph import ModuleSpec
+from hetmesh.graph.module_graph import LANE_AXES, ModuleSpec
+from hetmesh.graph.sample import SampleMeta
+from hetmesh.graph.tokens import TokenShares, owned_rows
 from hetmesh.layout import Intervals, Layout, RowSplit
 
 
@@ -44,6 +47,24 @@ class RowSpace:
             return tuple(self._spans[sample] for sample in samples)
         except KeyError as error:
             raise GraphError(f"sample {error.args[0]} is not in the row space of samples {self.samples}") from None
+
+    def token_layout(self, module: ModuleSpec, lanes: Sequence[Sequence[tuple[int, SampleMeta]]], at: str) -> Layout:
+        """As `layout`, but the ranks of a lane that share its tokens share the rows too: each gets those whose
+        placeholders `at` it keeps.
+
+        Args:
+            lanes: index and metadata of the samples of each lane, in order.
+        """
+        mesh = module.mesh.merge((*LANE_AXES, *module.token_axes), "owner")
+        parts = math.prod(module.mesh.axis_size(axis) for axis in module.token_axes)
+        intervals = []
+        for lane in lanes:
+            samples = [sample for _, sample in lane]
+            starts = [self._spans[index][0] for index, _ in lane]
+            shares = TokenShares(len(samples) * max((s.tokens for s in samples), default=1), parts)
+            intervals += [owned_rows(samples, starts, at, shares, part) for part in range(parts)]
+        split = RowSplit(0, tuple(intervals))
+        return Layout(mesh, tuple(split if axis == "owner" else Replicate() for axis in mesh.axes))
 
     def layout(self, module: ModuleSpec, lanes: Sequence[Sequence[int]]) -> Layout:
         """The rows on the mesh of `module`, whose lane i holds the samples `lanes[i]`: split over lanes only.

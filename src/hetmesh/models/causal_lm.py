@@ -15,6 +15,7 @@ from hetmesh.models.adapter import AdapterRequest, SampleLike
 from hetmesh.models.collate import collate_tokens
 from hetmesh.models.config_keys import positive_int, transformers_config
 from hetmesh.models.pretrained import prefixes
+from hetmesh.models.tokens import tokens_of
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,12 @@ class CausalLMAdapter:
     def build(self) -> nn.Module:
         return self.model_class(self.config)
 
+    @property
+    def token_sharded(self) -> tuple[str, ...]:
+        # The mask of a sliding window would be built from the shape of a share.
+        windows = "sliding_attention" in (getattr(self.config, "layer_types", None) or ())
+        return () if windows else ("model.layers", "model.norm")
+
     def layers(self) -> tuple[str, ...]:
         blocks = (f"model.layers.{i}" for i in range(self.config.num_hidden_layers))
         return ("model.embed_tokens", *blocks, "model.norm", "lm_head")
@@ -114,9 +121,10 @@ class CausalLMAdapter:
         if ids.shape[0] == 0:  # transformers' views are ambiguous on empty tensors: one token that predicts nothing
             ids, position_ids = ids.new_zeros(1, 1), position_ids.new_zeros(1, 1)
         embeddings = model.model.embed_tokens(ids)
-        flat = embeddings.flatten(0, 1)
+        tokens, total = tokens_of(module), ids.numel()
+        flat = tokens.split(embeddings.flatten(0, 1))
         for source, at in self.sources.items():
-            rows, positions = inputs[source], batch[f"positions.{at}"]
+            rows, positions = inputs[source], tokens.locate(batch[f"positions.{at}"], total)
             if rows.shape != (positions.numel(), flat.shape[-1]):
                 raise BoundaryError(
                     f"rows of module {source!r} have shape {tuple(rows.shape)}, but {positions.numel()} {at!r} "
@@ -127,6 +135,9 @@ class CausalLMAdapter:
         # Models without a choice of masks (Llama) take no finished ones: they look, find no packing, and build none.
         masks = None if getattr(model.model, "has_sliding_layers", True) else {"full_attention": None}
         hidden = model.model(
-            inputs_embeds=flat.view_as(embeddings), position_ids=position_ids, attention_mask=masks, use_cache=False
+            inputs_embeds=tokens.as_input(flat, embeddings),
+            position_ids=position_ids,
+            attention_mask=tokens.mask(flat) if masks is None else masks,
+            use_cache=False,
         ).last_hidden_state
-        return model.lm_head(hidden.flatten(0, 1).index_select(0, batch["target_positions"]))
+        return model.lm_head(tokens.select(hidden.flatten(0, 1), batch["target_positions"], total))

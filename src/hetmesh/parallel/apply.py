@@ -15,11 +15,13 @@ from hetmesh.errors import LayoutError
 from hetmesh.graph.module_graph import LANE_AXES
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.models.adapter import Adapter
+from hetmesh.models.tokens import token_sharded
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.blocks import blocks
 from hetmesh.parallel.data_parallel import sum_gradients
 from hetmesh.parallel.fully_shard import apply_fully_shard
 from hetmesh.parallel.options import Options
+from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
 
 
@@ -99,6 +101,9 @@ def parallelize(
         partial = apply_tensor_parallel(
             module, device_mesh["tp"], adapter.tensor_parallel_plan() if plan is None else plan
         )
+        if options.sequence_parallel:
+            over_tokens = apply_sequence_parallel(module, device_mesh["tp"], token_sharded(adapter))
+            partial = tuple(dict.fromkeys((*partial, *over_tokens)))
     sharded = spec.axis_size("dp_shard") > 1
     dtype = next((p.dtype for p in module.parameters()), torch.get_default_dtype())
     compute_dtype = options.compute_dtype or dtype

@@ -7,6 +7,7 @@ checkpoints, optimizers and FSDP see them as usual), the computation runs on the
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -36,11 +37,12 @@ class RowwiseLinear(nn.Linear):
     sum over ranks; so its gradient is already complete on every rank."""
 
     group: dist.ProcessGroup
+    leave: Callable[[Tensor], Tensor]  # each rank's summand -> the sum
     sum_a_copy = False  # leave the product as it is, for whoever keeps it
 
     def forward(self, input: Tensor) -> Tensor:
-        partial = linear(input, local(self.weight))
-        output = leave(partial.clone() if self.sum_a_copy else partial, self.group)
+        summand = linear(input, local(self.weight))
+        output = self.leave(summand.clone() if self.sum_a_copy else summand)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
@@ -78,6 +80,7 @@ class Rowwise(ParallelStyle):
         module.__class__ = RowwiseLinear
         assert isinstance(module, RowwiseLinear)
         module.group = device_mesh.get_group()
+        module.leave = partial(leave, group=module.group)
         _shard(module, "weight", 1, device_mesh)
         return module
 

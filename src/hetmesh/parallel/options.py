@@ -22,10 +22,12 @@ class Options:
         activation_checkpoint: what a block's backward computes again; see `apply_activation_checkpoint`.
         compute_dtype: of the computation and of the rows that the module emits; None is that of its parameters. The
             parameters, their gradients, their sums over ranks and the optimizer's state keep their own dtype.
+        sequence_parallel: whether activations between attention and MLP are split over `tp` along the tokens.
         cpu_offload: of modules with a `dp_shard` axis: whether shards, gradients and optimizer state live on the CPU.
     """
 
     reshard_after_forward: Reshard = "default"
     activation_checkpoint: CheckpointMode = "none"
     compute_dtype: torch.dtype | None = None
+    sequence_parallel: bool = False
     cpu_offload: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,10 +31,12 @@ from hetmesh.models import (
     pretrained_of,
     stand_ins,
 )
+from hetmesh.models.tokens import token_sharded
 from hetmesh.parallel import Options, parallelize, reduce_gradients
 from hetmesh.runtime import Runtime
 from hetmesh.schedule import POLICIES, Schedule
 from hetmesh.training.loss import sum_cross_entropy
+from hetmesh.training.meshes import splits_tokens, table_of
 from hetmesh.training.optimizers import Root
 from hetmesh.training.recipe import Recipe
 from hetmesh.training.recipe_sections import ModuleParallelism
@@ -51,8 +54,8 @@ def describe(recipe: Recipe) -> tuple[Source, dict[str, Adapter], ModuleGraph]:
     source = make_source(recipe.data.source, **recipe.data.options)
     adapters = make_adapters(recipe.modules, recipe.boundaries, source.vocab_size, _media_shapes(source))
     graph = recipe.graph_with({name: adapter.layers() for name, adapter in adapters.items()})
-    for name in recipe.modules:
-        module_options(recipe, name)
+    for name, adapter in adapters.items():
+        _check_options(recipe, name, adapter)
     modules = tuple(replace(m, features=adapters[m.name].out_features or 0) for m in graph.modules)
     return source, adapters, ModuleGraph(modules, graph.boundaries)
 
@@ -85,6 +88,24 @@ def _check_directories(recipe: Recipe) -> None:
             errors.append(str(error))
     if errors:
         raise RecipeError("\n".join(errors))
+
+
+def _check_options(recipe: Recipe, name: str, adapter: Adapter) -> None:
+    """Raise RecipeError where a module cannot do what the recipe asks of it."""
+    options = module_options(recipe, name)
+    if options.sequence_parallel:
+        key = f"parallelism.{name}.enable_sequence_parallel"
+        if not token_sharded(adapter):
+            hint = "" if name == recipe.sink else f"; write the key in [parallelism.{recipe.sink}]"
+            raise RecipeError(f"{key}: this {recipe.modules[name].model} cannot split its tokens{hint}")
+        if recipe.modules[name].lora is not None:
+            raise RecipeError(f"{key}: not together with modules.{name}.lora")
+    config: Any = getattr(adapter, "config", None)
+    if recipe.graph[name].mesh.axis_size("tp") > 1 and getattr(config, "attention_dropout", None):
+        raise RecipeError(
+            f"modules.{name}.config.attention_dropout = {config.attention_dropout}: with tensor parallelism every rank "
+            "would drop the same positions of its heads; set it to 0, or tensor_parallel_degree to 1"
+        )
 
 
 def _media_shapes(source: Source) -> dict[str, tuple[int, ...]]:
@@ -135,10 +156,8 @@ def loaded_module(recipe: Recipe, adapter: Adapter, name: str) -> nn.Module:
 
 def module_options(recipe: Recipe, name: str) -> Options:
     """What the recipe asks of module `name` beyond its mesh. Layout keys come with the mesh, also from a consumer."""
-    tables, owner = recipe.parallelism.modules, name
-    while owner not in tables and (consumers := recipe.graph.outputs(owner)):
-        owner = consumers[0].destination
-    layout = tables.get(owner, ModuleParallelism())
+    owner = table_of(recipe, recipe.graph, name)
+    layout = ModuleParallelism() if owner is None else recipe.parallelism.modules[owner]
     own, training = recipe.modules[name], recipe.training
     key, computes = f"modules.{name}.mixed_precision_param", own.mixed_precision_param
     if computes is None:
@@ -155,6 +174,7 @@ def module_options(recipe: Recipe, name: str) -> Options:
         activation_checkpoint=own.activation_checkpoint or recipe.activation_checkpoint.mode,
         compute_dtype=torch.bfloat16 if computes == "bfloat16" else None,
         cpu_offload=training.enable_cpu_offload,
+        sequence_parallel=splits_tokens(recipe, recipe.meshes(), name),
     )
 
 

@@ -38,11 +38,32 @@ def module_graph(recipe: Recipe, layers: Mapping[str, Sequence[str]] | None = No
     meshes = _meshes(recipe, graph)
     modules = tuple(
         ModuleSpec(
-            name, meshes[name], tuple((layers or {}).get(name, ())), _media(recipe, graph, name), module.trainable
+            name,
+            meshes[name],
+            tuple((layers or {}).get(name, ())),
+            _media(recipe, graph, name),
+            module.trainable,
+            token_axes=("tp",) if name == graph.sink.name and splits_tokens(recipe, meshes, name) else (),
         )
         for name, module in recipe.modules.items()
     )
     return ModuleGraph(modules, graph.boundaries)
+
+
+def table_of(recipe: Recipe, graph: ModuleGraph, name: str) -> str | None:
+    """The module whose layout table holds for `name`: its own, or that of its nearest consumer that has one."""
+    while name not in recipe.parallelism.modules:
+        consumers = graph.outputs(name)
+        if not consumers:
+            return None
+        name = consumers[0].destination
+    return name
+
+
+def splits_tokens(recipe: Recipe, meshes: Mapping[str, MeshSpec], name: str) -> bool:
+    """Whether module `name` itself asks for sequence parallelism and has tensor parallel ranks to split over."""
+    own = recipe.parallelism.modules.get(name)
+    return own is not None and own.enable_sequence_parallel and meshes[name].axis_size("tp") > 1
 
 
 def module_meshes(recipe: Recipe) -> dict[str, MeshSpec]:

@@ -1,0 +1,175 @@
+"""Sequence parallelism: between attention and MLP each tensor-parallel rank keeps a share of the tokens.
+
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.2.2.
+The flat tokens `[B * S, features]` are cut into equal contiguous shares, the last padded (`graph.tokens.TokenShares`),
+so any lengths are exact. Norms and residuals run on `[1, share, features]`. Attention and MLP gather all tokens where
+they start and reduce-scatter where they end: as many bytes as the two all-reduces that they replace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from hetmesh.graph.tokens import TokenShares
+from hetmesh.models.tokens import AllTokens
+from hetmesh.parallel.collectives import leave
+from hetmesh.parallel.linear import ColwiseLinear, RowwiseLinear
+
+
+def apply_sequence_parallel(module: nn.Module, tp_mesh: DeviceMesh, prefixes: Sequence[str]) -> tuple[str, ...]:
+    """Split what runs between the tensor-parallel parts of `module`, in place; after `apply_tensor_parallel`.
+
+    Args:
+        prefixes: FQNs of the submodules that work on shares of the tokens (an adapter's `token_sharded`).
+
+    Returns:
+        FQNs of the parameters whose gradients are partial over tp: those of `prefixes` that are not sharded.
+    """
+    group = tp_mesh.get_group()
+    inside = [(name, m) for name, m in module.named_modules() if _within(name, prefixes)]
+    for _, parent in inside:
+        children = list(parent.children())
+        if any(isinstance(child, RowwiseLinear) for child in children):
+            parent.register_forward_pre_hook(_Gather(group), with_kwargs=True)
+            for child in children:
+                if isinstance(child, ColwiseLinear):
+                    child.enter = _as_it_is  # the gather sums the gradient
+                elif isinstance(child, RowwiseLinear):
+                    child.leave = _Scatter(group)
+    module.tokens = ShardedTokens(group)  # type: ignore[assignment]
+    return tuple(
+        name for name, p in module.named_parameters() if _within(name, prefixes) and not isinstance(p, DTensor)
+    )
+
+
+class ShardedTokens(AllTokens):
+    """The share of a lane's tokens that this rank of a group keeps."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def split(self, flat: Tensor) -> Tensor:
+        shares = self._shares(len(flat))
+        return _Split.apply(flat, shares.size, self.group)
+
+    def locate(self, positions: Tensor, total: int) -> Tensor:
+        start, stop = self._span(total)
+        return positions[(positions >= start) & (positions < stop)] - start
+
+    def as_input(self, flat: Tensor, embeddings: Tensor) -> Tensor:
+        return flat[None]
+
+    def mask(self, flat: Tensor) -> Tensor | None:
+        return flat.new_zeros(1, 1, 1, 1)  # four dims count as finished; the gather puts it aside
+
+    def select(self, flat: Tensor, positions: Tensor, total: int) -> Tensor:
+        start, stop = self._span(total)
+        mine = ((positions >= start) & (positions < stop)).nonzero().flatten()
+        rows = flat.index_select(0, positions[mine] - start)
+        # Every row has one owner: the sum puts the shares together. Its gradient is the same on all ranks.
+        return leave(flat.new_zeros(len(positions), flat.shape[-1]).index_copy(0, mine, rows), self.group)
+
+    def _shares(self, total: int) -> TokenShares:
+        return TokenShares(total, dist.get_world_size(self.group))
+
+    def _span(self, total: int) -> tuple[int, int]:
+        return self._shares(total).span(dist.get_rank(self.group))
+
+
+class _Gather:
+    """Before attention or MLP: `[1, share, features]` -> all tokens, `[B, S, features]` where B and S are known (from
+    the rotary embedding, which every rank has for all tokens), else `[1, padded, features]`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        share = args[0] if args else kwargs["hidden_states"]
+        whole = _AllGather.apply(share.flatten(0, -2), self.group)
+        if (rotary := kwargs.get("position_embeddings")) is not None:
+            batch, length = rotary[0].shape[:2]
+            kwargs = {**kwargs, "attention_mask": None}  # right padding and causal attention need none
+            whole = whole[: batch * length].view(batch, length, -1)
+        else:
+            whole = whole[None]
+        return ((whole, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": whole})
+
+
+class _Scatter:
+    """After attention or MLP: each rank's summand of all tokens -> the sum for its share, `[1, share, features]`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, summand: Tensor) -> Tensor:
+        flat = summand.flatten(0, -2)
+        size = TokenShares(len(flat), dist.get_world_size(self.group)).size
+        return _ReduceScatter.apply(flat, size, self.group)[None]
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.total, ctx.group = len(flat), group
+        start = dist.get_rank(group) * size
+        share = flat.new_zeros(size, *flat.shape[1:])
+        own = flat[start : start + size]
+        share[: len(own)] = own
+        return share
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _all_gather(gradients[0], ctx.group)[: ctx.total], None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_gather(share, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        size = len(gradients[0]) // dist.get_world_size(ctx.group)
+        return _reduce_scatter(gradients[0], size, ctx.group), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.total, ctx.group = len(flat), group
+        return _reduce_scatter(flat, size, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _all_gather(gradients[0], ctx.group)[: ctx.total], None, None
+
+
+def _all_gather(share: Tensor, group: dist.ProcessGroup) -> Tensor:
+    whole = share.new_empty(dist.get_world_size(group) * len(share), *share.shape[1:])
+    dist.all_gather_into_tensor(whole, share.contiguous(), group=group)
+    return whole
+
+
+def _reduce_scatter(flat: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+    padded = flat
+    if missing := dist.get_world_size(group) * size - len(flat):
+        padded = torch.cat([flat, flat.new_zeros(missing, *flat.shape[1:])])
+    share = flat.new_empty(size, *flat.shape[1:])
+    dist.reduce_scatter_tensor(share, padded.contiguous(), group=group)
+    return share
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _within(name: str, prefixes: Sequence[str]) -> bool:
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
