@@ -60,24 +60,6 @@ def describe(recipe: Recipe) -> tuple[Source, dict[str, Adapter], ModuleGraph]:
     return source, adapters, ModuleGraph(modules, graph.boundaries)
 
 
-def _check_options(recipe: Recipe, name: str, adapter: Adapter) -> None:
-    """Raise RecipeError where a module cannot do what the recipe asks of it."""
-    options = module_options(recipe, name)
-    if options.sequence_parallel:
-        key = f"parallelism.{name}.enable_sequence_parallel"
-        if not token_sharded(adapter):
-            hint = "" if name == recipe.sink else f"; write the key in [parallelism.{recipe.sink}]"
-            raise RecipeError(f"{key}: this {recipe.modules[name].model} cannot split its tokens{hint}")
-        if recipe.modules[name].lora is not None:
-            raise RecipeError(f"{key}: not together with modules.{name}.lora")
-    config: Any = getattr(adapter, "config", None)
-    if recipe.graph[name].mesh.axis_size("tp") > 1 and getattr(config, "attention_dropout", None):
-        raise RecipeError(
-            f"modules.{name}.config.attention_dropout = {config.attention_dropout}: with tensor parallelism every rank "
-            "would drop the same positions of its heads; set it to 0, or tensor_parallel_degree to 1"
-        )
-
-
 def _check_directories(recipe: Recipe) -> None:
     """Raise RecipeError for all directories of weights that are missing: a template's user fills them in together."""
     errors = []
