@@ -260,3 +260,23 @@ def test_faults_of_sequence_parallelism_are_found(pool, fault):
 def test_what_a_module_cannot_do_is_an_error(text, says):
     with pytest.raises(RecipeError, match=says.replace(".", r"\.")):
         describe(parse_recipe(text))
+
+
+FROZEN_LLM, LORA = '"qwen3"\ntrainable = false', '"qwen3"\nlora = { rank = 2 }'
+
+
+@pytest.mark.parametrize(
+    ("encoder", "llm", "keys"),
+    [
+        ('"siglip"\ntrainable = false', '"qwen3"', ""),
+        ('"siglip"', FROZEN_LLM, ""),
+        ('"siglip"', FROZEN_LLM, SEQUENCE),
+        ('"siglip"\nlora = { rank = 3 }', LORA, ""),
+        ('"siglip"\ntrainable = false', LORA, ""),
+    ],
+    ids=["frozen encoder", "frozen LLM", "frozen LLM, sequence parallel", "LoRA", "frozen encoder, LoRA"],
+)
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_sharded_modules_that_are_frozen_or_have_adapters(pool, encoder, llm, keys, mode):
+    text = layout(FSDP, FSDP_TP + "\n" + keys, "overlapping", f'[activation_checkpoint]\nmode = "{mode}"\n')
+    check(pool, text.replace('"siglip"', encoder).replace('"qwen3"', llm))
