@@ -7,9 +7,14 @@ expand.py   one placeholder token per row; truncation
 shuffle.py  permutations that cost no memory
 loader.py   Loader: the global batch of a step as metadata, payloads on demand
 digits.py   the demo: questions about handwritten digits (digits.npz, README.md)
+conversations.py  a JSONL file of conversations about local images and recordings
+chat.py           their tokens: a tokenizer's chat template, and which tokens are the assistant's
+images.py         images as a preprocessor_config.json wants them
+recordings.py     log-mel features of recordings
 """
 
 from hetmesh.data.check import check_meta, check_sample
+from hetmesh.data.conversations import ConversationsSource
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.expand import Expansion, ItemRows, ModuleRows, expand, expand_tokens
 from hetmesh.data.loader import Drawn, Loader
@@ -18,6 +23,7 @@ from hetmesh.data.source import QuestionSource, Sample, Source
 
 __all__ = [
     "SOURCES",
+    "ConversationsSource",
     "DigitsSource",
     "Drawn",
     "Expansion",

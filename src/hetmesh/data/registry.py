@@ -7,11 +7,15 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from hetmesh.data.conversations import ConversationsSource
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.source import Source
 from hetmesh.errors import RecipeError
 
-SOURCES: dict[str, Callable[..., Source]] = {"digits": DigitsSource}
+SOURCES: dict[str, Callable[..., Source]] = {
+    "digits": DigitsSource,
+    "conversations": ConversationsSource,
+}
 """Sources by the name a recipe gives them."""
 
 

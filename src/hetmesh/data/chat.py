@@ -1,0 +1,148 @@
+"""Conversations as tokens: a tokenizer's chat template, and which tokens are the assistant's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetmesh.errors import RecipeError, SampleError
+
+DEFAULT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] == 'system' %}{{ m['content'] }} "
+    "{% elif m['role'] == 'user' %}USER: {{ m['content'] }} "
+    "{% else %}ASSISTANT: {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+"""For tokenizers without a chat template: Vicuna's form, which LLaVA uses."""
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A conversation as tokens: their ids, and the `[start, stop)` spans of those that the assistant says."""
+
+    ids: tuple[int, ...]
+    targets: tuple[tuple[int, int], ...]
+
+
+class Chat:
+    """A tokenizer with its chat template.
+
+    Args:
+        folder: a Hugging Face directory with a fast tokenizer; no code of its own is run.
+        placeholders: kind of media -> the token of the vocabulary that stands for one item of it.
+        template: a chat template (Jinja) instead of the tokenizer's own.
+        key: prefix of the recipe keys in errors.
+
+    Raises:
+        RecipeError: there is no such tokenizer, or a placeholder is no token of its own.
+    """
+
+    def __init__(
+        self, folder: Path, placeholders: Mapping[str, str], template: str | None = None, key: str = "[data.options]"
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        if not any((folder / name).is_file() for name in FILES):  # transformers may make an empty one instead
+            raise RecipeError(f"{key} tokenizer = '{folder}': there is no tokenizer in it (none of {', '.join(FILES)})")
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # whatever a broken directory leads to
+            raise RecipeError(f"{key} tokenizer = '{folder}': {' '.join(str(error).split())}") from error
+        if not tokenizer.is_fast:
+            raise RecipeError(
+                f"{key} tokenizer = '{folder}': {type(tokenizer).__name__} does not tell which characters a token "
+                "stands for; convert it to a fast one (a tokenizer.json)"
+            )
+        self.tokenizer = tokenizer
+        self.template = template or tokenizer.chat_template or DEFAULT_TEMPLATE
+        self.vocab_size = len(tokenizer)
+        self._special = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
+        self._special |= set(tokenizer.all_special_tokens)
+        self.texts = dict(placeholders)
+        self.placeholders = {kind: self._placeholder(kind, text, key) for kind, text in placeholders.items()}
+        if len(set(self.placeholders.values())) < len(self.placeholders):
+            raise RecipeError(f"{key} placeholders = {self.texts}: each kind of media needs a token of its own")
+        fillers = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, *range(self.vocab_size))
+        # Padding is never looked at, so any token but a placeholder does.
+        self.pad_id = next(i for i in fillers if i is not None and i not in self.placeholders.values())
+
+    def _placeholder(self, kind: str, text: str, key: str) -> int:
+        token = self.tokenizer.convert_tokens_to_ids(text)
+        unknown = token is None or (token == self.tokenizer.unk_token_id and text != self.tokenizer.unk_token)
+        if unknown or self.tokenizer(text, add_special_tokens=False)["input_ids"] != [token]:
+            raise RecipeError(
+                f"{key} placeholders: {text!r} (for {kind!r}) is not one token of the vocabulary; take a special token "
+                f"that texts do not use. It has {sorted(self._special)[:16]}"
+            )
+        return token
+
+    def encode(self, sample_id: str, messages: Sequence[tuple[str, str]]) -> Encoded:
+        """The tokens of a conversation of `(role, text)` turns.
+
+        Targets are the assistant's words and the special token that ends its turn; a token that begins in the text
+        before counts too. Never the first token, and no placeholder.
+
+        Raises:
+            SampleError: the template fails, or changes what the assistant says.
+        """
+        marks = [f"\ue000{i}\ue001" for i in range(len(messages))]
+        own = [i for i, (role, _) in enumerate(messages) if role == "assistant"]
+        text = self._render(sample_id, messages)
+        marked = [(role, marks[i] if role == "assistant" else said) for i, (role, said) in enumerate(messages)]
+        spans = self._spans(sample_id, text, self._render(sample_id, marked), [(marks[i], messages[i][1]) for i in own])
+        given = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids = tuple(given["input_ids"])
+        fixed = set(self.placeholders.values())
+        chosen = [
+            i > 0 and token not in fixed and start < stop and any(a < stop and start < b for a, b in spans)
+            for i, (token, (start, stop)) in enumerate(zip(ids, given["offset_mapping"], strict=True))
+        ]
+        return Encoded(ids, _runs(chosen))
+
+    def _render(self, sample_id: str, messages: Sequence[tuple[str, str]]) -> str:
+        turns = [{"role": role, "content": text} for role, text in messages]
+        try:
+            return self.tokenizer.apply_chat_template(turns, chat_template=self.template, tokenize=False)
+        except Exception as error:  # a template may raise anything
+            raise SampleError(f"sample {sample_id!r}: the chat template refuses it: {error}") from error
+
+    def _spans(self, sample_id: str, text: str, marked: str, turns: Sequence[tuple[str, str]]) -> list[tuple[int, int]]:
+        """Where in `text` the assistant's turns are, given the same with a mark in place of each."""
+        between, rest = [], marked
+        for mark, _ in turns:
+            before, found, rest = rest.partition(mark)
+            if not found or mark in rest:
+                raise SampleError(
+                    f"sample {sample_id!r}: the chat template must give each of the assistant's turns once, in order"
+                )
+            between.append(before)
+        between.append(rest)
+        changes: tuple[Callable[[str], str], ...] = (str, str.strip, str.lstrip, str.rstrip)
+        for change in changes:  # templates trim, or do not
+            said = [change(turn) for _, turn in turns]
+            if "".join(a + b for a, b in zip(between, [*said, ""], strict=True)) == text:
+                break
+        else:
+            raise SampleError(f"sample {sample_id!r}: the chat template changes what the assistant says")
+        spans, position = [], 0
+        for before, turn, after in zip(between, said, between[1:], strict=False):
+            start = position + len(before)
+            position = start + len(turn)
+            spans.append((start, position + self._end(after)))
+        return spans
+
+    def _end(self, after: str) -> int:
+        """Characters of the special token that ends a turn, at the start of what follows it; 0 without one."""
+        blank = len(after) - len(after.lstrip())
+        ends = [len(s) for s in self._special if s and after.startswith(s, blank)]
+        return blank + max(ends) if ends else 0
+
+
+def _runs(chosen: Sequence[bool]) -> tuple[tuple[int, int], ...]:
+    """`[start, stop)` of the runs of True."""
+    edges = [i for i, (a, b) in enumerate(zip([False, *chosen], [*chosen, False], strict=True)) if a != b]
+    return tuple(zip(edges[::2], edges[1::2], strict=True))

@@ -1,0 +1,241 @@
+"""Conversations about images and recordings, from a JSONL file on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetmesh.data.chat import Chat, Encoded
+from hetmesh.data.images import ImageProcessor
+from hetmesh.data.recordings import RecordingProcessor
+from hetmesh.data.source import Sample
+from hetmesh.errors import HetmeshError, RecipeError, SampleError
+from hetmesh.graph.sample import MediaItem, SampleMeta
+
+KINDS = ("image", "audio")
+KEY = "[data.options]"
+REMEMBERED = 4096
+"""Conversations whose tokens are remembered: metadata and payload of a batch ask for the same ones."""
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    id: str
+    encoded: Encoded
+    media: tuple[tuple[str, Path], ...]
+
+
+class ConversationsSource:
+    """One conversation per line: `{"id": ..., "messages": [{"role": ..., "content": ...}, ...]}`.
+
+    `content` is a text, or a list of parts: `{"type": "text", "text": ...}`, `{"type": "image", "image": FILE}`,
+    `{"type": "audio", "audio": FILE}`. Roles are those that the tokenizer's chat template knows. The assistant's turns
+    are the targets. In the text an item becomes its placeholder token, right where its part stands.
+
+    Metadata needs the text alone; an image's header is read only where the size of the result depends on it.
+
+    Args:
+        path: the JSONL file.
+        tokenizer: a Hugging Face directory with a fast tokenizer.
+        image_processor: a Hugging Face directory whose preprocessor_config.json says how to prepare images.
+        audio_processor: the same for `.wav` files (WhisperFeatureExtractor); `.npy` files hold features.
+        placeholders: kind of media -> a token of the vocabulary that texts do not use.
+        media_folder: where relative file names start; the folder of `path` if absent.
+        chat_template: a Jinja template instead of the tokenizer's own (without either: Vicuna's form).
+        pad_to_square: put images on a square of the mean colour before they are resized, as LLaVA does.
+        validation_path: a JSONL file of held-out conversations.
+        split: `"train"` or `"validation"`.
+
+    Raises:
+        RecipeError: a file or directory is missing (all that are), or cannot be used; no such split.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: str,
+        image_processor: str | None = None,
+        audio_processor: str | None = None,
+        placeholders: Mapping[str, str] | None = None,
+        media_folder: str | None = None,
+        chat_template: str | None = None,
+        pad_to_square: bool = False,
+        validation_path: str | None = None,
+        split: str = "train",
+    ) -> None:
+        placeholders = {"image": "<image>"} if placeholders is None else placeholders
+        if unknown := sorted(set(placeholders) - set(KINDS)):
+            raise RecipeError(f"{KEY} placeholders: unknown kinds of media {unknown}; valid are {list(KINDS)}")
+        if split not in ("train", "validation") or (split == "validation" and validation_path is None):
+            held_out = "" if validation_path else ", 'validation' needs validation_path"
+            raise RecipeError(f"{KEY} split: must be 'train' or 'validation'{held_out}, got {split!r}")
+        files = {"path": path, "validation_path": validation_path}
+        folders = {"tokenizer": tokenizer, "image_processor": image_processor, "audio_processor": audio_processor}
+        _check_exist(files, {**folders, "media_folder": media_folder})
+        self.path = Path(path if split == "train" else str(validation_path)).expanduser()
+        self.folder = self.path.parent if media_folder is None else Path(media_folder).expanduser()
+        self._chat = Chat(Path(tokenizer).expanduser(), placeholders, chat_template)
+        self.vocab_size, self.pad_id = self._chat.vocab_size, self._chat.pad_id
+        self.placeholders: Mapping[str, int] = self._chat.placeholders
+        self._images = None
+        if image_processor is not None:
+            key = f"{KEY} image_processor"
+            self._images = ImageProcessor.from_directory(Path(image_processor).expanduser(), key, pad_to_square)
+        self._recordings = RecordingProcessor(
+            None if audio_processor is None else Path(audio_processor).expanduser(), f"{KEY} audio_processor"
+        )
+        self._lines = _line_starts(self.path)
+        self._conversation = lru_cache(REMEMBERED)(self._read)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def meta(self, index: int) -> SampleMeta:
+        """Metadata of the conversation in line `index` (from 0; empty lines do not count).
+
+        Raises:
+            SampleError: the line is no conversation, or a media file of changing size cannot be read.
+        """
+        conversation = self._conversation(index)
+        kinds = {token: kind for kind, token in self.placeholders.items()}
+        positions = [i for i, token in enumerate(conversation.encoded.ids) if token in kinds]
+        items = tuple(
+            MediaItem(kind, self._shape(conversation.id, kind, file), position)
+            for position, (kind, file) in zip(positions, conversation.media, strict=True)
+        )
+        return SampleMeta(conversation.id, len(conversation.encoded.ids), items, conversation.encoded.targets)
+
+    def load(self, index: int) -> Sample:
+        """The conversation with its images `[3, height, width]` and recordings `[mel bins, frames]`, float32.
+
+        Raises:
+            SampleError: a media file cannot be read.
+        """
+        conversation = self._conversation(index)
+        media: dict[str, list[Tensor]] = {}
+        for kind, file in conversation.media:
+            media.setdefault(kind, []).append(self._load(conversation.id, kind, file))
+        return Sample(conversation.id, torch.tensor(conversation.encoded.ids), media)
+
+    def _read(self, index: int) -> _Conversation:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.path}: index {index} is not in 0..{len(self) - 1}")
+        with self.path.open("rb") as file:
+            file.seek(int(self._lines[index]))
+            line = file.readline()
+        name = f"{self.path.name}:{index}"
+        try:
+            record: Any = json.loads(line)
+            name = str(record.get("id", name))
+            turns = [(str(turn["role"]), turn["content"]) for turn in record["messages"]]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SampleError(
+                f"sample {name!r}: must be an object with `messages`, a list of {{role, content}}: {error!r}"
+            ) from error
+        media: list[tuple[str, Path]] = []
+        messages = [(role, self._text(name, content, media)) for role, content in turns]
+        encoded = self._chat.encode(name, messages)
+        kinds = {token: kind for kind, token in self.placeholders.items()}
+        found = [kinds[token] for token in encoded.ids if token in kinds]
+        if found != [kind for kind, _ in media]:
+            raise SampleError(
+                f"sample {name!r}: its text has placeholders of {found}, its media are {[kind for kind, _ in media]}; "
+                "does the chat template drop some, or add its own?"
+            )
+        return _Conversation(name, encoded, tuple(media))
+
+    def _text(self, name: str, content: Any, media: list[tuple[str, Path]]) -> str:
+        """The text of one turn; its media are appended to `media`."""
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        text = ""
+        for part in parts if isinstance(parts, list) else [parts]:
+            kind = part.get("type") if isinstance(part, dict) else None
+            value = part.get(kind) if isinstance(part, dict) and isinstance(kind, str) else None
+            if kind not in ("text", *KINDS) or not isinstance(value, str):
+                raise SampleError(
+                    f"sample {name!r}: a part of `content` must be {{type, text}}, {{type, image}} or {{type, audio}} "
+                    f"with texts as values, got {part!r}"
+                )
+            if kind == "text":
+                if used := [p for p in self._chat.texts.values() if p in value]:
+                    raise SampleError(
+                        f"sample {name!r}: its text contains {used[0]!r}, which stands for media; write media as parts "
+                        "of `content`, or choose another placeholder"
+                    )
+                text += value
+                continue
+            if kind not in self.placeholders:
+                raise SampleError(f"sample {name!r}: it has {kind!r}, but {KEY} placeholders has no token for that")
+            text += self._chat.texts[kind]
+            media.append((kind, self.folder / value))
+        return text
+
+    def _shape(self, name: str, kind: str, file: Path) -> tuple[int, ...]:
+        from PIL import Image
+
+        with _reading(name, file):
+            if kind == "audio":
+                return tuple(self._recordings.shape(file))
+            processor = self._image_processor(name)
+            if processor.fixed_shape is not None:
+                return processor.fixed_shape
+            with Image.open(file) as image:  # reads the header only
+                return processor.shape(*image.size)
+
+    def _load(self, name: str, kind: str, file: Path) -> Tensor:
+        from PIL import Image
+
+        with _reading(name, file):
+            if kind == "audio":
+                return self._recordings(file)
+            with Image.open(file) as image:
+                return self._image_processor(name)(image)
+
+    def _image_processor(self, name: str) -> ImageProcessor:
+        if self._images is None:
+            raise SampleError(f"sample {name!r}: it has an image, but {KEY} image_processor is not given")
+        return self._images
+
+
+@contextmanager
+def _reading(name: str, file: Path) -> Iterator[None]:
+    """Turn what reading a media file may raise into an error about the sample."""
+    from PIL.Image import DecompressionBombError
+
+    try:
+        yield
+    except HetmeshError:
+        raise
+    except (OSError, ValueError, SyntaxError, DecompressionBombError) as error:  # Pillow on broken PNGs: SyntaxError
+        raise SampleError(f"sample {name!r}: cannot read {file}: {error}") from error
+
+
+def _check_exist(files: Mapping[str, str | None], folders: Mapping[str, str | None]) -> None:
+    wrong = [
+        f"{KEY} {key} = {value!r}: there is no such {'file' if key in files else 'directory'}"
+        for key, value in {**files, **folders}.items()
+        if value is not None
+        and not (Path(value).expanduser().is_file() if key in files else Path(value).expanduser().is_dir())
+    ]
+    if wrong:
+        raise RecipeError("\n".join(wrong))
+
+
+def _line_starts(path: Path) -> np.ndarray:
+    """Byte offsets of the lines that are not empty."""
+    starts, offset = [], 0
+    with path.open("rb") as file:
+        for line in file:
+            if line.strip():
+                starts.append(offset)
+            offset += len(line)
+    return np.array(starts, np.int64)

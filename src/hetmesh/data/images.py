@@ -1,0 +1,150 @@
+"""Images as a vision tower wants them: what a Hugging Face preprocessor_config.json says, in Pillow and numpy."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetmesh.errors import RecipeError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FILE = "preprocessor_config.json"
+UNSUPPORTED = ("do_pad", "do_image_splitting", "image_grid_pinpoints", "do_thumbnail", "do_align_long_axis")
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """Resize, crop to the centre, scale and normalise, each if the directory says so.
+
+    Attributes:
+        resize: `(height, width)`, or the length of the shorter edge, or None to leave images as they are.
+        crop: `(height, width)` cut out of the centre (what is smaller is padded with black), or None.
+        resample: Pillow's number of the filter.
+        scale: factor on the values 0..255.
+        mean, std: per channel, of the scaled values; None leaves them.
+        pad_to_square: first put the image on a square of the mean colour (as LLaVA does).
+    """
+
+    resize: tuple[int, int] | int | None
+    crop: tuple[int, int] | None
+    resample: int = 3
+    scale: float = 1 / 255
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    pad_to_square: bool = False
+
+    @classmethod
+    def from_directory(cls, folder: Path, key: str, pad_to_square: bool = False) -> ImageProcessor:
+        """What `folder`'s preprocessor_config.json says.
+
+        Args:
+            key: the recipe key that names the folder; errors begin with it.
+
+        Raises:
+            RecipeError: there is no such file, or it asks for something else than the steps above.
+        """
+        file = folder / FILE
+        try:
+            config: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise RecipeError(f"{key} = '{folder}': cannot read {FILE}: {error}") from error
+        config = config.get("image_processor", config)
+        if found := [name for name in UNSUPPORTED if config.get(name)]:
+            raise RecipeError(f"{key} = '{folder}': {FILE} asks for {found}, which this source does not do")
+        resize: tuple[int, int] | int | None = None
+        if config.get("do_resize", True):
+            size = _size(config.get("size", 224), f"{key} = '{folder}': {FILE}: size")
+            resize = size[0] if isinstance(size, list) else size
+        crop = None
+        if config.get("do_center_crop", "crop_size" in config):
+            size = _size(config.get("crop_size", 224), f"{key} = '{folder}': {FILE}: crop_size")
+            crop = (size[0], size[0]) if isinstance(size, list) else size
+        normalize = config.get("do_normalize", "image_mean" in config)
+        return cls(
+            resize,
+            crop,
+            int(config.get("resample", 3)),
+            float(config.get("rescale_factor", 1 / 255)) if config.get("do_rescale", True) else 1.0,
+            tuple(config["image_mean"]) if normalize else None,
+            tuple(config["image_std"]) if normalize else None,
+            pad_to_square,
+        )
+
+    @property
+    def fixed_shape(self) -> tuple[int, ...] | None:
+        """The shape of every result, `(3, height, width)`; None if it depends on the image."""
+        if self.crop is not None:
+            return (3, *self.crop)
+        if isinstance(self.resize, tuple):
+            return (3, *self.resize)
+        return (3, self.resize, self.resize) if self.resize is not None and self.pad_to_square else None
+
+    def shape(self, width: int, height: int) -> tuple[int, ...]:
+        """Shape of the result for an image of this size in pixels, `(3, height, width)`."""
+        if (fixed := self.fixed_shape) is not None:
+            return fixed
+        if self.pad_to_square:
+            width = height = max(width, height)
+        return (3, *self._resized(width, height))
+
+    def _resized(self, width: int, height: int) -> tuple[int, int]:
+        if self.resize is None:
+            return height, width
+        if isinstance(self.resize, tuple):
+            return self.resize
+        short, long = min(width, height), max(width, height)
+        other = int(self.resize * long / short)
+        return (other, self.resize) if width < height else (self.resize, other)
+
+    def __call__(self, image: Image) -> Tensor:
+        """The image as float32 `[3, height, width]`."""
+        from PIL import Image as pillow
+
+        image = image.convert("RGB")
+        if self.pad_to_square and image.width != image.height:
+            side = max(image.size)
+            colour = tuple(int(255 * m) for m in self.mean or (0, 0, 0))
+            square = pillow.new("RGB", (side, side), colour)
+            square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+            image = square
+        height, width = self._resized(*image.size)
+        if (width, height) != image.size:
+            image = image.resize((width, height), pillow.Resampling(self.resample))
+        pixels = np.asarray(image)
+        if self.crop is not None:
+            pixels = _centre(pixels, *self.crop)
+        values = pixels.transpose(2, 0, 1).astype(np.float32) * np.float32(self.scale)
+        if self.mean is not None and self.std is not None:
+            mean, std = (np.asarray(v, np.float32)[:, None, None] for v in (self.mean, self.std))
+            values = (values - mean) / std
+        return torch.from_numpy(np.ascontiguousarray(values))
+
+
+def _size(value: Any, where: str) -> tuple[int, int] | list[int]:
+    """`(height, width)`, or `[shortest edge]`."""
+    if isinstance(value, int):
+        return [value]
+    if isinstance(value, Mapping) and {"height", "width"} <= set(value):
+        return int(value["height"]), int(value["width"])
+    if isinstance(value, Mapping) and set(value) == {"shortest_edge"}:
+        return [int(value["shortest_edge"])]
+    raise RecipeError(f"{where}: must be a number, {{height, width}} or {{shortest_edge}}, got {value!r}")
+
+
+def _centre(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    """The central `[height, width]` of `[h, w, 3]`, padded with zeros where it is smaller."""
+    missing = [max(want - have, 0) for want, have in zip((height, width), pixels.shape, strict=False)]
+    if any(missing):
+        pixels = np.pad(pixels, [*((math.ceil(m / 2), m // 2) for m in missing), (0, 0)])
+    top, left = (pixels.shape[0] - height) // 2, (pixels.shape[1] - width) // 2
+    return pixels[top : top + height, left : left + width]
