@@ -168,7 +168,7 @@ def test_llama_attends_causally_without_a_mask(monkeypatch):
         ("clip", {**IMAGE, "feature_layer": -4}, r"feature_layer: must be in -3\.\.-1 .*got -4"),
         ("clip", {**IMAGE, "feature_layer": 0}, r"feature_layer: must be in -3\.\.-1"),
         ("clip", {**IMAGE, "class_token": 1}, "class_token: must be true or false, got 1"),
-        ("clip", {**IMAGE, "patch_size": 3}, "patch_size: must divide image_size = 8, got 3"),
+        ("clip", {**IMAGE, "patch_size": 9}, "patch_size: must be at most image_size = 8, got 9"),
         ("clip", {**IMAGE, "patchsize": 4}, "patchsize: unknown key; did you mean 'patch_size'"),
         ("whisper", {**AUDIO, "encoder_layerdrop": 0.1}, r"encoder_layerdrop: must be 0, got 0\.1"),
         ("whisper", {**AUDIO, "encoder_attention_heads": 5}, "must divide d_model = 16, got 5"),

@@ -164,7 +164,10 @@ def test_two_encoders_and_one_encoder_with_two_consumers():
             r"config\.hidden_size: must be a positive integer",
         ),
         ({"vision": Module("siglip", {**VISION, "num_attention_heads": 5})}, r"must divide hidden_size = 16, got 5"),
-        ({"vision": Module("siglip", {**VISION, "patch_size": 3})}, r"config\.patch_size: must divide image_size = 8"),
+        (
+            {"vision": Module("siglip", {**VISION, "patch_size": 9})},
+            r"config\.patch_size: must be at most image_size = 8",
+        ),
         ({"llm": Module("qwen3", {**LLM, "vocab_size": 9})}, r"must be at least the data source's 23, got 9"),
         ({"llm": Module("qwen3", {**LLM, "num_key_value_heads": 3})}, r"must divide num_attention_heads = 4, got 3"),
         ({"llm": Module("qwen3", {**LLM, "head_dim": 7})}, r"modules\.llm\.config: .*even rotary dim"),

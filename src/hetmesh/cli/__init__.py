@@ -13,6 +13,7 @@ from hetmesh.errors import HetmeshError, RecipeError
 VERBS: Mapping[str, str] = {
     "train": "train a recipe, on this machine or under torchrun",
     "check": "check a recipe in one process and say what it will do",
+    "explain": "show which rank holds what, what it costs and what moves between modules",
 }
 """Verb -> what it does. Each is a module of this package with `add_arguments(parser)` and `run(args, overrides)`."""
 

@@ -7,6 +7,7 @@ expand.py   one placeholder token per row; truncation
 shuffle.py  permutations that cost no memory
 loader.py   Loader: the global batch of a step as metadata, payloads on demand
 digits.py   the demo: questions about handwritten digits (digits.npz, README.md)
+synthetic.py  random text and images of realistic sizes
 conversations.py  a JSONL file of conversations about local images and recordings
 chat.py           their tokens: a tokenizer's chat template, and which tokens are the assistant's
 images.py         images as a preprocessor_config.json wants them
@@ -20,6 +21,7 @@ from hetmesh.data.expand import Expansion, ItemRows, ModuleRows, expand, expand_
 from hetmesh.data.loader import Drawn, Loader
 from hetmesh.data.registry import SOURCES, make_source
 from hetmesh.data.source import QuestionSource, Sample, Source
+from hetmesh.data.synthetic import SyntheticSource
 
 __all__ = [
     "SOURCES",
@@ -33,6 +35,7 @@ __all__ = [
     "QuestionSource",
     "Sample",
     "Source",
+    "SyntheticSource",
     "check_meta",
     "check_sample",
     "expand",

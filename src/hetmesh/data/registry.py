@@ -10,11 +10,13 @@ from typing import Any
 from hetmesh.data.conversations import ConversationsSource
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.source import Source
+from hetmesh.data.synthetic import SyntheticSource
 from hetmesh.errors import RecipeError
 
 SOURCES: dict[str, Callable[..., Source]] = {
     "digits": DigitsSource,
     "conversations": ConversationsSource,
+    "synthetic": SyntheticSource,
 }
 """Sources by the name a recipe gives them."""
 
@@ -23,7 +25,7 @@ def make_source(name: str, /, **options: Any) -> Source:
     """Make the source that a recipe names.
 
     Args:
-        name: `"digits"`, or `"package.module:Class"` for the user's own class or function.
+        name: `"digits"`, `"synthetic"`, or `"package.module:Class"` for the user's own class or function.
         options: keyword arguments for it.
 
     Raises:

@@ -152,7 +152,14 @@ def check_sizes(request: AdapterRequest, config: Any, sizes: Sequence[str], divi
                 f"{request.key}.config.{divisor}: must divide {key} = {getattr(config, key)}, "
                 f"got {getattr(config, divisor)}"
             )
+    # An image need not be whole patches: as in transformers the rest at its right and lower edge is not read (SigLIP
+    # so400m has patches of 14 in images of 384).
+    if "patch_size" in sizes and config.patch_size > config.image_size:
+        raise RecipeError(
+            f"{request.key}.config.patch_size: must be at most image_size = {config.image_size}, "
+            f"got {config.patch_size}"
+        )
 
 
 IMAGE_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size")
-IMAGE_DIVISORS = MappingProxyType({"hidden_size": "num_attention_heads", "image_size": "patch_size"})
+IMAGE_DIVISORS = MappingProxyType({"hidden_size": "num_attention_heads"})

@@ -15,14 +15,15 @@ import torch.distributed as dist
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
 from hetmesh.cost import find_machine, imbalance, lane_work, load_machine, module_flops, total_work
-from hetmesh.training.module_shapes import module_shapes
+from hetmesh.training.module_shapes import compute_dtype, module_shapes
 
 if TYPE_CHECKING:
     from hetmesh.training.job import Job
     from hetmesh.training.recipe import Recipe
 
 DIRECTIONS = ("forward", "backward")
-_MEASURED_SIZE = 768  # of the square matrix product that stands for a CPU's peak: tens of milliseconds on one core
+_SMALLEST, _LARGEST = 64, 1024  # of the square matrix product that stands for a CPU's peak
+_LONG_ENOUGH = 0.01  # s
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,9 @@ class StepCost:
 
     Attributes:
         flops: per module, forward and backward, over all its ranks; modules of unknown sizes are left out.
-        module_mfu: the module's FLOPs over what its own ranks could have done in the time of the step.
-        mfu: FLOPs of all modules over what all allocated ranks could have done.
+        module_mfu: the module's FLOPs over what its own ranks could have done in the time of the step at their peak in
+            the dtype in which it computes.
+        mfu: the time that all allocated ranks would have needed at their peak, over the time that they took.
         imbalance: per module: the busiest lane's rows over the mean lane's (`hetmesh.cost.imbalance`).
     """
 
@@ -85,7 +87,13 @@ class Meter:
     def __init__(self, job: Job) -> None:
         self.job, self.graph, self.world = job, job.graph, job.world
         self.shapes = module_shapes(job.recipe, job.adapters)
-        self.peak = find_peak(job.recipe, job.world)
+        dtypes = {name: compute_dtype(job.recipe, name) for name in job.graph.order}
+        found = {dtype: find_peak(job.recipe, job.world, dtype) for dtype in dict.fromkeys(dtypes.values())}
+        self.peaks = {name: found[dtype] for name, dtype in dtypes.items()}
+
+    def describe(self) -> list[str]:
+        """What MFU refers to, a line per dtype."""
+        return list(dict.fromkeys(map(str, self.peaks.values())))
 
     def cost(self, plan: BatchPlan, seconds: float) -> StepCost:
         """The cost of one training step that took `seconds`; from metadata, without communication."""
@@ -98,13 +106,11 @@ class Meter:
                 upstream = any(self.graph.needs_gradient(b) for b in self.graph.inputs(name))
                 all_work = total_work(lane for lanes in work for lane in lanes)
                 flops[name] = module_flops(shape, all_work, upstream=upstream).total
-        if self.peak.flops is None:
-            return StepCost(flops, imbalance=uneven)
-        possible = self.peak.flops * seconds
-        each = {name: n / (possible * self.graph[name].mesh.size) for name, n in flops.items()}
-        known = len(flops) == len(self.graph.order)
-        total = sum(flops.values()) / (possible * self.world.size) if known else None
-        return StepCost(flops, each, total, uneven)
+        # Seconds that the work of each module takes one rank at its peak: modules may compute in different dtypes.
+        ideal = {name: n / peak for name, n in flops.items() if (peak := self.peaks[name].flops)}
+        each = {name: busy / (seconds * self.graph[name].mesh.size) for name, busy in ideal.items()}
+        known = len(ideal) == len(self.graph.order)
+        return StepCost(flops, each, sum(ideal.values()) / (seconds * self.world.size) if known else None, uneven)
 
     def measure(self) -> Measured:
         """What all ranks measured since their communication logs were cleared. Collective: one small all-reduce."""
@@ -145,27 +151,32 @@ def peak_memory(device: torch.device) -> int:
     return resident if sys.platform == "darwin" else 1024 * resident
 
 
-def find_peak(recipe: Recipe, world: World) -> Peak:
+def find_peak(recipe: Recipe, world: World, dtype: torch.dtype) -> Peak:
     """The peak of `[metrics] machine`, else of what the CUDA device reports to be, else measured on the CPU."""
-    dtype, device, name = recipe.training.dtype, world.device, recipe.metrics.machine
+    device, name, kind = world.device, recipe.metrics.machine, str(dtype).removeprefix("torch.")
     reported = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     machine = load_machine(name) if name else find_machine(reported) if reported else load_machine("cpu")
     if machine is None:
-        return Peak(None, dtype, f"no machine description fits {reported!r}; give one as [metrics] machine")
-    if (flops := machine.peak(dtype)) is not None:
-        return Peak(flops, dtype, f"machine {machine.name!r}")
+        return Peak(None, kind, f"no machine description fits {reported!r}; give one as [metrics] machine")
+    if (flops := machine.peak(kind)) is not None:
+        return Peak(flops, kind, f"machine {machine.name!r}")
     if device.type == "cuda":
-        return Peak(None, dtype, f"machine {machine.name!r} has no peak for {dtype}")
-    return Peak(measure_peak(getattr(torch, dtype)), dtype, "measured by a matrix product on every rank at once")
+        return Peak(None, kind, f"machine {machine.name!r} has no peak for {kind}")
+    return Peak(measure_peak(dtype), kind, "measured by a matrix product on every rank at once")
 
 
-def measure_peak(dtype: torch.dtype, size: int = _MEASURED_SIZE, times: int = 3) -> float:
-    """FLOP/s of this process in a square matrix product: the best of `times`."""
-    a, b = (torch.ones(size, size, dtype=dtype) for _ in range(2))
-    torch.mm(a[:64], b)  # starts threads and loads kernels
-    best = float("inf")
-    for _ in range(times):
-        started = time.perf_counter()
-        torch.mm(a, b)
-        best = min(best, time.perf_counter() - started)
-    return 2 * size**3 / best
+def measure_peak(dtype: torch.dtype, times: int = 3) -> float:
+    """FLOP/s of this process in a square matrix product: the best of `times`, large enough to take milliseconds."""
+    size, seconds = _SMALLEST, 0.0
+    while size < _LARGEST and seconds < _LONG_ENOUGH:  # a CPU without bfloat16 units is 50 times slower in it
+        size *= 2
+        a, b = (torch.ones(size, size, dtype=dtype) for _ in range(2))
+        torch.mm(a[:32], b)  # starts threads and loads kernels
+        seconds = min(_seconds(a, b) for _ in range(times))
+    return 2 * size**3 / seconds
+
+
+def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
+    started = time.perf_counter()
+    torch.mm(a, b)
+    return time.perf_counter() - started

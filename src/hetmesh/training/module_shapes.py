@@ -10,7 +10,7 @@ import torch
 from hetmesh.cost import ModuleShape
 from hetmesh.models import Adapter, lora_plan
 from hetmesh.models.module_shape import module_shape
-from hetmesh.training.job import full_module
+from hetmesh.training.job import DTYPES, full_module, module_options
 
 if TYPE_CHECKING:
     from hetmesh.training.recipe import Recipe
@@ -29,3 +29,8 @@ def _shape(recipe: Recipe, adapter: Adapter, name: str) -> ModuleShape | None:
         return None
     plan = lora_plan(module, {**adapter.tensor_parallel_plan(), **recipe.modules[name].plan})
     return module_shape(name, adapter, module, plan)
+
+
+def compute_dtype(recipe: Recipe, name: str) -> torch.dtype:
+    """The dtype in which a module computes, and in which its rows travel."""
+    return module_options(recipe, name).compute_dtype or DTYPES[recipe.training.dtype]

@@ -75,7 +75,7 @@ class Trainer:
         """Train to the last step, evaluate, and show what was learnt."""
         recipe, started, metrics = self.recipe, time.perf_counter(), None
         try:
-            self.reporter.print(str(self.meter.peak))
+            self.reporter.print("\n".join(self.meter.describe()))
             while not self._done:
                 first, metrics = metrics is None, self.train_step()
                 if first:  # connections stand and libraries are warm: from now on a slow rank is a stalled one

@@ -1,0 +1,32 @@
+"""`hetmesh explain RECIPE`: what a recipe means: which rank holds what, what it costs, what moves between modules."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Sequence
+
+from hetmesh.training.recipe import load_recipe
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The recipe, and how to show it."""
+    parser.add_argument("recipe", metavar="RECIPE", help="a TOML file, e.g. recipes/digits.toml")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
+    parser.add_argument("--png", metavar="FILE", help="also draw it (needs matplotlib)")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Explain the recipe in this one process, without weights."""
+    recipe = load_recipe(args.recipe, overrides)
+    from hetmesh.report import as_text, explain, save_picture
+
+    view = explain(recipe)
+    if args.png:
+        save_picture(view, args.png)
+    if args.json:
+        print(json.dumps(view.as_json(), indent=2))
+    else:
+        print(as_text(view, shutil.get_terminal_size((120, 24)).columns))
+    return 0

@@ -1,0 +1,96 @@
+"""Random text and random images of realistic sizes: for sizing a run before there is data."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from hetmesh.data.source import Sample
+from hetmesh.errors import RecipeError
+from hetmesh.graph.sample import MediaItem, SampleMeta
+
+
+class SyntheticSource:
+    """Samples of random length with images among random tokens. Sample `index` is a pure function of `(seed, index)`.
+
+    Lengths of text are log-uniform: many short samples and some long ones, as in instruction data. The last third of a
+    sample's text is its answer and carries loss; images come before it.
+
+    Args:
+        vocab_size: tokens of the LLM's vocabulary.
+        image_token: the placeholder's token id.
+        image_shape: `(channels, height, width)` of every image.
+        max_images: a sample has 0 to so many.
+        text_only: share of samples without an image.
+        text_tokens: shortest and longest text.
+        length: samples in the source.
+        seed: another seed gives other samples.
+
+    Raises:
+        RecipeError: an option that is not valid.
+    """
+
+    pad_id = 0
+
+    def __init__(
+        self,
+        vocab_size: int = 151936,
+        image_token: int = 151655,
+        image_shape: Sequence[int] = (3, 384, 384),
+        max_images: int = 4,
+        text_only: float = 0.1,
+        text_tokens: Sequence[int] = (32, 2048),
+        length: int = 1_000_000,
+        seed: int = 0,
+    ) -> None:
+        self.vocab_size, self.image_shape, self.length, self.seed = vocab_size, tuple(image_shape), length, seed
+        self.max_images, self.text_only, self.text_tokens = max_images, text_only, tuple(text_tokens)
+        self.placeholders = {"image": image_token}
+        key = "[data.options]"
+        if len(self.image_shape) != 3 or min(self.image_shape) < 1:
+            raise RecipeError(f"{key} image_shape: must be channels, height and width, got {list(self.image_shape)}")
+        if len(self.text_tokens) != 2 or not 3 <= self.text_tokens[0] <= self.text_tokens[1]:
+            raise RecipeError(
+                f"{key} text_tokens: must be the shortest (at least 3) and the longest text, got {list(text_tokens)}"
+            )
+        if not 0 <= text_only <= 1:
+            raise RecipeError(f"{key} text_only: must be in 0..1, got {text_only}")
+        for name, value, least in (("max_images", max_images, 0), ("length", length, 1), ("vocab_size", vocab_size, 3)):
+            if value < least:
+                raise RecipeError(f"{key} {name}: must be at least {least}, got {value}")
+
+    def __len__(self) -> int:
+        return self.length
+
+    def meta(self, index: int) -> SampleMeta:
+        """Lengths and places of sample `index`.
+
+        Raises:
+            IndexError: `index` is not in `0..len(self)-1`.
+        """
+        if not 0 <= index < self.length:
+            raise IndexError(f"synthetic: index {index} is not in 0..{self.length - 1}")
+        # Of random.Random only random() is promised to give the same numbers in every Python version.
+        draw = random.Random(f"{self.seed}/{index}").random
+        shortest, longest = self.text_tokens
+        text = round(shortest * (longest / shortest) ** draw())
+        images = 0 if draw() < self.text_only else min(self.max_images, 1 + int(draw() * self.max_images))
+        question, tokens = text - text // 3, text + images
+        # in ascending order, each shifted by the placeholders before it
+        positions = sorted(int(draw() * (question - 1)) for _ in range(images))
+        media = tuple(MediaItem("image", self.image_shape, at + i) for i, at in enumerate(positions))
+        return SampleMeta(f"synthetic-{self.seed}-{index}", tokens, media, ((question + images, tokens),))
+
+    def load(self, index: int) -> Sample:
+        """Random tokens and images that fit `meta(index)`."""
+        meta = self.meta(index)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{index}".encode()))
+        image = self.placeholders["image"]
+        tokens = torch.randint(1, self.vocab_size - 1, (meta.tokens,), generator=generator)
+        tokens += tokens >= image  # every id but the placeholder's, which may only stand where an image is
+        tokens[[item.position for item in meta.media]] = image
+        images = [torch.randn(item.shape, generator=generator) for item in meta.media]
+        return Sample(meta.id, tokens, {"image": images} if images else {})

@@ -1,0 +1,162 @@
+"""From a recipe to a RecipeView: one process, no process group, no weights; metadata of one global batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from hetmesh.balance import BatchPlan, in_order
+from hetmesh.boundary.lowering import choose
+from hetmesh.cost import ModuleShape, imbalance, lane_work, module_flops, static_memory, total_work
+from hetmesh.data.loader import Loader
+from hetmesh.graph import BoundarySpec, ModuleGraph
+from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, plan_transfer
+from hetmesh.report.values import BoundaryView, ModuleView, RecipeView, Traffic
+from hetmesh.training.check import check_recipe
+from hetmesh.training.job import DTYPES, describe, make_prepare
+from hetmesh.training.module_shapes import compute_dtype, module_shapes
+from hetmesh.training.recipe import Recipe
+
+BACKENDS = ("gloo", "nccl")
+SHORT = {"dp_replicate": "dp", "dp_shard": "fsdp"}
+"""Names of mesh axes in a cell, where they differ from the axis's own."""
+
+
+def explain(recipe: Recipe) -> RecipeView:
+    """Check `recipe` and say what it means.
+
+    Raises:
+        RecipeError: what `hetmesh check` would find.
+        SampleError: the first global batch does not suit the modules.
+    """
+    source, adapters, graph = describe(recipe)
+    check_recipe(recipe, adapters, source.placeholders)
+    batch = recipe.batch
+    prepare = make_prepare(recipe, graph, adapters)
+    drawn = Loader(source, batch.global_batch_size, prepare, seed=recipe.debug.seed).batch(0)
+    plan = in_order(graph, [d.meta for d in drawn], batch.microbatch_size)
+    shapes = module_shapes(recipe, adapters)
+    itemsize = DTYPES[recipe.training.dtype].itemsize
+    return RecipeView(
+        description=recipe.job.description,
+        ranks=recipe.world_size,
+        idle_ranks=tuple(sorted(set(range(recipe.world_size)) - set(graph.ranks))),
+        steps=recipe.training.steps,
+        schedule=recipe.schedule,
+        global_batch_size=batch.global_batch_size,
+        microbatch_size=batch.microbatch_size,
+        microbatches=plan.num_microbatches,
+        tokens=plan.num_tokens,
+        dtype=recipe.training.dtype,
+        optimizer=recipe.optimizer.name,
+        modules=tuple(_module(recipe, plan, name, shapes[name], itemsize) for name in recipe.modules),
+        boundaries=tuple(_boundary(plan, b, compute_dtype(recipe, b.source).itemsize) for b in graph.boundaries),
+    )
+
+
+def dtype_name(recipe: Recipe, name: str) -> str:
+    """In what a module computes, e.g. `"bfloat16"`."""
+    return str(compute_dtype(recipe, name)).removeprefix("torch.")
+
+
+def _module(recipe: Recipe, plan: BatchPlan, name: str, shape: ModuleShape | None, itemsize: int) -> ModuleView:
+    spec, graph = plan.graph[name], plan.graph
+    mesh = spec.mesh
+    work = lane_work(plan, name)
+    whole = total_work(lane for lanes in work for lane in lanes)
+    upstream = any(graph.needs_gradient(b) for b in graph.inputs(name))
+    return ModuleView(
+        name=name,
+        model=recipe.modules[name].model,
+        ranks=mesh.ranks,
+        axes=dict(zip(mesh.axes, mesh.sizes, strict=True)),
+        lanes=spec.num_lanes,
+        cells={rank: cell(mesh, rank) for rank in mesh.ranks},
+        training=_training(shape, graph, name),
+        dtype=dtype_name(recipe, name),
+        parameters=shape.parameters if shape else None,
+        trainable_parameters=shape.trainable_parameters if shape else None,
+        memory=static_memory(shape, mesh, itemsize, recipe.optimizer.name) if shape else {},
+        work=whole,
+        flops=module_flops(shape, whole, upstream=upstream) if shape else None,
+        imbalance=imbalance(work),
+    )
+
+
+def cell(mesh: MeshSpec, rank: int) -> str:
+    """The coordinates of a member, e.g. `"dp0 tp1"`."""
+    coordinate = mesh.coordinate(rank) or ()
+    return " ".join(f"{SHORT.get(axis, axis)}{i}" for axis, i in zip(mesh.axes, coordinate, strict=True))
+
+
+def _training(shape: ModuleShape | None, graph: ModuleGraph, name: str) -> str:
+    if shape is None:
+        return "trained" if graph[name].trainable else "frozen"
+    if shape.trainable_parameters in (0, shape.parameters):
+        return "trained" if shape.trainable_parameters else "frozen"
+    return "partly"
+
+
+def _boundary(plan: BatchPlan, boundary: BoundarySpec, itemsize: int) -> BoundaryView:
+    shape, src, dst = plan.layouts(boundary, 0)
+    forward = plan_transfer(shape, src, dst)
+    backward = None
+    if plan.graph.needs_gradient(boundary):
+        bound = minimal_elements(shape, dst.gradient(), src.gradient())
+        backward = _traffic(forward.transpose(), bound, itemsize)
+    return BoundaryView(
+        boundary.source,
+        boundary.destination,
+        boundary.at,
+        shape,
+        layout_text(src, shape),
+        layout_text(dst, shape),
+        _traffic(forward, minimal_elements(shape, src, dst), itemsize),
+        backward,
+    )
+
+
+def _traffic(plan: TransferPlan, bound: int, itemsize: int) -> Traffic:
+    transport: Mapping[str, str] = {backend: choose(plan, backend) for backend in BACKENDS}
+    return Traffic(plan.bytes_moved(itemsize), bound * itemsize, transport)
+
+
+def minimal_elements(shape: tuple[int, ...], src: Layout, dst: Layout) -> int:
+    """The fewest elements that must cross between ranks: what each destination rank keeps and does not hold.
+
+    Counted from the intervals of both layouts, rank by rank, without any plan; neither layout may be Partial.
+    """
+    missing = 0
+    for rank in dst.mesh.ranks:
+        kept = [set(_positions(rows)) for rows in dst.intervals(shape, rank)]
+        missing += math.prod(map(len, kept))
+        if rank in src.mesh:
+            held = src.intervals(shape, rank)
+            missing -= math.prod(
+                len(keep.intersection(_positions(rows))) for keep, rows in zip(kept, held, strict=True)
+            )
+    return missing
+
+
+def _positions(intervals: tuple[tuple[int, int], ...]) -> list[int]:
+    return [i for start, stop in intervals for i in range(start, stop)]
+
+
+def layout_text(layout: Layout, shape: tuple[int, ...]) -> str:
+    """A layout in words: `"lane 2: rows split 768+768, tp 4: replicated"`."""
+    return ", ".join(
+        f"{axis} {size}: {_placement_text(placement, shape)}"
+        for axis, size, placement in zip(layout.mesh.axes, layout.mesh.sizes, layout.placements, strict=True)
+        if size > 1 or layout.mesh.ndim == 1
+    )
+
+
+def _placement_text(placement: object, shape: tuple[int, ...]) -> str:
+    if not isinstance(placement, RowSplit):
+        return "replicated" if type(placement).__name__ == "Replicate" else str(placement)
+    counts = [sum(stop - start for start, stop in rows) for rows in placement.intervals]
+    if len(counts) == 1:
+        return f"all {counts[0]} rows"
+    if len(counts) <= 4:
+        return f"rows split {'+'.join(map(str, counts))}"
+    return f"rows split, {min(counts)} to {max(counts)} each"

@@ -1,0 +1,121 @@
+"""A RecipeView as a PNG: modules on ranks, and beneath each rank what it holds. Needs matplotlib (extra `report`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hetmesh.errors import RecipeError
+from hetmesh.report.values import ModuleView, RecipeView
+from hetmesh.training.metrics import amount
+
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
+"""Paul Tol's bright scheme: distinguishable for colour-blind readers too."""
+PIXELS_PER_INCH = 150
+MOST_LABELS = 32  # ranks; with more, coordinates would overlap
+
+
+def save_picture(view: RecipeView, path: str | Path) -> None:
+    """Write the picture of `view` to `path`.
+
+    Raises:
+        RecipeError: matplotlib is not installed, or `path` cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RecipeError("a picture needs matplotlib: pip install 'hetmesh[report]', or leave out --png") from error
+    path = Path(path)
+    width = min(24.0, max(8.0, 2.2 + 1.15 * view.ranks))
+    footer = 0.33 * len(view.boundaries) + 0.2
+    height = 0.62 * len(view.modules) + 2.6 + footer + 0.7
+    figure = Figure(figsize=(width, height), dpi=PIXELS_PER_INCH, layout="constrained")
+    grid, bars, notes = figure.subplots(3, 1, height_ratios=[0.62 * len(view.modules) + 0.3, 2.0, footer])
+    figure.suptitle(view.description or f"{view.ranks} ranks", fontsize=11)
+    _draw_grid(grid, view)
+    _draw_memory(bars, view)
+    _draw_boundaries(notes, view)
+    try:
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise RecipeError(f"--png {path}: cannot be written: {(error.strerror or str(error)).lower()}") from error
+
+
+def _draw_grid(axes: Any, view: RecipeView) -> None:
+    from matplotlib.patches import Rectangle
+
+    labelled = view.ranks <= MOST_LABELS
+    for row, module in enumerate(view.modules):
+        for rank, text in module.cells.items():
+            axes.add_patch(
+                Rectangle(
+                    (rank - 0.5, row - 0.42),
+                    1,
+                    0.84,
+                    facecolor=_colour(row),
+                    alpha=0.35 if module.training == "frozen" else 0.85,
+                    hatch="///" if module.training == "frozen" else None,
+                    edgecolor="white",
+                    linewidth=1.5,
+                )
+            )
+            if labelled:
+                axes.text(rank, row, text, ha="center", va="center", fontsize=8)
+    axes.set_xlim(-0.5, view.ranks - 0.5)
+    axes.set_ylim(len(view.modules) - 0.5, -0.5)
+    axes.set_yticks(range(len(view.modules)), [_label(module) for module in view.modules], fontsize=9)
+    _rank_ticks(axes, view)
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def _label(module: ModuleView) -> str:
+    size = "" if module.parameters is None else f" {amount(module.parameters).strip()}"
+    return f"{module.name}\n{module.model}{size}{'' if module.training == 'trained' else ', ' + module.training}"
+
+
+def _draw_memory(axes: Any, view: RecipeView) -> None:
+    peak = max((view.memory(rank) for rank in range(view.ranks)), default=0)
+    power = max(p for p in (0, 1, 2, 3, 4) if p == 0 or peak >= 1000**p)
+    unit = ("B", "kB", "MB", "GB", "TB")[power]
+    base = [0.0] * view.ranks
+    for row, module in enumerate(view.modules):
+        heights = [
+            module.memory[rank].total / 1000**power if rank in module.memory else 0.0 for rank in range(view.ranks)
+        ]
+        axes.bar(range(view.ranks), heights, 0.7, bottom=base, color=_colour(row), alpha=0.85, label=module.name)
+        base = [low + high for low, high in zip(base, heights, strict=True)]
+    axes.set_xlim(-0.5, view.ranks - 0.5)
+    axes.set_ylim(0, max(base, default=0) * 1.15 or 1)
+    _rank_ticks(axes, view)
+    axes.set_ylabel(f"state per rank ({unit})", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    # outside, where no bar can be
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    if view.ranks <= MOST_LABELS:
+        for rank, total in enumerate(base):
+            axes.text(rank, total, f"{total:.3g}", ha="center", va="bottom", fontsize=7)
+
+
+def _draw_boundaries(axes: Any, view: RecipeView) -> None:
+    axes.set_axis_off()
+    lines = []
+    for boundary in view.boundaries:
+        back = boundary.backward
+        moved = f"{amount(boundary.forward.bytes)}B forward, " + (f"{amount(back.bytes)}B" if back else "nothing")
+        rows, features = boundary.shape
+        lines.append(f"{boundary.source} → {boundary.destination}: {rows:,} rows x {features}; {moved} backward")
+        lines.append(f"      {boundary.source_layout}  →  {boundary.destination_layout}")
+    axes.text(0, 1, "\n".join(lines), ha="left", va="top", fontsize=8, transform=axes.transAxes)
+
+
+def _rank_ticks(axes: Any, view: RecipeView) -> None:
+    every = -(-view.ranks // MOST_LABELS)
+    axes.set_xticks(range(0, view.ranks, every), [f"rank {rank}" for rank in range(0, view.ranks, every)], fontsize=8)
+
+
+def _colour(row: int) -> str:
+    return COLOURS[row % len(COLOURS)]

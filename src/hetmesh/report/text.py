@@ -1,0 +1,115 @@
+"""A RecipeView as text: ranks across, modules down, then what each module and boundary costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hetmesh.report.values import BoundaryView, ModuleView, RecipeView, Traffic
+from hetmesh.training.check import ranks_text
+from hetmesh.training.metrics import amount
+
+
+def as_text(view: RecipeView, width: int = 100) -> str:
+    """The whole view. The picture of the ranks is cut into parts that fit into `width` characters."""
+    return "\n".join(line.rstrip() for line in _lines(view, width))
+
+
+def _lines(view: RecipeView, width: int) -> Iterator[str]:
+    if view.description:
+        yield view.description
+    yield (
+        f"{_count(view.ranks, 'rank')}, {view.steps} steps of {view.global_batch_size} samples in "
+        f"{_count(view.microbatches, 'microbatch', 'es')}, schedule {view.schedule}"
+    )
+    yield ""
+    yield from _ranks(view, width)
+    yield ""
+    yield from _table(_module_rows(view))
+    yield (
+        f"  forward and backward: FLOPs of one step over all ranks, first global batch ({amount(view.tokens)}tokens)"
+    )
+    yield f"  state: parameters, gradients and {view.optimizer}'s state in {view.dtype}; activations come on top"
+    if view.boundaries:
+        yield ""
+        yield "boundaries, in the first microbatch:"
+    for boundary in view.boundaries:
+        yield from _boundary(boundary)
+
+
+def _ranks(view: RecipeView, width: int) -> Iterator[str]:
+    names = max(len("memory"), *(len(module.name) for module in view.modules))
+    memory = {rank: f"{amount(view.memory(rank))}B" if view.memory(rank) else "" for rank in range(view.ranks)}
+    cells = [text for module in view.modules for text in module.cells.values()]
+    cell = max(map(len, [*cells, *memory.values(), f"rank {view.ranks - 1}"])) + 2
+    columns = max(1, (width - names - 4) // (cell + 1))
+    columns = -(-view.ranks // -(-view.ranks // columns))  # as many parts, but of equal size
+    for start in range(0, view.ranks, columns):
+        ranks = range(start, min(start + columns, view.ranks))
+        line = lambda texts: "│".join(f" {text:<{cell - 1}}" for text in texts)  # noqa: E731
+        rule = "┼".join("─" * cell for _ in ranks)
+        yield f"  {'':<{names}} │{line(f'rank {rank}' for rank in ranks)}"
+        yield f"  {'─' * names}─┼{rule}"
+        for module in view.modules:
+            yield f"  {module.name:<{names}} │{line(module.cells.get(rank, '') for rank in ranks)}"
+        yield f"  {'─' * names}─┼{rule}"
+        yield f"  {'memory':<{names}} │{line(memory[rank] for rank in ranks)}"
+        if ranks.stop < view.ranks:
+            yield ""
+    if view.idle_ranks:
+        yield f"  note: no module uses rank {ranks_text(view.idle_ranks)}"
+
+
+def _module_rows(view: RecipeView) -> list[Sequence[str]]:
+    header = ("module", "model", "mesh", "ranks", "parameters", "per rank", "state/rank", "training", "dtype")
+    return [(*header, "forward", "backward", "imbalance"), *(_module_row(module) for module in view.modules)]
+
+
+def _module_row(module: ModuleView) -> Sequence[str]:
+    held = [memory.elements for memory in module.memory.values()]
+    state = [memory.total for memory in module.memory.values()]
+    training = module.training
+    if training == "partly" and module.parameters and module.trainable_parameters:
+        training = f"{module.trainable_parameters / module.parameters:.1%}"
+    return (
+        module.name,
+        module.model,
+        " x ".join(f"{axis} {size}" for axis, size in module.axes.items()),
+        ranks_text(module.ranks),
+        "?" if module.parameters is None else f"{amount(module.parameters)}".strip(),
+        f"{amount(max(held))}".strip() if held else "?",
+        f"{amount(max(state))}B" if state else "?",
+        training,
+        module.dtype,
+        f"{amount(module.flops.forward)}" if module.flops else "?",
+        f"{amount(module.flops.backward)}" if module.flops else "?",
+        f"{module.imbalance:.2f}",
+    )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        yield "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
+
+
+def _boundary(boundary: BoundaryView) -> Iterator[str]:
+    rows, features = boundary.shape
+    at = f" at {boundary.at!r}" if boundary.at else ""
+    yield f"  {boundary.source} -> {boundary.destination}{at}: {rows} rows x {features}"
+    yield f"    from      {boundary.source_layout}"
+    yield f"    to        {boundary.destination_layout}"
+    yield f"    forward   {_traffic(boundary.forward)}"
+    yield f"    backward  {_traffic(boundary.backward) if boundary.backward else 'none: nothing upstream is trained'}"
+
+
+def _traffic(traffic: Traffic) -> str:
+    if not traffic.bytes and not traffic.bound:
+        return "no bytes between ranks: every rank already holds what it needs"
+    names = sorted(set(traffic.transport.values()))
+    transport = names[0] if len(names) == 1 else ", ".join(f"{t} on {b}" for b, t in traffic.transport.items())
+    bound = "the least possible" if traffic.bytes == traffic.bound else f"at least {amount(traffic.bound)}B needed"
+    return f"{amount(traffic.bytes)}B between ranks, {bound}; by {transport}"
+
+
+def _count(n: int, one: str, plural: str = "s") -> str:
+    return f"{n} {one}{'' if n == 1 else plural}"

@@ -1,0 +1,127 @@
+"""What is shown of a recipe, as values without any behaviour of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hetmesh.cost import Flops, StaticMemory, Work
+
+
+@dataclass(frozen=True)
+class ModuleView:
+    """One module on its mesh. What is None could not be known without building the module.
+
+    Attributes:
+        name, model: of the recipe.
+        ranks: its ranks, in mesh order.
+        axes: mesh axes and their sizes, outermost first.
+        lanes: data-parallel coordinates.
+        cells: rank -> its coordinates, e.g. `"dp0 tp1"`.
+        training: `"trained"`, `"frozen"` or `"partly"` (LoRA).
+        dtype: in which it computes, and in which its rows travel.
+        parameters, trainable_parameters: elements before sharding.
+        memory: rank -> what it holds of the module for the whole run.
+        work: in one step over the first global batch.
+        flops: the same work over all ranks.
+        imbalance: busiest lane over mean lane in that step, by rows.
+    """
+
+    name: str
+    model: str
+    ranks: tuple[int, ...]
+    axes: Mapping[str, int]
+    lanes: int
+    cells: Mapping[int, str]
+    training: str
+    dtype: str
+    parameters: int | None
+    trainable_parameters: int | None
+    memory: Mapping[int, StaticMemory]
+    work: Work
+    flops: Flops | None
+    imbalance: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One direction of a boundary in one microbatch.
+
+    Attributes:
+        bytes: that the plan moves between ranks.
+        bound: the fewest that any plan could: what each rank must end up with and does not hold, counted from the
+            layouts alone.
+        transport: the lowering chosen on each backend.
+    """
+
+    bytes: int
+    bound: int
+    transport: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class BoundaryView:
+    """One boundary in the first microbatch of the first global batch.
+
+    Attributes:
+        at: the placeholder whose tokens the rows replace.
+        shape: rows and features.
+        source_layout, destination_layout: in words, one phrase per mesh axis.
+        forward, backward: what moves; no backward where nothing upstream is trainable.
+    """
+
+    source: str
+    destination: str
+    at: str | None
+    shape: tuple[int, int]
+    source_layout: str
+    destination_layout: str
+    forward: Traffic
+    backward: Traffic | None
+
+    @property
+    def name(self) -> str:
+        """As logs call it."""
+        return f"{self.source}->{self.destination}"
+
+
+@dataclass(frozen=True)
+class RecipeView:
+    """What a recipe means.
+
+    Attributes:
+        description: the recipe's own.
+        ranks: processes.
+        idle_ranks: those without a module.
+        steps: optimizer steps of a run.
+        schedule: the policy.
+        global_batch_size, microbatch_size: samples per step, and per lane of the sink and microbatch.
+        microbatches: per step.
+        tokens: of the first global batch, without padding.
+        dtype: of parameters, gradients and optimizer state.
+        optimizer: its name.
+        modules, boundaries: in the recipe's order.
+    """
+
+    description: str
+    ranks: int
+    idle_ranks: tuple[int, ...]
+    steps: int
+    schedule: str
+    global_batch_size: int
+    microbatch_size: int
+    microbatches: int
+    tokens: int
+    dtype: str
+    optimizer: str
+    modules: tuple[ModuleView, ...]
+    boundaries: tuple[BoundaryView, ...]
+
+    def memory(self, rank: int) -> int:
+        """Bytes that `rank` holds for the whole run, all modules together."""
+        return sum(module.memory[rank].total for module in self.modules if rank in module.memory)
+
+    def as_json(self) -> dict[str, Any]:
+        """The same in what JSON knows."""
+        return asdict(self)
