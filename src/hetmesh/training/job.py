@@ -61,7 +61,8 @@ def describe(recipe: Recipe) -> tuple[Source, dict[str, Adapter], ModuleGraph]:
 
 
 def _check_directories(recipe: Recipe) -> None:
-    """Raise RecipeError for all directories of weights that are missing: a template's user fills them in together."""
+    """Raise RecipeError if directories of weights are missing, for all of them and what the data source misses: a
+    template's user fills them in together."""
     errors = []
     for name, module in recipe.modules.items():
         try:
@@ -69,6 +70,10 @@ def _check_directories(recipe: Recipe) -> None:
         except RecipeError as error:
             errors.append(str(error))
     if errors:
+        try:
+            make_source(recipe.data.source, **recipe.data.options)
+        except RecipeError as error:
+            errors.append(str(error))
         raise RecipeError("\n".join(errors))
 
 
