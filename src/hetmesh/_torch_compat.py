@@ -1,9 +1,14 @@
 """Every private torch name that hetmesh uses, in one place, so that a torch upgrade is checked in one place."""
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-__all__ = ["StridedShard", "set_group_timeout"]
+__all__ = ["StridedShard", "all_gather_single", "reduce_scatter_single", "set_group_timeout"]
+
+# torch 2.13 renamed these two and warns at every use of the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 set_group_timeout = _set_pg_timeout
 """`set_group_timeout(timeout, group)`: how long collectives of an existing process group may wait."""

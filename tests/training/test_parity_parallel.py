@@ -280,3 +280,18 @@ FROZEN_LLM, LORA = '"qwen3"\ntrainable = false', '"qwen3"\nlora = { rank = 2 }'
 def test_sharded_modules_that_are_frozen_or_have_adapters(pool, encoder, llm, keys, mode):
     text = layout(FSDP, FSDP_TP + "\n" + keys, "overlapping", f'[activation_checkpoint]\nmode = "{mode}"\n')
     check(pool, text.replace('"siglip"', encoder).replace('"qwen3"', llm))
+
+
+@pytest.mark.parametrize(
+    "keys", ["data_parallel_shard_degree = 2", SEQUENCE], ids=["FSDP x TP, checkpointed", "sequence parallel"]
+)
+def test_a_compiled_block_equals_one_process(pool, keys):
+    """Traced, but not compiled to machine code: whether torch.compile keeps what hooks and collectives do."""
+    extra = '[compile]\nenable = true\nbackend = "aot_eager"\n'
+    if keys != SEQUENCE:
+        extra += '[activation_checkpoint]\nmode = "selective"\n'
+    text = layout("tensor_parallel_degree = 2", f"tensor_parallel_degree = 2\n{keys}\n", "colocated", extra)
+    text = text.replace("num_hidden_layers = 2", "num_hidden_layers = 1")
+    recipe = parse_recipe(text.replace('"0-3"', '"0-1"') if keys == SEQUENCE else text)
+    ranks = pool(2 if keys == SEQUENCE else 4).run(on_this_rank, recipe, timeout=400)
+    compare(reference(recipe), ranks, 1e-10)

@@ -18,6 +18,7 @@ from hetmesh.models.adapter import Adapter
 from hetmesh.models.tokens import token_sharded
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.blocks import blocks
+from hetmesh.parallel.compile import apply_compile
 from hetmesh.parallel.data_parallel import sum_gradients
 from hetmesh.parallel.fully_shard import apply_fully_shard
 from hetmesh.parallel.options import Options
@@ -111,6 +112,8 @@ def parallelize(
     adapted = AdaptedModule(adapter, module, compute_dtype, device_mesh.device_type if casts else None)
     layers = blocks(module, map(module.get_submodule, adapter.layers()))
     apply_activation_checkpoint(layers, options.activation_checkpoint)
+    if options.compile_backend is not None:
+        apply_compile(layers, options.compile_backend, device_mesh.device_type)
     if sharded:
         apply_fully_shard(adapted, layers, device_mesh, options)
     return ParallelModule(module, adapted, spec, device_mesh, partial, sharded)

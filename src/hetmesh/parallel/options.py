@@ -23,6 +23,7 @@ class Options:
         compute_dtype: of the computation and of the rows that the module emits; None is that of its parameters. The
             parameters, their gradients, their sums over ranks and the optimizer's state keep their own dtype.
         sequence_parallel: whether activations between attention and MLP are split over `tp` along the tokens.
+        compile_backend: of torch.compile, for each block; None does not compile.
         cpu_offload: of modules with a `dp_shard` axis: whether shards, gradients and optimizer state live on the CPU.
     """
 
@@ -31,3 +32,4 @@ class Options:
     compute_dtype: torch.dtype | None = None
     sequence_parallel: bool = False
     cpu_offload: bool = False
+    compile_backend: str | None = None

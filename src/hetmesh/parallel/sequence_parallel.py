@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from hetmesh._torch_compat import all_gather_single, reduce_scatter_single
 from hetmesh.graph.tokens import TokenShares
 from hetmesh.models.tokens import AllTokens
 from hetmesh.parallel.collectives import leave
@@ -90,6 +91,7 @@ class _Gather:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
+    @torch.compiler.disable
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         share = args[0] if args else kwargs["hidden_states"]
         whole = _AllGather.apply(share.flatten(0, -2), self.group)
@@ -108,6 +110,7 @@ class _Scatter:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
+    @torch.compiler.disable
     def __call__(self, summand: Tensor) -> Tensor:
         flat = summand.flatten(0, -2)
         size = TokenShares(len(flat), dist.get_world_size(self.group)).size
@@ -154,7 +157,7 @@ class _ReduceScatter(torch.autograd.Function):
 
 def _all_gather(share: Tensor, group: dist.ProcessGroup) -> Tensor:
     whole = share.new_empty(dist.get_world_size(group) * len(share), *share.shape[1:])
-    dist.all_gather_into_tensor(whole, share.contiguous(), group=group)
+    all_gather_single(whole, share.contiguous(), group=group)
     return whole
 
 
@@ -163,7 +166,7 @@ def _reduce_scatter(flat: Tensor, size: int, group: dist.ProcessGroup) -> Tensor
     if missing := dist.get_world_size(group) * size - len(flat):
         padded = torch.cat([flat, flat.new_zeros(missing, *flat.shape[1:])])
     share = flat.new_empty(size, *flat.shape[1:])
-    dist.reduce_scatter_tensor(share, padded.contiguous(), group=group)
+    reduce_scatter_single(share, padded.contiguous(), group=group)
     return share
 
 

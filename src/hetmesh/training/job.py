@@ -161,6 +161,7 @@ def module_options(recipe: Recipe, name: str) -> Options:
         activation_checkpoint=own.activation_checkpoint or recipe.activation_checkpoint.mode,
         compute_dtype=torch.bfloat16 if computes == "bfloat16" else None,
         cpu_offload=training.enable_cpu_offload,
+        compile_backend=recipe.compile.backend if recipe.compile.enable and recipe.compile.components else None,
         sequence_parallel=splits_tokens(recipe, recipe.meshes(), name),
     )
 

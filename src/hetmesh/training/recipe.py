@@ -40,6 +40,7 @@ class Recipe(sections.Section):
     data: sections.Data = sections.Data()
     training: sections.Training = sections.Training()
     activation_checkpoint: sections.ActivationCheckpoint = sections.ActivationCheckpoint()
+    compile: sections.Compile = sections.Compile()
     optimizer: sections.Optimizer = sections.Optimizer()
     lr_scheduler: sections.LRScheduler = sections.LRScheduler()
     checkpoint: sections.Checkpoint = sections.Checkpoint()

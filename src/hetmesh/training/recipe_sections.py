@@ -213,6 +213,14 @@ class ActivationCheckpoint(Section):
     mode: CheckpointMode = "none"  # full: the whole block; selective: all but matrix products and attention
 
 
+class Compile(Section):
+    """`[compile]`: torch.compile of every block; without a compiler the run goes on uncompiled, and says so."""
+
+    enable: bool = False
+    components: tuple[Literal["model"], ...] = ("model",)
+    backend: str = "inductor"
+
+
 class Optimizer(Section):
     """`[optimizer]`: torch.optim's class and its arguments."""
 
