@@ -1,0 +1,47 @@
+"""Static memory equals what ranks really hold: shards of FSDP, of tensor parallelism, of both, with frozen parts."""
+
+from pathlib import Path
+
+import pytest
+
+from hetmesh.boundary import World
+from hetmesh.cost import static_memory
+from hetmesh.parallel import local_part
+from hetmesh.training.job import Job, describe
+from hetmesh.training.module_shapes import module_shapes
+from hetmesh.training.recipe import load_recipe
+
+pytestmark = pytest.mark.slow
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+SHARDED = (
+    *("--parallelism.vision.ranks", "0-2", "--parallelism.vision.data_parallel_replicate_degree", "1"),
+    *("--parallelism.vision.data_parallel_shard_degree", "3", "--parallelism.llm.ranks", "0-3"),
+    *("--parallelism.llm.data_parallel_replicate_degree", "1", "--parallelism.llm.data_parallel_shard_degree", "2"),
+    *("--parallelism.llm.tensor_parallel_degree", "2", "--training.local_batch_size", "4"),
+)
+LORA = ("--modules.llm.lora.rank", "3", "--modules.vision.trainable", "false")
+
+
+def held(rank, recipe):
+    """Per module of this rank: elements of all its parameters, and of the trainable ones."""
+    job = Job.assemble(recipe, World.current())
+    return {
+        name: tuple(
+            sum(local_part(p).numel() for p in module.parameters() if p.requires_grad or not trainable)
+            for trainable in (False, True)
+        )
+        for name, module in job.root.named_children()
+    }
+
+
+@pytest.mark.parametrize("overrides", [(), SHARDED, (*SHARDED, *LORA)], ids=["plain", "sharded", "lora"])
+def test_every_rank_holds_what_was_computed(pool4, overrides):
+    recipe = load_recipe(RECIPES / "digits_overlapping.toml", overrides)
+    _, adapters, graph = describe(recipe)
+    shapes = module_shapes(recipe, adapters)
+    expected = [{} for _ in range(4)]
+    for name, shape in shapes.items():
+        for rank, memory in static_memory(shape, graph[name].mesh, 1, "SGD").items():
+            expected[rank][name] = (memory.elements, memory.gradients)
+    assert pool4.run(held, recipe, timeout=120) == expected
