@@ -285,6 +285,33 @@ def test_old_configs_with_rope_theta_are_understood(tmp_path):
     assert modules["llm"].lm_head.weight.dtype == torch.float32
 
 
+class Normed(torch.nn.Module):
+    """A user's projector, whose running statistics and constants are no parameters."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(in_features)
+        self.linear = torch.nn.Linear(in_features, out_features)
+        self.register_buffer("constant", torch.full((2,), 3.0), persistent=False)
+
+    def forward(self, rows):
+        return self.linear(self.norm(rows))
+
+
+def test_the_users_own_modules_and_their_buffers(saved, tmp_path):
+    own = Normed(16, 24)
+    own.norm.running_mean += 5
+    own.norm.num_batches_tracked += 7
+    save_file(own.state_dict(), tmp_path / "own.safetensors")
+    given = recipe(("clip", saved / "clip"), ("llama", saved / "llama"), projector=tmp_path)
+    modules = {**given.modules}
+    modules["projector"] = modules["projector"].model_copy(update={"model": f"{__name__}:Normed"})
+    _, loaded = modules_of(given.model_copy(update={"modules": type(given.modules)(modules)}))
+    for name, value in own.state_dict().items():
+        assert torch.equal(loaded["projector"].state_dict()[name], value), name
+    assert loaded["projector"].constant.tolist() == [3, 3]
+
+
 # --- Errors. ---
 
 
@@ -418,6 +445,7 @@ LAYOUTS = {
     "tensor parallel 2": (2, "tensor_parallel_degree = 2"),
     "FSDP 2": (2, "data_parallel_shard_degree = 2"),
     "HSDP 2 x 2": (4, "data_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 2"),
+    "FSDP 2, offloaded and checkpointed": (2, "data_parallel_shard_degree = 2\n[activation_checkpoint]\nmode = 'full'"),
     "FSDP 2 x tensor parallel 2": (4, "data_parallel_shard_degree = 2\ntensor_parallel_degree = 2"),
 }
 
@@ -440,7 +468,8 @@ def test_h5_training_from_loaded_weights_equals_one_process(pool, tmp_path, layo
     save(build(encoder), tmp_path / "encoder")
     save(build(llm, **changes).to(torch.bfloat16), tmp_path / "llm", shards=True)
     size, keys = LAYOUTS[layout]
-    more = f'dtype = "float64"\n{more}[parallelism]\nranks = "0-{size - 1}"\n{keys}'
+    offload = "enable_cpu_offload = true\n" if "offloaded" in layout else ""
+    more = f'dtype = "float64"\n{offload}{more}[parallelism]\nranks = "0-{size - 1}"\n{keys}'
     given = recipe((encoder, tmp_path / "encoder"), (llm, tmp_path / "llm"), more)
     compare(reference(given), pool(size).run(on_this_rank, given), TOLERANCE["float64"])
 

@@ -30,7 +30,8 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def check_weights(adapter: Adapter, module: nn.Module, pretrained: Pretrained) -> dict[str, str]:
-    """The checkpoint's name of each parameter of `module`, which may be sharded and without weights.
+    """The checkpoint's name of each parameter and persistent buffer of `module`, which may be sharded and without
+    weights.
 
     Raises:
         RecipeError: the checkpoint's tensors are not those of the module.
@@ -38,13 +39,10 @@ def check_weights(adapter: Adapter, module: nn.Module, pretrained: Pretrained) -
     names: dict[int, str] = {}
     aliases: dict[str, str] = {}
     expected: dict[str, tuple[int, ...]] = {}
-    for fqn, parameter in module.named_parameters(remove_duplicate=False):
-        if is_adapter(fqn):
-            continue
-        name = plain_name(fqn)
-        first = names.setdefault(id(parameter), name)
+    for name, tensor in _saved_tensors(module):
+        first = names.setdefault(id(tensor), name)
         if first == name:
-            expected[name] = tuple(parameter.shape)
+            expected[name] = tuple(tensor.shape)
         else:
             aliases[name] = first
     return pretrained.match(expected, adapter.checkpoint_names, adapter.checkpoint_unused, aliases)
@@ -73,10 +71,9 @@ def load_weights(
     found = check_weights(adapter, module, pretrained)
     materialize(module if root is None else root, torch.device(device))
     by_file: dict[Path, list[tuple[str, Tensor]]] = {}
-    for fqn, parameter in module.named_parameters():
-        if not is_adapter(fqn):
-            theirs = found[plain_name(fqn)]
-            by_file.setdefault(pretrained.tensors[theirs].file, []).append((theirs, parameter))
+    for name, tensor in _saved_tensors(module):
+        if name in found:  # else it is tied to one that is
+            by_file.setdefault(pretrained.tensors[found[name]].file, []).append((found[name], tensor))
     with torch.no_grad():
         for file, wanted in by_file.items():
             with safe_open(file, "pt") as reader:
@@ -84,16 +81,26 @@ def load_weights(
                     fill(target, reader.get_slice(theirs))
 
 
+def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers under every name that they have; without adapters."""
+    for prefix, owner in module.named_modules():
+        buffers = {n: b for n, b in owner._buffers.items() if n not in owner._non_persistent_buffers_set}
+        for name, tensor in {**owner._parameters, **buffers}.items():
+            fqn = f"{prefix}.{name}" if prefix else name
+            if tensor is not None and not is_adapter(fqn):
+                yield plain_name(fqn), tensor
+
+
 def plain_name(fqn: str) -> str:
-    """The FQN that a parameter had before its module was wrapped or got adapters."""
+    """The FQN that a tensor had before its module was wrapped or got adapters."""
     for wrapper in WRAPPERS:
         fqn = fqn.replace(wrapper, "")
     return base_name(fqn)
 
 
-def fill(parameter: Tensor, source: Any) -> None:
+def fill(tensor: Tensor, source: Any) -> None:
     """Copy this rank's part of a tensor from `source`, which gives the elements asked for by slices."""
-    local: Tensor = parameter.detach()
+    local: Tensor = tensor.detach()
     regions: Sequence[Intervals] = [((0, size),) for size in local.shape]
     if isinstance(local, DTensor):
         layout = Layout(MeshSpec.of(local.device_mesh), tuple(local.placements))
