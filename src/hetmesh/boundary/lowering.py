@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, get_args
@@ -17,24 +18,34 @@ Lowering = Literal["auto", "p2p", "all_to_all", "dtensor"]
 
 @dataclass(frozen=True)
 class LinkCost:
-    """What a message costs: `message_us` per peer of a P2P exchange, `collective_us` per member of an all-to-all.
+    """What carrying a step costs the busiest rank.
 
-    Measured by `python tools/bench.py boundary --json` (`link_costs`) for gloo over loopback; NCCL runs both as
-    grouped sends, where a collective saves the per-message launch.
+    Attributes:
+        message_us: per message of a P2P exchange, sent or received.
+        collective_us: per member of an all-to-all, once for sending and once for receiving, empty or not.
+        copy_us_per_mb: per MB sent or received by an all-to-all: it goes through one flat buffer, while P2P sends
+            from and receives into place.
     """
 
     message_us: float
     collective_us: float
+    copy_us_per_mb: float
 
 
+# gloo: measured by `python tools/bench.py boundary` (`link_costs`) with 8 processes on 2 cores over loopback. Only the
+# ratios matter; over 50 transfers of the benchmark they pick what is 0.6% slower than the faster of the two on average
+# (P2P always: 3.5%, all-to-all always: 35%).
+# nccl: an estimate, no machine with several GPUs was at hand. It runs both as grouped sends, so an all-to-all saves the
+# Python and launch cost per message, and pays for its copies at the speed of device memory.
 LINK_COSTS = {
-    "gloo": LinkCost(message_us=90.0, collective_us=70.0),
-    "nccl": LinkCost(message_us=10.0, collective_us=4.0),
+    "gloo": LinkCost(message_us=250.0, collective_us=80.0, copy_us_per_mb=500.0),
+    "nccl": LinkCost(message_us=10.0, collective_us=4.0, copy_us_per_mb=2.0),
 }
 
-# Choosing all-to-all needs the message count of the busiest rank, hence all pieces. Beyond this many ranks a boundary
-# is sparse (a rank talks to few others) and P2P is right without counting.
-_COUNT_LIMIT = 64
+# Choosing all-to-all needs the messages of the busiest rank, hence all pieces: 2 ms for 16 ranks whose rows change.
+# Beyond this many ranks a boundary is sparse (a rank talks to few others), and P2P is right without counting.
+_COUNT_LIMIT = 16
+_ITEMSIZE = 4  # bytes; close enough for choosing
 
 
 def check_lowering(lowering: str) -> None:
@@ -94,9 +105,11 @@ def _prefers_all_to_all(step: Step, backend: str) -> bool:
     if len(ranks) > _COUNT_LIMIT:
         return False
     cost = LINK_COSTS["nccl" if "nccl" in backend else "gloo"]
-    messages = dict.fromkeys(ranks, 0)
+    messages, elements = Counter[int](), Counter[int]()
     for piece in step.pieces:
         if piece.src != piece.dst:
-            messages[piece.src] += 1
-            messages[piece.dst] += 1
-    return max(messages.values()) * cost.message_us > 2 * (len(ranks) - 1) * cost.collective_us
+            messages.update((piece.src, piece.dst))
+            elements.update({piece.src: piece.numel, piece.dst: piece.numel})
+    p2p = cost.message_us * max(messages.values(), default=0)
+    copies = cost.copy_us_per_mb * _ITEMSIZE / 1e6 * max(elements.values(), default=0)
+    return p2p > 2 * (len(ranks) - 1) * cost.collective_us + copies
