@@ -107,6 +107,8 @@ def test_each_module_chooses_and_ranks_may_be_permuted(pool):
     text = layout(FSDP, FSDP_TP, "colocated").replace('ranks = "0-3"', "ranks = [2, 0, 3, 1]", 1)
     check(pool, text.replace('ranks = "0-3"', "ranks = [3, 1, 2, 0]"))
     check(pool, layout(HSDP, "tensor_parallel_degree = 2", "colocated"))
+    text = layout("tensor_parallel_degree = 2", f"{HSDP}\ntensor_parallel_degree = 2\n{SEQUENCE}", "colocated")
+    check(pool, text.replace("0-3", "0-7"))
 
 
 def received(rank, recipe):

@@ -185,7 +185,7 @@ BAD: dict[str, tuple[str, str, str]] = {
         "context_parallel_degree = 2",
         "parallelism.llm.context_parallel_degree = 2: a known key that hetmesh does not implement yet; implemented so",
     ),
-    "freezing": ("lr = 2e-3", "trainable = false", "modules.llm.trainable = False: a known key that hetmesh does not"),
+    "freezing": ("lr = 2e-3", "trainable = 0", "modules.llm.trainable = 0: should be a valid boolean"),
     "a key with another home": (
         "steps =",
         "seed = 1\nsteps =",

@@ -71,3 +71,24 @@ def test_adamw_clipping_evaluation_and_resume_over_sharded_modules(pool4, pool, 
     for (*_, before, _), (resumed, _, after, _) in zip(whole, pool4.run(train, sharded, 4, timeout=120), strict=True):
         assert len(resumed) == 2
         assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def loaded(rank, recipe):
+    """Full parameters and optimizer moments as they were read."""
+    if rank >= recipe.world_size:
+        return None
+    trainer = Trainer(recipe, World.current())
+    trainer.reporter.close()
+    assert trainer.step == 2
+    state = {**trainer.job.root.state_dict(), **trainer.optimizers[0].state_dict()}
+    return {
+        k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items() if isinstance(v, torch.Tensor)
+    }
+
+
+def test_a_checkpoint_of_sharded_modules_loads_into_any_layout(pool4, pool, tmp_path):
+    """Uneven shards of shards (the vocabulary over tp 2 and dp_shard 2) land where they belong."""
+    folder = ("--job.dump_folder", str(tmp_path), "--checkpoint.enable", "true")
+    *_, saved, _ = pool4.run(train, parse_recipe(RECIPE, (*OVERRIDES, *SHARDED, *folder)), 2, timeout=120)[0]
+    (state,) = pool(1).run(loaded, parse_recipe(RECIPE, (*OVERRIDES, *SINGLE, *folder)), timeout=120)
+    assert all(torch.equal(value, state[name]) for name, value in saved.items())
