@@ -136,13 +136,16 @@ class Reporter:
             BarColumn(bar_width=24),
             TextColumn(
                 "loss {task.fields[loss]:.4f}  grad norm {task.fields[norm]:.3f}  {task.fields[rate]:.0f} samples/s"
+                "{task.fields[mfu]}"
             ),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=self.console,
             disable=not self.console.is_terminal,
         )
-        self._task = self._progress.add_task("train", total=steps, completed=resumed_at, loss=0.0, norm=0.0, rate=0.0)
+        self._task = self._progress.add_task(
+            "train", total=steps, completed=resumed_at, loss=0.0, norm=0.0, rate=0.0, mfu=""
+        )
         self._progress.start()
 
     def logs(self, step: int) -> bool:
@@ -156,7 +159,12 @@ class Reporter:
         self._file.write(json.dumps(metrics.record()) + "\n")
         self._file.flush()
         self._progress.update(
-            self._task, completed=metrics.step, loss=metrics.loss, norm=metrics.grad_norm, rate=metrics.samples_per_s
+            self._task,
+            completed=metrics.step,
+            loss=metrics.loss,
+            norm=metrics.grad_norm,
+            rate=metrics.samples_per_s,
+            mfu="" if metrics.cost.mfu is None else f"  MFU {metrics.cost.mfu:.1%}",
         )
         if not self.logs(metrics.step):
             return
