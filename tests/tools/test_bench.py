@@ -1,0 +1,138 @@
+"""The benchmarks run and say what they promise. No time is asserted anywhere."""
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).parents[2] / "tools"
+NAMES = sorted({p.stem for p in (TOOLS / "benchmarks").glob("*.py")} - {"__init__"} | {"boundary"})
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """`load("benchmarks.boundary")`: a module of tools/."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    return importlib.import_module
+
+
+def options(module, *given):
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    return parser.parse_args(given)
+
+
+def test_help_lists_the_benchmarks():
+    done = subprocess.run([sys.executable, TOOLS / "bench.py", "--help"], capture_output=True, text=True, check=True)
+    for name in NAMES:
+        (line,) = (text for text in done.stdout.splitlines() if text.startswith(f"  {name} "))
+        assert len(line.split()) > 5, "says what it measures"
+
+
+def test_an_unknown_benchmark_is_refused_with_the_list(load, capsys):
+    with pytest.raises(SystemExit):
+        load("bench").main(["bondary"])
+    assert "boundary" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_benchmark_has_help_and_the_common_options(name, load, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        load("bench").main([name, "--help"])
+    assert exit_.value.code == 0
+    assert "--json" in capsys.readouterr().out
+    module = load(f"benchmarks.{name}")
+    assert callable(module.run)
+    assert callable(module.table)
+
+
+def test_the_result_is_printed_as_one_json_object_and_written(load, capsys, monkeypatch, tmp_path):
+    module = load("benchmarks.boundary")
+    monkeypatch.setattr(module, "run", lambda args: {"rounds": args.rounds})
+    path = tmp_path / "new" / "boundary.json"
+    assert load("bench").main(["boundary", "--json", "--rounds", "3", "--output", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(path.read_text()) == {"rounds": 3}
+
+
+def test_planning_is_timed_for_every_case(load):
+    plan_time = load("benchmarks.boundary.plan_time")
+    times = plan_time.plan_times(32, steps=1)
+    assert times.keys() == plan_time.cases(32).keys()
+    assert all(ms > 0 for ms in times.values())
+
+
+def test_planning_cases_draw_new_ragged_rows_every_step(load):
+    plan_time = load("benchmarks.boundary.plan_time")
+    import random
+
+    for case in plan_time.cases(32).values():
+        drawn = [case.draw(random.Random(seed)) for seed in (1, 2)]
+        assert drawn[0] != drawn[1]
+        for rows, *sides in drawn:
+            for lanes in filter(None, sides):
+                held = sorted(interval for lane in lanes for interval in lane)
+                assert sum(b - a for a, b in held) == rows
+                assert len({sum(b - a for a, b in lane) for lane in lanes}) > 1
+
+
+def test_the_time_target_is_for_large_tensors_without_sums_that_are_split(load):
+    scenarios = load("benchmarks.boundary.scenarios")
+    by_name = {s.name: s.directions for s in (*scenarios.large(), *scenarios.small())}
+    assert all(t.bytes == 16 * 2**20 for s in scenarios.large() for t in s.directions)
+    for name, (forward, _) in by_name.items():
+        none = "Partial" in name or "all replicated" in name or "-> replicated" in name or name.startswith("small")
+        assert forward.has_target == (not none), name
+    assert not by_name["Partial TP4 -> disjoint DP4"][1].has_target  # the backward ends on every rank
+    assert by_name["disjoint DP4 -> TP4, all replicated"][1].has_target
+
+
+def test_a_round_lasts_from_the_start_to_the_last_end(load):
+    measure = load("benchmarks.boundary.measure")
+    records = [measure.Record({"planned": [(1.0, 1.5), (3.0, 3.1)]}, 0, "p2p")]
+    records += [measure.Record({"planned": [(1.0, 1.25), (3.0, 3.5)]}, 0, "p2p")]
+    assert [measure.duration(records, "planned", i) for i in range(2)] == [0.5, 0.5]
+
+
+def test_convergence_reports_the_largest_differences(load, monkeypatch):
+    convergence = load("benchmarks.convergence")
+    accuracy = {"digits_single": 0.95, "digits": 0.94, "digits_colocated": 0.97, "digits_overlapping": 0.95}
+
+    def train(name, folder, steps):
+        losses = [2.0, 1.0 + 0.25 * (name == "digits"), 0.5]
+        return {"losses": losses, "answer_accuracy": accuracy[name], "steps": 3, "train_seconds": 1.0}
+
+    monkeypatch.setattr(convergence, "_train", train)
+    result = convergence.run(options(convergence, "--steps", "3"))
+    assert result["max_loss_difference"] == 0.25
+    assert result["max_accuracy_difference"] == pytest.approx(0.02)
+    assert result["runs"].keys() == accuracy.keys()
+    assert "digits_overlapping" in convergence.table(result)
+
+
+@pytest.mark.slow
+def test_boundary_bytes_are_the_bound(load):
+    boundary = load("benchmarks.boundary")
+    args = options(boundary, "--size", "small", "--rounds", "1", "--plan-ranks", "32", "--plan-steps", "1")
+    result = boundary.run(args)
+    assert result["max_bytes_over_bound"] == result["min_bytes_over_bound"] == 1.0
+    assert [e["bytes"] for e in result["scenarios"]] == [e["bound"] for e in result["scenarios"]]
+    assert {e["direction"] for e in result["scenarios"]} == {"forward", "backward"}
+    assert result["plan_ms_32"] == max(result["plan_cases"]["32"].values())
+    assert result["link_costs"].keys() >= {"message_us", "collective_us", "copy_us_per_mb"}
+    json.dumps(result, allow_nan=False)
+    assert "small ragged" in boundary.table(result)
+
+
+@pytest.mark.slow
+def test_large_boundaries_are_judged_by_time(load):
+    boundary = load("benchmarks.boundary")
+    args = options(boundary, "--size", "large", "--only", "strided", "--rounds", "1", "--plan-ranks")
+    result = boundary.run(args)
+    ratios = [e["time_ratio_vs_gather"] for e in result["scenarios"] if e["has_target"]]
+    assert len(ratios) == 2
+    assert result["max_time_ratio_vs_gather"] == max(ratios)
+    assert result["max_bytes_over_bound"] == 1.0

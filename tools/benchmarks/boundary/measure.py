@@ -1,0 +1,119 @@
+"""What runs in the worker processes: every strategy once per round, interleaved, behind a barrier."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.boundary.scenarios import Transfer
+from benchmarks.boundary.strategies import GatherBroadcast, LeaderBroadcast, Planned
+from hetmesh.boundary import World
+from hetmesh.layout import Layout
+from hetmesh.testing import bounds
+
+STRATEGIES = {
+    "planned": Planned,
+    "gather": GatherBroadcast,
+    "leader": LeaderBroadcast,
+    "p2p": partial(Planned, lowering="p2p"),
+    "all_to_all": partial(Planned, lowering="all_to_all"),
+}
+LEAD_TIME = 5e-3  # s from agreeing on a start to the start: all ranks have heard of it by then
+WARM_UP = 2  # rounds: connections are made on first use, and the allocator has to grow
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank saw of one transfer.
+
+    Attributes:
+        spans: per strategy and round, when this rank began and ended (s, a clock that all processes share).
+        bytes: received in one run of hetmesh's plan, from the communication log; 0 if that was not asked for.
+        lowering: the transport that hetmesh chose.
+    """
+
+    spans: dict[str, list[tuple[float, float]]]
+    bytes: int
+    lowering: str
+
+
+def measure(rank: int, transfer: Transfer, names: Sequence[str], rounds: int) -> Record:
+    """Run in every worker: check what each strategy brings, then time `rounds` runs of each.
+
+    Raises:
+        AssertionError: a strategy brought something else than this rank's share.
+    """
+    world = World.current()
+    dist.barrier()
+    strategies = {name: STRATEGIES[name](world, transfer) for name in names}
+    local, want = share(transfer, transfer.src, rank, summands=True), share(transfer, transfer.dst, rank)
+    received, lowering = 0, ""
+    for name, strategy in strategies.items():
+        world.log.clear()
+        got = strategy.run(local)
+        if (got is None) != (want is None) or (got is not None and want is not None and not torch.equal(got, want)):
+            raise AssertionError(f"{name} brought rank {rank} something else: {transfer}")
+        if name == "planned":
+            received = world.log.bytes_received(transfer.name, transfer.direction)
+            lowering = strategy.lowering
+    del got, want
+    spans: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    gc.collect()
+    gc.disable()
+    try:
+        for i in range(WARM_UP + rounds):
+            for name in random.Random(i).sample(names, len(names)):  # nobody always comes after the same
+                start = _start_together(rank)
+                result = strategies[name].run(local)
+                spans[name].append((start, time.perf_counter()))
+                del result
+    finally:
+        gc.enable()
+    return Record({name: some[WARM_UP:] for name, some in spans.items()}, received, lowering)
+
+
+def _start_together(rank: int) -> float:
+    """A barrier, then a wait for an agreed time: eight processes on two cores take a millisecond to leave a barrier."""
+    dist.barrier()
+    start = torch.tensor(time.perf_counter() + LEAD_TIME, dtype=torch.float64)
+    dist.broadcast(start, 0)
+    while (left := float(start) - time.perf_counter()) > 0:
+        time.sleep(left)
+    return float(start)
+
+
+def duration(records: Sequence[Record], name: str, i: int) -> float:
+    """Seconds from the start to the last rank's end in round `i`."""
+    return max(r.spans[name][i][1] for r in records) - min(r.spans[name][i][0] for r in records)
+
+
+def share(transfer: Transfer, side: Layout, rank: int, *, summands: bool = False) -> Tensor | None:
+    """This rank's local tensor of the numbers 0, 1, 2, ... (exact in float32 below 2**24); None outside the mesh.
+
+    Args:
+        summands: for Partial axes: summands that add up to the numbers, not the numbers.
+    """
+    coordinate = side.mesh.coordinate(rank)
+    if coordinate is None:
+        return None
+    value = torch.from_numpy(bounds.element_ids(transfer.shape, side, rank)).float()
+    forget_elements()
+    if summands and side.partial_axes:
+        others = math.prod(side.mesh.sizes[i] for i in side.partial_axes) - 1
+        first = all(coordinate[i] == 0 for i in side.partial_axes)
+        value = value - others if first else torch.ones_like(value)
+    return value.contiguous()
+
+
+def forget_elements() -> None:
+    """Drop the brute force's arrays of element numbers: twice the size of the tensor, for each layout."""
+    bounds._held.cache_clear()
