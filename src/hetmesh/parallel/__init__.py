@@ -1,11 +1,14 @@
-"""One module on its mesh: tensor parallelism by plan, and gradients as sums."""
+"""One module on its mesh: tensor, sequence and sharded data parallelism, checkpointing, and gradients as sums."""
 
+from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.apply import AdaptedModule, ParallelModule, parallelize, reduce_gradients
+from hetmesh.parallel.compile import apply_compile
 from hetmesh.parallel.data_parallel import sum_gradients
 from hetmesh.parallel.fully_shard import apply_fully_shard
 from hetmesh.parallel.gradients import holds_first_replica, local_gradient, local_part
 from hetmesh.parallel.linear import Colwise, Rowwise
 from hetmesh.parallel.options import Options
+from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.tensor_parallel import (
     apply_tensor_parallel,
     check_tensor_parallel_degree,
@@ -18,7 +21,10 @@ __all__ = [
     "Options",
     "ParallelModule",
     "Rowwise",
+    "apply_activation_checkpoint",
+    "apply_compile",
     "apply_fully_shard",
+    "apply_sequence_parallel",
     "apply_tensor_parallel",
     "check_tensor_parallel_degree",
     "holds_first_replica",

@@ -7,6 +7,7 @@ M times as much as one, and nobody ever holds a whole gradient.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,6 +32,8 @@ def apply_fully_shard(root: nn.Module, blocks: Iterable[nn.Module], device_mesh:
         blocks: submodules of `root` in execution order, with parameters of their own.
         device_mesh: the whole mesh of the module; has an axis `dp_shard`.
     """
+    # FSDP warns that a hook on a view is lost when the view is changed in place; the runtime changes no output.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     names = device_mesh.mesh_dim_names or ()
     axes = tuple(axis for axis in LANE_AXES if axis in names)
     arguments: dict[str, Any] = {"mesh": device_mesh[axes]}
