@@ -15,7 +15,7 @@ from hetmesh.models.adapter import AdapterRequest, SampleLike
 from hetmesh.models.collate import collate_tokens
 from hetmesh.models.config_keys import positive_int, transformers_config
 from hetmesh.models.pretrained import prefixes
-from hetmesh.models.tokens import tokens_of
+from hetmesh.parallel.tokens import tokens_of
 
 
 @dataclass(frozen=True)

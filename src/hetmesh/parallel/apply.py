@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from hetmesh.errors import LayoutError
 from hetmesh.graph.module_graph import LANE_AXES
 from hetmesh.layout.mesh import MeshSpec
-from hetmesh.models.adapter import Adapter
-from hetmesh.models.tokens import token_sharded
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.blocks import blocks
 from hetmesh.parallel.compile import apply_compile
@@ -24,6 +22,23 @@ from hetmesh.parallel.fully_shard import apply_fully_shard
 from hetmesh.parallel.options import Options
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
+from hetmesh.parallel.tokens import token_sharded
+
+
+class Adapter(Protocol):
+    """What this room asks of an adapter (`hetmesh.models.Adapter` has more)."""
+
+    def layers(self) -> tuple[str, ...]:
+        """FQNs of the module's layers in execution order."""
+        ...
+
+    def tensor_parallel_plan(self) -> Mapping[str, Any]:
+        """FQN pattern -> style; see `hetmesh.parallel.tensor_parallel`."""
+        ...
+
+    def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+        """Run `module` on its own inputs and on rows by source module."""
+        ...
 
 
 class AdaptedModule(nn.Module):

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from hetmesh._torch_compat import all_gather_single, reduce_scatter_single
 from hetmesh.graph.tokens import TokenShares
-from hetmesh.models.tokens import AllTokens
 from hetmesh.parallel.collectives import leave
 from hetmesh.parallel.linear import ColwiseLinear, RowwiseLinear
+from hetmesh.parallel.tokens import AllTokens
 
 
 def apply_sequence_parallel(module: nn.Module, tp_mesh: DeviceMesh, prefixes: Sequence[str]) -> tuple[str, ...]:

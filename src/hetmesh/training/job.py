@@ -31,8 +31,8 @@ from hetmesh.models import (
     pretrained_of,
     stand_ins,
 )
-from hetmesh.models.tokens import token_sharded
 from hetmesh.parallel import Options, parallelize, reduce_gradients
+from hetmesh.parallel.tokens import token_sharded
 from hetmesh.runtime import Runtime
 from hetmesh.schedule import POLICIES, Schedule
 from hetmesh.training.loss import sum_cross_entropy
