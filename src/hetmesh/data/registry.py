@@ -25,7 +25,7 @@ def make_source(name: str, /, **options: Any) -> Source:
     """Make the source that a recipe names.
 
     Args:
-        name: `"digits"`, `"conversations"`, `"synthetic"`, or `"package.module:Class"` for the user's own class or function.
+        name: one of `SOURCES`, or `"package.module:Class"` for the user's own class or function.
         options: keyword arguments for it.
 
     Raises:

@@ -1,0 +1,71 @@
+"""What the README promises: its two commands, its recipes, and its script, which trains as one process does."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+def test_two_commands_do_all_set_up():
+    assert [block.strip() for block in blocks("bash")[:2]] == [
+        "pip install . && hetmesh train recipes/digits.toml",
+        "pip install -e '.[test]' && pytest",
+    ]
+
+
+def test_every_recipe_is_listed_and_every_listed_one_exists():
+    assert {path.name for path in (ROOT / "recipes").glob("*.toml")} == set(
+        re.findall(r"`recipes/(\w+\.toml)`", README)
+    )
+
+
+def one_process():
+    """The README's script without meshes, as one would write it."""
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 12)).double()
+    decoder = nn.Sequential(nn.Linear(12, 48), nn.GELU(), nn.Linear(48, 4)).double()
+    optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.1)
+    losses = []
+    for _ in range(5):
+        images, targets = torch.randn(16, 8).double(), torch.randn(16, 4).double()
+        loss = nn.functional.mse_loss(decoder(encoder(images)), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+def test_the_script_trains_in_parity_with_one_process(tmp_path):
+    (script,) = blocks("python")
+    path = tmp_path / "two_meshes.py"
+    path.write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    losses = [float(text) for text in re.findall(r"step \d loss (\S+)", done.stdout)]
+    assert losses == pytest.approx(one_process(), abs=1e-12)
+
+
+def test_every_test_that_stands_for_a_requirement_exists():
+    table = CONTRIBUTING.split("## Requirements and their tests")[1]
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", table)
+    assert len(named) > 20
+    for path, name in named:
+        assert (ROOT / path).is_file(), path
+        assert not name or f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"

@@ -1,0 +1,72 @@
+"""One global norm and one clip over modules on different meshes (U6): as torch computes them in one process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hetmesh.boundary import World
+from hetmesh.testing.parity import reference
+from hetmesh.training.feed import Feed
+from hetmesh.training.gradients import clip, reduce_over_ranks, scale, squared_norm
+from hetmesh.training.job import Job
+from hetmesh.training.recipe import load_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def norm_and_clip(rank, recipe, max_norm):
+    """Global norm before and after clipping, and a clipped gradient that this rank has in full."""
+    world = World.current()
+    job = Job.assemble(recipe, world)
+    drawn = next(job.loader)
+    plan = job.plan([d.meta for d in drawn])
+    job.runtime.run(job.schedule(plan), plan, Feed(job.loader, drawn, plan, job.adapters, rank))
+    parameters = list(job.root.parameters())
+    scale(parameters, 1 / plan.num_targets)
+    modules = [(module, job.graph[name].mesh) for name, module in job.root.named_children()]
+    norms = []
+    for _ in range(2):
+        (squares,) = reduce_over_ranks([squared_norm(modules, rank)], world)
+        norms.append(squares**0.5)
+        clip(parameters, norms[0], max_norm)
+    return norms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("digits", ()),
+        ("digits_colocated", ()),
+        ("digits_overlapping", ()),
+        ("digits_fsdp", ()),
+        ("digits", ("--modules.vision.trainable=false",)),
+    ],
+)
+def test_the_norm_over_all_meshes_is_that_of_one_process(pool4, name, overrides):
+    recipe = load_recipe(
+        RECIPES / f"{name}.toml", ("--training.local_batch_size=4", "--training.dtype=float64", *overrides)
+    )
+    gradients = [g for g in reference(recipe, steps=1).gradients.values() if g is not None]
+    parameters = [nn.Parameter(torch.zeros_like(g)) for g in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    norm = float(torch.nn.utils.clip_grad_norm_(parameters, 0.25))
+    clipped = float(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+    assert norm > 0.25
+    for before, after in pool4.run(norm_and_clip, recipe, 0.25):
+        # exact_dtypes is not on here, so transformers' casts to fp32 bound what can be told apart
+        assert before == pytest.approx(norm, rel=1e-5)
+        assert after == pytest.approx(clipped, rel=1e-5)
+
+
+def test_no_clipping_below_the_norm_nor_of_infinite_gradients():
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    for norm, max_norm in ((5.0, 0.0), (5.0, 6.0), (float("inf"), 1.0), (float("nan"), 1.0)):
+        clip([parameter], norm, max_norm)
+        assert parameter.grad.tolist() == [3.0, 4.0]
+    clip([parameter], 5.0, 1.0)
+    assert parameter.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
