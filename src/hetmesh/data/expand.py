@@ -108,7 +108,10 @@ def _rows(sample_id: str, item: MediaItem, item_rows: ItemRows) -> int:
             f"sample {sample_id!r}: no module reads media of kind {item.name!r}; kinds that are read: "
             f"{sorted(item_rows)} (a boundary's `at`)"
         )
-    rows = item_rows[item.name](item.shape)
+    try:
+        rows = item_rows[item.name](item.shape)
+    except SampleError as error:  # an adapter knows shapes, not samples
+        raise SampleError(f"sample {sample_id!r}: {error}") from error
     if rows < 1:
         raise SampleError(f"sample {sample_id!r}: a {item.name!r} of shape {item.shape} makes {rows} rows, need >= 1")
     if item.rows not in (1, rows):
