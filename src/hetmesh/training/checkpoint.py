@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,9 @@ class Checkpointer:
         root.load_state_dict(_under(state, "model."))
         if optimizers is not None:
             optimizers[0].load_state_dict(_under(state, "optimizer."))
-            optimizers[1].load_state_dict(_under(state, "lr_scheduler."))
+            with warnings.catch_warnings():  # torchtitan's scheduler asks torch's for its rate in a frowned-upon way
+                warnings.simplefilter("ignore", UserWarning)
+                optimizers[1].load_state_dict(_under(state, "lr_scheduler."))
         random = _under(state, f"random.{self.world.rank}.")
         if "cpu" in random:
             torch.set_rng_state(random["cpu"])
