@@ -1,0 +1,286 @@
+"""Checkpoints hold everything, give it back to the last bit, and refuse what does not fit."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hetmesh.boundary import World, init
+from hetmesh.errors import RecipeError
+from hetmesh.training.checkpoint import Checkpointer, saved_tensors
+from hetmesh.training.optimizers import Root, make_optimizers
+from hetmesh.training.recipe import load_recipe, parse_recipe
+from hetmesh.training.trainer import Trainer
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+SMALL = (
+    *("--training.global_batch_size", "8", "--training.steps", "5", "--lr_scheduler.warmup_steps", "2"),
+    *("--modules.vision.config.num_hidden_layers", "1", "--modules.llm.config.num_hidden_layers", "1"),
+    *("--metrics.enable_tensorboard", "false", "--metrics.log_freq", "100", "--checkpoint.enable", "true"),
+)
+
+
+def small(name, folder, *overrides):
+    local = {"digits_colocated": 4, "digits_overlapping": 4}.get(name, 8)
+    local = ("--training.local_batch_size", str(local), "--job.dump_folder", str(folder))
+    return load_recipe(RECIPES / f"{name}.toml", (*SMALL, *local, *overrides))
+
+
+def own(value):
+    value = value.detach() if isinstance(value, torch.Tensor) else value
+    value = value.to_local() if isinstance(value, DTensor) else value
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def everything(root, optimizers, loader=None):
+    """All that a rank has to remember, by the names that a checkpoint should use. Local parts of DTensors."""
+    state = {f"model.{name}": own(value) for name, value in root.state_dict().items()}
+    names = {p: name for name, p in root.named_parameters()}
+    (optimizer,), scheduler = optimizers[0].optimizers, optimizers[1].schedulers[0]
+    for parameter, values in optimizer.state.items():
+        state |= {f"optimizer.state.{names[parameter]}.{k}": own(v) for k, v in values.items()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            prefix = f"optimizer.param_groups.{names[parameter]}"
+            state |= {f"{prefix}.{k}": v for k, v in group.items() if k not in ("params", "param_names")}
+    state["lr_scheduler.last_epoch"] = scheduler.last_epoch
+    if loader is not None:
+        state |= {f"extra.{k}": v for k, v in loader.state_dict().items()}
+    state[f"random.{World.current().rank}.cpu"] = torch.get_rng_state()
+    return state
+
+
+def different(one, other):
+    return [k for k in {*one, *other} if not (k in one and k in other and equal(one[k], other[k]))]
+
+
+def equal(a, b):
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def exact(metrics):
+    return metrics.step, metrics.loss, metrics.grad_norm, metrics.lr
+
+
+def save_and_resume(rank, recipe):
+    """Names of what there is, what differs after a resume, and the next steps of both."""
+    world = World.current()
+    first = Trainer(recipe, world)
+    first.reporter.close()
+    for _ in range(3):
+        first.train_step()
+    torch.rand(rank + 1)  # random states that differ between ranks
+    first.save()
+    before = everything(first.job.root, first.optimizers, first.job.loader)
+    expected = [exact(first.train_step()) for _ in range(2)]
+
+    second = Trainer(recipe, world)
+    second.reporter.close()
+    after = everything(second.job.root, second.optimizers, second.job.loader)
+    assert second.step == 3
+    return set(before), different(before, after), expected, [exact(second.train_step()) for _ in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["digits", "digits_colocated", "digits_overlapping"])
+def test_everything_is_saved_and_comes_back_to_the_last_bit(pool4, tmp_path, name):
+    results = pool4.run(save_and_resume, small(name, tmp_path), timeout=120)
+    for names, differing, expected, continued in results:
+        assert differing == []
+        assert continued == expected
+        assert any(".exp_avg_sq" in key for key in names)
+    assert set(saved_tensors(tmp_path / "checkpoint" / "step-3")) == set().union(*(names for names, *_ in results))
+
+
+def full_state(rank, recipe, steps):
+    """Whole tensors of parameters and of the optimizer, after `steps` steps or as they were resumed."""
+    trainer = Trainer(recipe, World.current())
+    trainer.reporter.close()
+    resumed = trainer.step
+    for _ in range(steps - trainer.step):
+        trainer.train_step()
+    if not resumed:
+        trainer.save()
+    state = {**trainer.job.root.state_dict(), **trainer.optimizers[0].state_dict()}
+    return {
+        k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items() if isinstance(v, torch.Tensor)
+    }
+
+
+@pytest.mark.slow
+def test_another_layout_reads_the_same_state(pool4, tmp_path):
+    saved = {k: v for rank in pool4.run(full_state, small("digits_colocated", tmp_path), 2) for k, v in rank.items()}
+    for name in ("digits", "digits_overlapping"):
+        read = {k: v for rank in pool4.run(full_state, small(name, tmp_path), 2) for k, v in rank.items()}
+        assert different(saved, read) == []
+
+
+def errors(rank, saved, others):
+    full_state(rank, saved, 1)
+    messages = []
+    for recipe in others:
+        try:
+            Trainer(recipe, World.current()).reporter.close()
+            messages.append("no error")
+        except RecipeError as error:
+            messages.append(str(error))
+    return messages
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_another_model_is_one_error_on_every_rank(pool4, tmp_path):
+    text = (RECIPES / "digits.toml").read_text().replace('"projector"', '"adapter"').replace(".projector]", ".adapter]")
+    local = ("--training.local_batch_size", "8", "--job.dump_folder", str(tmp_path))
+    others = [
+        small("digits", tmp_path, "--modules.llm.config.intermediate_size", "64"),
+        parse_recipe(text, (*SMALL, *local)),
+        small("digits", tmp_path, "--debug.seed", "3"),
+    ]
+    results = pool4.run(errors, small("digits", tmp_path), others, timeout=120)
+    assert all(messages == results[0] for messages in results)
+    width, name, seed = results[0]
+    path = re.escape(str(tmp_path / "checkpoint" / "step-1"))
+    shapes = r"was float32 \[(96, 256|256, 96)\] and is float32 \[(96, 64|64, 96)\]"
+    says = rf"model\.llm\.model\.layers\.0\.mlp\.\w+\.weight {shapes}"
+    assert re.match(rf"checkpoint {path} does not fit this recipe: {says}; .*; .* \(and 6 more\)$", width), width
+    assert name == (
+        f"checkpoint {tmp_path}/checkpoint/step-1 does not fit this recipe: it holds the modules "
+        "['llm', 'projector', 'vision'], the recipe has ['adapter', 'llm', 'vision']"
+    )
+    assert seed == ("checkpoint: cannot resume the data exactly: seed was 0 and is 3; restore the recipe's values")
+
+
+@pytest.fixture
+def world():
+    world = init()
+    yield world
+    world.close()
+
+
+class Halves(nn.Module):
+    """Two layers, of which a step may use one."""
+
+    def __init__(self, width=3):
+        super().__init__()
+        self.used, self.unused = nn.Linear(width, 1), nn.Linear(width, 1)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x, both):
+        self.count += 1
+        return self.used(x) + (self.unused(x) if both else 0)
+
+
+def make(overrides=(), width=3, dtype=torch.float32):
+    torch.manual_seed(1)
+    root = Root([("llm", Halves(width).to(dtype))])
+    recipe = parse_recipe('[modules.llm]\nmodel = "qwen3"', ("--training.steps", "6", *overrides))
+    return root, make_optimizers(recipe, root)
+
+
+def steps(root, optimizers, both):
+    for use in both:
+        optimizers[0].zero_grad()
+        root.llm(torch.ones(2, root.llm.used.in_features, dtype=root.llm.used.weight.dtype), use).sum().backward()
+        optimizers[0].step()
+        optimizers[1].step()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+def test_a_parameter_that_had_no_gradient_yet_starts_counting_where_it_would_have(world, tmp_path, name):
+    optimizer = ("--optimizer.name", name)
+    checkpointer = Checkpointer(world, tmp_path)
+    root, optimizers = make(optimizer)
+    steps(root, optimizers, [False, False])
+    checkpointer.save(2, root, optimizers, {"step": 2})
+    before = everything(root, optimizers)
+    steps(root, optimizers, [True, False])
+
+    other, resumed = make(optimizer)
+    assert checkpointer.load(2, other, resumed, {"step": 0}) == {"step": 2}
+    assert different(before, everything(other, resumed)) == []
+    steps(other, resumed, [True, False])
+    assert different(everything(root, optimizers), everything(other, resumed)) == []
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"width": 4}, r"model\.llm\.used\.weight was float32 \[1, 3\] and is float32 \[1, 4\]; .*"),
+        ({"dtype": torch.float64}, r"model\.llm\.count was float32 \[\] and is float64 \[\]; .*"),
+        (
+            {"overrides": ("--optimizer.name", "SGD")},
+            r"it lacks optimizer\.param_groups\.llm\.used\.weight\.momentum; .*",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(world, tmp_path, other, says):
+    checkpointer = Checkpointer(world, tmp_path)
+    root, optimizers = make()
+    steps(root, optimizers, [True])
+    checkpointer.save(1, root, optimizers, {})
+    with pytest.raises(
+        RecipeError, match=rf"checkpoint {re.escape(str(tmp_path))}/step-1 does not fit this recipe: {says}"
+    ):
+        checkpointer.load(1, *make(**other), {})
+
+
+def test_what_nobody_would_read_is_named(world, tmp_path):
+    checkpointer = Checkpointer(world, tmp_path)
+    checkpointer.save(1, *make(), {"position": 1, "more": 2})
+    with pytest.raises(RecipeError, match=r"does not fit this recipe: extra\.more is not used$"):
+        checkpointer.load(1, *make(), {"position": 0})
+
+
+def test_damaged_files_are_one_error(world, tmp_path):
+    checkpointer = Checkpointer(world, tmp_path)
+    checkpointer.save(1, *make(), {})
+    (data,) = (tmp_path / "step-1").glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:100])
+    with pytest.raises(RecipeError, match=r"step-1 cannot be read: rank 0: ") as caught:
+        checkpointer.load(1, *make(), {})
+    assert "\n" not in str(caught.value)
+    (tmp_path / "step-1" / ".metadata").write_bytes(b"nothing")
+    with pytest.raises(RecipeError, match=r"step-1 cannot be read: \w+: "):
+        checkpointer.load(1, *make(), {})
+
+
+def test_a_folder_that_cannot_be_written_is_an_ordinary_error(world, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match=r"step-1 cannot be written: rank 0: "):
+        Checkpointer(world, tmp_path / "file").save(1, *make(), {})
+
+
+def test_the_newest_complete_ones_are_kept(world, tmp_path):
+    checkpointer = Checkpointer(world, tmp_path / "checkpoint", keep_latest=2)
+    assert checkpointer.latest() is None
+    root, optimizers = make()
+    for step in (9, 10, 11):
+        checkpointer.save(step, root, optimizers, {})
+    assert checkpointer.steps() == [10, 11]
+    for name in ("step-12", "step-x", "notes"):  # the first is what a kill in the middle of a save leaves
+        (tmp_path / "checkpoint" / name).mkdir()
+        (tmp_path / "checkpoint" / name / "__0_0.distcp").write_bytes(b"half")
+    assert checkpointer.latest() == 11
+    checkpointer.save(12, root, optimizers, {})
+    assert checkpointer.steps() == [11, 12]
+    assert {path.name for path in (tmp_path / "checkpoint").iterdir()} == {"step-11", "step-12", "step-x", "notes"}
+    checkpointer.load(12, root, optimizers, {})
+
+
+def test_tied_weights_are_saved_once_and_stay_tied(world, tmp_path):
+    def tied():
+        root, _ = make()
+        root.llm.unused.weight = root.llm.used.weight
+        return root, make_optimizers(parse_recipe('[modules.llm]\nmodel = "qwen3"'), root)
+
+    checkpointer = Checkpointer(world, tmp_path)
+    root, optimizers = tied()
+    steps(root, optimizers, [True, True])
+    checkpointer.save(2, root, optimizers, {})
+    other, resumed = tied()
+    checkpointer.load(2, other, resumed, {})
+    assert different(everything(root, optimizers), everything(other, resumed)) == []
+    assert other.llm.unused.weight is other.llm.used.weight
