@@ -134,6 +134,32 @@ def test_random_layouts_on_eight_processes_equal_one(pool8, text):
     check(pool8, parse_recipe(text))
 
 
+CROSSING = (
+    TWO_ENCODERS.replace("kinds", "text_only = 0.3\nseed = 56\nkinds", 1)
+    + """
+[parallelism.vision]
+ranks = [2, 0]
+tensor_parallel_degree = 2
+[parallelism.scanner]
+ranks = [1, 2, 0, 3]
+[parallelism.projector]
+ranks = [2]
+[parallelism.llm]
+ranks = [0, 3, 1, 2]
+pipeline_parallel_microbatch_size = 2
+[training]
+local_batch_size = 4
+dtype = "float64"
+"""
+)
+
+
+@pytest.mark.slow
+def test_transfers_of_two_producers_start_in_one_order_on_all_ranks(pool4):
+    """U15: two all-to-alls among the same ranks, one of which sends in the first and only receives in the second."""
+    check(pool4, parse_recipe(CROSSING))
+
+
 FAULTY = (
     ONE_ENCODER.replace("kinds", "items = 2\nkinds")  # as many rows in every lane, so that swapping them stays silent
     + """

@@ -116,12 +116,16 @@ class _Step:
         self.loss_sum = torch.zeros((), dtype=torch.float64)
 
     def takes_part(self, action: Action) -> bool:
-        """Whether this rank belongs to what the action works on."""
-        target = action.target
+        """Whether this rank belongs to what the action works on.
+
+        Both sides of an edge take part in its SEND: the receiving one posts its receives there. So every rank starts
+        its transfers in the schedule's order, which collectives need, and NCCL's messages, which have no tags.
+        """
+        modules, target = self.runtime.modules, action.target
         if isinstance(target, Stage):
-            return target.module in self.runtime.modules
-        end = target.source if action.kind is Kind.SEND else target.destination
-        return end.module in self.runtime.modules
+            return target.module in modules
+        receives = target.destination.module in modules
+        return receives or (action.kind is Kind.SEND and target.source.module in modules)
 
     def execute(self, action: Action) -> None:
         target, m = action.target, action.microbatch
@@ -167,6 +171,8 @@ class _Step:
 
     def _send(self, edge: Edge, m: int) -> None:
         self._exchange(edge, m)
+        if edge.source.module not in self.runtime.modules:
+            return
         self.sent.add((edge, m))
         stages = self.schedule.stages
         kept = self.schedule.training and edge.source in stages.backward_stages
@@ -186,7 +192,7 @@ class _Step:
         self.gradients[key] = self.gradients[key] + received if key in self.gradients else received
 
     def _exchange(self, edge: Edge, m: int) -> Exchange:
-        """The transfer along `edge`, started by whichever of SEND and RECV comes first on this rank."""
+        """The transfer along `edge`; SEND starts it."""
         if (edge, m) not in self.exchanges:
             self._forget()
             runtime = self.runtime
