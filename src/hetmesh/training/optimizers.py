@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -49,13 +50,25 @@ def make_optimizers(recipe: Recipe, root: Root) -> tuple[Any, Any] | None:
     container = _titan.optimizers_container()
     config = container.Config(param_groups=groups, implementation=recipe.optimizer.implementation)
     optimizers = container(config, model_parts=[root])
+    return optimizers, _schedulers(recipe, optimizers)
+
+
+def learning_rate(recipe: Recipe) -> Callable[[int], float]:
+    """`[optimizer] lr` of the step that comes after so many; the same on every rank, with something to train or not."""
+    stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+    factor = _schedulers(recipe, [stand_in]).schedulers[0].lr_lambdas[0]
+    return lambda step: recipe.optimizer.lr * factor(step)
+
+
+def _schedulers(recipe: Recipe, optimizers: Any) -> Any:
+    keys = recipe.lr_scheduler
     schedule = _titan.lr_schedulers_container().Config(
-        warmup_steps=min(recipe.lr_scheduler.warmup_steps, recipe.training.steps),
-        decay_ratio=recipe.lr_scheduler.decay_ratio,
-        decay_type=recipe.lr_scheduler.decay_type,
-        min_lr_factor=recipe.lr_scheduler.min_lr_factor,
+        warmup_steps=min(keys.warmup_steps, recipe.training.steps),
+        decay_ratio=keys.decay_ratio,
+        decay_type=keys.decay_type,
+        min_lr_factor=keys.min_lr_factor,
     )
-    return optimizers, schedule.build(optimizers=optimizers, training_steps=recipe.training.steps)
+    return schedule.build(optimizers=optimizers, training_steps=recipe.training.steps)
 
 
 def _arguments(recipe: Recipe, name: str) -> dict[str, Any]:
@@ -64,6 +77,8 @@ def _arguments(recipe: Recipe, name: str) -> dict[str, Any]:
         "lr": shared.lr if own.lr is None else own.lr,
         "weight_decay": shared.weight_decay if own.weight_decay is None else own.weight_decay,
     }
-    if shared.name != "SGD":
+    if shared.name == "SGD":  # whose fused kernel does not take DTensors (torch 2.13)
+        arguments |= {"fused": False, "foreach": shared.implementation != "for-loop"}
+    else:
         arguments |= {"betas": (shared.beta1, shared.beta2), "eps": shared.eps}
     return arguments

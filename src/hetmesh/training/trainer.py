@@ -21,7 +21,7 @@ from hetmesh.training.initial_load import load_weights
 from hetmesh.training.job import Job
 from hetmesh.training.meter import Meter, StepCost
 from hetmesh.training.metrics import Reporter, StepMetrics
-from hetmesh.training.optimizers import make_optimizers
+from hetmesh.training.optimizers import learning_rate, make_optimizers
 from hetmesh.training.recipe import Recipe
 
 
@@ -56,6 +56,7 @@ class Trainer:
             load_weights(world, self.job.root, source, recipe.checkpoint.exclude_from_loading)
         self.parameters = list(self.job.root.parameters())
         self.optimizers = make_optimizers(recipe, self.job.root)
+        self.lr = learning_rate(recipe)
         self.held_out = _held_out(recipe)
         self.checkpointer = Checkpointer(world, self.folder / recipe.checkpoint.folder, recipe.checkpoint.keep_latest_k)
         self.step = self._resume() if recipe.checkpoint.enable else 0
@@ -117,7 +118,7 @@ class Trainer:
         grad_norm = math.sqrt(squares)
         clip(self.parameters, grad_norm, self.recipe.training.max_norm)
 
-        lr = self._lr()
+        lr = self.lr(self.step)
         if self.optimizers is not None:
             self.optimizers[0].step()
             self.optimizers[1].step()
@@ -165,12 +166,6 @@ class Trainer:
     @property
     def _done(self) -> bool:
         return self.step >= self.recipe.training.steps
-
-    def _lr(self) -> float:
-        if self.optimizers is None:
-            return self.recipe.optimizer.lr
-        scheduler = self.optimizers[1].schedulers[0]
-        return self.recipe.optimizer.lr * scheduler.lr_lambdas[0](scheduler.last_epoch)
 
     def _summary(self, last: StepMetrics | None, evaluation: Evaluation | None, seconds: float) -> dict[str, Any]:
         summary: dict[str, Any] = {"steps": self.step, "ranks": self.world.size, "train_seconds": round(seconds, 3)}
