@@ -1,0 +1,184 @@
+"""The trainer against a training loop as one would write it, and what it leaves in its dump folder."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from hetmesh.boundary import World, init
+from hetmesh.data.loader import Loader
+from hetmesh.testing.precision import exact_dtypes
+from hetmesh.training.job import describe, full_module, make_prepare
+from hetmesh.training.metrics import Reporter, StepMetrics
+from hetmesh.training.recipe import load_recipe
+from hetmesh.training.trainer import Trainer
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+STEPS = 5
+
+
+def small(name, folder, *overrides):
+    local = {"digits_colocated": 4, "digits_overlapping": 4}.get(name, 8)
+    given = (
+        *("--training.local_batch_size", str(local), "--training.steps", str(STEPS), "--training.max_norm", "0.5"),
+        *("--job.dump_folder", str(folder), "--lr_scheduler.warmup_steps", "2", "--validation.samples", "6"),
+        *("--modules.llm.lr", "3e-3", "--modules.llm.weight_decay", "0.2", "--metrics.enable_tensorboard", "false"),
+    )
+    return load_recipe(RECIPES / f"{name}.toml", (*given, *overrides))
+
+
+def exact(folder, name, *overrides):
+    # eps far above its default keeps AdamW smooth where gradients are rounding errors, so that layouts compare exactly
+    return small(name, folder, "--training.dtype", "float64", "--optimizer.eps", "0.01", *overrides)
+
+
+def plain_loop(recipe):
+    """Loss and gradient norm per step, by torch's own clipping and optimizers."""
+    source, adapters, graph = describe(recipe)
+    modules = {name: full_module(recipe, adapters[name], name) for name in graph.order}
+    parameters = {name: list(module.parameters()) for name, module in modules.items()}
+    everything = [p for some in parameters.values() for p in some]
+    o, llm = recipe.optimizer, recipe.modules["llm"]
+    groups = [
+        {"params": parameters["vision"] + parameters["projector"], "lr": o.lr, "weight_decay": o.weight_decay},
+        {"params": parameters["llm"], "lr": llm.lr, "weight_decay": llm.weight_decay},
+    ]
+    if o.name == "SGD":
+        optimizer = torch.optim.SGD(groups)
+    else:
+        optimizer = torch.optim.AdamW(groups, betas=(o.beta1, o.beta2), eps=o.eps)
+    # one cycle: up in two steps, down along a cosine over the other three
+    factors = [0.5, 1.0, 1.0, *(0.5 * (1 + math.cos(math.pi * i / 3)) for i in (1, 2))]
+    loader = Loader(source, 8, make_prepare(recipe, graph, adapters), seed=recipe.debug.seed)
+    taken = []
+    with exact_dtypes(*modules.values()):
+        for factor in factors:
+            drawn = next(loader)
+            samples, rows, batch = loader.load(drawn), {}, {}
+            for name in graph.order:
+                metas = [d.meta for d in drawn]
+                batch = adapters[name].collate(samples, metas, placeholders=source.placeholders, pad_id=source.pad_id)
+                inputs = {b.source: rows[b.source] for b in graph.inputs(name)}
+                rows[name] = adapters[name].forward(modules[name], batch, inputs)
+            loss = nn.functional.cross_entropy(rows[graph.sink.name], batch["targets"])
+            optimizer.zero_grad()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(everything, recipe.training.max_norm)
+            for group, rate in zip(optimizer.param_groups, (o.lr, llm.lr), strict=True):
+                group["lr"] = rate * factor
+            optimizer.step()
+            taken.append((loss.item(), norm.item(), o.lr * factor))
+    return taken
+
+
+def on_this_rank(rank, recipe):
+    trainer = Trainer(recipe, World.current())
+    trainer.reporter.close()
+    with exact_dtypes(trainer.job.root):
+        taken = [trainer.train_step() for _ in range(STEPS)]
+    return [(m.loss, m.grad_norm, m.lr) for m in taken]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        ("digits_single", "AdamW"),
+        ("digits", "AdamW"),
+        ("digits_colocated", "AdamW"),
+        ("digits_overlapping", "AdamW"),
+        ("digits_colocated", "SGD"),
+    ],
+)
+def test_every_step_equals_that_of_a_plain_loop(pool4, tmp_path, name, optimizer):
+    """U4, U5, U6 with the optimizer of the recipes: loss, norm before clipping and learning rate of each step."""
+    chosen = ("--optimizer.name", optimizer, "--optimizer.lr", "2e-3" if optimizer == "AdamW" else "0.5")
+    expected = plain_loop(exact(tmp_path, "digits_single", *chosen))
+    assert all(norm > 0.5 for _, norm, _ in expected)  # every step is clipped
+    for taken in pool4.run(on_this_rank, exact(tmp_path, name, *chosen)):
+        for (loss, norm, lr), (true_loss, true_norm, true_lr) in zip(taken, expected, strict=True):
+            assert loss == pytest.approx(true_loss, rel=1e-9)
+            assert norm == pytest.approx(true_norm, rel=1e-9)
+            assert lr == pytest.approx(true_lr, rel=1e-12)
+
+
+@pytest.fixture
+def world():
+    world = init()
+    yield world
+    world.close()
+
+
+def test_a_run_leaves_metrics_a_summary_events_and_readable_lines(world, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    overrides = ("--metrics.log_freq", "2", "--validation.freq", "4", "--metrics.enable_tensorboard", "true")
+    summary = Trainer(small("digits_single", tmp_path, *overrides), world).run()
+    out = capsys.readouterr().out
+
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    for line in lines:
+        first = ("step", "loss", "grad_norm", "lr", "samples_per_s", "tokens_per_s", "time_s")
+        assert tuple(line)[: len(first)] == first
+        assert line["samples_per_s"] == pytest.approx(8 / line["time_s"])
+    assert [line["lr"] for line in lines[:2]] == [1e-3, 2e-3]
+
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    wanted = {"steps", "ranks", "train_seconds", "loss", "validation_loss", "answer_accuracy", "questions"}
+    assert wanted <= set(summary)
+    assert (summary["steps"], summary["questions"], summary["loss"]) == (5, 6, lines[-1]["loss"])
+    kinds = summary["answer_accuracy_by_kind"]
+    assert set(kinds) <= {"read", "sum", "add"}
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    logged = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert [step for step, _ in logged["loss"]] == [2, 4, 5]
+    for tag in ("loss", "grad_norm", "lr", "samples_per_s", "tokens_per_s", "time_s"):
+        assert [value for _, value in logged[tag]] == pytest.approx([lines[i - 1][tag] for i in (2, 4, 5)])
+    assert logged["validation/loss"][-1] == (5, pytest.approx(summary["validation_loss"]))
+    assert [step for step, _ in logged["validation/answer_accuracy"]] == [4, 5]
+
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("step ")] == ["2/5", "4/5", "5/5"]
+    (last,) = (line for line in out.splitlines() if line.startswith("validation at step 5: "))
+    assert all(kind in last for kind in kinds)  # in one line, although it is longer than 80 columns
+    assert out.count("\nQ: ") == 5
+    assert out.count("\nA: ") == 5
+
+
+def kept(folder, resumed_at):
+    Reporter(folder, 9, rank=0, resumed_at=resumed_at).close()
+    return (folder / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("tail", ["", '{"step": 6, "lo', '{"step": 6}', "\n"])
+def test_a_resumed_run_drops_later_lines_and_a_half_written_one(tmp_path, tail):
+    reporter = Reporter(tmp_path, 9, rank=0)
+    for step in range(1, 6):
+        reporter.step(StepMetrics(step, 2.0, 1.0, 0.1, 5.0, 6.0, 7.0))
+    reporter.close()
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines) + tail)
+    assert kept(tmp_path, 5) == "".join(lines)
+    path.write_text("".join(lines) + tail)
+    assert kept(tmp_path, 3) == "".join(lines[:3])
+    assert kept(tmp_path, 0) == ""
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_lines_are_printed_as_they_are(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    reporter = Reporter(tmp_path, 9, rank=0)
+    text = "##@@  " * 30 + "\n[bold]" + "x" * 100
+    reporter.print(text)
+    reporter.evaluation(3, {f"kind {i} [of]": 0.5 for i in range(12)})
+    reporter.close()
+    out = capsys.readouterr().out
+    assert out.startswith(text + "\n")
+    assert out.count("\n") == 3
+    assert "kind 11 [of] 0.5000" in out
