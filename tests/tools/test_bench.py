@@ -62,7 +62,7 @@ def test_planning_is_timed_for_every_case(load):
     plan_time = load("benchmarks.boundary.plan_time")
     times = plan_time.plan_times(32, steps=1)
     assert times.keys() == plan_time.cases(32).keys()
-    assert all(ms > 0 for ms in times.values())
+    assert all(t["ms"] > 0 and t["cpu_ms"] > 0 for t in times.values())
 
 
 def test_planning_cases_draw_new_ragged_rows_every_step(load):
@@ -92,9 +92,10 @@ def test_the_time_target_is_for_large_tensors_without_sums_that_are_split(load):
 
 def test_a_round_lasts_from_the_start_to_the_last_end(load):
     measure = load("benchmarks.boundary.measure")
-    records = [measure.Record({"planned": [(1.0, 1.5), (3.0, 3.1)]}, 0, "p2p")]
-    records += [measure.Record({"planned": [(1.0, 1.25), (3.0, 3.5)]}, 0, "p2p")]
+    records = [measure.Record({"planned": [(1.0, 1.5), (3.0, 3.1)]}, {"planned": [0.5, 0.25]}, 0, "p2p")]
+    records += [measure.Record({"planned": [(1.0, 1.25), (3.0, 3.5)]}, {"planned": [0.25, 0.5]}, 0, "p2p")]
     assert [measure.duration(records, "planned", i) for i in range(2)] == [0.5, 0.5]
+    assert [measure.cpu_seconds(records, "planned", i) for i in range(2)] == [0.75, 0.75]
 
 
 def test_convergence_reports_the_largest_differences(load, monkeypatch):
@@ -121,7 +122,7 @@ def test_boundary_bytes_are_the_bound(load):
     assert result["max_bytes_over_bound"] == result["min_bytes_over_bound"] == 1.0
     assert [e["bytes"] for e in result["scenarios"]] == [e["bound"] for e in result["scenarios"]]
     assert {e["direction"] for e in result["scenarios"]} == {"forward", "backward"}
-    assert result["plan_ms_32"] == max(result["plan_cases"]["32"].values())
+    assert result["plan_ms_32"] == max(t["ms"] for t in result["plan_cases"]["32"].values())
     assert result["link_costs"].keys() >= {"message_us", "collective_us", "copy_us_per_mb"}
     json.dumps(result, allow_nan=False)
     assert "small ragged" in boundary.table(result)

@@ -37,11 +37,13 @@ class Record:
 
     Attributes:
         spans: per strategy and round, when this rank began and ended (s, a clock that all processes share).
+        cpu: CPU seconds of this rank, all its threads.
         bytes: received in one run of hetmesh's plan, from the communication log; 0 if that was not asked for.
         lowering: the transport that hetmesh chose.
     """
 
     spans: dict[str, list[tuple[float, float]]]
+    cpu: dict[str, list[float]]
     bytes: int
     lowering: str
 
@@ -67,18 +69,22 @@ def measure(rank: int, transfer: Transfer, names: Sequence[str], rounds: int) ->
             lowering = strategy.lowering
     del got, want
     spans: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    cpu: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
     gc.disable()
     try:
         for i in range(WARM_UP + rounds):
             for name in random.Random(i).sample(names, len(names)):  # nobody always comes after the same
                 start = _start_together(rank)
+                used = time.process_time()
                 result = strategies[name].run(local)
+                cpu[name].append(time.process_time() - used)
                 spans[name].append((start, time.perf_counter()))
                 del result
     finally:
         gc.enable()
-    return Record({name: some[WARM_UP:] for name, some in spans.items()}, received, lowering)
+    spans, cpu = ({name: some[WARM_UP:] for name, some in values.items()} for values in (spans, cpu))
+    return Record(spans, cpu, received, lowering)
 
 
 def _start_together(rank: int) -> float:
@@ -94,6 +100,11 @@ def _start_together(rank: int) -> float:
 def duration(records: Sequence[Record], name: str, i: int) -> float:
     """Seconds from the start to the last rank's end in round `i`."""
     return max(r.spans[name][i][1] for r in records) - min(r.spans[name][i][0] for r in records)
+
+
+def cpu_seconds(records: Sequence[Record], name: str, i: int) -> float:
+    """CPU seconds of all ranks in round `i`."""
+    return sum(r.cpu[name][i] for r in records)
 
 
 def share(transfer: Transfer, side: Layout, rank: int, *, summands: bool = False) -> Tensor | None:

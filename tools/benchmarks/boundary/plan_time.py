@@ -7,6 +7,7 @@ rows, so that no cache can help.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import statistics
@@ -42,11 +43,12 @@ class Case:
         for mesh in (src, dst):  # what a mesh computes once per run
             hash(mesh), mesh.array, mesh.coordinate(0)
 
-    def milliseconds(self, seed: int, rank: Callable[[Lanes | None, Lanes | None], int]) -> float:
-        """Time of one rank for the step drawn from `seed`."""
+    def milliseconds(self, seed: int, rank: Callable[[Lanes | None, Lanes | None], int]) -> tuple[float, float]:
+        """Wall and CPU time of one rank for the step drawn from `seed`."""
         rows, src_lanes, dst_lanes = self.draw(random.Random(seed))
         me = rank(src_lanes, dst_lanes)
-        start = time.perf_counter()
+        gc.collect()  # what drawing left behind; garbage of the planning itself is collected on its own time
+        wall, cpu = time.perf_counter(), time.thread_time()
         src = _layout(self.src, src_lanes, Replicate())
         dst = _layout(self.dst, dst_lanes, self.over_tp)
         forward = plan_transfer((rows, FEATURES), src, dst, ranks_per_node=RANKS_PER_NODE)
@@ -54,7 +56,7 @@ class Case:
             choose(plan, "gloo")
             for step in plan.steps:
                 step.sent(me), step.received(me)
-        return 1e3 * (time.perf_counter() - start)
+        return 1e3 * (time.perf_counter() - wall), 1e3 * (time.thread_time() - cpu)
 
     def busiest_source(self, src_lanes: Lanes | None, dst_lanes: Lanes | None) -> int:
         """The first rank of the source lane with most rows."""
@@ -93,8 +95,12 @@ def cases(size: int) -> dict[str, Case]:
     }
 
 
-def plan_times(size: int, steps: int = 5) -> dict[str, float]:
-    """Milliseconds per case: the slowest of five ranks (first, middle, last, busiest of each side), median of steps."""
+def plan_times(size: int, steps: int = 5) -> dict[str, dict[str, float]]:
+    """Milliseconds per case: the slowest of five ranks (first, middle, last, busiest of each side), median of steps.
+
+    Returns:
+        Per case `ms`, and `cpu_ms`: what `ms` would be if nothing else ran on this machine.
+    """
     times = {}
     for name, case in cases(size).items():
         ranks: list[Callable[[Lanes | None, Lanes | None], int]] = [
@@ -103,9 +109,11 @@ def plan_times(size: int, steps: int = 5) -> dict[str, float]:
             case.busiest_destination,
         ]
         slowest = [
-            max(case.milliseconds(1000 * step + i, rank) for i, rank in enumerate(ranks)) for step in range(steps + 1)
+            [max(ms) for ms in zip(*(case.milliseconds(1000 * step + i, r) for i, r in enumerate(ranks)), strict=True)]
+            for step in range(steps + 1)
         ]
-        times[name] = statistics.median(slowest[1:])  # the first one warms up
+        wall, cpu = (statistics.median(ms) for ms in zip(*slowest[1:], strict=True))  # the first step warms up
+        times[name] = {"ms": round(wall, 2), "cpu_ms": round(cpu, 2)}
     return times
 
 
