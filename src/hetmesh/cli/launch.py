@@ -51,6 +51,12 @@ class Failure:
         name = self.message.partition(":")[0]
         return isinstance(found := getattr(errors, name, None), type) and issubclass(found, errors.HetmeshError)
 
+    @property
+    def lost_peer(self) -> bool:
+        """Whether all it says is that another worker has gone."""
+        ours = self.expected and not self.message.startswith("BoundaryError:")
+        return not ours and bool(LOST_PEER.search(self.message))
+
     def __str__(self) -> str:
         if not self.expected:
             return f"{self.traceback}error: rank {self.rank}: {self.message}"
@@ -154,7 +160,7 @@ def first_failure(folder: Path, reported: Failure) -> Failure:
             traceback = content["extraInfo"]["py_callstack"]
             failures.append(Failure(int(file.parent.name), content["message"].strip(), traceback))
     for failure in failures:
-        if failure.expected or not LOST_PEER.search(failure.message):
+        if not failure.lost_peer:
             return failure
     return reported if reported.rank not in {f.rank for f in failures} else failures[0]
 
