@@ -163,8 +163,8 @@ def test_the_first_cause_is_reported(tmp_path):
     write_error(tmp_path, 2, "RuntimeError: Connection closed by peer [127.0.0.1]", 1000)
     assert first_failure(tmp_path, killed) is killed
     assert first_failure(tmp_path, Failure(2, "ended with 1")).rank == 2
-    lost = "BoundaryError: boundary 'a->b', microbatch 0, forward: rank 0 lost rank 3: Connection closed by peer"
-    write_error(tmp_path, 0, lost, 500)
+    lost = "BoundaryError: boundary 'a->b', microbatch 0, forward: rank 5 lost rank 3: Connection closed by peer"
+    write_error(tmp_path, 5, lost, 500)
     assert first_failure(tmp_path, killed) is killed
     write_error(tmp_path, 1, "KeyError: 'x'", 3000)
     assert str(first_failure(tmp_path, killed)) == "stack 1 error: rank 1: KeyError: 'x'"
