@@ -80,14 +80,13 @@ class BatchPlan:
         """Global shape `[rows, features]` and the layouts on both sides of `boundary` in `microbatch`."""
         space = self.row_space(boundary, microbatch)
         source = self.graph[boundary.source]
-        return (
-            (space.total, source.features),
-            space.layout(source, self.lanes[source.name][microbatch]),
-            self._destination(boundary, microbatch, space),
-        )
+        layout = space.layout(source, self.lanes[source.name][microbatch])
+        return (space.total, source.features), layout, self._destination(boundary, microbatch, space, layout)
 
-    def _destination(self, boundary: BoundarySpec, microbatch: int, space: RowSpace) -> Layout:
-        module, lanes = self.graph[boundary.destination], self.lanes[boundary.destination][microbatch]
+    def _destination(self, boundary: BoundarySpec, microbatch: int, space: RowSpace, layout: Layout) -> Layout:
+        source, module = self.graph[boundary.source], self.graph[boundary.destination]
+        lanes = self.lanes[module.name][microbatch]
         if not module.token_axes or boundary.at is None:
-            return space.layout(module, lanes)
+            same = module.lane_mesh == source.lane_mesh and lanes == self.lanes[source.name][microbatch]
+            return layout if same else space.layout(module, lanes)
         return space.token_layout(module, [[(i, self.samples[i]) for i in lane] for lane in lanes], boundary.at)

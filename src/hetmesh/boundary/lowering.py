@@ -68,6 +68,8 @@ def choose(plan: TransferPlan, backend: str, lowering: str = "auto") -> str:
         )
     if lowering != "auto":
         return lowering
+    if plan.is_identity:
+        return "p2p"  # of no messages
     if can_use_dtensor(plan.src, plan.dst, plan.shape, backend):
         return "dtensor"
     return "all_to_all" if all(_prefers_all_to_all(step, backend) for step in plan.steps) else "p2p"

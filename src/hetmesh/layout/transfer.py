@@ -215,6 +215,11 @@ class TransferPlan:
     steps: tuple[Step, ...]
 
     @property
+    def is_identity(self) -> bool:
+        """Whether every rank's share is the same on both sides, so that nothing is moved, copied or summed."""
+        return self.src == self.dst and not self.src.partial_axes and not self.steps[0].summed
+
+    @property
     def pieces(self) -> tuple[Piece, ...]:
         """All pieces of all steps, in order; see `Step.pieces`."""
         return tuple(piece for step in self.steps for piece in step.pieces)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 
 from hetmesh.graph import ModuleGraph, SampleMeta
 from hetmesh.models.adapter import Adapter
@@ -14,9 +15,9 @@ def _rows_of_item(graph: ModuleGraph, adapters: Mapping[str, Adapter], name: str
     """Rows that module `name` emits for one media item of a raw shape."""
     inputs = graph.inputs(name)
     if not inputs:
-        return adapters[name].item_rows
+        return cache(adapters[name].item_rows)  # asked for every item of every batch, and shapes are few
     before = _rows_of_item(graph, adapters, inputs[0].source)
-    return lambda shape: adapters[name].rows(before(shape))
+    return cache(lambda shape: adapters[name].rows(before(shape)))
 
 
 def _media(graph: ModuleGraph, name: str) -> str | None:

@@ -6,20 +6,25 @@ from collections.abc import Iterable
 
 from torch import nn
 
+_SMALL = 8  # a layer with less than this fraction of the largest one's parameters is no block
+
 
 def blocks(root: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """The layers that are modules of several parts and share no parameter with the rest of `root`.
+    """The layers that are modules of several parts, share no parameter with the rest of `root`, and are not small.
 
-    A lone norm or linear is too small to gather by itself, and tied parameters need one owner.
+    A norm, a linear or the embedding of patches is too small to gather by itself (every gather and every reduction has
+    a latency), and tied parameters need one owner.
     """
     owners: dict[int, int] = {}
     for module in root.modules():
         for parameter in module.parameters(recurse=False):
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    return [
+    several = [
         layer
         for layer in layers
         if any(True for _ in layer.children())
         and any(True for _ in layer.parameters())
         and all(owners[id(p)] == 1 for p in layer.parameters())
     ]
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in several]
+    return [layer for layer, size in zip(several, sizes, strict=True) if _SMALL * size >= max(sizes)]

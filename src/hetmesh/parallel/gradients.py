@@ -12,8 +12,10 @@ from hetmesh.layout.mesh import MeshSpec
 def local_part(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds, detached: all of a plain tensor, the local shard of a DTensor.
     Shares its memory."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():  # then it is the local tensor itself; with gradients every call goes through dispatch
+            return tensor.to_local().detach()
+    return tensor.detach()
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:

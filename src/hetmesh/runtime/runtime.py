@@ -110,6 +110,7 @@ class _Step:
         self.leaves: dict[tuple[Edge, int], Tensor] = {}
         self.outputs: dict[tuple[Stage, int], Tensor] = {}
         self.gradients: dict[tuple[Stage, int], Tensor] = {}
+        self.plans: dict[tuple[BoundarySpec, int], TransferPlan] = {}
         self.exchanges: dict[tuple[Edge, int], Exchange] = {}
         self.sent: set[tuple[Edge, int]] = set()
         self.taken: set[tuple[Edge, int]] = set()
@@ -216,8 +217,11 @@ class _Step:
         return self.exchanges[edge, m]
 
     def _transfer_plan(self, boundary: BoundarySpec, m: int, forward: bool) -> TransferPlan:
-        shape, src, dst = self.plan.layouts(boundary, m)
-        plan = plan_transfer(shape, src, dst, ranks_per_node=self.runtime.world.ranks_per_node)
+        if (boundary, m) not in self.plans:
+            shape, src, dst = self.plan.layouts(boundary, m)
+            plan = plan_transfer(shape, src, dst, ranks_per_node=self.runtime.world.ranks_per_node)
+            self.plans[boundary, m] = plan
+        plan = self.plans[boundary, m]
         return plan if forward else plan.transpose()
 
     def _leaf_gradient(self, edge: Edge, m: int) -> Tensor:

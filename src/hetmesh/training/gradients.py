@@ -27,18 +27,18 @@ def scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 
 @torch.no_grad()
-def squared_norm(modules: Iterable[tuple[nn.Module, MeshSpec]], rank: int) -> Tensor:
-    """This rank's part of the squared 2-norm of all gradients: what it holds the first replica of. Float64, 0-d.
+def squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The squared 2-norm of this rank's parts of the gradients of `parameters`. Float64, 0-d."""
+    grads = _local(parameters)
+    if not grads:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack(torch._foreach_norm(grads, 2)).double().square().sum().cpu()
 
-    The sum over all ranks of the job is the squared norm of the whole model, whatever the meshes.
-    """
-    total = torch.zeros((), dtype=torch.float64)
-    for module, mesh in modules:
-        mine = _local(p for p in module.parameters() if holds_first_replica(p, mesh, rank))
-        if mine:
-            norms = torch.stack(torch._foreach_norm(mine, 2))
-            total += norms.double().square().sum().cpu()
-    return total
+
+def counted(modules: Iterable[tuple[nn.Module, MeshSpec]], rank: int) -> list[nn.Parameter]:
+    """The parameters of which `rank` holds the first replica: the sum of their `squared_norm` over all ranks of the job
+    is that of the whole model, whatever the meshes."""
+    return [p for module, mesh in modules for p in module.parameters() if holds_first_replica(p, mesh, rank)]
 
 
 def reduce_over_ranks(values: Iterable[Tensor | float], world: World) -> list[float]:
@@ -50,8 +50,7 @@ def reduce_over_ranks(values: Iterable[Tensor | float], world: World) -> list[fl
     return stacked.tolist()
 
 
-def clip(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
-    """Scale all gradients down so that their global norm is at most `max_norm` (0: never), as torch's clipping does."""
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What scales gradients of global norm `norm` down to `max_norm` (0: never), as torch's clipping does."""
     factor = max_norm / (norm + 1e-6)
-    if 0 < factor < 1 and math.isfinite(norm):
-        scale(parameters, factor)
+    return factor if 0 < factor < 1 and math.isfinite(norm) else 1.0

@@ -16,7 +16,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.training.checkpoint import Checkpointer
 from hetmesh.training.evaluate import Evaluation, evaluate, show
 from hetmesh.training.feed import Feed
-from hetmesh.training.gradients import clip, reduce_over_ranks, scale, squared_norm
+from hetmesh.training.gradients import clip_factor, counted, reduce_over_ranks, scale, squared_norm
 from hetmesh.training.initial_load import load_weights
 from hetmesh.training.job import Job
 from hetmesh.training.meter import Meter, StepCost
@@ -55,6 +55,8 @@ class Trainer:
             source = Path(recipe.checkpoint.initial_load_path)
             load_weights(world, self.job.root, source, recipe.checkpoint.exclude_from_loading)
         self.parameters = list(self.job.root.parameters())
+        modules = [(module, self.job.graph[name].mesh) for name, module in self.job.root.named_children()]
+        self.counted = counted(modules, world.rank)
         self.optimizers = make_optimizers(recipe, self.job.root)
         self.lr = learning_rate(recipe)
         self.held_out = _held_out(recipe)
@@ -109,14 +111,12 @@ class Trainer:
             self.optimizers[0].zero_grad()
         loss_sum = self.job.runtime.run(self.job.schedule(plan), plan, feed)
 
-        # Gradients are sums over the whole batch; this is the only place where they are normalised.
         targets = max(plan.num_targets, 1)
-        scale(self.parameters, 1 / targets)
-        modules = [(module, self.job.graph[name].mesh) for name, module in self.job.root.named_children()]
         mine = loss_sum if self.job.counts_loss else 0.0
-        total, squares = reduce_over_ranks([mine, squared_norm(modules, self.world.rank)], self.world)
-        grad_norm = math.sqrt(squares)
-        clip(self.parameters, grad_norm, self.recipe.training.max_norm)
+        total, squares = reduce_over_ranks([mine, squared_norm(self.counted)], self.world)
+        # Gradients are sums over the whole batch; this is the only place where they are normalised.
+        grad_norm = math.sqrt(squares) / targets
+        scale(self.parameters, clip_factor(grad_norm, self.recipe.training.max_norm) / targets)
 
         lr = self.lr(self.step)
         if self.optimizers is not None:
