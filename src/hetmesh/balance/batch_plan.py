@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hetmesh.errors import GraphError
-from hetmesh.graph import BoundarySpec, ModuleGraph, RowSpace, SampleMeta
-from hetmesh.layout import Layout
+from hetmesh.graph import BoundarySpec, Edge, ModuleGraph, RowSpace, SampleMeta
+from hetmesh.graph.rows import lane_layout, owner_layout
+from hetmesh.graph.tokens import TokenShares
+from hetmesh.layout import Layout, RowSplit
 
 Lanes = tuple[tuple[int, ...], ...]
 """Sample indices per lane, in the order in which the lane processes them."""
@@ -77,16 +80,39 @@ class BatchPlan:
         return sample.rows[boundary.source]
 
     def layouts(self, boundary: BoundarySpec, microbatch: int) -> tuple[tuple[int, int], Layout, Layout]:
-        """Global shape `[rows, features]` and the layouts on both sides of `boundary` in `microbatch`."""
+        """Global shape `[rows, features]` and the layouts on both sides of `boundary` in `microbatch`: on the last
+        stage of its source and the first of its destination."""
         space = self.row_space(boundary, microbatch)
         source = self.graph[boundary.source]
-        layout = space.layout(source, self.lanes[source.name][microbatch])
+        layout = space.layout(source.stage_mesh(-1), self.lanes[source.name][microbatch])
         return (space.total, source.features), layout, self._destination(boundary, microbatch, space, layout)
 
     def _destination(self, boundary: BoundarySpec, microbatch: int, space: RowSpace, layout: Layout) -> Layout:
         source, module = self.graph[boundary.source], self.graph[boundary.destination]
-        lanes = self.lanes[module.name][microbatch]
+        lanes, mesh = self.lanes[module.name][microbatch], module.stage_mesh(0)
         if not module.token_axes or boundary.at is None:
-            same = module.lane_mesh == source.lane_mesh and lanes == self.lanes[source.name][microbatch]
-            return layout if same else space.layout(module, lanes)
+            same = mesh == source.stage_mesh(-1) and lanes == self.lanes[source.name][microbatch]
+            return layout if same else space.layout(mesh, lanes)
         return space.token_layout(module, [[(i, self.samples[i]) for i in lane] for lane in lanes], boundary.at)
+
+    def edge_layouts(self, edge: Edge, microbatch: int) -> tuple[tuple[int, int], Layout, Layout]:
+        """As `layouts`, of a forward edge between stages: of a boundary, or of two stages of one module, whose
+        activations lie alike on both sides."""
+        if not edge.internal:
+            return self.layouts(self.graph.boundary(edge.source.module, edge.destination.module), microbatch)
+        module = self.graph[edge.source.module]
+        assert module.activation is not None
+        lanes = self.lanes[module.name][microbatch]
+        counts = [module.activation_rows([self.samples[i] for i in lane]) for lane in lanes]
+        if module.token_axes:
+            parts = math.prod(module.mesh.axis_size(axis) for axis in module.token_axes)
+            counts = [TokenShares(rows, parts).size for rows in counts for _ in range(parts)]  # padded alike
+            split = RowSplit.counts(0, counts)
+            src, dst = (
+                owner_layout(module.stage_mesh(s.index), module.token_axes, split)
+                for s in (edge.source, edge.destination)
+            )
+        else:
+            split = RowSplit.counts(0, counts)
+            src, dst = (lane_layout(module.stage_mesh(s.index), split) for s in (edge.source, edge.destination))
+        return (sum(counts), module.activation.features), src, dst

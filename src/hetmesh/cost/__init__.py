@@ -4,6 +4,7 @@ shapes.py   what of a module costs anything: weights and attention, layer by lay
 work.py     how much of it a global batch gives to each module and lane
 flops.py    forward and backward FLOPs, aware of what is frozen
 memory.py   bytes of parameters, gradients and optimizer state per rank
+step_costs.py  seconds and bytes of every stage and transfer of a step
 machine.py  peak rates, memory and links (machines/*.toml)
 """
 
@@ -11,6 +12,7 @@ from hetmesh.cost.flops import Flops, layer_flops, module_flops
 from hetmesh.cost.machine import MACHINES, Machine, find_machine, load_machine
 from hetmesh.cost.memory import StaticMemory, static_memory
 from hetmesh.cost.shapes import LayerShape, ModuleShape, WeightShape
+from hetmesh.cost.step_costs import StageCost, StepCosts, TransferCost
 from hetmesh.cost.work import Work, imbalance, lane_work, sample_work, total_work
 
 __all__ = [
@@ -19,7 +21,10 @@ __all__ = [
     "LayerShape",
     "Machine",
     "ModuleShape",
+    "StageCost",
     "StaticMemory",
+    "StepCosts",
+    "TransferCost",
     "WeightShape",
     "Work",
     "find_machine",

@@ -1,12 +1,13 @@
 """The static module graph, its stages, and the facts of samples that flow through it."""
 
-from hetmesh.graph.module_graph import LANE_AXES, BoundarySpec, ModuleGraph, ModuleSpec
+from hetmesh.graph.module_graph import LANE_AXES, Activation, BoundarySpec, ModuleGraph, ModuleSpec
 from hetmesh.graph.rows import RowSpace
 from hetmesh.graph.sample import MediaItem, SampleMeta
-from hetmesh.graph.stages import Edge, Stage, StageGraph, stage_graph
+from hetmesh.graph.stages import Edge, Stage, StageGraph, boundary_edge, stage_graph
 
 __all__ = [
     "LANE_AXES",
+    "Activation",
     "BoundarySpec",
     "Edge",
     "MediaItem",
@@ -16,5 +17,6 @@ __all__ = [
     "SampleMeta",
     "Stage",
     "StageGraph",
+    "boundary_edge",
     "stage_graph",
 ]

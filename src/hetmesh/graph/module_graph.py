@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from hetmesh.errors import GraphError
+from hetmesh.graph.sample import SampleMeta
 from hetmesh.layout.mesh import MeshSpec
 
 LANE_AXES = ("dp_replicate", "dp_shard")
 """Mesh axes along which a module processes different samples; one coordinate of them together is a lane."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What passes between two layers of a module: a tensor `[rows, features]` per lane and microbatch.
+
+    Attributes:
+        features: its width.
+        padded: the rows are all tokens of the lane's samples, padded to the longest of them (at least one token).
+            Otherwise they are counted from the rows that the module emits:
+        per_row: rows for each of those, and
+        per_item: rows more for each media item (a class token).
+    """
+
+    features: int
+    padded: bool = False
+    per_row: int = 1
+    per_item: int = 0
 
 
 @dataclass(frozen=True)
@@ -25,6 +45,10 @@ class ModuleSpec:
         features: width of the rows that it emits; 0 for the module that computes the loss.
         token_axes: mesh axes over which the ranks of a lane share its tokens (`graph.tokens.TokenShares`); rows that
             replace placeholders then go to the rank that keeps their token, and to no other.
+        splits: the layers of each pipeline stage, in order; empty: one stage with all of them. Stage i lives at
+            coordinate i modulo the size of the `pp` axis.
+        activation: what passes between its stages; None for a module that is not split.
+        frozen_layers: layers without a trainable parameter in a module that is trainable (LoRA adapts blocks only).
     """
 
     name: str
@@ -34,6 +58,43 @@ class ModuleSpec:
     trainable: bool = True
     features: int = 0
     token_axes: tuple[str, ...] = ()
+    splits: tuple[tuple[str, ...], ...] = ()
+    activation: Activation | None = None
+    frozen_layers: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        pp = self.mesh.axis_size("pp")
+        if len(self.splits) % pp and (self.splits or pp > 1):
+            raise GraphError(
+                f"module {self.name!r}: {len(self.splits)} stages for {pp} pipeline ranks; need a multiple of them"
+            )
+        if self.splits and tuple(layer for run in self.splits for layer in run) != self.layers:
+            raise GraphError(f"module {self.name!r}: its stages must hold its layers in order, got {self.splits}")
+        if self.num_stages > 1 and self.activation is None:
+            raise GraphError(f"module {self.name!r} cannot be split: what passes between its layers is not known")
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages."""
+        return max(len(self.splits), 1)
+
+    def stage_mesh(self, index: int) -> MeshSpec:
+        """The slice of the mesh that holds stage `index`, without its `pp` axis; a negative index counts from the
+        end."""
+        return self.mesh.slice("pp", (index % self.num_stages) % self.mesh.axis_size("pp"))
+
+    def stage_layers(self, index: int) -> tuple[str, ...]:
+        """Names of the layers of stage `index`."""
+        return self.splits[index] if self.splits else self.layers
+
+    def activation_rows(self, samples: Sequence[SampleMeta]) -> int:
+        """Rows of what passes between its stages, for the samples of one lane and microbatch (expanded metadata)."""
+        assert self.activation is not None
+        if self.activation.padded:
+            return max(1, len(samples) * max((sample.tokens for sample in samples), default=1))
+        emitted = sum(sample.rows.get(self.name, 0) for sample in samples)
+        items = sum(sample.num_items(self.media or "") for sample in samples)
+        return self.activation.per_row * emitted + self.activation.per_item * items
 
     @cached_property
     def lane_mesh(self) -> MeshSpec:
@@ -118,6 +179,10 @@ class ModuleGraph:
     def sink(self) -> ModuleSpec:
         """The module that computes the loss."""
         return self[self.order[-1]]
+
+    def boundary(self, source: str, destination: str) -> BoundarySpec:
+        """The boundary between two modules."""
+        return next(b for b in self.boundaries if (b.source, b.destination) == (source, destination))
 
     def inputs(self, name: str) -> tuple[BoundarySpec, ...]:
         """Boundaries into module `name`, in the order given."""

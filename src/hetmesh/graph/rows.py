@@ -13,7 +13,7 @@ from hetmesh.errors import GraphError
 from hetmesh.graph.module_graph import LANE_AXES, ModuleSpec
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.graph.tokens import TokenShares, owned_rows
-from hetmesh.layout import Intervals, Layout, RowSplit
+from hetmesh.layout import Intervals, Layout, MeshSpec, RowSplit
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,12 @@ class RowSpace:
             raise GraphError(f"sample {error.args[0]} is not in the row space of samples {self.samples}") from None
 
     def token_layout(self, module: ModuleSpec, lanes: Sequence[Sequence[tuple[int, SampleMeta]]], at: str) -> Layout:
-        """As `layout`, but the ranks of a lane that share its tokens share the rows too: each gets those whose
-        placeholders `at` it keeps.
+        """As `layout` of the first stage, but the ranks of a lane that share its tokens share the rows too: each gets
+        those whose placeholders `at` it keeps.
 
         Args:
             lanes: index and metadata of the samples of each lane, in order.
         """
-        mesh = module.mesh.merge((*LANE_AXES, *module.token_axes), "owner")
         parts = math.prod(module.mesh.axis_size(axis) for axis in module.token_axes)
         intervals = []
         for lane in lanes:
@@ -63,14 +62,24 @@ class RowSpace:
             starts = [self._spans[index][0] for index, _ in lane]
             shares = TokenShares(len(samples) * max((s.tokens for s in samples), default=1), parts)
             intervals += [owned_rows(samples, starts, at, shares, part) for part in range(parts)]
-        split = RowSplit(0, tuple(intervals))
-        return Layout(mesh, tuple(split if axis == "owner" else Replicate() for axis in mesh.axes))
+        return owner_layout(module.stage_mesh(0), module.token_axes, RowSplit(0, tuple(intervals)))
 
-    def layout(self, module: ModuleSpec, lanes: Sequence[Sequence[int]]) -> Layout:
-        """The rows on the mesh of `module`, whose lane i holds the samples `lanes[i]`: split over lanes only.
+    def layout(self, mesh: MeshSpec, lanes: Sequence[Sequence[int]]) -> Layout:
+        """The rows on the mesh of a stage, whose lane i holds the samples `lanes[i]`: split over lanes only.
 
         The tensor has shape `[total, features]`.
         """
-        mesh = module.lane_mesh
         split = RowSplit(0, tuple(self.intervals(samples) for samples in lanes))
-        return Layout(mesh, tuple(split if axis == "lane" else Replicate() for axis in mesh.axes))
+        return lane_layout(mesh, split)
+
+
+def lane_layout(mesh: MeshSpec, split: RowSplit) -> Layout:
+    """Rows split over the lanes of a stage's mesh and replicated over its other axes."""
+    mesh = mesh.merge(LANE_AXES, "lane")
+    return Layout(mesh, tuple(split if axis == "lane" else Replicate() for axis in mesh.axes))
+
+
+def owner_layout(mesh: MeshSpec, token_axes: Sequence[str], split: RowSplit) -> Layout:
+    """Rows split over the lanes of a stage's mesh and, within a lane, over `token_axes`."""
+    mesh = mesh.merge((*LANE_AXES, *token_axes), "owner")
+    return Layout(mesh, tuple(split if axis == "owner" else Replicate() for axis in mesh.axes))

@@ -1,11 +1,12 @@
-"""Stages: contiguous runs of a module's layers. The nodes of what a schedule runs; edges carry boundary rows."""
+"""Stages: contiguous runs of a module's layers. The nodes of what a schedule runs; edges carry rows or activations."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
-from hetmesh.graph.module_graph import ModuleGraph
+from hetmesh.graph.module_graph import BoundarySpec, ModuleGraph
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -31,6 +32,11 @@ class Edge:
         """The edge that carries the gradient back."""
         return Edge(self.destination, self.source)
 
+    @property
+    def internal(self) -> bool:
+        """Whether it joins two stages of one module, and so carries activations."""
+        return self.source.module == self.destination.module
+
     def __str__(self) -> str:
         return f"{self.source}->{self.destination}"
 
@@ -41,37 +47,92 @@ class StageGraph:
 
     Attributes:
         stages: in execution order, producers before consumers.
-        edges: forward edges, in the order of the graph's boundaries.
+        edges: forward edges: those of the graph's boundaries in their order, then those between stages of a module.
         backward_stages: stages with a backward (something trainable in or before them).
         gradient_edges: forward edges through which a gradient flows back.
+        trainable_stages: stages with a trainable parameter: those whose gradients are reduced.
+        ranks: of each stage, ascending; equally many for all stages of a module.
     """
 
     stages: tuple[Stage, ...]
     edges: tuple[Edge, ...]
     backward_stages: frozenset[Stage]
     gradient_edges: frozenset[Edge]
+    trainable_stages: frozenset[Stage]
+    ranks: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def _inputs(self) -> dict[Stage, tuple[Edge, ...]]:
+        return {s: tuple(e for e in self.edges if e.destination == s) for s in self.stages}
+
+    @cached_property
+    def _outputs(self) -> dict[Stage, tuple[Edge, ...]]:
+        return {s: tuple(e for e in self.edges if e.source == s) for s in self.stages}
+
+    @cached_property
+    def _ranks(self) -> dict[Stage, tuple[int, ...]]:
+        return dict(zip(self.stages, self.ranks, strict=True))
+
+    @cached_property
+    def _distances(self) -> dict[Stage, int]:
+        distances: dict[Stage, int] = {}
+        for stage in reversed(self.stages):
+            distances[stage] = max((1 + distances[e.destination] for e in self._outputs[stage]), default=0)
+        return distances
 
     def inputs(self, stage: Stage) -> tuple[Edge, ...]:
         """Forward edges into `stage`."""
-        return tuple(e for e in self.edges if e.destination == stage)
+        return self._inputs[stage]
 
     def outputs(self, stage: Stage) -> tuple[Edge, ...]:
         """Forward edges out of `stage`."""
-        return tuple(e for e in self.edges if e.source == stage)
+        return self._outputs[stage]
+
+    def ranks_of(self, stage: Stage) -> tuple[int, ...]:
+        """The ranks that hold `stage`, ascending."""
+        return self._ranks[stage]
+
+    def distance(self, stage: Stage) -> int:
+        """Edges on the longest path from `stage` to the sink."""
+        return self._distances[stage]
 
     @cached_property
     def sink(self) -> Stage:
         """The stage that computes the loss."""
         return self.stages[-1]
 
+    def of_module(self, name: str) -> tuple[Stage, ...]:
+        """The stages of one module, in order."""
+        return tuple(stage for stage in self.stages if stage.module == name)
+
+
+def boundary_edge(graph: ModuleGraph, boundary: BoundarySpec) -> Edge:
+    """The edge of a boundary: from the last stage of its source to the first of its destination."""
+    return Edge(Stage(boundary.source, graph[boundary.source].num_stages - 1), Stage(boundary.destination))
+
 
 def stage_graph(graph: ModuleGraph) -> StageGraph:
-    """One stage per module. (Modules with a `pp` axis are not split yet: recipes refuse it.)"""
-    stages = {name: Stage(name) for name in graph.order}
-    edges = {b: Edge(stages[b.source], stages[b.destination]) for b in graph.boundaries}
+    """The stages of all modules, as their `splits` say."""
+    stages = [Stage(name, i) for name in graph.order for i in range(graph[name].num_stages)]
+    edges = [boundary_edge(graph, b) for b in graph.boundaries]
+    edges += [Edge(a, b) for a, b in itertools.pairwise(stages) if a.module == b.module]
+    trainable = {
+        s for s in stages if graph[s.module].trainable and not _frozen(graph, s)
+    }
+    reached: set[Stage] = set()
+    for stage in stages:
+        if stage in trainable or any(e.source in reached for e in edges if e.destination == stage):
+            reached.add(stage)
     return StageGraph(
-        tuple(stages.values()),
-        tuple(edges.values()),
-        frozenset(stages[name] for name in graph.order if graph.backward_reaches(name)),
-        frozenset(edge for b, edge in edges.items() if graph.needs_gradient(b)),
+        tuple(stages),
+        tuple(edges),
+        frozenset(reached),
+        frozenset(e for e in edges if e.source in reached),
+        frozenset(trainable),
+        tuple(tuple(sorted(graph[s.module].stage_mesh(s.index).ranks)) for s in stages),
     )
+
+
+def _frozen(graph: ModuleGraph, stage: Stage) -> bool:
+    layers = graph[stage.module].stage_layers(stage.index)
+    return bool(layers) and set(layers) <= graph[stage.module].frozen_layers

@@ -126,6 +126,16 @@ class MeshSpec(HashedOnce):
             (*self.sizes[:first], math.prod(self.sizes[first:last]), *self.sizes[last:]),
         )
 
+    def slice(self, axis: str, coordinate: int) -> MeshSpec:
+        """The ranks at `coordinate` of `axis`, without that axis (of size 1 if there is no other); itself where it has
+        no such axis."""
+        if axis not in self.axes:
+            return self
+        i = self.axes.index(axis)
+        ranks = tuple(self.array.take(coordinate, axis=i).flatten().tolist())
+        kept = [(a, s) for a, s in zip(self.axes, self.sizes, strict=True) if a != axis]
+        return MeshSpec(ranks, tuple(a for a, _ in kept) or (axis,), tuple(s for _, s in kept) or (1,))
+
     def __str__(self) -> str:
         axes = ", ".join(f"{a}={s}" for a, s in zip(self.axes, self.sizes, strict=True))
         return f"({axes}) on ranks {_short(self.ranks)}"

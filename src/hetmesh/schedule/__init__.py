@@ -1,10 +1,51 @@
-"""Schedules: a total order of actions per step. One file per policy; `validate` is what they all pass."""
+"""Schedules: a total order of actions per step. One file per policy; `validate` is what they all pass.
 
-from hetmesh.schedule.actions import Action, Kind, Schedule, dependencies, required
+actions.py   kinds of actions, schedules, what depends on what
+order.py     list scheduling: from the choices of groups of stages to one total order
+groups.py    the rules by which stages choose
+options.py   what a recipe may ask of a policy
+sequential.py, one_f_one_b.py, interleaved.py, zero_bubble.py, three_phase.py   the policies
+validate.py  what every schedule must hold
+"""
+
+from collections.abc import Callable
+
+from hetmesh.schedule.actions import Action, Kind, Schedule, dependencies, required, takes_part
+from hetmesh.schedule.interleaved import interleaved
+from hetmesh.schedule.one_f_one_b import one_f_one_b
+from hetmesh.schedule.options import PolicyOptions
 from hetmesh.schedule.sequential import sequential
-from hetmesh.schedule.validate import validate
+from hetmesh.schedule.three_phase import three_phase
+from hetmesh.schedule.validate import peak_in_flight, validate
+from hetmesh.schedule.zero_bubble import zero_bubble
 
-POLICIES = {"sequential": sequential}
+Policy = Callable[..., Schedule]
+"""`policy(stages, microbatches, training=True, options=PolicyOptions())`: cached, validated, equal on every rank."""
+
+POLICIES: dict[str, Policy] = {
+    "sequential": sequential,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zero_bubble": zero_bubble,
+    "three_phase": three_phase,
+}
 """Policies by their name in `[parallelism] pipeline_parallel_schedule`."""
 
-__all__ = ["POLICIES", "Action", "Kind", "Schedule", "dependencies", "required", "sequential", "validate"]
+__all__ = [
+    "POLICIES",
+    "Action",
+    "Kind",
+    "Policy",
+    "PolicyOptions",
+    "Schedule",
+    "dependencies",
+    "interleaved",
+    "one_f_one_b",
+    "peak_in_flight",
+    "required",
+    "sequential",
+    "takes_part",
+    "three_phase",
+    "validate",
+    "zero_bubble",
+]

@@ -6,26 +6,22 @@ from functools import lru_cache
 
 from hetmesh.graph import StageGraph
 from hetmesh.schedule.actions import Action, Kind, Schedule
+from hetmesh.schedule.options import DEFAULT, PolicyOptions
+from hetmesh.schedule.order import with_messages
 from hetmesh.schedule.validate import validate
 
 
 @lru_cache(maxsize=64)
-def sequential(stages: StageGraph, microbatches: int, training: bool = True) -> Schedule:
+def sequential(
+    stages: StageGraph, microbatches: int, training: bool = True, options: PolicyOptions = DEFAULT
+) -> Schedule:
     """A validated schedule that keeps one microbatch in flight; with `training=False` the forwards alone."""
-    actions: list[Action] = []
+    order: list[Action] = []
     for m in range(microbatches):
-        for stage in stages.stages:
-            actions += [Action(Kind.RECV, e, m) for e in stages.inputs(stage)]
-            actions.append(Action(Kind.FORWARD, stage, m))
-            actions += [Action(Kind.SEND, e, m) for e in stages.outputs(stage)]
-        for stage in reversed(stages.stages) if training else ():
-            if stage not in stages.backward_stages:
-                continue
-            outputs = [e for e in stages.outputs(stage) if e in stages.gradient_edges]
-            actions += [Action(Kind.RECV, e.reversed, m) for e in outputs]
-            actions.append(Action(Kind.BACKWARD, stage, m))
-            inputs = [e for e in stages.inputs(stage) if e in stages.gradient_edges]
-            actions += [Action(Kind.SEND, e.reversed, m) for e in inputs]
+        order += [Action(Kind.FORWARD, stage, m) for stage in stages.stages]
+        if training:
+            order += [Action(Kind.BACKWARD, s, m) for s in reversed(stages.stages) if s in stages.backward_stages]
+    actions = list(with_messages(order, stages, frozenset()))
     if training:
-        actions += [Action(Kind.REDUCE, s, -1) for s in reversed(stages.stages) if s in stages.backward_stages]
+        actions += [Action(Kind.REDUCE, s, -1) for s in reversed(stages.stages) if s in stages.trainable_stages]
     return validate(Schedule(stages, microbatches, tuple(actions), training))

@@ -1,0 +1,75 @@
+"""StepCosts: what every stage, transfer and collective of one step takes. The input of the simulator and of policies.
+
+A plain value: the analytic model and the fitted one both make it, and so does whoever wants to play with numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from hetmesh.graph import Edge, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """One stage and microbatch, on the rank of the stage that is busy longest.
+
+    Attributes:
+        forward: seconds.
+        backward_input: seconds of the part of the backward that makes the gradient of the stage's input (with what full
+            recomputation adds); 0 where nothing before the stage is trainable.
+        backward_weight: seconds of the part that makes the gradients of its parameters; 0 where they are frozen.
+        collectives_forward, collectives_backward: how much of these seconds are collectives inside layers (tensor
+            parallelism).
+        activation_bytes: kept from forward to backward on each rank; 0 where no backward follows.
+    """
+
+    forward: float
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+    collectives_forward: float = 0.0
+    collectives_backward: float = 0.0
+    activation_bytes: int = 0
+
+    @property
+    def backward(self) -> float:
+        """Seconds of the whole backward."""
+        return self.backward_input + self.backward_weight
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCost:
+    """One transfer along an edge (or back along its reverse) in one microbatch.
+
+    Attributes:
+        seconds: from the first byte sent to the last one in place.
+        bytes: received by the rank that receives most.
+    """
+
+    seconds: float = 0.0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """One optimizer step.
+
+    Attributes:
+        stages: per stage and microbatch.
+        transfers: per edge, forward or reversed, and microbatch; what is left out takes no time.
+        gather: per stage, seconds of gathering its sharded parameters before its first forward.
+        reduce: per stage, seconds of summing its gradients over its lanes after its last backward.
+        optimizer: per rank, seconds of normalising, clipping and the optimizer step.
+        static_bytes: per rank, parameters, gradients and optimizer state.
+        action_overhead: seconds that the runtime itself spends on each action.
+    """
+
+    stages: Mapping[tuple[Stage, int], StageCost]
+    transfers: Mapping[tuple[Edge, int], TransferCost] = field(default_factory=lambda: MappingProxyType({}))
+    gather: Mapping[Stage, float] = field(default_factory=lambda: MappingProxyType({}))
+    reduce: Mapping[Stage, float] = field(default_factory=lambda: MappingProxyType({}))
+    optimizer: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    static_bytes: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    action_overhead: float = 0.0

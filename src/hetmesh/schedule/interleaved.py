@@ -1,0 +1,100 @@
+"""Interleaved 1F1B: several stages per rank of a pipeline (Narayanan et al., arXiv 2104.04473, section 2.2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from hetmesh.graph import Stage, StageGraph
+from hetmesh.schedule.actions import Action, Kind, Schedule, backward_kinds
+from hetmesh.schedule.groups import Capped, Fixed, caps_by_distance
+from hetmesh.schedule.options import DEFAULT, PolicyOptions
+from hetmesh.schedule.order import Group, last_backwards, list_schedule, nominal, with_messages
+from hetmesh.schedule.validate import peak_in_flight, validate
+
+
+@lru_cache(maxsize=64)
+def interleaved(
+    stages: StageGraph, microbatches: int, training: bool = True, options: PolicyOptions = DEFAULT
+) -> Schedule:
+    """A validated schedule in which the stages of a module that share ranks take turns in rounds of as many
+    microbatches as the pipeline has ranks, or a few more where they do not divide the step's.
+
+    Modules with one stage per rank run 1F1B. Warm-up forwards of rank r of p with v stages each, in rounds of n
+    microbatches: (p - 1 - r) + (v - 1) n, or with `options.early` Megatron-LM's 2 (p - 1 - r) + (v - 1) n: the same
+    makespan.
+    """
+    groups: list[Group] = []
+    given: dict[Stage, int] = {}
+    for name in dict.fromkeys(s.module for s in reversed(stages.stages)):
+        own = stages.of_module(name)
+        ranks = _pipeline_ranks(stages, own)
+        if len(ranks) == len(own):
+            continue
+        for r in range(len(ranks)):
+            chunks = own[r :: len(ranks)]
+            sequence = tuple(_sequence(stages, chunks, r, len(ranks), microbatches, training, options.early))
+            groups.append(Fixed(chunks, sequence))
+            given |= {chunk: _peak(sequence, chunk, stages) for chunk in chunks}
+    caps = caps_by_distance(stages, given)
+    groups += [
+        Capped(s, stages, range(microbatches), caps[s], backwards=training)
+        for s in reversed(stages.stages)
+        if s not in given
+    ]
+    order = list_schedule(stages, groups, nominal)
+    none: frozenset[Stage] = frozenset()
+    actions = with_messages(order, stages, none, last_backwards(order, stages, none) if training else ())
+    schedule = Schedule(stages, microbatches, actions, training)
+    held = {s: caps[s] if s not in given else peak_in_flight(schedule, s) for s in stages.stages}
+    return validate(Schedule(stages, microbatches, actions, training, in_flight=held))
+
+
+def _pipeline_ranks(stages: StageGraph, own: tuple[Stage, ...]) -> list[tuple[int, ...]]:
+    return list(dict.fromkeys(stages.ranks_of(s) for s in own))
+
+
+def _sequence(
+    stages: StageGraph, chunks: tuple[Stage, ...], r: int, p: int, microbatches: int, training: bool, early: bool
+) -> Iterator[Action]:
+    """What pipeline rank `r` of `p` does, in order."""
+    forwards = list(_rounds(chunks, p, microbatches))
+    backwards = [
+        (s, m)
+        for s, m in _rounds(chunks[::-1], p, microbatches)
+        if training and backward_kinds(s, stages, frozenset())
+    ]
+    ahead_of_last = (p - 1 - r) * (2 if early else 1) + (len(chunks) - 1) * max(_round_sizes(p, microbatches), default=0)
+    warm = min(ahead_of_last, len(forwards)) if backwards else len(forwards)
+    yield from (Action(Kind.FORWARD, s, m) for s, m in forwards[:warm])
+    ahead = iter(forwards[warm:])
+    for s, m in backwards:
+        if (following := next(ahead, None)) is not None:
+            yield Action(Kind.FORWARD, *following)
+        yield Action(Kind.BACKWARD, s, m)
+    yield from (Action(Kind.FORWARD, s, m) for s, m in ahead)
+
+
+def _rounds(chunks: tuple[Stage, ...], p: int, microbatches: int) -> Iterator[tuple[Stage, int]]:
+    first = 0
+    for size in _round_sizes(p, microbatches):
+        for chunk in chunks:
+            for m in range(first, first + size):
+                yield chunk, m
+        first += size
+
+
+def _round_sizes(p: int, microbatches: int) -> list[int]:
+    """As many rounds as have `p` microbatches each; what is left over goes to the first ones."""
+    rounds = max(microbatches // p, 1)
+    return [microbatches // rounds + (i < microbatches % rounds) for i in range(rounds)]
+
+
+def _peak(sequence: tuple[Action, ...], stage: Stage, stages: StageGraph) -> int:
+    """The most microbatches of `stage` between forward and backward in a rank's sequence."""
+    held = most = 0
+    for action in sequence:
+        if action.target == stage:
+            held += 1 if action.kind is Kind.FORWARD else -1
+            most = max(most, held)
+    return most

@@ -1,0 +1,26 @@
+"""What a recipe may ask of a policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """Parameters of policies; each reads those that concern it.
+
+    Attributes:
+        window: three_phase: microbatches whose encoder forwards come together; None: all of the step.
+        recompute: three_phase: encoders keep only their inputs and run their forward again before their backward.
+        offload: three_phase: waiting activations of encoders are kept in the memory of the host.
+        early: interleaved: warm up with twice as many forwards per rank behind, as Megatron-LM does, which hides the
+            latency of messages. Otherwise with as few as keep the makespan, which holds fewer activations.
+    """
+
+    window: int | None = None
+    recompute: bool = False
+    offload: bool = False
+    early: bool = False
+
+
+DEFAULT = PolicyOptions()
