@@ -2,9 +2,17 @@
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-__all__ = ["StridedShard", "all_gather_single", "reduce_scatter_single", "set_group_timeout"]
+__all__ = [
+    "StridedShard",
+    "all_gather_single",
+    "reduce_scatter_single",
+    "set_group_timeout",
+    "stage_backward_input",
+    "stage_backward_weight",
+]
 
 # torch 2.13 renamed these two and warns at every use of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -11,7 +11,7 @@ from torch import nn
 from hetmesh.balance import in_order
 from hetmesh.boundary import World, init
 from hetmesh.errors import BoundaryError, BoundaryTimeout, SampleError
-from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec, SampleMeta, stage_graph
+from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec, SampleMeta, Stage, stage_graph
 from hetmesh.layout import MeshSpec
 from hetmesh.runtime import Runtime
 from hetmesh.schedule import sequential
@@ -74,12 +74,13 @@ def make(world, ranks, modules=MODULES, load=values):
     def reduce(name):
         for parameter in mine[name].parameters():
             dist.all_reduce(parameter.grad, group=groups[name])
+        return lambda: None
 
     runtime = Runtime(
         world,
         graph,
-        mine,
-        reducers={name: partial(reduce, name) for name in mine},
+        {Stage(name): module for name, module in mine.items()},
+        reducers={Stage(name): partial(reduce, name) for name in mine},
         loss=lambda output, batch: output,
         dtypes=dict.fromkeys(MODULES, torch.float64),
     )
@@ -87,7 +88,8 @@ def make(world, ranks, modules=MODULES, load=values):
     plan = in_order(graph, samples, 1)
     schedule = sequential(stage_graph(graph), plan.num_microbatches, True)
 
-    def load_batch(name, m):
+    def load_batch(stage, m):
+        name = stage.module
         if name != "source":
             return {}
         own = [load(i) for i in plan.samples_of(name, m, graph[name].lane_of(world.rank))]

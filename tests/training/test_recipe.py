@@ -284,8 +284,8 @@ BAD: dict[str, tuple[str, str, str]] = {
     ),
     "a schedule to come": (
         "tensor_parallel_degree = 2",
-        'pipeline_parallel_schedule = "1f1b"',
-        "parallelism.llm.pipeline_parallel_schedule = '1f1b': a known key that hetmesh does not implement yet",
+        'pipeline_parallel_schedule = "bubble_fill"',
+        "parallelism.llm.pipeline_parallel_schedule = 'bubble_fill': a known key that hetmesh does not implement yet",
     ),
     "async checkpoint": (
         "[data]",

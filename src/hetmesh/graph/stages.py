@@ -116,9 +116,7 @@ def stage_graph(graph: ModuleGraph) -> StageGraph:
     stages = [Stage(name, i) for name in graph.order for i in range(graph[name].num_stages)]
     edges = [boundary_edge(graph, b) for b in graph.boundaries]
     edges += [Edge(a, b) for a, b in itertools.pairwise(stages) if a.module == b.module]
-    trainable = {
-        s for s in stages if graph[s.module].trainable and not _frozen(graph, s)
-    }
+    trainable = {s for s in stages if graph[s.module].trainable and not _frozen(graph, s)}
     reached: set[Stage] = set()
     for stage in stages:
         if stage in trainable or any(e.source in reached for e in edges if e.destination == stage):

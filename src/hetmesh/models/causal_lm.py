@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from hetmesh.errors import BoundaryError, RecipeError
+from hetmesh.graph.module_graph import Activation
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import AdapterRequest, SampleLike
 from hetmesh.models.collate import collate_tokens
 from hetmesh.models.config_keys import positive_int, transformers_config
 from hetmesh.models.pretrained import prefixes
+from hetmesh.parallel.stages import PREVIOUS, is_absent
 from hetmesh.parallel.tokens import tokens_of
 
 
@@ -76,6 +78,10 @@ class CausalLMAdapter:
     def in_features(self) -> int:
         return self.config.hidden_size
 
+    @property
+    def activation(self) -> Activation:
+        return Activation(self.config.hidden_size, padded=True)
+
     def build(self) -> nn.Module:
         return self.model_class(self.config)
 
@@ -120,9 +126,25 @@ class CausalLMAdapter:
         ids, position_ids = batch["input_ids"], batch["position_ids"]
         if ids.shape[0] == 0:  # transformers' views are ambiguous on empty tensors: one token that predicts nothing
             ids, position_ids = ids.new_zeros(1, 1), position_ids.new_zeros(1, 1)
-        embeddings = model.model.embed_tokens(ids)
         tokens, total = tokens_of(module), ids.numel()
-        flat = tokens.split(embeddings.flatten(0, 1))
+        flat = inputs[PREVIOUS] if PREVIOUS in inputs else self._embed(model, ids, batch, inputs)
+        # Handing over the finished masks (none) keeps transformers from looking for packed sequences and building one.
+        # Models without a choice of masks (Llama) take no finished ones: they look, find no packing, and build none.
+        masks = None if getattr(model.model, "has_sliding_layers", True) else {"full_attention": None}
+        hidden = model.model(
+            inputs_embeds=tokens.as_input(flat, ids.shape),
+            position_ids=position_ids,
+            attention_mask=tokens.mask(flat) if masks is None else masks,
+            use_cache=False,
+        ).last_hidden_state.flatten(0, 1)
+        if is_absent(model.lm_head):
+            return hidden
+        return model.lm_head(tokens.select(hidden, batch["target_positions"], total))
+
+    def _embed(self, model: Any, ids: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+        """The flat tokens that this rank keeps, rows in the places of their placeholders."""
+        tokens, total = tokens_of(model), ids.numel()
+        flat = tokens.split(model.model.embed_tokens(ids).flatten(0, 1))
         for source, at in self.sources.items():
             rows, positions = inputs[source], tokens.locate(batch[f"positions.{at}"], total)
             if rows.shape != (positions.numel(), flat.shape[-1]):
@@ -131,13 +153,4 @@ class CausalLMAdapter:
                     f"placeholders of width {flat.shape[-1]} wait for them"
                 )
             flat = flat.index_copy(0, positions, rows.to(flat.dtype))
-        # Handing over the finished masks (none) keeps transformers from looking for packed sequences and building one.
-        # Models without a choice of masks (Llama) take no finished ones: they look, find no packing, and build none.
-        masks = None if getattr(model.model, "has_sliding_layers", True) else {"full_attention": None}
-        hidden = model.model(
-            inputs_embeds=tokens.as_input(flat, embeddings),
-            position_ids=position_ids,
-            attention_mask=tokens.mask(flat) if masks is None else masks,
-            use_cache=False,
-        ).last_hidden_state
-        return model.lm_head(tokens.select(hidden.flatten(0, 1), batch["target_positions"], total))
+        return flat

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError
+from hetmesh.graph.module_graph import Activation
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.config_keys import transformers_config
 from hetmesh.models.encoder import (
@@ -18,6 +19,7 @@ from hetmesh.models.encoder import (
     check_sizes,
     derived_image_keys,
 )
+from hetmesh.parallel.stages import is_absent
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,11 @@ class ClipAdapter(ImageTowerAdapter):
     def layers(self) -> tuple[str, ...]:
         return ("embeddings", "pre_layrnorm", *(f"encoder.layers.{i}" for i in range(self._blocks)))
 
+    @property
+    def activation(self) -> Activation:
+        return Activation(self.out_features, per_item=0 if self.class_token else 1)
+
     def encode(self, module: nn.Module, media: Tensor) -> Tensor:
         features = module(pixel_values=media).last_hidden_state
-        return features if self.class_token else features[:, 1:]
+        whole = self.class_token or is_absent(module.get_submodule(self.layers()[-1]))
+        return features if whole else features[:, 1:]

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError, SampleError
+from hetmesh.graph.module_graph import Activation
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import AdapterRequest, SampleLike
 from hetmesh.models.collate import collate_media
 from hetmesh.models.config_keys import positive_int
 from hetmesh.models.pretrained import Names, prefixes
+from hetmesh.parallel.stages import PREVIOUS
 
 IMAGE_TOWER_PLAN: Mapping[str, Any] = MappingProxyType(
     {
@@ -59,8 +61,16 @@ class EncoderAdapter:
         """Rows that one item becomes."""
         raise NotImplementedError
 
+    @property
+    def activation(self) -> Activation:
+        return Activation(self.out_features)
+
     def encode(self, module: nn.Module, media: Tensor) -> Tensor:
-        """Items `[n, *media_shape]`, n > 0 -> features `[n, rows_per_item, out_features]`."""
+        """Items `[n, *media_shape]`, n > 0 -> features `[n, rows_per_item, out_features]`.
+
+        In a pipeline stage the input may be what the stage before returned for the items, `[n, rows, features]`, and
+        the output what passes to the next.
+        """
         raise NotImplementedError
 
     def rows(self, incoming: int) -> int:
@@ -85,11 +95,16 @@ class EncoderAdapter:
         return collate_media(samples, metas, self.media, self.media_shape)
 
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
-        media = batch["media"]
-        n = media.shape[0]
+        if PREVIOUS in inputs:
+            passed = self.activation.per_row * self.rows_per_item + self.activation.per_item
+            items = inputs[PREVIOUS].view(-1, passed, self.activation.features)
+        else:
+            items = batch["media"]
+        n = items.shape[0]
         if n == 0:  # its views are ambiguous on empty tensors: one blank item whose rows are dropped
-            media = torch.zeros(1, *self.media_shape, dtype=media.dtype, device=media.device)
-        return self.encode(module, media)[:n].reshape(-1, self.out_features)
+            shape = (passed, self.activation.features) if PREVIOUS in inputs else self.media_shape
+            items = torch.cat([items, items.new_zeros(1, *shape)])  # still a function of the input
+        return self.encode(module, items)[:n].reshape(-1, self.out_features)
 
 
 class ImageTowerAdapter(EncoderAdapter):

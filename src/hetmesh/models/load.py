@@ -7,6 +7,7 @@ rank holds. So a rank's peak is its shard and, for a moment, a view of one tenso
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from hetmesh.layout.mesh import MeshSpec
 from hetmesh.models.adapter import Adapter
 from hetmesh.models.lora import base_name, is_adapter
 from hetmesh.models.pretrained import Pretrained
+from hetmesh.parallel.stages import absent_layers
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """What activation checkpointing and torch.compile put into parameter names."""
@@ -45,7 +47,8 @@ def check_weights(adapter: Adapter, module: nn.Module, pretrained: Pretrained) -
             expected[name] = tuple(tensor.shape)
         else:
             aliases[name] = first
-    return pretrained.match(expected, adapter.checkpoint_names, adapter.checkpoint_unused, aliases)
+    elsewhere = tuple(rf"{re.escape(layer)}\..*" for layer in absent_layers(module))  # with other pipeline stages
+    return pretrained.match(expected, adapter.checkpoint_names, (*adapter.checkpoint_unused, *elsewhere), aliases)
 
 
 def load_weights(
@@ -53,7 +56,7 @@ def load_weights(
     module: nn.Module,
     pretrained: Pretrained,
     device: torch.device | str = "cpu",
-    root: nn.Module | None = None,
+    roots: Sequence[nn.Module] = (),
 ) -> None:
     """Give `module` (from `build_empty`, sharded or not) memory on `device` and the weights of the checkpoint.
 
@@ -61,7 +64,7 @@ def load_weights(
     stay tied. Adapters (LoRA) keep the values that they have.
 
     Args:
-        root: the module that wraps `module`, if FSDP was applied to that.
+        roots: the modules that wrap `module` or parts of it, where FSDP was applied to these.
 
     Raises:
         RecipeError: the checkpoint's tensors are not those of the module; before anything is allocated.
@@ -69,7 +72,10 @@ def load_weights(
     from safetensors import safe_open
 
     found = check_weights(adapter, module, pretrained)
-    materialize(module if root is None else root, torch.device(device))
+    materialize(module, torch.device(device))
+    for root in roots:
+        if any(isinstance(each, FSDPModule) for each in root.modules()):
+            root._apply(lambda tensor: tensor)  # FSDP keeps references to parameters; now it looks them up again
     by_file: dict[Path, list[tuple[str, Tensor]]] = {}
     for name, tensor in _saved_tensors(module):
         if name in found:  # else it is tied to one that is
@@ -133,8 +139,6 @@ def materialize(module: nn.Module, device: torch.device) -> None:
         for name, buffer in owner._buffers.items():
             if buffer is not None and device.type != "cpu":
                 owner._buffers[name] = buffer.to(device)
-    if any(isinstance(each, FSDPModule) for each in module.modules()):
-        module._apply(lambda tensor: tensor)  # FSDP keeps references to parameters; now it looks them up again
 
 
 def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

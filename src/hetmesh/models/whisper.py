@@ -15,6 +15,7 @@ from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.config_keys import positive_int, transformers_config
 from hetmesh.models.encoder import EncoderAdapter, check_encoder, check_sizes
 from hetmesh.models.pretrained import prefixes
+from hetmesh.parallel.stages import is_absent
 
 
 class LocalHeads(ParallelStyle):
@@ -96,6 +97,11 @@ class WhisperAdapter(EncoderAdapter):
         blocks = (f"layers.{i}" for i in range(self.config.encoder_layers))
         return ("conv1", "conv2", "embed_positions", *blocks, "layer_norm")
 
+    @property
+    def first_layers(self) -> tuple[str, ...]:
+        """Layers between which something else passes than between blocks: they share a pipeline stage."""
+        return ("conv1", "conv2", "embed_positions")
+
     def tensor_parallel_plan(self) -> Mapping[str, Any]:
         return TENSOR_PARALLEL_PLAN
 
@@ -104,4 +110,17 @@ class WhisperAdapter(EncoderAdapter):
 
     def encode(self, module: nn.Module, media: Tensor) -> Tensor:
         encoder: Any = module
+        if is_absent(encoder.conv1) or is_absent(encoder.layer_norm):
+            return self._run_stage(encoder, media)
         return encoder(input_features=media.to(encoder.conv1.weight.dtype)).last_hidden_state
+
+    def _run_stage(self, encoder: Any, hidden: Tensor) -> Tensor:
+        """The forward of transformers' WhisperEncoder, from and up to any layer."""
+        if not is_absent(encoder.conv1):
+            hidden = nn.functional.gelu(encoder.conv1(hidden.to(encoder.conv1.weight.dtype)))
+            hidden = nn.functional.gelu(encoder.conv2(hidden)).permute(0, 2, 1)
+            hidden = hidden + encoder.embed_positions.weight
+            hidden = nn.functional.dropout(hidden, p=encoder.dropout, training=encoder.training)
+        for layer in encoder.layers:
+            hidden = layer(hidden, None)
+        return encoder.layer_norm(hidden)

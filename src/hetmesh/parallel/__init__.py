@@ -1,7 +1,7 @@
 """One module on its mesh: tensor, sequence and sharded data parallelism, checkpointing, and gradients as sums."""
 
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
-from hetmesh.parallel.apply import AdaptedModule, ParallelModule, parallelize, reduce_gradients
+from hetmesh.parallel.apply import AdaptedModule, ParallelModule, parallelize, reduce_gradients, start_reduction
 from hetmesh.parallel.compile import apply_compile
 from hetmesh.parallel.data_parallel import sum_gradients
 from hetmesh.parallel.fully_shard import apply_fully_shard
@@ -14,6 +14,7 @@ from hetmesh.parallel.tensor_parallel import (
     check_tensor_parallel_degree,
     tensor_parallel_degrees,
 )
+from hetmesh.parallel.tied import TiedCopies, sum_tied_copies, tied_copies
 
 __all__ = [
     "AdaptedModule",
@@ -21,6 +22,7 @@ __all__ = [
     "Options",
     "ParallelModule",
     "Rowwise",
+    "TiedCopies",
     "apply_activation_checkpoint",
     "apply_compile",
     "apply_fully_shard",
@@ -32,6 +34,9 @@ __all__ = [
     "local_part",
     "parallelize",
     "reduce_gradients",
+    "start_reduction",
     "sum_gradients",
+    "sum_tied_copies",
     "tensor_parallel_degrees",
+    "tied_copies",
 ]

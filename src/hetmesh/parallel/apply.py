@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,10 +17,11 @@ from hetmesh.layout.mesh import MeshSpec
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.blocks import blocks
 from hetmesh.parallel.compile import apply_compile
-from hetmesh.parallel.data_parallel import sum_gradients
+from hetmesh.parallel.data_parallel import start_sum, sum_gradients
 from hetmesh.parallel.fully_shard import apply_fully_shard
 from hetmesh.parallel.options import Options
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
+from hetmesh.parallel.stages import prune, shared_parameters, view
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
 from hetmesh.parallel.tokens import token_sharded
 
@@ -73,20 +74,35 @@ class ParallelModule:
     """A module on its mesh, as one member rank holds it.
 
     Attributes:
-        module: the nn.Module, with its own FQNs; sharded parameters are DTensors.
-        adapted: `module` as the runtime calls it, with a batch and rows.
-        spec: its mesh.
+        module: the nn.Module, with its own FQNs; sharded parameters are DTensors. Without the layers of pipeline stages
+            that other ranks hold.
+        stages: each stage of this rank as the runtime calls it, with a batch and rows.
+        spec: the mesh of a stage.
         device_mesh: the handle of `spec`.
         partial_over_tp: FQNs of the parameters whose gradients are partial sums over `tp` after a backward.
         summed_over_lanes: whether the backward itself sums gradients over lanes (FSDP and HSDP do).
+        tied: FQNs of the parameters that several layers of the whole module share.
     """
 
     module: nn.Module
-    adapted: AdaptedModule
+    stages: tuple[AdaptedModule, ...]
     spec: MeshSpec
     device_mesh: DeviceMesh
     partial_over_tp: tuple[str, ...] = ()
     summed_over_lanes: bool = False
+    tied: frozenset[str] = frozenset()
+
+    @property
+    def adapted(self) -> AdaptedModule:
+        """The whole module as the runtime calls it, where it is not split."""
+        (only,) = self.stages
+        return only
+
+    def parameters_of(self, stage: int) -> dict[str, nn.Parameter]:
+        """The parameters of entry `stage` of `stages` by FQN; one that several stages share belongs to the first."""
+        before = {id(p) for other in self.stages[:stage] for p in other.parameters()}
+        own = {id(p) for p in self.stages[stage].parameters()} - before
+        return {name: p for name, p in self.module.named_parameters() if id(p) in own}
 
 
 def parallelize(
@@ -96,6 +112,7 @@ def parallelize(
     device_mesh: DeviceMesh,
     plan: Mapping[str, Any] | None = None,
     options: Options = Options(),  # noqa: B008
+    runs: Sequence[Sequence[str]] | None = None,
 ) -> ParallelModule:
     """Shard `module` in place as `spec` says; only members call it. Nothing is sent: every rank holds the same full
     weights beforehand (`hetmesh.models.build_module`), so any layout starts from those of one process.
@@ -103,6 +120,7 @@ def parallelize(
     Args:
         plan: the tensor parallel plan; None takes the adapter's own.
         options: what else the recipe asks for.
+        runs: the layers of each pipeline stage that this rank holds, in order; None: all layers as one stage.
 
     Raises:
         LayoutError: the calling rank is no member, or `device_mesh` is not a handle of `spec`.
@@ -120,31 +138,46 @@ def parallelize(
         if options.sequence_parallel:
             over_tokens = apply_sequence_parallel(module, device_mesh["tp"], token_sharded(adapter))
             partial = tuple(dict.fromkeys((*partial, *over_tokens)))
+    tied = shared_parameters(module)
+    if runs is not None:
+        prune(module, adapter.layers(), [layer for run in runs for layer in run])
+        partial = tuple(name for name in partial if name in dict(module.named_parameters()))
     sharded = spec.axis_size("dp_shard") > 1
     dtype = next((p.dtype for p in module.parameters()), torch.get_default_dtype())
     compute_dtype = options.compute_dtype or dtype
     casts = compute_dtype != dtype and not sharded
-    adapted = AdaptedModule(adapter, module, compute_dtype, device_mesh.device_type if casts else None)
     layers = blocks(module, map(module.get_submodule, adapter.layers()))
     apply_activation_checkpoint(layers, options.activation_checkpoint)
     if options.compile_backend is not None:
         apply_compile(layers, options.compile_backend, device_mesh.device_type)
-    if sharded:
-        apply_fully_shard(adapted, layers, device_mesh, options)
-    return ParallelModule(module, adapted, spec, device_mesh, partial, sharded)
+    views = [module] if runs is None else [view(module, adapter.layers(), run) for run in runs]
+    autocast = device_mesh.device_type if casts else None
+    stages = tuple(AdaptedModule(adapter, each, compute_dtype, autocast) for each in views)
+    for stage in stages if sharded else ():
+        held = set(stage.modules())
+        apply_fully_shard(stage, [layer for layer in layers if layer in held], device_mesh, options)
+    return ParallelModule(module, stages, spec, device_mesh, partial, sharded, tied)
 
 
 def reduce_gradients(parallel: ParallelModule) -> None:
-    """Complete the gradients that accumulated on the members: sum those partial over `tp`, then all over lanes, unless
-    the backward has done that.
+    """Complete the gradients that accumulated on the members; see `start_reduction`, whose end it awaits."""
+    for stage in range(len(parallel.stages)):
+        start_reduction(parallel, stage)()
 
-    Collective over the module's mesh; call it once per step, after the last backward.
+
+def start_reduction(parallel: ParallelModule, stage: int = 0) -> Callable[[], None]:
+    """Begin to complete the gradients of entry `stage` of `parallel.stages`: sum those partial over `tp`, then all over
+    lanes, unless the backward has done that.
+
+    Collective over the mesh of the stage; call it once per step, after the stage's last backward.
+
+    Returns:
+        What waits for the sums and writes them into the gradients.
     """
-    mesh = parallel.device_mesh
-    parameters = dict(parallel.module.named_parameters())
-    if parallel.partial_over_tp:
-        sum_gradients([parameters[name] for name in parallel.partial_over_tp], [mesh.get_group("tp")])
-    if parallel.summed_over_lanes:
-        return
+    mesh, parameters = parallel.device_mesh, parallel.parameters_of(stage)
+    if partial := [parameters[name] for name in parallel.partial_over_tp if name in parameters]:
+        sum_gradients(partial, [mesh.get_group("tp")])
     lanes = [axis for axis in LANE_AXES if parallel.spec.axis_size(axis) > 1]
-    sum_gradients(parameters.values(), [mesh.get_group(axis) for axis in lanes])
+    if parallel.summed_over_lanes or not lanes:
+        return lambda: None
+    return start_sum(list(parameters.values()), mesh.get_group(lanes[0]))

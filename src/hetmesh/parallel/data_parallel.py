@@ -3,7 +3,7 @@ is a sum over targets, scaled once by 1 / (global targets)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ BUCKET_BYTES = 64 * 2**20
 that the packed copy does not either."""
 
 
-def sum_gradients(parameters: Iterable[nn.Parameter], groups: Sequence[dist.ProcessGroup]) -> None:
+def sum_gradients(parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup]) -> None:
     """Replace every gradient by its sum over `groups`, one group after another (the axes of a mesh).
 
     Collective: every rank of a group calls it with corresponding parameters; of DTensors the local parts are summed.
@@ -24,17 +24,28 @@ def sum_gradients(parameters: Iterable[nn.Parameter], groups: Sequence[dist.Proc
     counts as zero, and stays None if it is missing on every rank, as in a single process. Frozen parameters are left
     out. Order and packing are fixed, so the result is deterministic.
     """
-    groups = [group for group in groups if dist.get_world_size(group) > 1]
-    buckets = [_Bucket(members) for members in _split([p for p in parameters if p.requires_grad])] if groups else []
-    for bucket in buckets:
-        bucket.move(_device(groups[0]))
     for group in groups:
-        works = [dist.all_reduce(bucket.flat, group=group, async_op=True) for bucket in buckets]
-        for work in works:
+        start_sum(parameters, group)()
+
+
+def start_sum(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Callable[[], None]:
+    """As `sum_gradients` over one group, but only begin: gradients must not change until what it returns was called,
+    which waits and writes the sums."""
+    if dist.get_world_size(group) == 1:
+        return lambda: None
+    buckets = [_Bucket(members) for members in _split([p for p in parameters if p.requires_grad])]
+    works = []
+    for bucket in buckets:
+        bucket.move(_device(group))
+        works.append(dist.all_reduce(bucket.flat, group=group, async_op=True))
+
+    def finish() -> None:
+        for bucket, work in zip(buckets, works, strict=True):
             assert work is not None
             work.wait()
-    for bucket in buckets:
-        bucket.unpack()
+            bucket.unpack()
+
+    return finish
 
 
 class _Bucket:

@@ -64,7 +64,7 @@ class ShardedTokens(AllTokens):
         start, stop = self._span(total)
         return positions[(positions >= start) & (positions < stop)] - start
 
-    def as_input(self, flat: Tensor, embeddings: Tensor) -> Tensor:
+    def as_input(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
         return flat[None]
 
     def mask(self, flat: Tensor) -> Tensor | None:

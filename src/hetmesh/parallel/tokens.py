@@ -17,9 +17,9 @@ class AllTokens:
         """Positions among all `total` flat tokens -> those that this rank keeps, as positions in its share."""
         return positions
 
-    def as_input(self, flat: Tensor, embeddings: Tensor) -> Tensor:
-        """The kept tokens `[kept, features]` as the first block takes them; `embeddings` are all, `[B, S, h]`."""
-        return flat.view_as(embeddings)
+    def as_input(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The kept tokens `[kept, features]` as the first block takes them; `shape` is that of all, `(B, S)`."""
+        return flat.view(*shape, -1)
 
     def mask(self, flat: Tensor) -> Tensor | None:
         """The attention mask to hand to a model that would otherwise make one from the shape of its input; `split`

@@ -1,5 +1,11 @@
-"""The runtime executes schedules on real processes."""
+"""The runtime executes schedules on real processes.
 
-from hetmesh.runtime.runtime import LoadBatch, Loss, Observe, Runtime
+runtime.py   what is built once per run
+step.py      what one rank keeps while it runs one schedule
+backward.py  the backward of a stage, whole or in two parts
+"""
 
-__all__ = ["LoadBatch", "Loss", "Observe", "Runtime"]
+from hetmesh.runtime.runtime import Recording, Reducer, Runtime
+from hetmesh.runtime.step import LoadBatch, Loss, Observe, edge_name
+
+__all__ = ["LoadBatch", "Loss", "Observe", "Recording", "Reducer", "Runtime", "edge_name"]

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from hetmesh.graph import Stage, StageGraph
 from hetmesh.schedule.actions import Action, Kind, Schedule, backward_kinds
-from hetmesh.schedule.groups import Capped, Fixed, caps_by_distance
+from hetmesh.schedule.groups import Capped, Fixed
 from hetmesh.schedule.options import DEFAULT, PolicyOptions
 from hetmesh.schedule.order import Group, last_backwards, list_schedule, nominal, with_messages
 from hetmesh.schedule.validate import peak_in_flight, validate
@@ -25,47 +25,54 @@ def interleaved(
     makespan.
     """
     groups: list[Group] = []
-    given: dict[Stage, int] = {}
-    for name in dict.fromkeys(s.module for s in reversed(stages.stages)):
-        own = stages.of_module(name)
-        ranks = _pipeline_ranks(stages, own)
-        if len(ranks) == len(own):
+    caps: dict[Stage, int] = {}
+    shared: set[Stage] = set()
+    for stage in reversed(stages.stages):
+        if stage in caps:
             continue
-        for r in range(len(ranks)):
-            chunks = own[r :: len(ranks)]
-            sequence = tuple(_sequence(stages, chunks, r, len(ranks), microbatches, training, options.early))
-            groups.append(Fixed(chunks, sequence))
-            given |= {chunk: _peak(sequence, chunk, stages) for chunk in chunks}
-    caps = caps_by_distance(stages, given)
-    groups += [
-        Capped(s, stages, range(microbatches), caps[s], backwards=training)
-        for s in reversed(stages.stages)
-        if s not in given
-    ]
+        own = stages.of_module(stage.module)
+        p = len(dict.fromkeys(stages.ranks_of(s) for s in own))
+        downstream = max((caps[e.destination] for e in stages.outputs(stage)), default=0)
+        if p == len(own):
+            caps[stage] = 1 + downstream
+            groups.append(Capped(stage, stages, range(microbatches), caps[stage], backwards=training))
+            continue
+        for r in range(p):
+            sequence = tuple(_sequence(stages, own[r::p], r, p, microbatches, training, options.early, downstream))
+            groups.append(Fixed(own[r::p], sequence))
+            caps |= {s: _peak(sequence, s) for s in own[r::p]}
+        shared |= set(own)
     order = list_schedule(stages, groups, nominal)
     none: frozenset[Stage] = frozenset()
     actions = with_messages(order, stages, none, last_backwards(order, stages, none) if training else ())
     schedule = Schedule(stages, microbatches, actions, training)
-    held = {s: caps[s] if s not in given else peak_in_flight(schedule, s) for s in stages.stages}
+    held = {s: peak_in_flight(schedule, s) if s in shared else caps[s] for s in stages.stages}
     return validate(Schedule(stages, microbatches, actions, training, in_flight=held))
 
 
-def _pipeline_ranks(stages: StageGraph, own: tuple[Stage, ...]) -> list[tuple[int, ...]]:
-    return list(dict.fromkeys(stages.ranks_of(s) for s in own))
-
-
 def _sequence(
-    stages: StageGraph, chunks: tuple[Stage, ...], r: int, p: int, microbatches: int, training: bool, early: bool
+    stages: StageGraph,
+    chunks: tuple[Stage, ...],
+    r: int,
+    p: int,
+    microbatches: int,
+    training: bool,
+    early: bool,
+    downstream: int,
 ) -> Iterator[Action]:
-    """What pipeline rank `r` of `p` does, in order."""
+    """What pipeline rank `r` of `p` does, in order.
+
+    Args:
+        downstream: microbatches that modules behind this one hold before their first backward.
+    """
     forwards = list(_rounds(chunks, p, microbatches))
     backwards = [
-        (s, m)
-        for s, m in _rounds(chunks[::-1], p, microbatches)
-        if training and backward_kinds(s, stages, frozenset())
+        (s, m) for s, m in _rounds(chunks[::-1], p, microbatches) if training and backward_kinds(s, stages, frozenset())
     ]
-    ahead_of_last = (p - 1 - r) * (2 if early else 1) + (len(chunks) - 1) * max(_round_sizes(p, microbatches), default=0)
-    warm = min(ahead_of_last, len(forwards)) if backwards else len(forwards)
+    size = _round_sizes(p, microbatches)[0]
+    warm = (p - 1 - r) * (2 if early else 1) + (len(chunks) - 1) * size
+    warm += len(chunks) * size * -(-downstream // size)  # whole rounds that those behind wait for
+    warm = min(warm, len(forwards)) if backwards else len(forwards)
     yield from (Action(Kind.FORWARD, s, m) for s, m in forwards[:warm])
     ahead = iter(forwards[warm:])
     for s, m in backwards:
@@ -90,7 +97,7 @@ def _round_sizes(p: int, microbatches: int) -> list[int]:
     return [microbatches // rounds + (i < microbatches % rounds) for i in range(rounds)]
 
 
-def _peak(sequence: tuple[Action, ...], stage: Stage, stages: StageGraph) -> int:
+def _peak(sequence: tuple[Action, ...], stage: Stage) -> int:
     """The most microbatches of `stage` between forward and backward in a rank's sequence."""
     held = most = 0
     for action in sequence:

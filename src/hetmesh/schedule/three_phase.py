@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from hetmesh.graph import StageGraph
+from hetmesh.graph import Stage, StageGraph
 from hetmesh.schedule.actions import Action, Schedule
 from hetmesh.schedule.groups import Capped, caps_by_distance
 from hetmesh.schedule.options import DEFAULT, PolicyOptions
@@ -29,7 +29,7 @@ def three_phase(
     others = tuple(s for s in stages.stages if s not in sink)
     caps = {s: n for s, n in caps_by_distance(stages).items() if s in sink} | dict.fromkeys(others, window)
     order: list[Action] = []
-    none = frozenset()
+    none: frozenset[Stage] = frozenset()
     for first in range(0, microbatches, window):
         some = range(first, min(first + window, microbatches))
         phases = [

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hetmesh.graph import Stage
 from hetmesh.models.adapter import Adapter
+from hetmesh.runtime import Reducer
 from hetmesh.training.gradients import scale
 from hetmesh.training.job import Job
 
@@ -26,9 +29,9 @@ class ScaleGradient:
     factor: float = 2.0
 
     def __call__(self, job: Job) -> None:
-        if self.module in job.runtime.modules:
-            parameters = list(job.runtime.modules[self.module].parameters())
-            _after_reduce(job, self.module, lambda: scale(parameters, self.factor))
+        for stage in _stages(job, self.module):
+            parameters = list(job.runtime.modules[stage].parameters())
+            _after_reduce(job, stage, partial(scale, parameters, self.factor))
 
 
 @dataclass(frozen=True)
@@ -39,15 +42,11 @@ class DropReplica:
     lane: int = 0
 
     def __call__(self, job: Job) -> None:
-        if self.module in job.runtime.modules and job.graph[self.module].lane_of(job.world.rank) == self.lane:
-            parameters = list(job.runtime.modules[self.module].parameters())
-            reduce = job.runtime.reducers[self.module]
-
-            def dropped() -> None:
-                scale(parameters, 0.0)
-                reduce()
-
-            _set(job.runtime.reducers, self.module, dropped)
+        if job.graph[self.module].lane_of(job.world.rank) != self.lane:
+            return
+        for stage in _stages(job, self.module):
+            parameters = list(job.runtime.modules[stage].parameters())
+            _set(job.runtime.reducers, stage, partial(_dropped, parameters, job.runtime.reducers[stage]))
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,8 @@ class PermuteRows:
     module: str
 
     def __call__(self, job: Job) -> None:
-        if self.module in job.runtime.modules:
-            adapted = job.runtime.modules[self.module]
-            adapted.adapter = _Reversed(job.adapters[self.module])  # type: ignore[assignment]
+        for stage in _stages(job, self.module)[:1]:
+            job.runtime.modules[stage].adapter = _Reversed(job.adapters[self.module])  # type: ignore[assignment]
 
 
 class _Wrapped:
@@ -111,15 +109,30 @@ class _Swapped(_Wrapped):
         raise AssertionError(f"the samples {ids} belong to no microbatch of lane {self._lane}")
 
 
-def _after_reduce(job: Job, module: str, then: Callable[[], None]) -> None:
-    reduce = job.runtime.reducers[module]
-
-    def both() -> None:
-        reduce()
-        then()
-
-    _set(job.runtime.reducers, module, both)
+def _stages(job: Job, module: str) -> list[Stage]:
+    """The stages of a module that this rank holds."""
+    return [stage for stage in job.runtime.modules if stage.module == module]
 
 
-def _set(mapping: Any, key: str, value: Any) -> None:
+def _after_reduce(job: Job, stage: Stage, then: Callable[[], None]) -> None:
+    reduce = job.runtime.reducers[stage]
+
+    def start() -> Callable[[], None]:
+        finish = reduce()
+
+        def both() -> None:
+            finish()
+            then()
+
+        return both
+
+    _set(job.runtime.reducers, stage, start)
+
+
+def _dropped(parameters: list[nn.Parameter], reduce: Reducer) -> Callable[[], None]:
+    scale(parameters, 0.0)
+    return reduce()
+
+
+def _set(mapping: Any, key: object, value: Any) -> None:
     mapping[key] = value

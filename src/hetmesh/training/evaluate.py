@@ -57,8 +57,10 @@ def evaluate(job: Job, source: Source, limit: int | None = None) -> Evaluation:
     Training goes on afterwards as if this had not been: modules are in evaluation mode for the duration (no dropout),
     and the random state is left as it was.
     """
-    training = [module for module in job.root.modules() if module.training]
-    job.root.eval()
+    parts = (job.root, *job.runtime.modules.values())
+    training = [module for part in parts for module in part.modules() if module.training]
+    for part in parts:
+        part.eval()
     try:
         with torch.random.fork_rng():
             return _evaluate(job, source, limit)

@@ -9,6 +9,7 @@ from torch import Tensor
 from hetmesh.balance import BatchPlan
 from hetmesh.data.loader import Drawn, Loader
 from hetmesh.data.source import Sample
+from hetmesh.graph import Stage
 from hetmesh.models.adapter import Adapter
 
 
@@ -24,11 +25,12 @@ class Feed:
         self.loader, self.drawn, self.plan, self.adapters, self.rank = loader, drawn, plan, adapters, rank
         self._samples: dict[int, Sample] = {}
 
-    def __call__(self, module: str, microbatch: int) -> dict[str, Tensor]:
-        """The module's own inputs on this rank's lane; see `Adapter.collate`."""
+    def __call__(self, stage: Stage, microbatch: int) -> dict[str, Tensor]:
+        """The stage's own inputs on this rank's lane; see `Adapter.collate`."""
+        module = stage.module
         spec = self.plan.graph[module]
-        if self.plan.graph.inputs(module) and module != self.plan.graph.sink.name:
-            return {}  # rows only
+        if module != self.plan.graph.sink.name and (self.plan.graph.inputs(module) or stage.index > 0):
+            return {}  # rows or activations only
         lane = spec.lane_of(self.rank)
         assert lane is not None
         indices = self.plan.samples_of(module, microbatch, lane)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,21 @@ def squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return torch.stack(torch._foreach_norm(grads, 2)).double().square().sum().cpu()
 
 
-def counted(modules: Iterable[tuple[nn.Module, MeshSpec]], rank: int) -> list[nn.Parameter]:
+def counted(
+    modules: Iterable[tuple[nn.Module, MeshSpec]], rank: int, elsewhere: Collection[int] = ()
+) -> list[nn.Parameter]:
     """The parameters of which `rank` holds the first replica: the sum of their `squared_norm` over all ranks of the job
-    is that of the whole model, whatever the meshes."""
-    return [p for module, mesh in modules for p in module.parameters() if holds_first_replica(p, mesh, rank)]
+    is that of the whole model, whatever the meshes.
+
+    Args:
+        elsewhere: ids of parameters of which another pipeline stage holds the first copy.
+    """
+    return [
+        p
+        for module, mesh in modules
+        for p in module.parameters()
+        if id(p) not in elsewhere and holds_first_replica(p, mesh, rank)
+    ]
 
 
 def reduce_over_ranks(values: Iterable[Tensor | float], world: World) -> list[float]:

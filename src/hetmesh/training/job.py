@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from hetmesh.balance import BatchPlan, in_order
 from hetmesh.boundary import World
@@ -17,7 +19,7 @@ from hetmesh.data.loader import Loader
 from hetmesh.data.registry import make_source
 from hetmesh.data.source import Source
 from hetmesh.errors import RecipeError
-from hetmesh.graph import ModuleGraph, SampleMeta, StageGraph, stage_graph
+from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, SampleMeta, Stage, StageGraph, stage_graph
 from hetmesh.models import (
     Adapter,
     add_lora,
@@ -31,15 +33,16 @@ from hetmesh.models import (
     pretrained_of,
     stand_ins,
 )
-from hetmesh.parallel import Options, parallelize, reduce_gradients
+from hetmesh.parallel import Options, TiedCopies, parallelize, start_reduction, sum_tied_copies, tied_copies
 from hetmesh.parallel.tokens import token_sharded
-from hetmesh.runtime import Runtime
-from hetmesh.schedule import POLICIES, Schedule
+from hetmesh.runtime import Reducer, Runtime
+from hetmesh.schedule import POLICIES, PolicyOptions, Schedule
 from hetmesh.training.loss import sum_cross_entropy
 from hetmesh.training.meshes import splits_tokens, table_of
 from hetmesh.training.optimizers import Root
 from hetmesh.training.recipe import Recipe
 from hetmesh.training.recipe_sections import ModuleParallelism
+from hetmesh.training.splits import split_modules
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -57,7 +60,7 @@ def describe(recipe: Recipe) -> tuple[Source, dict[str, Adapter], ModuleGraph]:
     for name, adapter in adapters.items():
         _check_options(recipe, name, adapter)
     modules = tuple(replace(m, features=adapters[m.name].out_features or 0) for m in graph.modules)
-    return source, adapters, ModuleGraph(modules, graph.boundaries)
+    return source, adapters, split_modules(recipe, ModuleGraph(modules, graph.boundaries), adapters)
 
 
 def _check_directories(recipe: Recipe) -> None:
@@ -177,6 +180,7 @@ class Job:
     loader: Loader
     root: Root
     runtime: Runtime
+    counted_elsewhere: frozenset[int] = frozenset()  # ids of parameters that are copies of another stage's
 
     @classmethod
     def assemble(cls, recipe: Recipe, world: World) -> Job:
@@ -184,12 +188,14 @@ class Job:
         source, adapters, graph = describe(recipe)
         # Rows travel in the dtype in which their producer computes.
         dtypes = {n: module_options(recipe, n).compute_dtype or DTYPES[recipe.training.dtype] for n in graph.order}
+        stages = stage_graph(graph)
         modules: dict[str, nn.Module] = {}
-        adapted: dict[str, nn.Module] = {}
-        reducers: dict[str, Callable[[], None]] = {}
+        adapted: dict[Stage, nn.Module] = {}
+        reducers: dict[Stage, Reducer] = {}
+        tied: list[TiedCopies] = []
         for name in graph.order:
-            spec = graph[name]
-            mesh = world.device_mesh(spec.mesh)  # on all ranks, members or not, in graph order
+            own, mesh = _own_stages(world, graph[name])
+            tied_groups = _tied_groups(world, graph[name])
             if mesh is None:
                 continue
             pretrained = pretrained_of(name, recipe.modules[name])
@@ -197,23 +203,32 @@ class Job:
             if pretrained is None:
                 module = module.to(world.device)
             plan = lora_plan(module, {**adapters[name].tensor_parallel_plan(), **recipe.modules[name].plan})
-            parallel = parallelize(adapters[name], module, spec.mesh, mesh, plan, module_options(recipe, name))
+            runs = [graph[name].stage_layers(stage.index) for stage in own] if graph[name].splits else None
+            spec = graph[name].stage_mesh(own[0].index)
+            parallel = parallelize(adapters[name], module, spec, mesh, plan, module_options(recipe, name), runs)
             if pretrained is not None:
                 device = (
                     "cpu" if module_options(recipe, name).cpu_offload and parallel.summed_over_lanes else world.device
                 )
-                load_weights(adapters[name], parallel.module, pretrained, device, root=parallel.adapted)
-            modules[name], adapted[name] = parallel.module, parallel.adapted
-            reducers[name] = partial(reduce_gradients, parallel)
-        runtime = Runtime(world, graph, adapted, reducers=reducers, loss=sum_cross_entropy, dtypes=dtypes)
+                load_weights(adapters[name], parallel.module, pretrained, device, roots=parallel.stages)
+            modules[name] = parallel.module
+            adapted |= zip(own, parallel.stages, strict=True)
+            trained = ((i, stage) for i, stage in enumerate(own) if stage in stages.trainable_stages)
+            reducers |= {stage: partial(start_reduction, parallel, i) for i, stage in trained}
+            tied += tied_copies(graph[name], own, parallel, tied_groups)
+        runtime = Runtime(
+            world,
+            graph,
+            adapted,
+            reducers=reducers,
+            loss=sum_cross_entropy,
+            dtypes=dtypes,
+            finish=partial(sum_tied_copies, tied, world),
+        )
         prepare = make_prepare(recipe, graph, adapters)
         loader = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed)
-        return cls(recipe, world, graph, adapters, loader, Root(modules.items()), runtime)
-
-    @cached_property
-    def stages(self) -> StageGraph:
-        """The stage graph of the modules."""
-        return stage_graph(self.graph)
+        elsewhere = frozenset(id(copy.parameter) for copy in tied if not copy.first)
+        return cls(recipe, world, graph, adapters, loader, Root(modules.items()), runtime, elsewhere)
 
     def plan(self, samples: Sequence[SampleMeta]) -> BatchPlan:
         """The batch plan of a global batch; equal on every rank."""
@@ -221,7 +236,7 @@ class Job:
 
     def schedule(self, plan: BatchPlan, *, training: bool = True) -> Schedule:
         """The schedule of a step."""
-        return POLICIES[self.recipe.schedule](self.stages, plan.num_microbatches, training)
+        return recipe_schedule(self.recipe, self.graph, plan.num_microbatches, training)
 
     @property
     def sink_lane(self) -> int:
@@ -232,8 +247,45 @@ class Job:
     @property
     def counts_loss(self) -> bool:
         """Whether this rank stands for its lane of the sink: the first of the replicas that compute the same loss."""
-        mesh = self.graph.sink.lane_mesh
+        mesh = self.graph.sink.stage_mesh(-1).merge(LANE_AXES, "lane")
         coordinate = mesh.coordinate(self.world.rank)
         return coordinate is not None and all(
             c == 0 for axis, c in zip(mesh.axes, coordinate, strict=True) if axis != "lane"
         )
+
+
+def recipe_schedule(recipe: Recipe, graph: ModuleGraph, microbatches: int, training: bool = True) -> Schedule:
+    """The schedule that `recipe` asks for, of a step of so many microbatches."""
+    options = PolicyOptions(
+        window=recipe.schedule_key("three_phase_window"),
+        recompute=bool(recipe.schedule_key("three_phase_recompute")),
+        offload=bool(recipe.schedule_key("three_phase_offload")),
+        early=bool(recipe.schedule_key("interleaved_early_warmup")),
+    )
+    return POLICIES[recipe.schedule](cached_stage_graph(graph), microbatches, training, options)
+
+
+@lru_cache(maxsize=64)
+def cached_stage_graph(graph: ModuleGraph) -> StageGraph:
+    """`stage_graph`, once per graph: policies cache by it."""
+    return stage_graph(graph)
+
+
+def _own_stages(world: World, spec: ModuleSpec) -> tuple[tuple[Stage, ...], DeviceMesh | None]:
+    """The stages of a module that this rank holds, and their mesh. On all ranks, members or not, in graph order."""
+    meshes = {i: world.device_mesh(spec.stage_mesh(i)) for i in range(spec.mesh.axis_size("pp"))}
+    own = [i for i in range(spec.num_stages) if world.rank in spec.stage_mesh(i)]
+    mesh = meshes[own[0] % len(meshes)] if own else None
+    return tuple(Stage(spec.name, i) for i in own), mesh
+
+
+def _tied_groups(world: World, spec: ModuleSpec) -> dict[int, dist.ProcessGroup]:
+    """Per rank of the first and last stage, the group of the two ranks that hold the same shard of what is tied."""
+    if spec.mesh.axis_size("pp") == 1:
+        return {}
+    groups: dict[int, dist.ProcessGroup] = {}
+    for pair in zip(spec.stage_mesh(0).ranks, spec.stage_mesh(-1).ranks, strict=True):
+        group = world.group(sorted(pair))
+        if group is not None:
+            groups |= dict.fromkeys(pair, group)
+    return groups

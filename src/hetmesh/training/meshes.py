@@ -132,10 +132,16 @@ def _meshes(recipe: Recipe, graph: ModuleGraph) -> dict[str, MeshSpec]:
         if name in tables:
             meshes[name] = _mesh(f"parallelism.{name}", tables[name], everywhere)
         elif consumers := graph.outputs(name):
-            meshes[name] = meshes[consumers[0].destination]
+            meshes[name] = _first_stage(meshes[consumers[0].destination])
         else:
             meshes[name] = MeshSpec(everywhere, ("dp_replicate",), (len(everywhere),))
     return {name: meshes[name] for name in recipe.modules}
+
+
+def _first_stage(mesh: MeshSpec) -> MeshSpec:
+    """Where a module lies that takes its consumer's mesh: on the ranks that its rows go to."""
+    mesh = mesh.slice("pp", 0)
+    return MeshSpec(mesh.ranks, ("dp_replicate",), (1,)) if mesh.axes == ("pp",) else mesh
 
 
 def _all_ranks(tables: Mapping[str, ModuleParallelism]) -> tuple[int, ...]:

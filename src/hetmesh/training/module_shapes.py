@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 def module_shapes(recipe: Recipe, adapters: Mapping[str, Adapter]) -> dict[str, ModuleShape | None]:
     """Per module its sizes; None for one that cannot be built on the meta device."""
-    return {name: _shape(recipe, adapter, name) for name, adapter in adapters.items()}
+    return {name: module_shape_of(recipe, adapter, name) for name, adapter in adapters.items()}
 
 
-def _shape(recipe: Recipe, adapter: Adapter, name: str) -> ModuleShape | None:
+def module_shape_of(recipe: Recipe, adapter: Adapter, name: str) -> ModuleShape | None:
+    """The sizes of one module; None for one that cannot be built on the meta device."""
     try:
         with torch.device("meta"):
             module = full_module(recipe, adapter, name)

@@ -88,16 +88,17 @@ class Recipe(sections.Section):
         return batch_sizes(
             local_batch_size=self.training.local_batch_size,
             global_batch_size=self.training.global_batch_size,
-            microbatch_size=self._schedule_key("pipeline_parallel_microbatch_size"),
+            microbatch_size=self.schedule_key("pipeline_parallel_microbatch_size"),
             lanes=self.lanes,
         )
 
     @property
     def schedule(self) -> sections.SchedulePolicy:
         """The schedule policy's name."""
-        return self._schedule_key("pipeline_parallel_schedule") or "sequential"
+        return self.schedule_key("pipeline_parallel_schedule") or "sequential"
 
-    def _schedule_key(self, key: str) -> Any:
+    def schedule_key(self, key: str) -> Any:
+        """A key of the whole run's schedule, from the sink's table or the flat one; None if neither has it."""
         own = self.parallelism.modules.get(self.sink)
         value = None if own is None else getattr(own, key)
         return getattr(self.parallelism, key) if value is None else value

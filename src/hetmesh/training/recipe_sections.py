@@ -156,6 +156,10 @@ class ScheduleKeys(Section):
 
     pipeline_parallel_schedule: SchedulePolicy | None = None  # None: "sequential"
     pipeline_parallel_microbatch_size: Size | None = None  # samples per LLM lane and microbatch; None: local_batch_size
+    three_phase_window: Size | None = None  # microbatches whose encoder forwards come together; None: all of the step
+    three_phase_recompute: bool | None = None  # encoders keep inputs only, and compute again before their backward
+    three_phase_offload: bool | None = None  # encoders' waiting activations are kept in the memory of the host
+    interleaved_early_warmup: bool | None = None  # warm up as Megatron-LM does: more in flight, messages better hidden
 
 
 class ModuleParallelism(ScheduleKeys):
@@ -168,6 +172,8 @@ class ModuleParallelism(ScheduleKeys):
     context_parallel_degree: Size = 1
     tensor_parallel_degree: Size = 1
     expert_parallel_degree: Size = 1
+    pipeline_parallel_layers_per_stage: Size | None = None  # more stages than pipeline ranks take turns on them
+    module_fqns_per_model_part: tuple[tuple[str, ...], ...] | None = None  # layers of each stage; None: equal time
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     enable_sequence_parallel: bool = False  # split activations between attention and MLP over tensor parallel ranks
 

@@ -1,0 +1,41 @@
+"""The backward of one stage, whole or in two parts. The autograd graph ends at the stage's inputs, which are leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetmesh._torch_compat import stage_backward_input, stage_backward_weight
+
+
+def backward(output: Tensor, gradient: Tensor | None) -> None:
+    """Add the gradients of all leaves to their `.grad`. `gradient` is that of `output`; None for a loss."""
+    if output.requires_grad:
+        torch.autograd.backward(output, gradient)
+
+
+class SplitBackward:
+    """A backward in two parts: `input_part` now, `weight_part` whenever there is time.
+
+    The weights' part is linear in what the inputs' part passes through each layer; torch keeps those intermediate
+    gradients between the parts (`torch.distributed.pipelining`).
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.groups: list[dict[str, Any]] = []
+
+    def input_part(self, output: Tensor, gradient: Tensor | None, leaves: Sequence[Tensor]) -> None:
+        """Add the gradients of `leaves` to their `.grad`."""
+        gradients = None if gradient is None else [gradient]
+        if output._is_view():  # torch detaches it in place, to free what only the inputs' part needed
+            output = output.clone()
+        _, self.groups = stage_backward_input([output], gradients, list(leaves), iter(self.parameters))
+
+    def weight_part(self) -> None:
+        """Add the gradients of the parameters to their `.grad`."""
+        stage_backward_weight(iter(self.parameters), self.groups)
+        self.groups = []

@@ -1,0 +1,202 @@
+"""What one rank keeps and does while it runs one schedule: outputs, leaves, gradients and transfers in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu
+
+from hetmesh.balance import BatchPlan
+from hetmesh.boundary import Exchange, Label
+from hetmesh.graph import Edge, Stage
+from hetmesh.layout import TransferPlan, plan_transfer
+from hetmesh.parallel.stages import PREVIOUS
+from hetmesh.runtime.backward import SplitBackward, backward
+from hetmesh.schedule import Action, Kind, Schedule
+
+if TYPE_CHECKING:
+    from hetmesh.runtime.runtime import Runtime
+
+LoadBatch = Callable[[Stage, int], Mapping[str, Tensor]]
+"""(stage, microbatch) -> the stage's own inputs on this rank's lane, on the CPU."""
+
+Loss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+"""(output of the sink, its batch) -> the summed loss of this lane and microbatch, a scalar."""
+
+Observe = Callable[[int, Tensor, Mapping[str, Tensor]], None]
+"""(microbatch, detached output of the sink, its batch): called after each forward of the sink."""
+
+
+class Step:
+    """One rank's state of one step; see `Runtime.run`."""
+
+    def __init__(
+        self, runtime: Runtime, schedule: Schedule, plan: BatchPlan, load_batch: LoadBatch, observe: Observe | None
+    ) -> None:
+        self.runtime, self.schedule, self.plan = runtime, schedule, plan
+        self.load_batch, self.observe = load_batch, observe
+        self.tags: dict[Edge, int] = {}
+        for i, edge in enumerate(schedule.stages.edges):
+            self.tags[edge], self.tags[edge.reversed] = 2 * i, 2 * i + 1
+        self.leaves: dict[tuple[Edge, int], Tensor] = {}
+        self.outputs: dict[tuple[Stage, int], Tensor] = {}
+        self.gradients: dict[tuple[Stage, int], Tensor] = {}
+        self.deferred: dict[tuple[Stage, int], SplitBackward] = {}
+        self.again: dict[tuple[Stage, int], Callable[[], Tensor]] = {}
+        self.exchanges: dict[tuple[Edge, int], Exchange] = {}
+        self.plans: dict[tuple[Edge, int], TransferPlan] = {}
+        self.sent: set[tuple[Edge, int]] = set()
+        self.taken: set[tuple[Edge, int]] = set()
+        self.loss_sum = torch.zeros((), dtype=torch.float64)
+
+    def execute(self, action: Action) -> None:
+        """Do one action in which this rank takes part; all but REDUCE."""
+        target, m = action.target, action.microbatch
+        if isinstance(target, Edge):
+            (self._send if action.kind is Kind.SEND else self._receive)(target, m)
+        elif action.kind is Kind.FORWARD:
+            self._forward(target, m)
+        elif action.kind is Kind.BACKWARD:
+            backward(self._output(target, m), self.gradients.pop((target, m), None))
+        elif action.kind is Kind.BACKWARD_INPUT:
+            self._backward_input(target, m)
+        else:
+            self.deferred.pop((target, m)).weight_part()
+
+    def _forward(self, stage: Stage, m: int) -> None:
+        stages, schedule = self.schedule.stages, self.schedule
+        device = self.runtime.world.device
+        batch = {key: value.to(device) for key, value in self.load_batch(stage, m).items()}
+        inputs = {PREVIOUS if e.internal else e.source.module: self._input(e, m) for e in stages.inputs(stage)}
+
+        def compute() -> Tensor:
+            # Where no gradient is needed nothing is kept for a backward: a frozen encoder holds no activations.
+            with torch.set_grad_enabled(schedule.training and stage in stages.backward_stages), self._kept(stage):
+                return self.runtime.modules[stage](batch, inputs)
+
+        if stage in schedule.recompute and schedule.training:
+            state = torch.get_rng_state()  # dropout must drop the same again
+            with torch.no_grad():
+                self.outputs[stage, m] = self.runtime.modules[stage](batch, inputs)
+            self.again[stage, m] = lambda: _with_rng_state(state, compute)
+            return
+        output = compute()
+        if stage == stages.sink:
+            if self.observe is not None:
+                self.observe(m, output.detach(), batch)
+            output = self.runtime.loss(output, batch)
+            self.loss_sum += output.detach().double().cpu()
+        self.outputs[stage, m] = output
+
+    def _kept(self, stage: Stage) -> AbstractContextManager[object]:
+        if stage not in self.schedule.offload:
+            return nullcontext()
+        return save_on_cpu(pin_memory=self.runtime.world.device.type == "cuda")
+
+    def _output(self, stage: Stage, m: int) -> Tensor:
+        """The output of a forward, on its autograd graph."""
+        output = self.outputs.pop((stage, m))
+        return self.again.pop((stage, m))() if (stage, m) in self.again else output
+
+    def _backward_input(self, stage: Stage, m: int) -> None:
+        leaves = [self.leaves[e, m] for e in self.schedule.stages.inputs(stage) if (e, m) in self.leaves]
+        split = SplitBackward(list(self.runtime.modules[stage].parameters()))
+        split.input_part(self._output(stage, m), self.gradients.pop((stage, m), None), leaves)
+        self.deferred[stage, m] = split
+
+    def _input(self, edge: Edge, m: int) -> Tensor:
+        """What came along an edge; kept for a backward only where its gradient is sent back."""
+        leaf = self.leaves[edge, m]
+        if not leaf.requires_grad:
+            del self.leaves[edge, m]
+        return leaf
+
+    def _send(self, edge: Edge, m: int) -> None:
+        self._exchange(edge, m)
+        if edge.source not in self.runtime.modules:
+            return
+        self.sent.add((edge, m))
+        stages = self.schedule.stages
+        kept = self.schedule.training and edge.source in stages.backward_stages
+        if edge in self._forward_edges and not kept and all((e, m) in self.sent for e in stages.outputs(edge.source)):
+            del self.outputs[edge.source, m]  # nothing will come back for it
+
+    def _receive(self, edge: Edge, m: int) -> None:
+        received = self._exchange(edge, m).finish_receiving()
+        assert received is not None
+        self.taken.add((edge, m))
+        if edge in self._forward_edges:
+            needs_gradient = self.schedule.training and edge in self.schedule.stages.gradient_edges
+            self.leaves[edge, m] = received.requires_grad_(needs_gradient)
+            return
+        key = (edge.destination, m)
+        # One module may feed several consumers: their gradients are summed, in the order of the schedule.
+        self.gradients[key] = self.gradients[key] + received if key in self.gradients else received
+
+    @property
+    def _forward_edges(self) -> tuple[Edge, ...]:
+        return self.schedule.stages.edges
+
+    def _exchange(self, edge: Edge, m: int) -> Exchange:
+        """The transfer along `edge`; SEND starts it."""
+        if (edge, m) not in self.exchanges:
+            self._forget()
+            runtime = self.runtime
+            forward = edge in self._forward_edges
+            local = None
+            if edge.source in runtime.modules:
+                local = self.outputs[edge.source, m].detach() if forward else self._leaf_gradient(edge.reversed, m)
+            exchange = Exchange(
+                runtime.world,
+                self._transfer_plan(edge, m, forward),
+                local,
+                runtime.dtypes[(edge if forward else edge.reversed).source.module],
+                Label(edge_name(edge if forward else edge.reversed), m, "forward" if forward else "backward"),
+                lowering=runtime.lowering,
+                tag=2 * len(self._forward_edges) * m + self.tags[edge],
+            )
+            self.exchanges[edge, m] = exchange.start()
+        return self.exchanges[edge, m]
+
+    def _transfer_plan(self, edge: Edge, m: int, forward: bool) -> TransferPlan:
+        edge = edge if forward else edge.reversed
+        if (edge, m) not in self.plans:
+            shape, src, dst = self.plan.edge_layouts(edge, m)
+            self.plans[edge, m] = plan_transfer(shape, src, dst, ranks_per_node=self.runtime.world.ranks_per_node)
+        plan = self.plans[edge, m]
+        return plan if forward else plan.transpose()
+
+    def _leaf_gradient(self, edge: Edge, m: int) -> Tensor:
+        leaf = self.leaves.pop((edge, m))
+        return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+    def _forget(self) -> None:
+        """Let go of transfers that are over, so that their buffers do not pile up over many microbatches."""
+        rank = self.runtime.world.rank
+        over = [
+            key
+            for key, exchange in self.exchanges.items()
+            if (key in self.taken or rank not in exchange.plan.dst.mesh) and exchange.completed()
+        ]
+        for key in over:
+            del self.exchanges[key]
+
+    def drain(self) -> None:
+        """Wait for the sends that are still in flight."""
+        for exchange in self.exchanges.values():
+            exchange.finish()
+
+
+def edge_name(edge: Edge) -> str:
+    """How logs and errors call a forward edge: as its boundary, or `llm.0->llm.1` inside a module."""
+    return str(edge) if edge.internal else f"{edge.source.module}->{edge.destination.module}"
+
+
+def _with_rng_state(state: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    with torch.random.fork_rng():
+        torch.set_rng_state(state)
+        return compute()
