@@ -94,7 +94,7 @@ def test_cells_and_layouts_in_words():
     many = RowSplit(0, tuple(((i, i + 1),) for i in range(6)))
     assert layout_text(Layout(MeshSpec.make(range(6), lane=6), (many,)), (6, 7)) == "lane 6: rows split, 1 to 1 each"
     one = Layout(MeshSpec.make([3], lane=1), (RowSplit(0, (((0, 5),),)),))
-    assert layout_text(one, (5, 7)) == "lane 1: all 5 rows"
+    assert layout_text(one, (5, 7)) == "all 5 rows on rank 3"
 
 
 def test_text_shows_ranks_modules_and_boundaries(views):

@@ -5,11 +5,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from hetmesh.boundary import World
-from hetmesh.errors import RecipeError
-from hetmesh.graph import Edge, Stage
 from hetmesh.testing import faults
 from hetmesh.testing.parity import ParityError, compare, reference, run
-from hetmesh.training.job import Job, describe
 from hetmesh.training.recipe import parse_recipe
 
 MODEL = """

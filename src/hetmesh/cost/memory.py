@@ -6,7 +6,7 @@ Activations, what FSDP gathers for a moment, and boundary buffers are not in her
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetmesh.cost.shapes import ModuleShape, WeightShape
@@ -36,21 +36,27 @@ class StaticMemory:
         return self.parameters + self.gradients + self.optimizer
 
 
-def static_memory(module: ModuleShape, mesh: MeshSpec, itemsize: int, optimizer: str) -> dict[int, StaticMemory]:
+def static_memory(
+    module: ModuleShape, mesh: MeshSpec, itemsize: int, optimizer: str, stages: Sequence[Collection[str]] = ()
+) -> dict[int, StaticMemory]:
     """Per rank of `mesh`, with shards as tensor parallelism and FSDP cut them (tensor parallelism first, then dim 0).
 
     Args:
         itemsize: bytes of one element of parameters, gradients and optimizer state.
         optimizer: its name in a recipe.
+        stages: the layers of each pipeline stage, stage i at coordinate i modulo the size of `pp`; none: not split.
     """
-    held: dict[tuple[int, int], StaticMemory] = {}  # by coordinate along tp and dp_shard: all else replicates
+    held: dict[tuple[int, int, int], StaticMemory] = {}  # by coordinate along pp, tp and dp_shard: all else replicates
     result = {}
     for rank in mesh.ranks:
         coordinate = dict(zip(mesh.axes, mesh.coordinate(rank) or (), strict=True))
-        key = coordinate.get("tp", 0), coordinate.get("dp_shard", 0)
+        key = coordinate.get("pp", 0), coordinate.get("tp", 0), coordinate.get("dp_shard", 0)
         if key not in held:
             sizes = mesh.axis_size("tp"), mesh.axis_size("dp_shard")
-            local = [(weight, local_elements(weight, sizes, key)) for weight in module.weights]
+            own = {layer for run in stages[key[0] :: mesh.axis_size("pp")] for layer in run}
+            kept = [layer for layer in module.layers if not stages or layer.name in own]
+            weights = ModuleShape(module.name, tuple(kept)).weights
+            local = [(weight, local_elements(weight, sizes, key[1:])) for weight in weights]
             trainable = itemsize * sum(n for weight, n in local if weight.trainable)
             elements = sum(n for _, n in local)
             held[key] = StaticMemory(

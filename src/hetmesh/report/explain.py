@@ -76,7 +76,8 @@ def _module(recipe: Recipe, plan: BatchPlan, name: str, shape: ModuleShape | Non
         dtype=dtype_name(recipe, name),
         parameters=shape.parameters if shape else None,
         trainable_parameters=shape.trainable_parameters if shape else None,
-        memory=static_memory(shape, mesh, itemsize, recipe.optimizer.name) if shape else {},
+        memory=static_memory(shape, mesh, itemsize, recipe.optimizer.name, spec.splits) if shape else {},
+        stages=spec.splits,
         work=whole,
         flops=module_flops(shape, whole, upstream=upstream) if shape else None,
         imbalance=imbalance(work),
@@ -144,11 +145,9 @@ def _positions(intervals: tuple[tuple[int, int], ...]) -> list[int]:
 
 def layout_text(layout: Layout, shape: tuple[int, ...]) -> str:
     """A layout in words: `"lane 2: rows split 768+768, tp 4: replicated"`."""
-    return ", ".join(
-        f"{axis} {size}: {_placement_text(placement, shape)}"
-        for axis, size, placement in zip(layout.mesh.axes, layout.mesh.sizes, layout.placements, strict=True)
-        if size > 1 or layout.mesh.ndim == 1
-    )
+    axes = zip(layout.mesh.axes, layout.mesh.sizes, layout.placements, strict=True)
+    words = [f"{axis} {size}: {_placement_text(placement, shape)}" for axis, size, placement in axes if size > 1]
+    return ", ".join(words) or f"all {shape[0]} rows on rank {layout.mesh.ranks[0]}"
 
 
 def _placement_text(placement: object, shape: tuple[int, ...]) -> str:

@@ -29,6 +29,7 @@ def _lines(view: RecipeView, width: int) -> Iterator[str]:
         f"  forward and backward: FLOPs of one step over all ranks, first global batch ({amount(view.tokens)}tokens)"
     )
     yield f"  state: parameters, gradients and {view.optimizer}'s state in {view.dtype}; activations come on top"
+    yield from _stages(view)
     if view.boundaries:
         yield ""
         yield "boundaries, in the first microbatch:"
@@ -90,6 +91,17 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         yield "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
+
+
+def _stages(view: RecipeView) -> Iterator[str]:
+    split = [module for module in view.modules if len(module.stages) > 1]
+    if split:
+        yield ""
+        yield "pipeline stages:"
+    for module in split:
+        for i, layers in enumerate(module.stages):
+            shown = layers[0] if len(layers) == 1 else f"{layers[0]} ... {layers[-1]} ({len(layers)} layers)"
+            yield f"  {module.name}.{i} at pp{i % module.axes.get('pp', 1)}: {shown}"
 
 
 def _boundary(boundary: BoundaryView) -> Iterator[str]:

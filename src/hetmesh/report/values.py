@@ -26,6 +26,7 @@ class ModuleView:
         work: in one step over the first global batch.
         flops: the same work over all ranks.
         imbalance: busiest lane over mean lane in that step, by rows.
+        stages: the layers of each pipeline stage, stage i at coordinate i modulo the size of `pp`; none: not split.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ModuleView:
     work: Work
     flops: Flops | None
     imbalance: float
+    stages: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)

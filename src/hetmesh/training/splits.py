@@ -54,7 +54,8 @@ def _split(recipe: Recipe, graph: ModuleGraph, module: ModuleSpec, adapter: Adap
     if given is not None:
         runs = tuple(map(tuple, given))
     else:
-        count = pp * _stages_per_rank(recipe, table, len(module.layers), pp)
+        layers = len(module.layers) - max(len(getattr(adapter, "first_layers", ())) - 1, 0)
+        count = pp * _stages_per_rank(recipe, table, layers, pp)
         runs = _default(recipe, graph, module, adapter, shape, count, key)
     _check_first_stage(runs, adapter, key)
     try:
@@ -83,7 +84,7 @@ def partition(costs: Sequence[float], stages: int) -> list[int]:
 def _stages_per_rank(recipe: Recipe, table: ModuleParallelism, layers: int, pp: int) -> int:
     if (size := table.pipeline_parallel_layers_per_stage) is not None:
         return max(-(-layers // (size * pp)), 1)
-    return 2 if recipe.schedule == "interleaved" and pp > 1 else 1
+    return 2 if recipe.schedule == "interleaved" and pp > 1 and layers >= 2 * pp else 1
 
 
 def _shape(recipe: Recipe, name: str, adapter: Adapter) -> ModuleShape | None:

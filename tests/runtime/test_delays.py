@@ -1,0 +1,103 @@
+"""H7: schedules do not depend on the relative speed of ranks."""
+
+import random
+import time
+
+import pytest
+import torch
+
+from hetmesh.boundary import World
+from hetmesh.parallel import local_gradient
+from hetmesh.runtime.step import Step
+from hetmesh.training.feed import Feed
+from hetmesh.training.job import Job
+from hetmesh.training.recipe import parse_recipe
+
+RECIPE = """
+[modules.vision]
+model = "siglip"
+config = {{ hidden_size = 8, num_hidden_layers = 2, num_attention_heads = 2, patch_size = 4, intermediate_size = 8 }}
+[modules.projector]
+model = "mlp"
+[modules.llm]
+model = "qwen3"
+config = {{ hidden_size = 8, num_hidden_layers = 2, num_attention_heads = 2, head_dim = 4, intermediate_size = 8 }}
+[[boundaries]]
+from = "vision"
+to = "projector"
+[[boundaries]]
+from = "projector"
+to = "llm"
+at = "image"
+[parallelism]
+pipeline_parallel_schedule = "{policy}"
+pipeline_parallel_microbatch_size = 1
+[parallelism.vision]
+{vision}
+[parallelism.llm]
+{llm}
+[data]
+source = "hetmesh.testing.sources:RandomMedia"
+[data.options]
+kinds = {{ image = [1, 8, 8] }}
+text_only = 0.3
+[training]
+local_batch_size = 5
+"""
+DISJOINT = {
+    "vision": "ranks = [0, 1]\npipeline_parallel_degree = 2",
+    "llm": "ranks = [2, 3]\npipeline_parallel_degree = 2",
+}
+COLOCATED = {
+    "vision": 'ranks = "0-3"',
+    "llm": 'ranks = "0-3"\npipeline_parallel_degree = 2\ntensor_parallel_degree = 2',
+}
+CASES = {
+    "1f1b": DISJOINT,
+    "interleaved": DISJOINT,
+    "zero_bubble": DISJOINT,
+    "three_phase": COLOCATED,
+    "1f1b colocated": COLOCATED,
+}
+
+
+def delayed_steps(rank, recipe, runs):
+    """Gradients of a step without delays, and whether those of `runs` steps with random delays are the same bits."""
+    torch.manual_seed(0)
+    world = World.current()
+    job = Job.assemble(recipe, world)
+    drawn = next(job.loader)
+    plan = job.plan([d.meta for d in drawn])
+    schedule, execute = job.schedule(plan), Step.execute
+    parameters = list(job.root.parameters())
+
+    def gradients():
+        for parameter in parameters:
+            parameter.grad = None
+        job.runtime.run(schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank))
+        return [None if (own := local_gradient(p)) is None else own.clone() for p in parameters]
+
+    def slow(step, action):
+        if chance.random() < 0.3:
+            time.sleep(chance.random() * slowness)
+        execute(step, action)
+
+    truth, equal = gradients(), []
+    Step.execute = slow
+    try:
+        for i in range(runs):
+            chance = random.Random(1000 * i + rank)
+            slowness = chance.choice([0.0, 0.002, 0.006])
+            others = gradients()
+            equal.append(all(a is b or torch.equal(a, b) for a, b in zip(truth, others, strict=True)))
+    finally:
+        Step.execute = execute
+    return equal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_random_delays_never_deadlock_and_never_change_gradients(pool4, case):
+    recipe = parse_recipe(RECIPE.format(policy=case.split()[0], **CASES[case]))
+    for equal in pool4.run(delayed_steps, recipe, 20, timeout=25):
+        assert equal == [True] * 20
