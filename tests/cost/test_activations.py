@@ -1,5 +1,7 @@
 """Bytes that layers keep, against what autograd saves."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -49,11 +51,8 @@ def qwen_block():
 @pytest.mark.parametrize("make", [siglip_block, qwen_block])
 @pytest.mark.parametrize("trainable", [True, False])
 def test_a_block_keeps_what_autograd_saves(make, trainable):
-    module, _, block, args, *kwargs = make()
+    module, shape, block, args, *kwargs = make()
     module.requires_grad_(trainable)
-    from dataclasses import replace
-
-    shape = make()[1]
     shape = replace(shape, weights=tuple(replace(w, trainable=trainable) for w in shape.weights))
     x = torch.randn(BATCH, LENGTH, 96, requires_grad=True)
     saved = saved_bytes(module, lambda: block(x, *args, **(kwargs[0] if kwargs else {})))

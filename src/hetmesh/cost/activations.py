@@ -8,6 +8,8 @@ layer with nothing trainable before it keeps nothing (Cornstarch, arXiv 2503.113
 
 from __future__ import annotations
 
+import itertools
+
 from hetmesh.cost.shapes import LayerShape, ModuleShape, WeightShape
 from hetmesh.cost.work import Work
 
@@ -30,11 +32,15 @@ def activation_bytes(
     products = [weight for weight in layer.weights if weight.per_row]
     if recompute and products:
         return itemsize * rows * _inputs(products[0])
-    kept = sum(_share(w, tp) * w.per_row * w.shape[0] for w in products) if len(products) > 1 else 0.0
+    if len(products) > 1:
+        kept = sum(_share(w, tp) * w.per_row * w.shape[0] for w in products) + _gate_elements(products, tp)
+        kept += layer.attention_width / tp  # the attention's output, which its backward reads
+        kept += sum(_norm_elements(w, layer, products[0], tp) for w in _root_mean_square_norms(layer))
+    elif products or not layer.weights or len(layer.weights[0].shape) > 1:
+        kept = 0.0
+    else:
+        kept = layer.weights[0].numel  # a norm keeps its input
     kept += sum(_input_share(w, tp) * w.per_row * _inputs(w) for w in _distinct(products))
-    kept += layer.attention_width / tp  # the attention's output, which its backward reads
-    if len(products) < 2 and not products and layer.weights and len(layer.weights[0].shape) == 1:
-        kept += layer.weights[0].numel  # a norm keeps its input
     return round(itemsize * rows * kept)
 
 
@@ -49,6 +55,30 @@ def _share(weight: WeightShape, tp: int) -> float:
 
 def _input_share(weight: WeightShape, tp: int) -> float:
     return 1 / tp if weight.tp_dim == 1 else 1.0
+
+
+def _gate_elements(products: list[WeightShape], tp: int) -> float:
+    """What the product of a gate and its other factor keeps beyond both: the activated gate."""
+    pairs = itertools.pairwise(products)
+    return sum(_share(a, tp) * a.shape[0] for a, b in pairs if a.shape == b.shape and a.shape[0] > _inputs(a))
+
+
+def _root_mean_square_norms(layer: LayerShape) -> list[WeightShape]:
+    """Elementwise weights without a bias beside them."""
+    names = {weight.name for weight in layer.weights}
+    return [
+        weight
+        for weight in layer.weights
+        if len(weight.shape) == 1 and weight.name.endswith(".weight") and f"{weight.name[:-6]}bias" not in names
+    ]
+
+
+def _norm_elements(norm: WeightShape, layer: LayerShape, first: WeightShape, tp: int) -> float:
+    """What transformers' RMSNorm keeps beyond its input: the normalised input, for its own weight's gradient. One over
+    heads stands between a projection and attention, which then keeps another tensor than the projection gave."""
+    if norm.numel == _inputs(first):
+        return norm.numel if norm.trainable else 0
+    return layer.attention_width / tp
 
 
 def _distinct(products: list[WeightShape]) -> list[WeightShape]:
