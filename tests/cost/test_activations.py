@@ -57,7 +57,7 @@ def test_a_block_keeps_what_autograd_saves(make, trainable):
     x = torch.randn(BATCH, LENGTH, 96, requires_grad=True)
     saved = saved_bytes(module, lambda: block(x, *args, **(kwargs[0] if kwargs else {})))
     predicted = activation_bytes(shape, WORK, 4, upstream=True)
-    assert predicted == pytest.approx(saved, rel=0.25)
+    assert predicted == pytest.approx(saved, rel=0.1)
 
 
 def test_a_frozen_layer_with_nothing_trainable_before_it_keeps_nothing():

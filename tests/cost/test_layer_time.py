@@ -30,7 +30,7 @@ def linear(trainable=True, tp_dim=None, **kwargs):
     return LayerShape("linear", (WeightShape("w", (48, 24), 1, trainable, tp_dim),), **kwargs)
 
 
-@pytest.mark.parametrize(("t", "g", "again"), itertools.product((False, True), repeat=3))
+@pytest.mark.parametrize(("t", "g", "again"), list(itertools.product((False, True), repeat=3)))
 def test_backward_is_forward_times_t_plus_g(t, g, again):
     time = layer_time(linear(t), WORK, RATES, upstream=g, recompute=again)
     f = time.forward

@@ -71,7 +71,7 @@ def test_what_cannot_be_cut_says_so():
 
 def graph(encoders):
     names = [f"e{i}" for i in range(encoders)]
-    mesh = MeshSpec.make([0])
+    mesh = MeshSpec.make([0], tp=1)
     modules = [ModuleSpec(name, mesh) for name in (*names, "projector", "llm")]
     edges = [BoundarySpec(names[0], "projector"), BoundarySpec("projector", "llm")]
     edges += [BoundarySpec(name, "llm") for name in names[1:]]
@@ -132,7 +132,7 @@ def test_a_frozen_encoder_gives_its_ranks_to_the_llm():
         "llm": Chain(f, (2.0,) * 8),
     }
     aware = stage_counts(g, chains, 8, 16)
-    assert {n: len(c) for n, c in aware.layers.items()} == {"e0": 2, "llm": 6} or aware.slowest <= 6
+    assert {n: len(c) for n, c in aware.layers.items()} == {"e0": 2, "llm": 6}
     blind = stage_counts(g, {n: c if n == "projector" else c.blind for n, c in chains.items()}, 8, 16)
     assert evaluate(g, chains, blind.layers, 16).seconds >= aware.seconds
     assert len(blind.layers["e0"]) == 4

@@ -34,12 +34,12 @@ def activation_bytes(
         return itemsize * rows * _inputs(products[0])
     if len(products) > 1:
         kept = sum(_share(w, tp) * w.per_row * w.shape[0] for w in products) + _gate_elements(products, tp)
-        kept += layer.attention_width / tp  # the attention's output, which its backward reads
         kept += sum(_norm_elements(w, layer, products[0], tp) for w in _root_mean_square_norms(layer))
     elif products or not layer.weights or len(layer.weights[0].shape) > 1:
         kept = 0.0
     else:
         kept = layer.weights[0].numel  # a norm keeps its input
+    kept += layer.attention_width / tp  # the attention's output, which its backward reads
     kept += sum(_input_share(w, tp) * w.per_row * _inputs(w) for w in _distinct(products))
     return round(itemsize * rows * kept)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from hetmesh.cost import (
     Profile,
     Rates,
     StageCost,
+    StaticMemory,
     StepCosts,
     TransferCost,
     Work,
@@ -226,7 +227,7 @@ class _StageModel:
         reshard, blocks = self.module.reshard, self.module.blocks
         return 0.0 if reshard == "never" else self._gather_of(lambda name: reshard == "always" or name in blocks)
 
-    def _gather_of(self, chosen) -> float:
+    def _gather_of(self, chosen: Callable[[str], bool]) -> float:
         group = self._group("dp_shard")
         elements: dict[str, int] = {}
         for name, count, _ in self._weights:
@@ -296,7 +297,7 @@ def _transfer(plan: TransferPlan, itemsize: int, machine: Machine) -> TransferCo
     return TransferCost(slowest.seconds(received[rank]), received[rank])
 
 
-def _optimizer(recipe: Recipe, modules, machine: Machine) -> dict[int, float]:
+def _optimizer(recipe: Recipe, modules: Iterable[_Module], machine: Machine) -> dict[int, float]:
     """Reading and writing parameters, gradients and state once; the seconds of what each rank holds of each module."""
     seconds: dict[int, float] = {}
     for rank, module, held in _held(recipe, modules):
@@ -307,14 +308,15 @@ def _optimizer(recipe: Recipe, modules, machine: Machine) -> dict[int, float]:
     return seconds
 
 
-def _static_bytes(recipe: Recipe, modules) -> dict[int, int]:
+def _static_bytes(recipe: Recipe, modules: Iterable[_Module]) -> dict[int, int]:
     total: dict[int, int] = {}
     for rank, _, held in _held(recipe, modules):
         total[rank] = total.get(rank, 0) + held.total
     return total
 
 
-def _held(recipe: Recipe, modules) -> Iterator:
+def _held(recipe: Recipe, modules: Iterable[_Module]) -> Iterator[tuple[int, _Module, StaticMemory]]:
+    """What each rank holds of each module, with the stages of its place in the pipeline."""
     for module in modules:
         pp = module.mesh.axis_size("pp")
         for coordinate in range(pp):
