@@ -95,10 +95,11 @@ def _machine(path: Path, table: Mapping[str, Any]) -> Machine:
             raise RecipeError(f"machine {path}: {key} must be a number of at least 0, got {value!r}")
     if numbers.get("efficiency") == 0:
         raise RecipeError(f"machine {path}: efficiency must be above 0")
+    typed: dict[str, Any] = {k: int(v) if k in _INTEGERS else float(v) for k, v in numbers.items()}
     return Machine(
         path.stem,
         str(table.get("source", path)),
         MappingProxyType({k: float(v) for k, v in peaks.items()}),
-        **{k: int(v) if k in _INTEGERS else float(v) for k, v in numbers.items()},
+        **typed,
         devices=tuple(table.get("devices", ())),
     )

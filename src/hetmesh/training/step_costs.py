@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +18,6 @@ from hetmesh.cost import (
     StageCost,
     StaticMemory,
     StepCosts,
-    TransferCost,
     Work,
     activation_bytes,
     computed_work,
@@ -28,21 +26,21 @@ from hetmesh.cost import (
     static_memory,
     upstream_flags,
 )
-from hetmesh.cost.collectives import gradient_sum_time, link, shard_gather_time, tensor_parallel_time
+from hetmesh.cost.collectives import gradient_sum_time, shard_gather_time, tensor_parallel_time
 from hetmesh.cost.memory import local_elements
 from hetmesh.errors import RecipeError
-from hetmesh.graph import Edge, ModuleGraph, Stage
-from hetmesh.layout import MeshSpec, TransferPlan, plan_transfer
+from hetmesh.graph import ModuleGraph, Stage
+from hetmesh.layout import MeshSpec
 from hetmesh.schedule import Schedule
 from hetmesh.training.job import DTYPES, module_options
 from hetmesh.training.meter import measure_peak
 from hetmesh.training.module_shapes import compute_dtype, module_shapes
+from hetmesh.training.transfer_costs import transfer_costs
 
 if TYPE_CHECKING:
     from hetmesh.models import Adapter
     from hetmesh.training.recipe import Recipe
 
-_SAMPLED = 32  # destination ranks whose bytes are counted; more are sampled evenly (lanes repeat along a mesh)
 _TOUCHED = {"AdamW": 8, "Adam": 8, "SGD": 4}  # elements read and written per parameter: norm, scaling and update
 
 
@@ -83,7 +81,7 @@ def recipe_step_costs(
     }
     return StepCosts(
         costs,
-        _transfers(recipe, plan, schedule, machine),
+        transfer_costs(recipe, plan, schedule, machine),
         {s: built[s].gather for s in stages.stages},
         {s: built[s].reduce for s in stages.stages if s in stages.trainable_stages},
         _optimizer(recipe, modules.values(), machine),
@@ -267,34 +265,6 @@ def _lane_work(plan: BatchPlan, name: str) -> list[tuple[Work, ...]]:
         )
         for m in range(plan.num_microbatches)
     ]
-
-
-def _transfers(
-    recipe: Recipe, plan: BatchPlan, schedule: Schedule, machine: Machine
-) -> dict[tuple[Edge, int], TransferCost]:
-    costs = {}
-    per_node = machine.ranks_per_node or None
-    for edge in schedule.stages.edges:
-        itemsize = compute_dtype(recipe, edge.source.module).itemsize
-        for m in range(schedule.microbatches):
-            shape, src, dst = plan.edge_layouts(edge, m)
-            forward = plan_transfer(shape, src, dst, ranks_per_node=per_node)
-            costs[edge, m] = _transfer(forward, itemsize, machine)
-            if schedule.training and edge in schedule.stages.gradient_edges:
-                costs[edge.reversed, m] = _transfer(forward.transpose(), itemsize, machine)
-    return costs
-
-
-def _transfer(plan: TransferPlan, itemsize: int, machine: Machine) -> TransferCost:
-    ranks = plan.dst.mesh.ranks
-    step = math.ceil(len(ranks) / _SAMPLED)
-    received = {rank: plan.bytes_received(rank, itemsize) for rank in ranks[::step]}
-    rank = max(received, key=lambda r: received[r])
-    if not received[rank]:
-        return TransferCost()
-    senders = {p.src for each in plan.steps for p in each.received(rank) if p.src != rank}
-    slowest = max((link(machine, (s, rank)) for s in senders), key=lambda joined: joined.seconds(received[rank]))
-    return TransferCost(slowest.seconds(received[rank]), received[rank])
 
 
 def _optimizer(recipe: Recipe, modules: Iterable[_Module], machine: Machine) -> dict[int, float]:
