@@ -104,8 +104,8 @@ def evaluate(
         before = max((longest[b.source] for b in graph.inputs(name)), default=0.0)
         longest[name] = before + totals[name]
     critical = longest[graph.sink.name]
-    cuts = {name: tuple(cut) for name, cut in cuts.items()}
-    return StageCounts(cuts, slowest, critical, (microbatches - 1) * slowest + critical)
+    layers = {name: tuple(cut) for name, cut in cuts.items()}
+    return StageCounts(layers, slowest, critical, (microbatches - 1) * slowest + critical)
 
 
 def _costs(chains: Mapping[str, Chain], name: str) -> tuple[float, ...]:

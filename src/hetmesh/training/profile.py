@@ -2,8 +2,11 @@
 
 Each kind of layer is called by itself, exactly as its module calls it: hooks record what the first layer of the kind is
 given in a forward of the module on samples of the data source, and that call is repeated, with backwards for its input
-alone, its parameters alone, and both. Repetitions go round all shapes, so that what else happens on the machine meets
-all of them alike, and medians are kept. A CPU's time is that of the calling thread: other processes do not add to it.
+alone, its parameters alone, and both. A module with tensor parallelism is measured whole and as one rank holds it; the
+other ranks do not exist, and its collectives send nothing (`cost/collectives.py` has their seconds).
+
+Repetitions go round all shapes, so that what else happens on the machine meets all of them alike, and medians are kept.
+A CPU's time is that of the calling thread: other processes do not add to it.
 """
 
 from __future__ import annotations
@@ -11,16 +14,21 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from hetmesh._torch_compat import fake_process_group
 from hetmesh.cost import LayerShape, Observation, Profile, Work, computed_work, fit, layer_kind
 from hetmesh.data.loader import Drawn, Loader
+from hetmesh.models import lora_plan
 from hetmesh.models.module_shape import HEAD, module_shape
+from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
 from hetmesh.training.job import describe, loaded_module, make_prepare
 from hetmesh.training.loss import sum_cross_entropy
 from hetmesh.training.module_shapes import compute_dtype
@@ -70,6 +78,8 @@ class _Call:
 def profile_recipe(recipe: Recipe, *, seconds: float = 45.0) -> Profile:
     """Measure the layers of all modules of `recipe` on this machine's CPU, with one thread, for about `seconds`.
 
+    In a process that has a process group already, modules are measured whole and not as tensor parallel ranks.
+
     Raises:
         RecipeError: what `hetmesh check` would find.
         SampleError: the first samples do not suit the modules.
@@ -79,8 +89,18 @@ def profile_recipe(recipe: Recipe, *, seconds: float = 45.0) -> Profile:
         source, recipe.batch.global_batch_size, make_prepare(recipe, graph, adapters), seed=recipe.debug.seed
     )
     shapes = sample_shapes(loader, recipe.batch.microbatch_size)
-    with _one_thread():
-        calls = [call for name in graph.order for call in _calls(recipe, graph, adapters[name], name, loader, shapes)]
+    with _one_thread(), ExitStack() as groups:
+        degrees = {name: graph[name].mesh.axis_size("tp") for name in graph.order}
+        sharded = max(degrees.values()) > 1 and not dist.is_initialized()
+        if sharded:
+            groups.enter_context(fake_process_group(max(degrees.values())))
+        calls: list[_Call] = []
+        for name, tp in degrees.items():
+            meshes: list[DeviceMesh | None] = [None]
+            if sharded and tp > 1:
+                meshes.append(DeviceMesh("cpu", list(range(tp)), mesh_dim_names=("tp",)))
+            for mesh in meshes:
+                calls += _calls(recipe, graph, adapters[name], name, loader, shapes, mesh)
         _measure_all(calls, seconds)
     dtype = str(compute_dtype(recipe, graph.sink.name)).removeprefix("torch.")
     fitted, held_out = ([o for c in calls if c.held_out is flag for o in c.observations()] for flag in (False, True))
@@ -101,14 +121,27 @@ def sample_shapes(loader: Loader, largest: int) -> list[ShapeOf]:
 
 
 def _calls(
-    recipe: Recipe, graph: ModuleGraph, adapter: Adapter, name: str, loader: Loader, shapes: Sequence[ShapeOf]
+    recipe: Recipe,
+    graph: ModuleGraph,
+    adapter: Adapter,
+    name: str,
+    loader: Loader,
+    shapes: Sequence[ShapeOf],
+    mesh: DeviceMesh | None,
 ) -> Iterator[_Call]:
-    """What the layers of one module are called with, for each shape that gives it something to do."""
+    """What the layers of one module are called with, for each shape that gives it something to do.
+
+    Args:
+        mesh: of its tensor parallel ranks; None: the module is whole.
+    """
     module = loaded_module(recipe, adapter, name).requires_grad_(True)
     layers: dict[str, LayerShape] = {}
     for layer in module_shape(name, adapter, module).layers:
         if layer.name:
-            layers.setdefault(layer_kind(layer), layer)
+            layers.setdefault(layer_kind(layer, 1 if mesh is None else mesh.size()), layer)
+    if mesh is not None:
+        plan = lora_plan(module, {**adapter.tensor_parallel_plan(), **recipe.modules[name].plan})
+        apply_tensor_parallel(module, mesh, plan)
     known: set[tuple[int, int, int]] = set()
     for shape in shapes:
         work = computed_work(graph, name, [d.meta for d in shape.drawn])
@@ -194,7 +227,7 @@ def _measure(call: _Call) -> dict[str, float]:
 
     args = tuple(leaf(value) for value in call.args)
     kwargs = {key: leaf(value) for key, value in call.kwargs.items()}
-    parameters = [p for p in call.layer.parameters() if p.requires_grad]
+    parameters: list[Tensor] = [p for p in call.layer.parameters() if p.requires_grad]
     clock = time.thread_time
     with torch.enable_grad():
         started = clock()

@@ -207,7 +207,7 @@ class _StageModel:
     @cached_property
     def _weights(self) -> list[tuple[str, int, bool]]:
         """Layer, elements on one tensor parallel rank, and whether trainable; of every parameter once."""
-        found = {}
+        found: dict[str, tuple[str, int, bool]] = {}
         for layer, _ in self.layers:
             for weight in layer.weights:
                 elements = local_elements(weight, (self.mesh.axis_size("tp"), 1), (0, 0))
