@@ -1,5 +1,5 @@
-"""Seconds of a layer from its sizes: FLOPs over what a machine reaches, plus bytes over its memory bandwidth, plus a
-fixed overhead. The three are summed, not the larger taken: a layer is a row of operations of both kinds.
+"""Seconds of a layer from its sizes: FLOPs over what a machine reaches, plus bytes over its memory bandwidth, plus an
+overhead per operation. They are summed, not the larger taken: a layer is a row of operations of both kinds.
 
 Which parts of the backward exist follows Cornstarch (arXiv 2503.11367, section 4), see `flops.py`.
 """
@@ -57,7 +57,7 @@ class Rates:
     Attributes:
         flops: FLOP/s in matrix products.
         bandwidth: bytes/s of its memory; 0: unknown, which takes no time.
-        overhead: seconds per layer and pass.
+        overhead: seconds per operation: a product, a norm, a look-up or attention, with what goes with it.
         itemsize: bytes of an element.
     """
 
@@ -82,12 +82,12 @@ class Rates:
             raise HetmeshError(
                 f"machine {machine.name!r} has no peak_flops.{dtype}; it has {sorted(machine.peak_flops) or 'none'}"
             )
-        return cls(machine.efficiency * peak, machine.memory_bandwidth, machine.layer_overhead, ITEMSIZES[dtype])
+        return cls(machine.efficiency * peak, machine.memory_bandwidth, machine.operation_overhead, ITEMSIZES[dtype])
 
     def seconds(self, flops: float, elements: float) -> float:
-        """Of an operation with `flops` that reads and writes `elements`."""
+        """Of one operation with `flops` that reads and writes `elements`."""
         moved = elements * self.itemsize / self.bandwidth if self.bandwidth else 0.0
-        return flops / self.flops + moved
+        return self.overhead + flops / self.flops + moved
 
 
 def layer_time(
@@ -105,25 +105,25 @@ def layer_time(
     products = [(weight, _weight_seconds(weight, rows, rates, tp)) for weight in layer.weights]
     width = layer.attention_width / tp
     attention = rates.seconds(4 * width * work.pairs, 4 * width * rows) if width else 0.0
-    forward = rates.overhead + attention + sum(seconds for _, seconds in products)
+    forward = attention + sum(seconds for _, seconds in products)
     needed = upstream or layer.trainable
     backward_input = 2 * attention if needed else 0.0
     backward_weight = sum(seconds for weight, seconds in products if weight.trainable)
     if upstream:
-        backward_input += rates.overhead + sum(seconds for _, seconds in products)
-    if layer.trainable:
-        backward_weight += rates.overhead
+        backward_input += sum(seconds for _, seconds in products)
     return LayerTime(forward, backward_input, backward_weight, forward if recompute and needed else 0.0)
 
 
 def _weight_seconds(weight: WeightShape, rows: int, rates: Rates, tp: int) -> float:
-    """Of multiplying by one parameter, looking it up or applying it elementwise."""
+    """Of multiplying by one parameter, looking it up or applying it elementwise. A bias goes with its product."""
     share = 1 / tp if weight.tp_dim is not None else 1.0
     if weight.per_row:
         outputs = weight.shape[0]
         moved = weight.numel + weight.per_row * rows * (outputs + weight.numel // outputs)
         return rates.seconds(2 * weight.numel * weight.per_row * rows * share, moved * share)
-    return rates.seconds(0, 2 * rows * weight.shape[-1] * share) if weight.shape else 0.0
+    if not weight.shape or weight.name.endswith("bias"):
+        return 0.0
+    return rates.seconds(0, 2 * rows * weight.shape[-1] * share)
 
 
 def upstream_flags(module: ModuleShape, upstream: bool) -> tuple[bool, ...]:

@@ -36,7 +36,8 @@ class Machine:
         ranks_per_node: consecutive ranks that share a node; 0: all ranks do.
         efficiency: the fraction of the peak that the matrix products of a layer reach. 0.46 lets a model of this kind
             meet the published seconds of Optimus's balanced baseline (arXiv 2408.03505, 3072 H100-class GPUs).
-        layer_overhead: seconds that a pass through one layer takes beyond its products and its bytes.
+        operation_overhead: seconds that one operation (a product, a norm, attention) takes beyond its FLOPs and bytes,
+            with the small ones around it.
         node_latency, network_latency: seconds of a message without content.
         devices: parts of the names under which CUDA reports such a device.
     """
@@ -50,7 +51,7 @@ class Machine:
     network_bandwidth: float = 0.0
     ranks_per_node: int = 0
     efficiency: float = 0.46
-    layer_overhead: float = 0.0
+    operation_overhead: float = 0.0
     node_latency: float = 0.0
     network_latency: float = 0.0
     devices: tuple[str, ...] = ()
