@@ -9,7 +9,8 @@ from hetmesh.balance import in_order
 from hetmesh.cost import Coefficients, HeldOut, Machine, Profile, layer_kind
 from hetmesh.data.loader import Loader
 from hetmesh.errors import HetmeshError
-from hetmesh.graph import ModuleGraph, Stage, stage_graph
+from hetmesh.graph import Activation, Edge, ModuleGraph, Stage, stage_graph
+from hetmesh.layout import MeshSpec
 from hetmesh.schedule import POLICIES
 from hetmesh.training.job import describe, make_prepare
 from hetmesh.training.module_shapes import module_shapes
@@ -34,8 +35,8 @@ def setup(name, *overrides, splits=None):
     return recipe, plan, schedule, {"graph": graph, "adapters": adapters}
 
 
-def costs_of(name, *overrides, **kwargs):
-    recipe, plan, schedule, rest = setup(name, *overrides)
+def costs_of(name, *overrides, splits=None, **kwargs):
+    recipe, plan, schedule, rest = setup(name, *overrides, splits=splits)
     return recipe_step_costs(recipe, plan, schedule, machine=MACHINE, **rest, **kwargs), plan, schedule
 
 
@@ -118,3 +119,21 @@ def test_fitted_seconds_take_the_place_of_analytic_ones():
     assert costs.stages[LLM, 0].backward == 12
     with pytest.raises(HetmeshError, match="was not measured"):
         recipe_step_costs(recipe, plan, schedule, machine=machine, profile=Profile(), **rest)
+
+
+def test_the_stages_of_a_module_share_its_costs():
+    blocks = [f"model.layers.{i}" for i in range(3)]
+    runs = (("model.embed_tokens", blocks[0]), (*blocks[1:], "model.norm", "lm_head"))
+    whole, plan, _ = costs_of("digits.toml", splits={"llm": {"mesh": MeshSpec.make([2], tp=1)}})
+    own = {"mesh": MeshSpec.make([2, 3], pp=2), "splits": runs, "activation": Activation(96, padded=True)}
+    split, _, schedule = costs_of("digits.toml", splits={"llm": own})
+    first, second = Stage("llm", 0), Stage("llm", 1)
+    for part in ("forward", "backward", "backward_input", "activation_bytes"):
+        parts = [getattr(split.stages[stage, 1], part) for stage in (first, second)]
+        assert sum(parts) == pytest.approx(getattr(whole.stages[LLM, 1], part))
+        assert min(parts) > 0
+    samples = [plan.samples[i] for i in plan.samples_of("llm", 1, 0)]
+    sent = len(samples) * max(sample.tokens for sample in samples) * 96 * 4
+    edge = Edge(first, second)
+    assert split.transfers[edge, 1].bytes == split.transfers[edge.reversed, 1].bytes == sent
+    assert edge in schedule.stages.gradient_edges
