@@ -1,5 +1,8 @@
 """Every private torch name that hetmesh uses, in one place, so that a torch upgrade is checked in one place."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
@@ -8,6 +11,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 __all__ = [
     "StridedShard",
     "all_gather_single",
+    "fake_process_group",
     "reduce_scatter_single",
     "set_group_timeout",
     "stage_backward_input",
@@ -20,3 +24,16 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 set_group_timeout = _set_pg_timeout
 """`set_group_timeout(timeout, group)`: how long collectives of an existing process group may wait."""
+
+
+@contextmanager
+def fake_process_group(size: int) -> Iterator[None]:
+    """This process as rank 0 of `size` that do not exist: collectives send nothing, and what they return has the right
+    shape and no meaning. Only where there is no process group yet."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

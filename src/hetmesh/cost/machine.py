@@ -17,6 +17,8 @@ _FOLDER = Path(__file__).parent / "machines"
 MACHINES = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 """Names that `load_machine` knows."""
 
+_INTEGERS = ("memory_bytes", "ranks_per_node")
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -31,6 +33,12 @@ class Machine:
         memory_bandwidth: bytes/s; 0 if unknown.
         node_bandwidth: bytes/s that a device can send to others of its node, one direction.
         network_bandwidth: the same to other nodes.
+        ranks_per_node: consecutive ranks that share a node; 0: all ranks do.
+        efficiency: the fraction of the peak that the matrix products of a layer reach. 0.46 lets a model of this kind
+            meet the published seconds of Optimus's balanced baseline (arXiv 2408.03505, 3072 H100-class GPUs).
+        operation_overhead: seconds that one operation (a product, a norm, attention) takes beyond its FLOPs and bytes,
+            with the small ones around it.
+        node_latency, network_latency: seconds of a message without content.
         devices: parts of the names under which CUDA reports such a device.
     """
 
@@ -41,6 +49,11 @@ class Machine:
     memory_bandwidth: float = 0.0
     node_bandwidth: float = 0.0
     network_bandwidth: float = 0.0
+    ranks_per_node: int = 0
+    efficiency: float = 0.46
+    operation_overhead: float = 0.0
+    node_latency: float = 0.0
+    network_latency: float = 0.0
     devices: tuple[str, ...] = ()
 
     def peak(self, dtype: str) -> float | None:
@@ -81,11 +94,13 @@ def _machine(path: Path, table: Mapping[str, Any]) -> Machine:
     for key, value in {**numbers, **{f"peak_flops.{k}": v for k, v in peaks.items()}}.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise RecipeError(f"machine {path}: {key} must be a number of at least 0, got {value!r}")
+    if numbers.get("efficiency") == 0:
+        raise RecipeError(f"machine {path}: efficiency must be above 0")
+    typed: dict[str, Any] = {k: int(v) if k in _INTEGERS else float(v) for k, v in numbers.items()}
     return Machine(
         path.stem,
         str(table.get("source", path)),
         MappingProxyType({k: float(v) for k, v in peaks.items()}),
-        int(table.get("memory_bytes", 0)),
-        **{k: float(v) for k, v in numbers.items() if k != "memory_bytes"},
+        **typed,
         devices=tuple(table.get("devices", ())),
     )

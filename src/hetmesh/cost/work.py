@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,6 +66,17 @@ def lane_work(plan: Assignment, name: str) -> tuple[tuple[Work, ...], ...]:
         )
         for microbatch in range(plan.num_microbatches)
     )
+
+
+def computed_work(graph: ModuleGraph, name: str, samples: Sequence[SampleMeta]) -> Work:
+    """What one lane computes for `samples` in one microbatch: as the sum of `sample_work`, but the sink computes the
+    padding of its samples to the longest one too, and one token where it has none."""
+    work = total_work(sample_work(graph, name, sample) for sample in samples)
+    if name != graph.sink.name:
+        return work
+    longest = max((sample.tokens for sample in samples), default=1)
+    count = max(len(samples), 1)
+    return Work(count * longest, count * longest**2, work.targets)
 
 
 def total_work(parts: Iterable[Work]) -> Work:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hetmesh.cost import ModuleShape, Work, layer_flops
+from hetmesh.cost import ModuleShape, Work
 from hetmesh.errors import GraphError, RecipeError
 from hetmesh.graph import ModuleGraph, ModuleSpec
 from hetmesh.models.adapter import Adapter
@@ -64,23 +63,6 @@ def _split(recipe: Recipe, graph: ModuleGraph, module: ModuleSpec, adapter: Adap
         raise RecipeError(f"{key}.module_fqns_per_model_part: {error}; layers are {list(module.layers)}") from error
 
 
-def partition(costs: Sequence[float], stages: int) -> list[int]:
-    """Seams of the contiguous partition that minimises the costliest stage, every stage with at least one entry."""
-    n, best = len(costs), {}
-    total = list(itertools.accumulate(costs, initial=0.0))
-    for s in range(1, stages + 1):
-        for i in range(s, n + 1):
-            if s == 1:
-                best[s, i] = (total[i], 0)
-            else:
-                best[s, i] = min((max(best[s - 1, j][0], total[i] - total[j]), j) for j in range(s - 1, i))
-    seams, i = [n], n
-    for s in range(stages, 0, -1):
-        i = best[s, i][1]
-        seams.append(i)
-    return seams[::-1]
-
-
 def _stages_per_rank(recipe: Recipe, table: ModuleParallelism, layers: int, pp: int) -> int:
     if (size := table.pipeline_parallel_layers_per_stage) is not None:
         return max(-(-layers // (size * pp)), 1)
@@ -109,32 +91,20 @@ def _default(
     key: str,
 ) -> Runs:
     """Stages of nearly equal time, frozen layers counted as what they cost."""
-    together = getattr(adapter, "first_layers", ())
-    units = [tuple(together)] if together else []
-    units += [(layer,) for layer in module.layers if layer not in together]
-    if len(units) < count:
+    from hetmesh.training.default_splits import default_splits  # which needs options of whole recipes
+
+    if shape is None:
         raise RecipeError(
-            f"{key}.pipeline_parallel_degree: {count} stages for the {len(units)} layers of module {module.name!r}"
+            f"{key}.pipeline_parallel_degree: the sizes of module {module.name!r} are not known; name the layers of "
+            "each stage in module_fqns_per_model_part"
         )
     upstream = any(graph.needs_gradient(b) for b in graph.inputs(module.name))
-    costs = [1.0] * len(units) if shape is None else _seconds(shape, units, upstream)
-    return tuple(
-        tuple(layer for unit in units[a:b] for layer in unit) for a, b in itertools.pairwise(partition(costs, count))
+    runs = default_splits(recipe, module.name, shape, count, upstream_trainable=upstream, work=TYPICAL)
+    first = getattr(adapter, "first_layers", ())
+    return (
+        (*first, *(layer for layer in runs[0] if layer not in first)),
+        *(tuple(layer for layer in run if layer not in first) for run in runs[1:]),
     )
-
-
-def _seconds(shape: ModuleShape, units: Sequence[Sequence[str]], upstream: bool) -> list[float]:
-    """Relative time of each unit: FLOPs of forward and backward for typical work."""
-    by_name = {layer.name: layer for layer in shape.layers}
-    costs = []
-    for unit in units:
-        cost = 0.0
-        for name in unit:
-            if (layer := by_name.get(name)) is not None:
-                cost += layer_flops(layer, TYPICAL, upstream=upstream).total
-                upstream = upstream or layer.trainable
-        costs.append(cost)
-    return costs
 
 
 TYPICAL = Work(rows=2048, pairs=2048 * 512, targets=512)

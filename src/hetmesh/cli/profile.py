@@ -1,0 +1,37 @@
+"""`hetmesh profile RECIPE`: measure what the layers of a recipe cost on this machine, for the planner and simulator."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from hetmesh.training.recipe import load_recipe
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The recipe, where the profile goes, and how long to measure."""
+    parser.add_argument("recipe", metavar="RECIPE", help="a TOML file, e.g. recipes/digits.toml")
+    parser.add_argument("--output", metavar="FILE", help="default: profile.json in the recipe's dump_folder")
+    parser.add_argument("--seconds", type=float, default=45.0, help="how long to measure (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the profile as JSON instead")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Measure in this one process, with one thread."""
+    recipe = load_recipe(args.recipe, overrides)
+    from hetmesh.training.profile import profile_recipe
+
+    profile = profile_recipe(recipe, seconds=args.seconds)
+    path = Path(args.output or Path(recipe.job.dump_folder) / "profile.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profile.save(path)
+    if args.json:
+        print(json.dumps(profile.as_json(), indent=2))
+        return 0
+    held = profile.held_out
+    print(f"{len(profile.layers)} kinds of layers in {profile.dtype} on {profile.device}, one thread")
+    print(f"held-out shapes: mean error {held.mean:.1%}, largest {held.largest:.1%} over {held.count} measurements")
+    print(f"written to {path}")
+    return 0

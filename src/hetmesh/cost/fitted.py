@@ -1,0 +1,218 @@
+"""Fitted profiles: seconds of each kind of layer as a quadratic of its tokens, fitted to what was measured.
+
+Entrain (arXiv 2605.27918, section 3) fits a x^2 + b x + c to the tokens x of one sequence. A microbatch holds many, so
+here the quadratic term is over the (query, key) pairs: seconds = constant + per_row * rows + per_pair * pairs, with no
+negative coefficient. The fit minimises relative errors: a small and a large microbatch count alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from hetmesh.cost.layer_time import LayerTime
+from hetmesh.cost.shapes import LayerShape
+from hetmesh.cost.work import Work
+from hetmesh.errors import HetmeshError
+
+PARTS = ("forward", "backward_input", "backward_weight", "backward")
+"""What is measured: a forward, and backwards that make the gradients of the input alone, of the parameters alone, and
+of both. A recomputation is a forward."""
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """seconds (or bytes) = constant + per_row * rows + per_pair * pairs."""
+
+    constant: float = 0.0
+    per_row: float = 0.0
+    per_pair: float = 0.0
+
+    def at(self, rows: int, pairs: int) -> float:
+        """The value for `rows` and `pairs`."""
+        return self.constant + self.per_row * rows + self.per_pair * pairs
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One measurement.
+
+    Attributes:
+        kind: of the layer (`layer_kind`).
+        part: one of `PARTS`.
+        rows, pairs: of the work; for a layer that runs on targets alone, `rows` are targets.
+        seconds: that it took.
+    """
+
+    kind: str
+    part: str
+    rows: int
+    pairs: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Relative errors of predictions for shapes that were not fitted: mean, largest, and of how many."""
+
+    mean: float = 0.0
+    largest: float = 0.0
+    count: int = 0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Fitted layers.
+
+    Attributes:
+        layers: kind -> part -> coefficients.
+        held_out: errors on shapes that were not fitted.
+        dtype: in which the layers computed.
+        device: on what.
+    """
+
+    layers: Mapping[str, Mapping[str, Coefficients]] = field(default_factory=lambda: MappingProxyType({}))
+    held_out: HeldOut = HeldOut()
+    dtype: str = "float32"
+    device: str = "cpu"
+
+    def predict(
+        self, layer: LayerShape, work: Work, *, upstream: bool, tp: int = 1, recompute: bool = False
+    ) -> LayerTime:
+        """The seconds of `layer`; arguments as in `layer_time`.
+
+        A layer measured whole but not at degree `tp` counts with that share of its rows and pairs which is split.
+
+        Raises:
+            HetmeshError: no layer of this kind was measured.
+        """
+        parts, share = self._find(layer, tp)
+        rows = work.targets if layer.on_targets else work.rows
+
+        def seconds(part: str) -> float:
+            found = parts[part]
+            return found.constant + share * (found.at(rows, work.pairs) - found.constant)
+
+        forward = seconds("forward")
+        again = forward if recompute and (upstream or layer.trainable) else 0.0
+        if not upstream:
+            return LayerTime(forward, 0.0, seconds("backward_weight") if layer.trainable else 0.0, again)
+        own = seconds("backward_input")
+        whole = max(own, seconds("backward")) if layer.trainable else own
+        return LayerTime(forward, own, whole - own, again)
+
+    def _find(self, layer: LayerShape, tp: int) -> tuple[Mapping[str, Coefficients], float]:
+        for degree in dict.fromkeys((tp, 1)):
+            if (kind := layer_kind(layer, degree)) in self.layers:
+                return self.layers[kind], 1.0 if degree == tp else _split_share(layer, tp)
+        raise HetmeshError(
+            f"profile: layer {layer.name!r} is of kind {layer_kind(layer, tp)!r}, which was not measured; it has "
+            f"{sorted(self.layers)}"
+        )
+
+    def as_json(self) -> dict:
+        """What `save` writes."""
+        layers = {kind: {part: asdict(c) for part, c in parts.items()} for kind, parts in self.layers.items()}
+        return {"device": self.device, "dtype": self.dtype, "held_out": asdict(self.held_out), "layers": layers}
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps(self.as_json(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read what `save` wrote.
+
+        Raises:
+            HetmeshError: the file is none.
+        """
+        try:
+            raw = json.loads(Path(path).read_text(encoding="utf-8"))
+            layers = {k: {p: Coefficients(**c) for p, c in parts.items()} for k, parts in raw["layers"].items()}
+            return cls(layers, HeldOut(**raw["held_out"]), raw["dtype"], raw["device"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise HetmeshError(f"profile {path}: not one that `hetmesh profile` wrote: {error}") from error
+
+
+def layer_kind(layer: LayerShape, tp: int = 1) -> str:
+    """What layers of equal cost have in common: the sizes of their parameters and attention, and the degree."""
+    runs = itertools.groupby("x".join(map(str, weight.shape)) + "*" * weight.per_row for weight in layer.weights)
+    sizes = ",".join(f"{shape}:{n}" if n > 1 else shape for shape, n in ((s, len(list(g))) for s, g in runs))
+    where = "targets" if layer.on_targets else "rows"
+    return f"attention {layer.attention_width}; weights {sizes or 'none'}; on {where}; tp {tp}"
+
+
+def _split_share(layer: LayerShape, tp: int) -> float:
+    products = [weight for weight in layer.weights if weight.per_row] or list(layer.weights)
+    whole = sum(weight.numel for weight in products)
+    split = sum(weight.numel for weight in products if weight.tp_dim is not None)
+    return 1 - (1 - 1 / tp) * split / whole if whole else 1.0
+
+
+def fit(
+    observations: Iterable[Observation],
+    held_out: Iterable[Observation] = (),
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+) -> Profile:
+    """A profile of `observations`, with its errors on `held_out`.
+
+    Raises:
+        HetmeshError: a layer lacks one of `PARTS`.
+    """
+    grouped: dict[str, dict[str, list[Observation]]] = defaultdict(lambda: defaultdict(list))
+    for each in observations:
+        grouped[each.kind][each.part].append(each)
+    for kind, found in grouped.items():
+        if missing := [part for part in PARTS if part not in found]:
+            raise HetmeshError(f"profile: no measurement of {missing} for a layer of kind {kind!r}")
+    layers = {k: {part: _fit(parts[part]) for part in PARTS} for k, parts in grouped.items()}
+    return Profile(layers, held_out_error(layers, held_out), dtype, device)
+
+
+def held_out_error(layers: Mapping[str, Mapping[str, Coefficients]], held_out: Iterable[Observation]) -> HeldOut:
+    """How far `layers` are from observations that they were not fitted to."""
+    errors = [
+        abs(layers[o.kind][o.part].at(o.rows, o.pairs) / o.seconds - 1)
+        for o in held_out
+        if o.kind in layers and o.seconds > 0
+    ]
+    return HeldOut(sum(errors) / len(errors), max(errors), len(errors)) if errors else HeldOut()
+
+
+def _fit(observations: Sequence[Observation]) -> Coefficients:
+    """Relative least squares without negative coefficients."""
+    kept = [o for o in observations if o.seconds > 0]
+    if not kept:
+        return Coefficients()
+    features = np.array([[1.0, o.rows, o.pairs] for o in kept])
+    seconds = np.array([o.seconds for o in kept])
+    return Coefficients(*map(float, non_negative_least_squares(features / seconds[:, None], np.ones(len(kept)))))
+
+
+def non_negative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The x >= 0 `[n]` that minimises |a x - b|, for `a` of few columns: `[m, n]`, `[m]`.
+
+    The minimum is the plain least-squares solution on the columns where it is positive, so the best feasible solution
+    over all 2^n sets of columns is exact.
+    """
+    columns = a.shape[1]
+    scale = np.linalg.norm(a, axis=0)
+    scaled = a / np.where(scale > 0, scale, 1.0)
+    best, least = np.zeros(columns), float(b @ b)
+    for count in range(1, columns + 1):
+        for chosen in map(list, itertools.combinations(np.flatnonzero(scale > 0).tolist(), count)):
+            x, *_ = np.linalg.lstsq(scaled[:, chosen], b, rcond=None)
+            residual = float(np.sum((scaled[:, chosen] @ x - b) ** 2))
+            if (x >= 0).all() and residual < least * (1 - 1e-12):
+                best, least = np.zeros(columns), residual
+                best[chosen] = x / scale[chosen]
+    return best

@@ -1,0 +1,160 @@
+"""Seconds of a layer from its sizes: FLOPs over what a machine reaches, plus bytes over its memory bandwidth, plus an
+overhead per operation. They are summed, not the larger taken: a layer is a row of operations of both kinds.
+
+Which parts of the backward exist follows Cornstarch (arXiv 2503.11367, section 4), see `flops.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from hetmesh.cost.machine import Machine
+from hetmesh.cost.shapes import LayerShape, ModuleShape, WeightShape
+from hetmesh.cost.work import Work
+from hetmesh.errors import HetmeshError
+
+ITEMSIZES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8})
+"""Bytes of an element by dtype."""
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds on each of the ranks that share a layer, without collectives.
+
+    Attributes:
+        forward: of one forward.
+        backward_input: of what makes the gradient of its input: 0 where nothing before the layer is trainable, but for
+            attention, whose factors need gradients for the weights before them in the same layer.
+        backward_weight: of what makes the gradients of its parameters; 0 where they are frozen.
+        recompute: of running the forward again before the backward; 0 where it is not, or no backward follows.
+    """
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+    recompute: float = 0.0
+
+    @property
+    def backward(self) -> float:
+        """Of everything after the forward."""
+        return self.backward_input + self.backward_weight + self.recompute
+
+    def __add__(self, other: LayerTime) -> LayerTime:
+        return LayerTime(
+            self.forward + other.forward,
+            self.backward_input + other.backward_input,
+            self.backward_weight + other.backward_weight,
+            self.recompute + other.recompute,
+        )
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a rank reaches.
+
+    Attributes:
+        flops: FLOP/s in matrix products.
+        bandwidth: bytes/s of its memory; 0: unknown, which takes no time.
+        overhead: seconds per operation: a product, a norm, a look-up or attention, with what goes with it.
+        itemsize: bytes of an element.
+    """
+
+    flops: float
+    bandwidth: float = 0.0
+    overhead: float = 0.0
+    itemsize: int = 4
+
+    @classmethod
+    def of(cls, machine: Machine, dtype: str, peak: float | None = None) -> Rates:
+        """The rates of a machine.
+
+        Args:
+            dtype: in which is computed, e.g. `"bfloat16"`.
+            peak: FLOP/s that stand in for the machine's own (a CPU's are measured).
+
+        Raises:
+            HetmeshError: the machine has no peak for `dtype`, and none is given.
+        """
+        peak = peak or machine.peak(dtype)
+        if not peak:
+            raise HetmeshError(
+                f"machine {machine.name!r} has no peak_flops.{dtype}; it has {sorted(machine.peak_flops) or 'none'}"
+            )
+        return cls(machine.efficiency * peak, machine.memory_bandwidth, machine.operation_overhead, ITEMSIZES[dtype])
+
+    def seconds(self, flops: float, elements: float) -> float:
+        """Of one operation with `flops` that reads and writes `elements`."""
+        moved = elements * self.itemsize / self.bandwidth if self.bandwidth else 0.0
+        return self.overhead + flops / self.flops + moved
+
+
+def layer_time(
+    layer: LayerShape, work: Work, rates: Rates, *, upstream: bool, tp: int = 1, recompute: bool = False
+) -> LayerTime:
+    """Of one layer.
+
+    Args:
+        work: of the lane, padding included where it is computed.
+        upstream: whether anything trainable comes before the layer: in this module or in one that feeds it.
+        tp: tensor parallel ranks that share it. What is not split is computed on each of them.
+        recompute: whether its forward runs again before its backward.
+    """
+    rows = work.targets if layer.on_targets else work.rows
+    products = [(weight, _weight_seconds(weight, rows, rates, tp)) for weight in layer.weights]
+    width = layer.attention_width / tp
+    attention = rates.seconds(4 * width * work.pairs, 4 * width * rows) if width else 0.0
+    forward = attention + sum(seconds for _, seconds in products)
+    needed = upstream or layer.trainable
+    backward_input = 2 * attention if needed else 0.0
+    backward_weight = sum(seconds for weight, seconds in products if weight.trainable)
+    if upstream:
+        backward_input += sum(seconds for _, seconds in products)
+    return LayerTime(forward, backward_input, backward_weight, forward if recompute and needed else 0.0)
+
+
+def _weight_seconds(weight: WeightShape, rows: int, rates: Rates, tp: int) -> float:
+    """Of multiplying by one parameter, looking it up or applying it elementwise. A bias goes with its product."""
+    share = 1 / tp if weight.tp_dim is not None else 1.0
+    if weight.per_row:
+        outputs = weight.shape[0]
+        moved = weight.numel + weight.per_row * rows * (outputs + weight.numel // outputs)
+        return rates.seconds(2 * weight.numel * weight.per_row * rows * share, moved * share)
+    if not weight.shape or weight.name.endswith("bias"):
+        return 0.0
+    return rates.seconds(0, 2 * rows * weight.shape[-1] * share)
+
+
+def upstream_flags(module: ModuleShape, upstream: bool) -> tuple[bool, ...]:
+    """Per layer whether anything trainable comes before it.
+
+    Args:
+        upstream: whether a module that feeds this one, directly or not, is trainable.
+    """
+    flags = []
+    for layer in module.layers:
+        flags.append(upstream)
+        upstream = upstream or layer.trainable
+    return tuple(flags)
+
+
+def module_times(
+    module: ModuleShape,
+    work: Work,
+    rates: Rates,
+    *,
+    upstream: bool,
+    tp: int = 1,
+    recompute: Sequence[str] = (),
+) -> dict[str, LayerTime]:
+    """Per layer name its seconds; `recompute` names the layers whose forward runs again."""
+    return {
+        layer.name: layer_time(layer, work, rates, upstream=before, tp=tp, recompute=layer.name in recompute)
+        for layer, before in zip(module.layers, upstream_flags(module, upstream), strict=True)
+    }
+
+
+def frozen_blind(time: LayerTime) -> LayerTime:
+    """What a partitioner assumes that does not look at what is frozen: a backward of twice the forward."""
+    return LayerTime(time.forward, time.forward, time.forward)

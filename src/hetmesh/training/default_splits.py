@@ -1,0 +1,55 @@
+"""Where a module is cut into pipeline stages when the recipe does not say: evenly by what its layers cost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hetmesh.cost import ModuleShape, Rates, Work, module_times, partition
+from hetmesh.cost.partition import runs
+from hetmesh.errors import RecipeError
+from hetmesh.training.job import module_options
+
+if TYPE_CHECKING:
+    from hetmesh.training.recipe import Recipe
+
+
+def default_splits(
+    recipe: Recipe, name: str, shape: ModuleShape, stages: int, *, upstream_trainable: bool, work: Work
+) -> tuple[tuple[str, ...], ...]:
+    """The layers of each stage of module `name`.
+
+    The slowest stage, forward and backward of what is trained, is as fast as possible (`hetmesh.cost.partition`).
+    Layers without FLOPs (embeddings, norms) go with the layer before them, the first ones with the layer after them,
+    unless there are too few others.
+
+    Args:
+        upstream_trainable: whether a module that feeds this one, directly or not, is trainable.
+        work: what a typical microbatch gives one lane to do: the balance of blocks and head depends on it.
+
+    Raises:
+        RecipeError: more stages than layers.
+    """
+    layers = [layer.name for layer in shape.layers if layer.name]
+    if not 1 <= stages <= len(layers):
+        raise RecipeError(
+            f"parallelism.{name}: {stages} pipeline stages for {len(layers)} layers; valid are 1 to {len(layers)}"
+        )
+    options = module_options(recipe, name)
+    again = layers if options.activation_checkpoint == "full" else []
+    times = module_times(shape, work, Rates(1.0), upstream=upstream_trainable, recompute=again)
+    costs = [times[layer].forward + times[layer].backward for layer in layers]
+    units = _units(costs)
+    if len(units) < stages:
+        units = [[i] for i in range(len(layers))]
+    counts = partition([sum(costs[i] for i in unit) for unit in units], stages)
+    return tuple(tuple(layers[i] for unit in run for i in unit) for run in runs(units, counts))
+
+
+def _units(costs: list[float]) -> list[list[int]]:
+    """Runs of layers that stay together: each has one that costs something."""
+    units: list[list[int]] = [[]]
+    for i, cost in enumerate(costs):
+        if cost and any(costs[j] for j in units[-1]):
+            units.append([])
+        units[-1].append(i)
+    return units

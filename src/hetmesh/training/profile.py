@@ -1,0 +1,255 @@
+"""Measure what the layers of a recipe cost on this device, in one process, and fit a Profile to it.
+
+Each kind of layer is called by itself, exactly as its module calls it: hooks record what the first layer of the kind is
+given in a forward of the module on samples of the data source, and that call is repeated, with backwards for its input
+alone, its parameters alone, and both. A module with tensor parallelism is measured whole and as one rank holds it; the
+other ranks do not exist, and its collectives send nothing (`cost/collectives.py` has their seconds).
+
+Repetitions go round all shapes, so that what else happens on the machine meets all of them alike, and medians are kept.
+A CPU's time is that of the calling thread: other processes do not add to it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hetmesh._torch_compat import fake_process_group
+from hetmesh.cost import LayerShape, Observation, Profile, Work, computed_work, fit, layer_kind
+from hetmesh.data.loader import Drawn, Loader
+from hetmesh.models import lora_plan
+from hetmesh.models.module_shape import HEAD, module_shape
+from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
+from hetmesh.training.job import describe, loaded_module, make_prepare
+from hetmesh.training.loss import sum_cross_entropy
+from hetmesh.training.module_shapes import compute_dtype
+
+if TYPE_CHECKING:
+    from hetmesh.graph import ModuleGraph
+    from hetmesh.models import Adapter
+    from hetmesh.training.recipe import Recipe
+
+_LEAST_ROUNDS = 3
+_MOST_ROUNDS = 25
+_POOL = 4  # global batches from which the shortest and longest samples are taken
+
+
+@dataclass(frozen=True)
+class ShapeOf:
+    """The samples of one measured microbatch.
+
+    Attributes:
+        drawn: the samples.
+        held_out: it is not fitted, but what the fit is judged by.
+    """
+
+    drawn: tuple[Drawn, ...]
+    held_out: bool
+
+
+@dataclass(eq=False)
+class _Call:
+    """A layer with the arguments that its module gave it, for one shape."""
+
+    kind: str
+    layer: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    finish: Callable[[Tensor], Tensor]
+    rows: int
+    pairs: int
+    held_out: bool
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def observations(self) -> Iterator[Observation]:
+        for part, measured in self.seconds.items():
+            yield Observation(self.kind, part, self.rows, self.pairs, statistics.median(measured))
+
+
+def profile_recipe(recipe: Recipe, *, seconds: float = 45.0) -> Profile:
+    """Measure the layers of all modules of `recipe` on this machine's CPU, with one thread, for about `seconds`.
+
+    In a process that has a process group already, modules are measured whole and not as tensor parallel ranks.
+
+    Raises:
+        RecipeError: what `hetmesh check` would find.
+        SampleError: the first samples do not suit the modules.
+    """
+    source, adapters, graph = describe(recipe)
+    loader = Loader(
+        source, recipe.batch.global_batch_size, make_prepare(recipe, graph, adapters), seed=recipe.debug.seed
+    )
+    shapes = sample_shapes(loader, recipe.batch.microbatch_size)
+    with _one_thread(), ExitStack() as groups:
+        degrees = {name: graph[name].mesh.axis_size("tp") for name in graph.order}
+        sharded = max(degrees.values()) > 1 and not dist.is_initialized()
+        if sharded:
+            groups.enter_context(fake_process_group(max(degrees.values())))
+        calls: list[_Call] = []
+        for name, tp in degrees.items():
+            meshes: list[DeviceMesh | None] = [None]
+            if sharded and tp > 1:
+                meshes.append(DeviceMesh("cpu", list(range(tp)), mesh_dim_names=("tp",)))
+            for mesh in meshes:
+                calls += _calls(recipe, graph, adapters[name], name, loader, shapes, mesh)
+        _measure_all(calls, seconds)
+    dtype = str(compute_dtype(recipe, graph.sink.name)).removeprefix("torch.")
+    fitted, held_out = ([o for c in calls if c.held_out is flag for o in c.observations()] for flag in (False, True))
+    return fit(fitted, held_out, dtype=dtype)
+
+
+def sample_shapes(loader: Loader, largest: int) -> list[ShapeOf]:
+    """Microbatches from one sample to `largest`, of short, of long and of any samples; every other size is held out."""
+    pool = [drawn for step in range(_POOL) for drawn in loader.batch(step)]
+    by_length = sorted(pool, key=lambda d: (d.meta.tokens, d.index))
+    sizes = sorted({max(1, round(largest / 2**k)) for k in range(0, 14)})
+    shapes = []
+    for i, size in enumerate(sizes):
+        held_out = 0 < i < len(sizes) - 1 and (len(sizes) - 1 - i) % 2 == 1
+        chosen = (by_length[:size], by_length[-size:], pool[i * size : (i + 1) * size] or pool[:size])
+        shapes += [ShapeOf(tuple(each), held_out) for each in chosen]
+    return shapes
+
+
+def _calls(
+    recipe: Recipe,
+    graph: ModuleGraph,
+    adapter: Adapter,
+    name: str,
+    loader: Loader,
+    shapes: Sequence[ShapeOf],
+    mesh: DeviceMesh | None,
+) -> Iterator[_Call]:
+    """What the layers of one module are called with, for each shape that gives it something to do.
+
+    Args:
+        mesh: of its tensor parallel ranks; None: the module is whole.
+    """
+    module = loaded_module(recipe, adapter, name).requires_grad_(True)
+    layers: dict[str, LayerShape] = {}
+    for layer in module_shape(name, adapter, module).layers:
+        if layer.name:
+            layers.setdefault(layer_kind(layer, 1 if mesh is None else mesh.size()), layer)
+    if mesh is not None:
+        plan = lora_plan(module, {**adapter.tensor_parallel_plan(), **recipe.modules[name].plan})
+        apply_tensor_parallel(module, mesh, plan)
+    known: set[tuple[int, int, int]] = set()
+    for shape in shapes:
+        work = computed_work(graph, name, [d.meta for d in shape.drawn])
+        key = (work.rows, work.pairs, work.targets)
+        if work.rows and key not in known:
+            known.add(key)
+            batch, inputs = _inputs(recipe, graph, adapter, name, loader, shape.drawn)
+            yield from _recorded(adapter, module, layers, work, batch, inputs, shape.held_out)
+
+
+def _inputs(
+    recipe: Recipe, graph: ModuleGraph, adapter: Adapter, name: str, loader: Loader, drawn: Sequence[Drawn]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The module's own inputs, and random rows in place of its producers'."""
+    metas, dtype = [d.meta for d in drawn], compute_dtype(recipe, name)
+    rows = {
+        b.source: torch.randn(sum(meta.rows.get(b.source, 0) for meta in metas), adapter.in_features or 1, dtype=dtype)
+        for b in graph.inputs(name)
+    }
+    if rows and name != graph.sink.name:
+        return {}, rows
+    source = loader.source
+    samples = loader.load(drawn)
+    return adapter.collate(samples, metas, placeholders=source.placeholders, pad_id=source.pad_id), rows
+
+
+def _recorded(
+    adapter: Adapter,
+    module: nn.Module,
+    layers: Mapping[str, LayerShape],
+    work: Work,
+    batch: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    held_out: bool,
+) -> Iterator[_Call]:
+    given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+    def record(kind: str) -> Callable[..., None]:
+        return lambda _, args, kwargs: given.__setitem__(kind, (args, kwargs))
+
+    parts = {kind: module.get_submodule(layer.name) for kind, layer in layers.items()}
+    hooks = [part.register_forward_pre_hook(record(kind), with_kwargs=True) for kind, part in parts.items()]
+    with torch.no_grad():
+        adapter.forward(module, batch, inputs)
+    for hook in hooks:
+        hook.remove()
+    for kind, (args, kwargs) in given.items():
+        layer = layers[kind]
+        head = layer.on_targets and layer.name == HEAD
+        finish = (lambda logits: sum_cross_entropy(logits, batch)) if head else _unchanged
+        rows = work.targets if layer.on_targets else work.rows
+        if rows:
+            pairs = work.pairs if layer.attention_width else 0
+            yield _Call(kind, parts[kind], args, kwargs, finish, rows, pairs, held_out)
+
+
+def _unchanged(output: Tensor) -> Tensor:
+    return output
+
+
+def _measure_all(calls: Sequence[_Call], seconds: float) -> None:
+    """Rounds over all calls until the time is over; the first one warms up."""
+    started = time.perf_counter()
+    for round_ in range(1 + _MOST_ROUNDS):
+        if round_ > _LEAST_ROUNDS and time.perf_counter() - started > seconds * round_ / (round_ + 1):
+            break
+        for call in calls:
+            measured = _measure(call)
+            if round_:
+                for part, spent in measured.items():
+                    call.seconds.setdefault(part, []).append(spent)
+
+
+def _measure(call: _Call) -> dict[str, float]:
+    """Seconds of each of `PARTS`; 0 for a backward that the layer does not have."""
+    leaves: list[Tensor] = []
+
+    def leaf(value: Any) -> Any:
+        if leaves or not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        leaves.append(value.detach().requires_grad_())
+        return leaves[0]
+
+    args = tuple(leaf(value) for value in call.args)
+    kwargs = {key: leaf(value) for key, value in call.kwargs.items()}
+    parameters: list[Tensor] = [p for p in call.layer.parameters() if p.requires_grad]
+    clock = time.thread_time
+    with torch.enable_grad():
+        started = clock()
+        output = call.layer(*args, **kwargs)
+        output = call.finish(output if isinstance(output, Tensor) else output[0])
+        spent = {"forward": clock() - started}
+    gradient = torch.ones_like(output)
+    both = {"backward_input": leaves, "backward_weight": parameters, "backward": [*leaves, *parameters]}
+    for part, wanted in both.items():
+        started = clock()
+        if wanted:
+            torch.autograd.grad(output, wanted, gradient, retain_graph=part != "backward", allow_unused=True)
+        spent[part] = clock() - started if wanted else 0.0
+    return spent
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """As each rank of a run on one machine has."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,71 @@
+"""Bytes that layers keep, against what autograd saves."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hetmesh.cost import LayerShape, WeightShape, Work, activation_bytes
+from hetmesh.models import AdapterRequest
+from hetmesh.models.module_shape import module_shape
+from hetmesh.models.qwen3 import Qwen3Adapter
+from hetmesh.models.siglip import SiglipAdapter
+
+BATCH, LENGTH = 4, 64
+WORK = Work(BATCH * LENGTH, BATCH * LENGTH**2, 40)
+
+
+def saved_bytes(module, run):
+    parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters and tensor.is_floating_point():
+            kept[storage.data_ptr()] = storage.nbytes(), tensor  # alive, so that no address is used twice
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        run()
+    return sum(size for size, _ in kept.values())
+
+
+def siglip_block():
+    config = {"hidden_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "patch_size": 4, "image_size": 32}
+    adapter = SiglipAdapter.make(AdapterRequest("vision", config, media="image", consumers=("llm",)))
+    module = adapter.build()
+    return module, module_shape("vision", adapter, module).layers[1], module.encoder.layers[0], (None,)
+
+
+def qwen_block():
+    config = {"hidden_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    adapter = Qwen3Adapter.make(AdapterRequest("llm", {**config, "head_dim": 24}, vocab_size=90))
+    module = adapter.build()
+    shape = next(layer for layer in module_shape("llm", adapter, module).layers if "layers" in layer.name)
+    cos = torch.randn(BATCH, LENGTH, 24)
+    return module, shape, module.model.layers[0], (None,), {"position_embeddings": (cos, cos)}
+
+
+@pytest.mark.parametrize("make", [siglip_block, qwen_block])
+@pytest.mark.parametrize("trainable", [True, False])
+def test_a_block_keeps_what_autograd_saves(make, trainable):
+    module, shape, block, args, *kwargs = make()
+    module.requires_grad_(trainable)
+    shape = replace(shape, weights=tuple(replace(w, trainable=trainable) for w in shape.weights))
+    x = torch.randn(BATCH, LENGTH, 96, requires_grad=True)
+    saved = saved_bytes(module, lambda: block(x, *args, **(kwargs[0] if kwargs else {})))
+    predicted = activation_bytes(shape, WORK, 4, upstream=True)
+    assert predicted == pytest.approx(saved, rel=0.1)
+
+
+def test_a_frozen_layer_with_nothing_trainable_before_it_keeps_nothing():
+    layer = LayerShape("l", (WeightShape("l.w", (8, 4), 1, False),), 8)
+    assert activation_bytes(layer, WORK, 4, upstream=False) == 0
+    assert activation_bytes(layer, WORK, 4, upstream=True) > 0
+
+
+def test_full_recomputation_keeps_the_input_alone():
+    layer = LayerShape("l", (WeightShape("l.up.w", (32, 4), 1), WeightShape("l.down.w", (4, 32), 1)))
+    assert activation_bytes(layer, WORK, 2, upstream=True, recompute=True) == 2 * WORK.rows * 4

@@ -1,0 +1,108 @@
+"""Seconds of a layer: the rule of what is frozen, on shapes and against what torch runs (FLOPs, exactly)."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from hetmesh.cost import (
+    LayerShape,
+    LayerTime,
+    ModuleShape,
+    Rates,
+    WeightShape,
+    Work,
+    frozen_blind,
+    layer_time,
+    load_machine,
+    module_times,
+)
+from hetmesh.errors import HetmeshError
+
+RATES = Rates(flops=1e9, bandwidth=1e9, overhead=1e-4)
+WORK = Work(rows=32, pairs=32**2, targets=8)
+
+
+def linear(trainable=True, tp_dim=None, **kwargs):
+    return LayerShape("linear", (WeightShape("w", (48, 24), 1, trainable, tp_dim),), **kwargs)
+
+
+@pytest.mark.parametrize(("t", "g", "again"), list(itertools.product((False, True), repeat=3)))
+def test_backward_is_forward_times_t_plus_g(t, g, again):
+    time = layer_time(linear(t), WORK, RATES, upstream=g, recompute=again)
+    f = time.forward
+    assert f == pytest.approx((2 * 48 * 24 * 32) / 1e9 + 4 * (48 * 24 + 32 * 72) / 1e9 + 1e-4)
+    assert (time.backward_input, time.backward_weight) == pytest.approx((f * g, f * t))
+    assert time.recompute == f * (again and max(t, g))
+    assert time.backward == pytest.approx(f * (t + g) + f * (again and max(t, g)))
+
+
+def test_attention_needs_both_factors_gradients_if_anything_in_or_before_the_layer_is_trained():
+    layer = LayerShape("attention", (), attention_width=64)
+    whole = layer_time(layer, WORK, Rates(1e9), upstream=True)
+    assert whole.backward_input == 2 * whole.forward == 2 * 4 * 64 * 32**2 / 1e9
+    assert layer_time(layer, WORK, Rates(1e9), upstream=False).backward == 0
+    trained = LayerShape("block", linear().weights, attention_width=64)
+    assert layer_time(trained, WORK, Rates(1e9), upstream=False).backward_input == whole.backward_input
+
+
+def test_tensor_parallelism_splits_what_it_splits():
+    whole, shard, copy = (
+        layer_time(linear(tp_dim=dim), WORK, Rates(1e9), upstream=True, tp=tp).forward
+        for dim, tp in ((0, 1), (0, 4), (None, 4))
+    )
+    assert (shard, copy) == (whole / 4, whole)
+
+
+def test_a_head_runs_on_targets_alone():
+    times = [layer_time(linear(on_targets=True), Work(rows, 0, 8), Rates(1e9), upstream=False) for rows in (8, 80)]
+    assert times[0] == times[1]
+
+
+def test_a_machine_without_a_peak_for_the_dtype_says_what_it_has():
+    assert Rates.of(load_machine("h100"), "bfloat16").flops == pytest.approx(0.46 * 989.4e12)
+    assert Rates.of(load_machine("cpu"), "float32", peak=1e10).flops == pytest.approx(0.6e10)
+    with pytest.raises(HetmeshError, match=r"machine 'cpu' has no peak_flops.float32; it has none"):
+        Rates.of(load_machine("cpu"), "float32")
+
+
+def test_frozen_blind_sees_twice_the_forward():
+    assert frozen_blind(LayerTime(3.0, 0, 0)) == LayerTime(3.0, 3.0, 3.0)
+
+
+WIDTH, ROWS = 16, 8
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("frozen", [(), range(4), range(2, 4), range(8), (1, 3, 5)], ids=str)
+@pytest.mark.parametrize("upstream", [False, True])
+def test_the_rule_counts_what_torch_runs(frozen, upstream, recompute):
+    """8 blocks of two linears, some frozen, with and without something trainable before them."""
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(8)]
+    for i in frozen:
+        blocks[i].requires_grad_(False)
+    x = torch.randn(ROWS, WIDTH, requires_grad=upstream)
+    with FlopCounterMode(display=False) as counter:
+        y = x
+        for block in blocks:
+            y = checkpoint(block, y, use_reentrant=False) if recompute else block(y)
+    forward = counter.get_total_flops()
+    with FlopCounterMode(display=False) as counter:
+        if y.requires_grad:
+            y.sum().backward()
+    # One layer per linear: inside a block the first linear is before the second one.
+    layers = tuple(
+        LayerShape(f"{i}.{j}", (WeightShape(f"{i}.{j}", (WIDTH, WIDTH), 1, i not in frozen),))
+        for i in range(8)
+        for j in range(2)
+    )
+    named = [layer.name for layer in layers] if recompute else []
+    times = module_times(ModuleShape("m", layers), Work(ROWS), Rates(1.0), upstream=upstream, recompute=named)
+    assert sum(time.forward for time in times.values()) == forward
+    total = sum(time.backward for time in times.values())
+    # torch stops recomputing where it has all that the backward reads: a block's last product is not run again.
+    early = forward // 16 * sum(i not in frozen or upstream or any(j not in frozen for j in range(i)) for i in range(8))
+    assert counter.get_total_flops() == total - (early if recompute else 0)

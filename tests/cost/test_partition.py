@@ -1,0 +1,139 @@
+"""Cuts of chains and stage counts over graphs against brute force."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetmesh.cost import Chain, StageMemory, evaluate, find_partition, partition, stage_costs, stage_counts
+from hetmesh.errors import GraphError
+from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec
+from hetmesh.layout import MeshSpec
+
+
+def cuts(n, stages):
+    for places in itertools.combinations(range(1, n), stages - 1):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *places, n)))
+
+
+def fits(memory, in_flight, counts):
+    bounds = list(itertools.accumulate((0, *counts)))
+    return all(
+        sum(memory.static[a:b]) + held * sum(memory.activations[a:b]) <= memory.limit
+        for (a, b), held in zip(itertools.pairwise(bounds), in_flight, strict=True)
+    )
+
+
+def brute_force(costs, stages, memory=None, in_flight=()):
+    legal = [c for c in cuts(len(costs), stages) if memory is None or fits(memory, in_flight, c)]
+    scored = [(max(s), sum(x * x for x in s), c) for c in legal for s in [stage_costs(costs, c)]]
+    return min(scored)[2] if scored else None
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_cut_equals_brute_force(data):
+    costs = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=9))
+    stages = data.draw(st.integers(1, len(costs)))
+    assert partition(costs, stages) == brute_force(costs, stages)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_cut_within_memory_equals_brute_force(data):
+    n = data.draw(st.integers(1, 8))
+    numbers = st.lists(st.integers(0, 5), min_size=n, max_size=n)
+    costs, static, kept = data.draw(numbers), data.draw(numbers), data.draw(numbers)
+    stages = data.draw(st.integers(1, n))
+    in_flight = data.draw(st.lists(st.integers(1, 4), min_size=stages, max_size=stages))
+    memory = StageMemory(data.draw(st.integers(0, 40)), static, kept)
+    assert find_partition(costs, stages, memory=memory, in_flight=in_flight) == brute_force(
+        costs, stages, memory, in_flight
+    )
+
+
+def test_ties_are_even_and_then_earlier_stages_take_fewer():
+    assert partition([1, 1, 1, 1, 3], 3) == (2, 2, 1)  # (1, 3, 1) is as fast
+    assert partition([1, 1, 1], 2) == (1, 2)
+
+
+def test_a_large_chain_is_quick():
+    assert sum(partition([1.5] * 200 + [7.25], 64)) == 201
+
+
+def test_what_cannot_be_cut_says_so():
+    with pytest.raises(GraphError, match="cannot cut 2 layers into 3 stages; valid are 1 to 2"):
+        partition([1, 1], 3)
+    with pytest.raises(GraphError, match="keeps each within 3 bytes"):
+        partition([1, 1], 2, memory=StageMemory(3, [1, 4]))
+
+
+def graph(encoders):
+    names = [f"e{i}" for i in range(encoders)]
+    mesh = MeshSpec.make([0], tp=1)
+    modules = [ModuleSpec(name, mesh) for name in (*names, "projector", "llm")]
+    edges = [BoundarySpec(names[0], "projector"), BoundarySpec("projector", "llm")]
+    edges += [BoundarySpec(name, "llm") for name in names[1:]]
+    return ModuleGraph(tuple(modules), tuple(edges))
+
+
+def behind(name, stages):
+    return 0 if name == "llm" else stages["llm"]
+
+
+def brute_counts(g, chains, ranks, microbatches):
+    names = [n for n in g.order if chains[n].follows is None]
+    best = None
+    for counts in itertools.product(*(range(1, len(chains[n].costs) + 1) for n in names)):
+        stages = dict(zip(names, counts, strict=True))
+        if sum(chains[n].ranks * k for n, k in stages.items()) != ranks:
+            continue
+        each = []
+        for name, count in stages.items():
+            held = [min(microbatches, behind(name, stages) + count - i) for i in range(count)]
+            legal = [c for c in cuts(len(chains[name].costs), count) if fits(chains[name].memory, held, c)]
+            each.append([(name, c) for c in legal])
+        for choice in itertools.product(*each):
+            score = evaluate(g, chains, dict(choice), microbatches).seconds
+            best = score if best is None else min(best, score)
+    return best
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_stage_counts_equal_brute_force(data):
+    g = graph(data.draw(st.integers(1, 2)))
+
+    def chain(n, **kwargs):
+        numbers = st.lists(st.integers(0, 5), min_size=n, max_size=n)
+        forward, backward, static, kept = (tuple(data.draw(numbers)) for _ in range(4))
+        return Chain(forward, backward, memory=StageMemory(data.draw(st.integers(5, 60)), static, kept), **kwargs)
+
+    chains = {name: chain(data.draw(st.integers(1, 4)), ranks=data.draw(st.integers(1, 2))) for name in g.order}
+    chains["projector"] = Chain((1, 2), (1, 0), follows="llm")
+    ranks, microbatches = data.draw(st.integers(2, 10)), data.draw(st.integers(1, 6))
+    expected = brute_counts(g, chains, ranks, microbatches)
+    if expected is None:
+        with pytest.raises(GraphError, match="no way"):
+            stage_counts(g, chains, ranks, microbatches)
+        return
+    found = stage_counts(g, chains, ranks, microbatches)
+    assert found.seconds == expected
+    assert sum(chains[n].ranks * len(c) for n, c in found.layers.items()) == ranks
+
+
+def test_a_frozen_encoder_gives_its_ranks_to_the_llm():
+    g = graph(1)
+    f = (1.0,) * 8
+    chains = {
+        "e0": Chain(f, (0.0,) * 8),
+        "projector": Chain((0.0,), (0.0,), follows="llm"),
+        "llm": Chain(f, (2.0,) * 8),
+    }
+    aware = stage_counts(g, chains, 8, 16)
+    assert {n: len(c) for n, c in aware.layers.items()} == {"e0": 2, "llm": 6}
+    blind = stage_counts(g, {n: c if n == "projector" else c.blind for n, c in chains.items()}, 8, 16)
+    assert evaluate(g, chains, blind.layers, 16).seconds >= aware.seconds
+    assert len(blind.layers["e0"]) == 4
+    assert aware.critical == 32

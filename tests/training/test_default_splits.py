@@ -1,0 +1,55 @@
+"""Where modules are cut by default."""
+
+from pathlib import Path
+
+import pytest
+
+from hetmesh.cost import LayerShape, ModuleShape, WeightShape, Work
+from hetmesh.errors import RecipeError
+from hetmesh.training.default_splits import default_splits
+from hetmesh.training.recipe import load_recipe
+
+RECIPE = load_recipe(Path(__file__).parents[2] / "recipes" / "digits.toml")
+WORK = Work(100, 1000, 10)
+
+
+def llm(blocks, trainable=True, head=4):
+    def layer(name, *shape, per_row=1, **kwargs):
+        return LayerShape(name, (WeightShape(f"{name}.w", shape, per_row, trainable),), **kwargs)
+
+    return ModuleShape(
+        "llm",
+        (
+            layer("embed", 50, 8, per_row=0),
+            *(layer(f"b{i}", 8, 8) for i in range(blocks)),
+            layer("norm", 8, per_row=0),
+            layer("head", 8 * head, 8, on_targets=True),
+        ),
+    )
+
+
+def cut(shape, stages, upstream=False, work=WORK):
+    return default_splits(RECIPE, "llm", shape, stages, upstream_trainable=upstream, work=work)
+
+
+def test_layers_without_flops_go_with_a_neighbour():
+    assert cut(llm(4), 2, upstream=True) == (("embed", "b0", "b1"), ("b2", "b3", "norm", "head"))
+    assert cut(llm(2), 3, upstream=True) == (("embed", "b0"), ("b1", "norm"), ("head",))
+
+
+def test_more_stages_than_layers_with_flops():
+    assert cut(llm(1), 4) == (("embed",), ("b0",), ("norm",), ("head",))
+    with pytest.raises(RecipeError, match=r"parallelism.llm: 5 pipeline stages for 4 layers; valid are 1 to 4"):
+        cut(llm(1), 5)
+
+
+def test_a_head_on_many_targets_weighs_more():
+    few, many = (cut(llm(6, head=10), 2, True, Work(100, 1000, targets)) for targets in (1, 50))
+    assert len(few[0]) == 1 + 3
+    assert len(many[0]) > len(few[0])
+
+
+def test_what_is_frozen_weighs_less():
+    names = [f"b{i}" for i in range(6)]
+    layers = tuple(LayerShape(n, (WeightShape(n, (8, 8), 1, i >= 4),)) for i, n in enumerate(names))
+    assert [len(run) for run in cut(ModuleShape("m", layers), 2)] == [4, 2]  # 4 x 1 against 2 + 3

@@ -1,0 +1,42 @@
+"""Measuring the layers of a recipe."""
+
+from pathlib import Path
+
+import pytest
+
+from hetmesh.cost import Profile, Work, layer_kind
+from hetmesh.data.loader import Loader
+from hetmesh.training.job import describe, make_prepare
+from hetmesh.training.module_shapes import module_shapes
+from hetmesh.training.profile import profile_recipe, sample_shapes
+from hetmesh.training.recipe import load_recipe
+
+DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
+
+
+def test_shapes_hold_out_every_other_size():
+    recipe = load_recipe(DIGITS)
+    source, adapters, graph = describe(recipe)
+    loader = Loader(source, 64, make_prepare(recipe, graph, adapters))
+    shapes = sample_shapes(loader, 64)
+    sizes = {flag: {len(s.drawn) for s in shapes if s.held_out is flag} for flag in (False, True)}
+    assert sizes == {False: {1, 4, 16, 64}, True: {2, 8, 32}}
+    short, long, _ = (sum(d.meta.tokens for d in s.drawn) for s in shapes[-3:])
+    assert short < long
+
+
+@pytest.mark.slow
+def test_every_layer_of_every_module_is_measured():
+    recipe = load_recipe(DIGITS, ("--training.local_batch_size", "8"))
+    profile = profile_recipe(recipe, seconds=1)
+    _, adapters, _ = describe(recipe)
+    for shape in module_shapes(recipe, adapters).values():
+        for layer in shape.layers:
+            assert layer_kind(layer) in profile.layers
+            time = profile.predict(layer, Work(200, 4000, 20), upstream=True)
+            assert time.forward > 0
+            if layer.attention_width:
+                assert time.backward_input > 0
+                assert time.backward_weight > 0
+    assert profile.held_out.count > 20
+    assert isinstance(profile, Profile)
