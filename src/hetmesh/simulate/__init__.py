@@ -1,0 +1,39 @@
+"""Timelines: what a schedule takes, by simulation or from a recording, and where ranks wait. Pure values.
+
+program.py   a schedule and its costs as columns of integers and seconds, rank classes
+engine.py    `simulate`: the columns -> Timeline, in one pass over the order
+timeline.py  Timeline: spans as columns, peak memory; from a recording, to and from JSON
+bubbles.py   idle time by class; lower bounds of a makespan
+latest.py    the latest starts that keep a makespan (ALAP), dependency points of a stage
+"""
+
+from hetmesh.simulate.bubbles import (
+    CLASSES,
+    Bubbles,
+    average_bubbles,
+    bubble_spans,
+    bubbles,
+    busiest_rank,
+    critical_path,
+)
+from hetmesh.simulate.engine import simulate
+from hetmesh.simulate.latest import DependencyPoints, dependency_points, latest_starts
+from hetmesh.simulate.timeline import KINDS, Span, Spans, Timeline
+
+__all__ = [
+    "CLASSES",
+    "KINDS",
+    "Bubbles",
+    "DependencyPoints",
+    "Span",
+    "Spans",
+    "Timeline",
+    "average_bubbles",
+    "bubble_spans",
+    "bubbles",
+    "busiest_rank",
+    "critical_path",
+    "dependency_points",
+    "latest_starts",
+    "simulate",
+]

@@ -1,0 +1,178 @@
+"""Bubbles: the time in which a rank does not compute, by its cause, and the two lower bounds of a makespan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from hetmesh.cost.step_costs import StepCosts
+from hetmesh.schedule import Schedule
+from hetmesh.simulate.program import RECEIVE, program
+from hetmesh.simulate.timeline import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    GATHER,
+    OPTIMIZER,
+    REDUCE,
+    TRANSFER,
+    Spans,
+    Timeline,
+)
+
+CLASSES = ("dp_gather", "dp_scatter", "pp_warmup", "pp_cooldown", "pp_other", "tp")
+"""Classes of bubbles, as in Optimus (arXiv 2408.03505, table 1)."""
+_LAYERS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+
+
+@dataclass(frozen=True, slots=True)
+class Bubbles:
+    """Seconds of one rank; together they are the step.
+
+    Attributes:
+        compute: forwards, backwards and the optimizer, without the collectives inside layers.
+        dp_gather: parameters are gathered, and nothing is computed.
+        dp_scatter: gradients are reduced, and nothing is computed.
+        pp_warmup: waiting for the first forward.
+        pp_cooldown: after the last backward, waiting for other ranks.
+        pp_other: waiting in between: dependencies, imbalance.
+        tp: collectives inside layers.
+    """
+
+    compute: float = 0.0
+    dp_gather: float = 0.0
+    dp_scatter: float = 0.0
+    pp_warmup: float = 0.0
+    pp_cooldown: float = 0.0
+    pp_other: float = 0.0
+    tp: float = 0.0
+
+    @property
+    def idle(self) -> float:
+        """Seconds without computation."""
+        return sum(getattr(self, name) for name in CLASSES)
+
+    @property
+    def fraction(self) -> float:
+        """Share of the step without computation; 0 for a step that takes no time."""
+        total = self.compute + self.idle
+        return self.idle / total if total else 0.0
+
+
+def bubbles(timeline: Timeline) -> tuple[Bubbles, ...]:
+    """Per row. Compute and all classes add up to the makespan."""
+    out = []
+    for row in range(len(timeline.rows)):
+        codes, starts, stops = _classified(timeline, row)
+        seconds = np.bincount(codes, weights=stops - starts, minlength=len(CLASSES)).tolist()
+        busy = seconds[_COMPUTE]
+        tp = min(timeline.collectives[row], busy)
+        out.append(Bubbles(busy - tp, *seconds[: len(CLASSES) - 1], tp))
+    return tuple(out)
+
+
+def average_bubbles(timeline: Timeline) -> Bubbles:
+    """The mean over ranks."""
+    rows = bubbles(timeline)
+    sizes = [len(ranks) for ranks in timeline.rows]
+    return Bubbles(
+        *(
+            sum(getattr(b, f.name) * n for b, n in zip(rows, sizes, strict=True)) / max(sum(sizes), 1)
+            for f in fields(Bubbles)
+        )
+    )
+
+
+def bubble_spans(timeline: Timeline, row: int) -> list[tuple[str, float, float]]:
+    """The gaps of one row in order: class, start, stop. Collectives inside layers are no gaps."""
+    codes, starts, stops = (column.tolist() for column in _classified(timeline, row))
+    out: list[tuple[str, float, float]] = []
+    for code, start, stop in zip(codes, starts, stops, strict=True):
+        if code == _COMPUTE:
+            continue
+        if out and out[-1][0] == CLASSES[code] and out[-1][2] == start:
+            out[-1] = (CLASSES[code], out[-1][1], stop)
+        else:
+            out.append((CLASSES[code], start, stop))
+    return out
+
+
+_COMPUTE = len(CLASSES) - 1  # in the place of tp, which is no interval
+
+
+def _classified(timeline: Timeline, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The elementary intervals between all starts and stops of a row: class, start, stop."""
+    spans = timeline.work.select(timeline.work.row == row)
+    layers = spans.select(np.isin(spans.kind, _LAYERS))
+    first = layers.start.min() if len(layers) else timeline.makespan
+    last = layers.stop.max() if len(layers) else timeline.makespan
+    points = np.unique(np.concatenate([spans.start, spans.stop, [0.0, first, last, timeline.makespan]]))
+    starts, stops = points[:-1], points[1:]
+    codes = np.full(len(starts), CLASSES.index("pp_other"))
+    codes[stops <= first] = CLASSES.index("pp_warmup")
+    codes[starts >= last] = CLASSES.index("pp_cooldown")
+    for kinds, code in (((REDUCE,), 1), ((GATHER,), 0), ((*_LAYERS, OPTIMIZER), _COMPUTE)):
+        codes[_covered(starts, spans.select(np.isin(spans.kind, kinds)))] = code
+    return codes, starts, stops
+
+
+def _covered(starts: np.ndarray, spans: Spans) -> np.ndarray:
+    """Whether any span covers the elementary interval that begins at each of `starts`."""
+    begun = np.searchsorted(np.sort(spans.start), starts, side="right")
+    over = np.searchsorted(np.sort(spans.stop), starts, side="right")
+    return begun > over
+
+
+def busiest_rank(schedule: Schedule, costs: StepCosts) -> float:
+    """Seconds of the rank that has most to do: no makespan is shorter."""
+    p = program(schedule, costs)
+    busy = list(p.optimizer)
+    for stage in {target for kind, target in zip(p.kinds, p.targets, strict=True) if kind == FORWARD}:
+        for row in p.stage_rows[stage]:
+            busy[row] += p.gather[stage]
+    for kind, target, seconds in zip(p.kinds, p.targets, p.seconds, strict=True):
+        if kind in _LAYERS:
+            for row in p.stage_rows[target]:
+                busy[row] += seconds
+    return max(busy, default=0.0)
+
+
+def critical_path(schedule: Schedule, costs: StepCosts) -> float:
+    """Seconds of the longest chain of dependencies, were there a rank and a link for everything: no makespan is
+    shorter."""
+    p, count = program(schedule, costs), schedule.microbatches
+    forward_edges = len(p.sources) // 2
+    cells = len(p.stage_rows) * count
+    ready = [0.0] * cells  # when a stage's inputs, then its gradients, are there
+    forward, first, last = [0.0] * cells, [0.0] * cells, [0.0] * cells  # ends of forward, first and last part
+    arrivals = [0.0] * (len(p.sources) * count)
+    longest = 0.0
+    for kind, target, m, seconds in zip(p.kinds, p.targets, p.microbatches, p.seconds, strict=True):
+        at = target * count + m
+        if kind == RECEIVE:
+            reader = p.destinations[target] * count + m
+            ready[reader] = max(ready[reader], arrivals[at])
+        elif kind == TRANSFER:
+            made = forward if target < forward_edges else first
+            arrivals[at] = made[p.sources[target] * count + m] + seconds
+            longest = max(longest, arrivals[at])
+        elif kind == REDUCE:
+            longest = max(longest, seconds + _latest(last[target * count : (target + 1) * count]))
+        elif kind == FORWARD:
+            forward[at] = max(ready[at], p.gather[target]) + seconds
+            ready[at] = 0.0
+            longest = max(longest, forward[at])
+        elif kind == BACKWARD_WEIGHT:
+            last[at] = first[at] + seconds
+            longest = max(longest, last[at])
+        else:
+            first[at] = last[at] = max(forward[at], ready[at]) + seconds
+            longest = max(longest, first[at])
+    return longest + max(p.optimizer, default=0.0)
+
+
+def _latest(times: Iterable[float]) -> float:
+    return max(times, default=0.0)

@@ -1,0 +1,106 @@
+"""Latest starts: how late each action may start without a longer step (ALAP). The engine's pass, backwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetmesh.cost.step_costs import StepCosts
+from hetmesh.errors import GraphError
+from hetmesh.graph import Stage
+from hetmesh.schedule import Schedule
+from hetmesh.simulate.program import RECEIVE, program
+from hetmesh.simulate.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, REDUCE, TRANSFER
+
+
+@dataclass(frozen=True, slots=True)
+class DependencyPoints:
+    """By when a stage wants its inputs, and from when its gradients are there, if it runs as late as it may.
+
+    Attributes:
+        forward: per microbatch, the latest start of its forward (Optimus' F).
+        backward: per microbatch, the latest end of its backward (B); empty where the stage has none.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+
+def latest_starts(schedule: Schedule, costs: StepCosts, makespan: float) -> np.ndarray:
+    """Per action of the schedule, in its order, the latest start in seconds at which the step still takes `makespan`.
+
+    A backward pass over dependencies, each rank's order, and the order of transfers on each link (Optimus, arXiv
+    2408.03505, section 4.3). It works for any policy. Transfers are beside work, as
+    in `simulate(..., overlap=True)`. A RECV's latest start is the latest arrival.
+
+    Raises:
+        GraphError: there is no cost for a stage and microbatch, or `makespan` is too short for the schedule.
+    """
+    p, count = program(schedule, costs), schedule.microbatches
+    end = makespan - max(p.optimizer, default=0.0)
+    rows = range(len(p.rows))
+    work, wait = [end for _ in rows], [end for _ in rows]  # by when a row's work, and its waits, must be over
+    reduced, outgoing, incoming = [end for _ in rows], [end for _ in rows], [end for _ in rows]
+    arrival = [end] * (len(p.sources) * count)
+    first: dict[int, int] = {}  # stage -> place of its first forward, which its gather precedes
+    for i in range(len(p.kinds) - 1, -1, -1):
+        if p.kinds[i] == FORWARD:
+            first[p.targets[i]] = i
+    out = np.zeros(len(p.kinds))
+    for i in range(len(p.kinds) - 1, -1, -1):
+        kind, target, seconds = p.kinds[i], p.targets[i], p.seconds[i]
+        if kind == RECEIVE:
+            at = target * count + p.microbatches[i]
+            start = arrival[at] = min(wait[row] for row in p.stage_rows[p.destinations[target]])
+        elif kind == TRANSFER:
+            sources, destinations = p.stage_rows[p.sources[target]], p.stage_rows[p.destinations[target]]
+            start = arrival[target * count + p.microbatches[i]]
+            if seconds:
+                start = min(start, *(outgoing[r] for r in sources), *(incoming[r] for r in destinations)) - seconds
+                for row in sources:
+                    outgoing[row] = start
+                for row in destinations:
+                    incoming[row] = start
+            for row in sources:
+                work[row], wait[row] = min(work[row], start), min(wait[row], start)
+        elif kind == REDUCE:
+            own = p.stage_rows[target]
+            start = min(reduced[row] for row in own) - seconds
+            for row in own:
+                reduced[row] = start
+                work[row], wait[row] = min(work[row], start), min(wait[row], start)
+        else:
+            own = p.stage_rows[target]
+            start = min(work[row] for row in own) - seconds
+            gathered = p.gather[target] if first.get(target) == i else 0.0
+            for row in own:
+                wait[row], work[row] = start, start - gathered
+        out[i] = start
+    earliest = min([*work, *out.tolist()], default=0.0)
+    if earliest < -1e-9 * max(abs(makespan), 1e-9):
+        raise GraphError(f"makespan {makespan:g} s is {-earliest:g} s too short for this schedule")
+    return out
+
+
+def dependency_points(schedule: Schedule, costs: StepCosts, makespan: float, stage: Stage) -> DependencyPoints:
+    """The dependency points of `stage`, e.g. the first one of an LLM whose encoder runs in its bubbles.
+
+    Raises:
+        GraphError: see `latest_starts`.
+    """
+    p = program(schedule, costs)
+    starts = latest_starts(schedule, costs, makespan)
+    index = schedule.stages.stages.index(stage)
+    forward = [0.0] * schedule.microbatches
+    backward: dict[int, float] = {}
+    for kind, target, m, seconds, start in zip(
+        p.kinds, p.targets, p.microbatches, p.seconds, starts.tolist(), strict=True
+    ):
+        if target != index:
+            continue
+        if kind == FORWARD:
+            forward[m] = start
+        elif kind in (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT):
+            backward.setdefault(m, start + seconds)  # the gradient of the input is there after the first part
+    return DependencyPoints(tuple(forward), tuple(backward[m] for m in sorted(backward)))

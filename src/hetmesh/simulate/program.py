@@ -1,0 +1,132 @@
+"""A schedule and its costs as columns, what the engine walks over: a million actions in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetmesh.cost.step_costs import StepCosts, TransferCost
+from hetmesh.errors import GraphError
+from hetmesh.graph import Edge, Stage
+from hetmesh.schedule import Action, Kind, Schedule
+from hetmesh.simulate.timeline import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    REDUCE,
+    TRANSFER,
+    rank_classes,
+    target_names,
+)
+
+RECEIVE = 8  # not a kind of span: it takes no time of its own
+FREE = TransferCost()
+_FORWARD, _BACKWARD, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT  # an enum's attributes are slow
+_SEND, _REDUCE = Kind.SEND, Kind.REDUCE
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Actions as columns of equal length, in the schedule's order, and tables by stage, edge and row.
+
+    Attributes:
+        kinds: indices into `timeline.KINDS`, or RECEIVE.
+        targets: index of the stage, or of the edge (forward edges, then reversed ones).
+        microbatches: of each action.
+        seconds: what the action takes, the runtime's own overhead included.
+        collectives: how much of it are collectives inside layers.
+        bytes: FORWARD and the first part of a backward: activations; SEND: what arrives.
+        rows: the ranks of each row.
+        held: per row, the stages of its ranks.
+        stage_rows: per stage, its rows.
+        sources, destinations: per edge, a stage.
+        gather: per stage, seconds.
+        optimizer, static_bytes: per row, of the rank that has most.
+        names: see `Timeline.targets`.
+    """
+
+    kinds: list[int]
+    targets: list[int]
+    microbatches: list[int]
+    seconds: list[float]
+    collectives: list[float]
+    bytes: list[int]
+    rows: tuple[tuple[int, ...], ...]
+    held: tuple[tuple[int, ...], ...]
+    stage_rows: list[tuple[int, ...]]
+    sources: list[int]
+    destinations: list[int]
+    gather: list[float]
+    optimizer: list[float]
+    static_bytes: list[int]
+    names: tuple[str, ...]
+
+
+def program(schedule: Schedule, costs: StepCosts) -> Program:
+    """The columns of `schedule` under `costs`.
+
+    Raises:
+        GraphError: there is no cost for a stage and microbatch.
+    """
+    stages = schedule.stages
+    classes = rank_classes(stages)
+    stage_rows: list[list[int]] = [[] for _ in stages.stages]
+    for row, held in enumerate(classes.values()):
+        for stage in held:
+            stage_rows[stage].append(row)
+    edges = (*stages.edges, *(edge.reversed for edge in stages.edges))
+    index = {stage: i for i, stage in enumerate(stages.stages)}
+    training = schedule.training
+    look_up = _Costs(schedule, costs, index, {edge: i for i, edge in enumerate(edges)})
+    entries = [look_up.entry(action) for action in schedule.actions]
+    columns = [list(column) for column in zip(*entries, strict=True)] or [[] for _ in range(6)]
+    return Program(
+        *columns,
+        rows=tuple(classes),
+        held=tuple(classes.values()),
+        stage_rows=[tuple(rows) for rows in stage_rows],
+        sources=[index[edge.source] for edge in edges],
+        destinations=[index[edge.destination] for edge in edges],
+        gather=[costs.gather.get(stage, 0.0) for stage in stages.stages],
+        optimizer=[
+            max((costs.optimizer.get(rank, 0.0) for rank in ranks), default=0.0) * training for ranks in classes
+        ],
+        static_bytes=[max(costs.static_bytes.get(rank, 0) for rank in ranks) for ranks in classes],
+        names=target_names(stages),
+    )
+
+
+Entry = tuple[int, int, int, float, float, int]
+"""One action: kind, target, microbatch, seconds, collectives, bytes."""
+
+
+class _Costs:
+    """Looks actions up in tables; made once per program."""
+
+    def __init__(self, schedule: Schedule, costs: StepCosts, stages: dict[Stage, int], edges: dict[Edge, int]) -> None:
+        self.stages, self.edges, self.costs, self.again = stages, edges, costs, schedule.recompute
+
+    def entry(self, action: Action) -> Entry:
+        kind, target, m = action.kind, action.target, action.microbatch
+        if isinstance(target, Edge):
+            if kind is not _SEND:
+                return RECEIVE, self.edges[target], m, 0.0, 0.0, 0
+            transfer = self.costs.transfers.get((target, m), FREE)
+            return TRANSFER, self.edges[target], m, transfer.seconds, 0.0, transfer.bytes
+        stage, overhead = self.stages[target], self.costs.action_overhead
+        if kind is _REDUCE:
+            return REDUCE, stage, m, self.costs.reduce.get(target, 0.0) + overhead, 0.0, 0
+        cost = self.costs.stages.get((target, m))
+        if cost is None:
+            raise GraphError(f"costs: none for {action}")
+        if kind is _FORWARD:
+            return FORWARD, stage, m, cost.forward + overhead, cost.collectives_forward, cost.activation_bytes
+        if kind is _WEIGHT:
+            return BACKWARD_WEIGHT, stage, m, cost.backward_weight + overhead, 0.0, cost.activation_bytes
+        # all collectives of a backward are in its first part
+        seconds, collectives = cost.backward_input + overhead, cost.collectives_backward
+        if target in self.again:
+            seconds, collectives = seconds + cost.forward, collectives + cost.collectives_forward
+        if kind is _BACKWARD:
+            return BACKWARD, stage, m, seconds + cost.backward_weight, collectives, cost.activation_bytes
+        return BACKWARD_INPUT, stage, m, seconds, collectives, cost.activation_bytes

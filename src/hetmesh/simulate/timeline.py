@@ -1,0 +1,280 @@
+"""Timeline: when each action ran on each rank, simulated or recorded. Spans are columns, so that a million fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from hetmesh.errors import GraphError
+from hetmesh.graph import Edge, StageGraph
+from hetmesh.schedule import Action, Kind, Schedule
+
+KINDS = ("F", "B", "I", "W", "REDUCE", "GATHER", "OPTIMIZER", "SEND")
+"""Kinds of spans; `Spans.kind` holds indices into it. SEND is a transfer from its start to its arrival."""
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, REDUCE, GATHER, OPTIMIZER, TRANSFER = range(len(KINDS))
+
+Record = tuple[Action, float, float]
+"""An action that a rank took part in, its start and stop in seconds since the step's common zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One span of a timeline.
+
+    Attributes:
+        kind: one of `KINDS`.
+        target: a stage (`"llm.0"`) or, of a transfer, an edge (`"vision.0->llm.0"`); empty for OPTIMIZER.
+        microbatch: -1 where the kind comes once per step.
+        start, stop: seconds since the step began.
+        row: of the timeline, i.e. on which ranks; of a transfer, where it arrives.
+    """
+
+    kind: str
+    target: str
+    microbatch: int
+    start: float
+    stop: float
+    row: int
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Spans as columns of equal length: see `Span`. `kind` and `target` are indices into `KINDS` and
+    `Timeline.targets`."""
+
+    row: np.ndarray
+    kind: np.ndarray
+    target: np.ndarray
+    microbatch: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+
+    @classmethod
+    def of(cls, columns: Iterable[Sequence[float]]) -> Spans:
+        """From six sequences, in the order of the attributes."""
+        row, kind, target, microbatch, start, stop = columns
+        integers = (np.asarray(column, dtype=np.int64) for column in (row, kind, target, microbatch))
+        return cls(*integers, np.asarray(start, dtype=np.float64), np.asarray(stop, dtype=np.float64))
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def select(self, chosen: np.ndarray) -> Spans:
+        """The spans at some indices, or where a mask is true."""
+        return Spans(*(column[chosen] for column in self.columns))
+
+    @property
+    def columns(self) -> tuple[np.ndarray, ...]:
+        """All columns, in the order of the attributes."""
+        return self.row, self.kind, self.target, self.microbatch, self.start, self.stop
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """One step.
+
+    Attributes:
+        rows: the ranks of each row, ascending. Simulated: ranks that hold exactly the same stages behave alike and
+            share a row. Recorded: one row per rank.
+        holds: per row, the stages that its ranks hold.
+        targets: names of stages and edges.
+        work: what ranks do themselves; one span per row and action.
+        transfers: what travels beside it; one span per receiving row.
+        makespan: seconds from the step's begin to the last stop.
+        collectives: per row, how many of the seconds of its work are collectives inside layers (0: none, or unknown).
+        peak_bytes: per row, of the rank that holds most: static, activations in flight and boundary buffers; 0 where
+            it is not known.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    holds: tuple[tuple[str, ...], ...]
+    targets: tuple[str, ...]
+    work: Spans
+    transfers: Spans
+    makespan: float
+    collectives: tuple[float, ...]
+    peak_bytes: tuple[int, ...]
+
+    @classmethod
+    def recorded(
+        cls,
+        schedule: Schedule,
+        records: Mapping[int, Sequence[Record]],
+        *,
+        optimizer: Mapping[int, tuple[float, float]] | None = None,
+        collectives: Mapping[int, float] | None = None,
+        peak_bytes: Mapping[int, int] | None = None,
+    ) -> Timeline:
+        """The timeline of a real step.
+
+        A RECV is a wait, not work: it leaves a gap, and ends the transfer that the first of the sources' SENDs began.
+
+        Args:
+            records: per rank, what it ran, in seconds since a zero that all ranks share.
+            optimizer: per rank, start and stop of what follows the last action (normalising, clipping, the optimizer).
+            collectives: per rank, seconds of collectives inside layers, where they were measured.
+            peak_bytes: per rank.
+
+        Raises:
+            GraphError: an action does not belong to the schedule, or stops before it starts.
+        """
+        return _from_records(schedule, records, optimizer or {}, collectives or {}, peak_bytes or {})
+
+    def row_of(self, rank: int) -> int:
+        """The row of `rank`.
+
+        Raises:
+            GraphError: no stage is on `rank`.
+        """
+        if rank not in self._row_of:
+            raise GraphError(f"timeline: no work on rank {rank}")
+        return self._row_of[rank]
+
+    @cached_property
+    def _row_of(self) -> dict[int, int]:
+        return {rank: i for i, ranks in enumerate(self.rows) for rank in ranks}
+
+    def spans(self, row: int | None = None, *, transfers: bool = False) -> Iterator[Span]:
+        """Work, or transfers, of one row or of all, as values."""
+        columns = self.transfers if transfers else self.work
+        if row is not None:
+            columns = columns.select(columns.row == row)
+        for r, kind, target, m, start, stop in zip(*(c.tolist() for c in columns.columns), strict=True):
+            yield Span(KINDS[kind], self.targets[target] if target >= 0 else "", m, start, stop, r)
+
+    def busiest_of_each_class(self) -> Timeline:
+        """Of the rows whose ranks hold the same stages, the one that works longest; in a simulation, all."""
+        seconds = np.zeros(len(self.rows))
+        np.add.at(seconds, self.work.row, self.work.stop - self.work.start)
+        kept: dict[tuple[str, ...], int] = {}
+        for i, held in enumerate(self.holds):
+            if held not in kept or seconds[i] > seconds[kept[held]]:
+                kept[held] = i
+        rows = sorted(kept.values())
+        place = np.full(len(self.rows), -1)
+        place[rows] = np.arange(len(rows))
+
+        def renumbered(spans: Spans) -> Spans:
+            some = spans.select(place[spans.row] >= 0)
+            return Spans(place[some.row], *some.columns[1:])
+
+        return Timeline(
+            tuple(self.rows[i] for i in rows),
+            tuple(self.holds[i] for i in rows),
+            self.targets,
+            renumbered(self.work),
+            renumbered(self.transfers),
+            self.makespan,
+            tuple(self.collectives[i] for i in rows),
+            tuple(self.peak_bytes[i] for i in rows),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """A value for `json.dumps`; `from_json` is its inverse."""
+        return {
+            "rows": [list(ranks) for ranks in self.rows],
+            "holds": [list(names) for names in self.holds],
+            "targets": list(self.targets),
+            "work": [column.tolist() for column in self.work.columns],
+            "transfers": [column.tolist() for column in self.transfers.columns],
+            "makespan": self.makespan,
+            "collectives": list(self.collectives),
+            "peak_bytes": list(self.peak_bytes),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Timeline:
+        """What `as_json` made.
+
+        Raises:
+            GraphError: a part is missing or has another form.
+        """
+        try:
+            return cls(
+                tuple(tuple(ranks) for ranks in value["rows"]),
+                tuple(tuple(names) for names in value["holds"]),
+                tuple(value["targets"]),
+                Spans.of(value["work"]),
+                Spans.of(value["transfers"]),
+                float(value["makespan"]),
+                tuple(value["collectives"]),
+                tuple(value["peak_bytes"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise GraphError(f"not a timeline: {type(error).__name__} {error}") from error
+
+
+def rank_classes(stages: StageGraph) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Ranks -> the stages (by index) that each of them holds; ranks that hold the same are together, lowest first."""
+    held: dict[int, list[int]] = {}
+    for i, ranks in enumerate(stages.ranks):
+        for rank in ranks:
+            held.setdefault(rank, []).append(i)
+    classes: dict[tuple[int, ...], list[int]] = {}
+    for rank in sorted(held):
+        classes.setdefault(tuple(held[rank]), []).append(rank)
+    return {tuple(ranks): indices for indices, ranks in classes.items()}
+
+
+def target_names(stages: StageGraph) -> tuple[str, ...]:
+    """Stages, forward edges, reversed edges: the order of `Timeline.targets`."""
+    edges = stages.edges
+    return (*map(str, stages.stages), *map(str, edges), *(str(edge.reversed) for edge in edges))
+
+
+WORK = {
+    Kind.FORWARD: FORWARD,
+    Kind.BACKWARD: BACKWARD,
+    Kind.BACKWARD_INPUT: BACKWARD_INPUT,
+    Kind.BACKWARD_WEIGHT: BACKWARD_WEIGHT,
+    Kind.REDUCE: REDUCE,
+}
+"""Kinds of actions that are work -> index in `KINDS`."""
+
+
+def _from_records(
+    schedule: Schedule,
+    records: Mapping[int, Sequence[Record]],
+    optimizer: Mapping[int, tuple[float, float]],
+    collectives: Mapping[int, float],
+    peak_bytes: Mapping[int, int],
+) -> Timeline:
+    stages, known = schedule.stages, set(schedule.actions)
+    names = target_names(stages)
+    index = {name: i for i, name in enumerate(names)}
+    held = {rank: indices for ranks, indices in rank_classes(stages).items() for rank in ranks}
+    ranks = sorted(records)
+    sent: dict[Action, float] = {}
+    for rank in ranks:
+        for action, start, stop in records[rank]:
+            if action not in known or stop < start:
+                raise GraphError(f"recording of rank {rank}: {action} from {start} to {stop} does not belong to it")
+            if action.kind is Kind.SEND and isinstance(action.target, Edge):
+                source = rank in stages.ranks_of(action.target.source)
+                sent[action] = min(start, sent.get(action, start)) if source else sent.get(action, start)
+    work: list[tuple[float, ...]] = []
+    transfers: list[tuple[float, ...]] = []
+    for row, rank in enumerate(ranks):
+        for action, start, stop in records[rank]:
+            target, m = index[str(action.target)], action.microbatch
+            if action.kind in WORK:
+                work.append((row, WORK[action.kind], target, m, start, stop))
+            elif action.kind is Kind.RECV:
+                began = min(sent.get(Action(Kind.SEND, action.target, m), start), stop)
+                transfers.append((row, TRANSFER, target, m, began, stop))
+        if rank in optimizer:
+            work.append((row, OPTIMIZER, -1, -1, *optimizer[rank]))
+    spans = [Spans.of(zip(*rows, strict=True) if rows else [()] * 6) for rows in (work, transfers)]
+    return Timeline(
+        tuple((rank,) for rank in ranks),
+        tuple(tuple(names[i] for i in held.get(rank, ())) for rank in ranks),
+        names,
+        *spans,
+        max((float(some.stop.max()) for some in spans if len(some)), default=0.0),
+        tuple(collectives.get(rank, 0.0) for rank in ranks),
+        tuple(peak_bytes.get(rank, 0) for rank in ranks),
+    )

@@ -1,0 +1,203 @@
+"""Simulated timelines against what can be computed by hand."""
+
+import pytest
+from graphs import encoder_and_llm, equal_costs, module, pipeline
+
+from hetmesh.cost import StageCost, StepCosts, TransferCost
+from hetmesh.errors import GraphError
+from hetmesh.graph import Edge, Stage
+from hetmesh.schedule import POLICIES, Kind, PolicyOptions, interleaved, one_f_one_b, sequential, zero_bubble
+from hetmesh.simulate import (
+    average_bubbles,
+    bubbles,
+    busiest_rank,
+    critical_path,
+    dependency_points,
+    latest_starts,
+    simulate,
+)
+
+ONE_TWO = StageCost(1.0, 1.0, 1.0)
+SIZES = [(1, 1), (2, 2), (2, 7), (4, 4), (4, 8), (4, 9), (8, 16)]
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_bubble_fraction_of_1f1b(p, m):
+    stages = pipeline(p)
+    timeline = simulate(one_f_one_b(stages, m), equal_costs(stages, m, ONE_TWO))
+    assert timeline.makespan == 3 * (m + p - 1)
+    assert [b.fraction for b in bubbles(timeline)] == pytest.approx([(p - 1) / (m + p - 1)] * p)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 4), (4, 2, 8), (4, 3, 12), (8, 2, 16)])
+def test_bubble_fraction_of_interleaved(p, v, m, early):
+    stages = pipeline(p, v)
+    schedule = interleaved(stages, m, options=PolicyOptions(early=early))
+    timeline = simulate(schedule, equal_costs(stages, m, ONE_TWO))
+    assert [b.fraction for b in bubbles(timeline)] == pytest.approx([(p - 1) / (v * m + p - 1)] * p)
+
+
+@pytest.mark.parametrize(("early", "starts"), [(False, [16, 19, 22, 25]), (True, [8, 9, 10, 16])])
+def test_o5_the_late_warm_up_keeps_makespan_57_and_defers_stage_0(early, starts):
+    stages = pipeline(4, 2)
+    timeline = simulate(interleaved(stages, 8, options=PolicyOptions(early=early)), equal_costs(stages, 8, ONE_TWO))
+    assert timeline.makespan == 57
+    forwards = [s for s in timeline.spans(0) if s.kind == "F" and s.target == "llm.0"]
+    assert [s.start for s in forwards][4:] == starts
+
+
+def test_o5_dependency_points():
+    stages = pipeline(4, 2)
+    costs = equal_costs(stages, 8, ONE_TWO)
+    late, early = (interleaved(stages, 8, options=PolicyOptions(early=early)) for early in (False, True))
+    points = dependency_points(late, costs, 57, Stage("llm"))
+    assert points.forward == (0, 1, 2, 3, 16, 19, 22, 25)
+    assert points.backward[-1] == 57
+    # The early order can be deferred too, but not as far: on rank 0 the forward of microbatch 8 and all that comes
+    # after it take 35 seconds, so in this order it cannot start after 22.
+    forward = dependency_points(early, costs, 57, Stage("llm")).forward
+    assert forward[4:] == (14, 16, 17, 20)
+
+
+def test_latest_starts_are_no_earlier_than_starts_and_refuse_a_short_makespan():
+    stages = pipeline(4)
+    schedule, costs = zero_bubble(stages, 6), equal_costs(stages, 6, StageCost(1.0, 1.5, 0.5))
+    makespan = simulate(schedule, costs).makespan
+    latest = dict(zip(map(str, schedule.actions), latest_starts(schedule, costs, makespan).tolist(), strict=True))
+    for span in simulate(schedule, costs).spans():
+        if span.kind != "REDUCE":
+            assert latest[f"{span.target} {span.kind}{span.microbatch}"] >= span.start - 1e-9
+    assert min(latest.values()) == 0
+    with pytest.raises(GraphError, match="too short"):
+        latest_starts(schedule, costs, makespan - 0.5)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 16)])
+def test_zero_bubble_is_shorter_than_1f1b(p, m):
+    stages = pipeline(p)
+    costs = equal_costs(stages, m, StageCost(1.0, 1.0, 1.0))
+    short, long = (simulate(policy(stages, m), costs).makespan for policy in (zero_bubble, one_f_one_b))
+    assert short < long
+
+
+def test_classes_of_1f1b():
+    stages = pipeline(4)
+    first, *_, last = bubbles(simulate(one_f_one_b(stages, 8), equal_costs(stages, 8, ONE_TWO)))
+    assert (first.pp_warmup, first.pp_cooldown, first.pp_other) == (0, 0, 9)
+    assert (last.pp_warmup, last.pp_cooldown, last.pp_other) == (3, 6, 0)
+
+
+def test_sequential_runs_one_stage_at_a_time():
+    stages = pipeline(3)
+    timeline = simulate(sequential(stages, 2), equal_costs(stages, 2, ONE_TWO))
+    assert timeline.makespan == 2 * 3 * 3
+    assert average_bubbles(timeline).fraction == pytest.approx(2 / 3)
+
+
+def test_gathers_reductions_optimizer_and_collectives_have_their_classes():
+    stages = pipeline(2)
+    a, b = stages.stages
+    costs = equal_costs(
+        stages, 1, StageCost(2.0, 2.0, 2.0, 0.5, 0.25), gather={a: 1.0, b: 1.0}, reduce={a: 3.0, b: 1.0},
+        optimizer={0: 1.0, 1: 1.0},
+    )  # fmt: skip
+    timeline = simulate(one_f_one_b(stages, 1), costs)
+    # rank 0: gather 0-1, F 1-3, B 9-13, reduce 13-16; rank 1: gather 0-1, F 3-5, B 5-9, reduce 9-10
+    assert timeline.makespan == 17
+    first, second = bubbles(timeline)
+    assert (first.dp_gather, first.pp_other, first.dp_scatter, first.tp, first.compute) == (1, 6, 3, 0.75, 6.25)
+    assert (second.dp_gather, second.pp_warmup, second.dp_scatter, second.pp_cooldown) == (1, 2, 1, 6)
+    assert busiest_rank(one_f_one_b(stages, 1), costs) == 8
+    assert critical_path(one_f_one_b(stages, 1), costs) == 17
+
+
+def test_a_reduction_runs_beside_later_work():
+    stages = pipeline(1, 2)
+    costs = equal_costs(stages, 1, StageCost(1.0, 2.0), reduce=dict.fromkeys(stages.stages, 2.0))
+    timeline = simulate(one_f_one_b(stages, 1), costs)
+    assert timeline.makespan == 1 + 1 + 2 + 2 + 2
+    (only,) = bubbles(timeline)
+    assert only.dp_scatter == 2
+
+
+@pytest.mark.parametrize(("overlap", "makespan"), [(True, 10.0), (False, 13.0)])
+def test_transfers_run_beside_work_or_stop_both_sides(overlap, makespan):
+    stages = encoder_and_llm(module("vision", [0], 1, trainable=False), module("llm", [1], 1))
+    vision, llm = stages.stages
+    costs = StepCosts(
+        {(s, m): StageCost(1.0, 0.0, 2.0 if s == llm else 0.0) for s in stages.stages for m in range(2)},
+        {(Edge(vision, llm), m): TransferCost(3.0, 8) for m in range(2)},
+    )
+    timeline = simulate(sequential(stages, 2), costs, overlap=overlap)
+    # beside work the link carries 1-4 and 4-7, the LLM works 4-7 and 7-10; otherwise 1-4, 4-7, transfer 7-10, 10-13
+    assert timeline.makespan == makespan
+    starts = [span.start for span in timeline.spans(transfers=True)]
+    assert starts == ([1, 4] if overlap else [1, 7])
+
+
+def test_a_link_carries_one_transfer_at_a_time():
+    stages = encoder_and_llm(module("vision", [0], 1, trainable=False), module("llm", [1], 1))
+    costs = equal_costs(stages, 4, ONE_TWO, transfers={(stages.edges[0], m): TransferCost(3.0) for m in range(4)})
+    assert simulate(one_f_one_b(stages, 4), costs).makespan == 1 + 4 * 3 + 3
+
+
+def test_overhead_comes_with_every_action_and_recomputation_with_the_backward():
+    stages = pipeline(1)
+    plain = equal_costs(stages, 2, ONE_TWO, action_overhead=0.5)
+    assert simulate(one_f_one_b(stages, 2), plain).makespan == 2 * 3 + 4 * 0.5 + 0.5
+    both = encoder_and_llm(module("vision", [0], 1), module("llm", [0], 1))
+    again = POLICIES["three_phase"](both, 2, options=PolicyOptions(recompute=True))
+    assert simulate(again, equal_costs(both, 2, ONE_TWO)).makespan == 2 * (3 + 4)
+
+
+def test_memory_holds_as_many_activations_as_are_in_flight():
+    stages = pipeline(4)
+    costs = equal_costs(stages, 8, StageCost(1.0, 1.0, 1.0, activation_bytes=10), static_bytes={0: 1000, 3: 500})
+    assert simulate(one_f_one_b(stages, 8), costs).peak_bytes == (1040, 30, 20, 510)
+
+
+def test_memory_of_three_phases_with_recomputation_and_offloading():
+    stages = encoder_and_llm(module("vision", [0], 1), module("llm", [0], 1))
+    costs = equal_costs(stages, 4, StageCost(1.0, 1.0, 1.0, activation_bytes=10))
+    peaks = {}
+    for name, options in {
+        "plain": PolicyOptions(),
+        "recompute": PolicyOptions(recompute=True),
+        "offload": PolicyOptions(offload=True),
+    }.items():
+        peaks[name] = simulate(POLICIES["three_phase"](stages, 4, options=options), costs).peak_bytes
+    assert peaks == {"plain": (50,), "recompute": (10,), "offload": (10,)}
+
+
+def test_memory_of_buffers_and_of_outputs_without_a_backward():
+    stages = encoder_and_llm(module("vision", [0], 1, trainable=False), module("llm", [1], 1))
+    edge = stages.edges[0]
+    transfers = {(edge, m): TransferCost(0.0, 7) for m in range(4)}
+    costs = equal_costs(stages, 4, StageCost(1.0, 0.0, 1.0), transfers=transfers)
+    schedule = one_f_one_b(stages, 4)
+    most = schedule.in_flight[stages.stages[0]]
+    assert simulate(schedule, costs).peak_bytes == (7 * most, 7 * most)
+
+
+def test_ranks_that_hold_the_same_stages_share_a_row():
+    stages = encoder_and_llm(module("vision", list(range(8)), 1), module("llm", list(range(8)), 4))
+    timeline = simulate(one_f_one_b(stages, 2), equal_costs(stages, 2, ONE_TWO))
+    assert timeline.rows == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert timeline.holds[1] == ("vision.0", "llm.1")
+    assert timeline.row_of(5) == 2
+
+
+def test_a_missing_cost_is_named():
+    stages = pipeline(2)
+    costs = equal_costs(stages, 2, ONE_TWO)
+    with pytest.raises(GraphError, match=r"none for llm\.0 F2"):
+        simulate(one_f_one_b(stages, 3), costs)
+
+
+def test_without_training_there_is_no_optimizer():
+    stages = pipeline(2)
+    costs = equal_costs(stages, 3, ONE_TWO, optimizer={0: 5.0, 1: 5.0})
+    schedule = one_f_one_b(stages, 3, training=False)
+    assert {a.kind for a in schedule.actions} == {Kind.FORWARD, Kind.SEND, Kind.RECV}
+    assert simulate(schedule, costs).makespan == 4
