@@ -16,6 +16,8 @@ import numpy as np
 _MISS = 100.0
 """What missing the balance by one slack costs, in runs: balance first, then few runs."""
 
+_ENDS = 32  # blocks at the ends of runs that are tried with all others; a rank has two per run
+
 
 def balanced(
     work: np.ndarray, tokens: np.ndarray, ranks: int, *, token_cap: float = 1.02, tolerance: float = 0.004
@@ -65,61 +67,76 @@ class _Circle:
 
     def split(self, order: np.ndarray, parts: int) -> np.ndarray:
         """Which blocks of `order`, ascending and closed into a circle, go to the first half of `parts` ranks: bool."""
-        work, share = self.work[order], (parts // 2) / parts
-        start, length, error = self._arc(order, work, parts, share)
+        work = self.work[order]
+        start, length, error = self._arc(order, work, parts)
         inside = np.zeros(len(order), bool)
         inside[(start + np.arange(length)) % len(order)] = True
         for _ in range(3):
-            pair = self._exchange(order, work, inside, error) if abs(error) > self.slack else None
-            if pair is None:
+            if abs(error) <= self.slack or not 0 < length < len(order):
                 break
-            inside[list(pair)] = False, True
-            error -= work[pair[0]] - work[pair[1]]
+            near = _near(len(self.work), order[inside], order[~inside])[order]
+            x, y = _pair(work, near, np.flatnonzero(inside), np.flatnonzero(~inside), error, self.slack)
+            left = error - work[x] + work[y]
+            if abs(left) >= abs(error):
+                break
+            inside[x], inside[y], error = False, True, left
         return inside
 
-    def _arc(self, order: np.ndarray, work: np.ndarray, parts: int, share: float) -> tuple[int, int, float]:
-        """Start and length of the best arc, and what it has too much."""
-        blocks, ideal = len(order), len(order) * share
-        fewest = max(blocks - (parts - parts // 2) * self.limit, math.floor(ideal) - 1, 0)
-        most = min(parts // 2 * self.limit, math.ceil(ideal) + 1, blocks)
-        lengths = np.arange(fewest, most + 1)[:, None]
-        behind = np.concatenate([[0.0], np.cumsum(np.concatenate([work, work]))])
-        starts = np.arange(blocks)
-        error = behind[starts + lengths] - behind[:blocks] - share * behind[blocks]
+    def _arc(self, order: np.ndarray, work: np.ndarray, parts: int) -> tuple[int, int, float]:
+        """Start and length of the best arc, and the work that it has too much."""
+        blocks, share = len(order), (parts // 2) / parts
+        fewest = max(blocks - (parts - parts // 2) * self.limit, math.floor(blocks * share) - 1, 0)
+        most = min(parts // 2 * self.limit, math.ceil(blocks * share) + 1, blocks)
         # A cut costs a run and the keys that the block behind it sees, unless it is on a seam.
-        seam = order != np.roll(order, 1) + 1
-        cut = np.where(seam, 0.0, 1.0 + work / max(work.mean(), 1e-9))
-        cost = cut + cut[(starts + lengths) % blocks]
-        cost += _MISS * np.maximum(np.abs(error) / self.slack - 1, 0)
+        cut = 1 + work * (blocks / max(work.sum(), self.slack))
+        cut[1:] *= order[1:] == order[:-1] + 1
+        cut[0] *= order[0] == order[-1] + 1
+        behind = np.concatenate([work, work]).cumsum()
+        behind = np.concatenate([[0.0], behind])
+        stops = np.arange(blocks) + np.arange(fewest, most + 1)[:, None]
+        error = behind[stops] - (behind[:blocks] + share * behind[blocks])
+        cost = _MISS * np.maximum(np.abs(error) / self.slack - 1, 0)
+        cost += cut
+        cost += np.concatenate([cut, cut, cut[:1]])[stops]
         best = int(cost.argmin())
-        return best % blocks, int(lengths[best // blocks, 0]), float(error.ravel()[best])
+        return best % blocks, fewest + best // blocks, float(error.flat[best])
 
-    def _exchange(
-        self, order: np.ndarray, work: np.ndarray, inside: np.ndarray, error: float
-    ) -> tuple[int, int] | None:
-        """The blocks, one inside and one outside, that change places best; None if that does not help."""
-        side = np.zeros(len(self.work) + 2)
-        side[order + 1] = np.where(inside, 1, -1)
-        near = side[order] + side[order + 2]  # what taking a block out adds to the runs; putting one in takes it off
-        out, into = np.flatnonzero(inside), np.flatnonzero(~inside)
-        sorted_into = into[np.argsort(work[into], kind="stable")]
-        wanted = np.searchsorted(work[sorted_into], work[out] - error)
-        close = sorted_into[np.clip(wanted[:, None] + np.arange(-2, 2), 0, len(into) - 1)]
-        options = [
-            (out[:, None], close),
-            (out[near[out] <= 0][:, None], into[None, :]),
-            (out[:, None], into[near[into] >= 0][None, :]),
-        ]
-        best, pair = _MISS * (abs(error) / self.slack - 1), None
-        for x, y in options:
-            if x.size and y.size:
-                left = np.abs(error - work[x] + work[y]) / self.slack
-                cost = _MISS * np.maximum(left - 1, 0) + near[x] - near[y]
-                at = int(cost.argmin())
-                if cost.ravel()[at] < best:
-                    x, y = np.broadcast_arrays(x, y)
-                    best, pair = cost.ravel()[at], (int(x.ravel()[at]), int(y.ravel()[at]))
-        return pair
+
+def _near(blocks: int, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """For every block of the sequence its neighbours that are ours less those that are theirs: what taking it from us
+    and giving it to them adds to the runs.
+    """
+    side = np.zeros(blocks + 2, np.int64)
+    side[ours + 1], side[theirs + 1] = 1, -1
+    return side[:-2] + side[2:]
+
+
+def _pair(
+    work: np.ndarray, near: np.ndarray, ours: np.ndarray, theirs: np.ndarray, amount: float, slack: float
+) -> tuple[int, int]:
+    """The blocks of two sides that change places best, so that `amount` of work, within `slack`, moves from us to
+    them. Tried are blocks at the ends of runs with all others, and otherwise those whose work fits best.
+    """
+    by_work = theirs[np.argsort(work[theirs], kind="stable")]
+    fitting = np.searchsorted(work[by_work], work[ours] - amount)
+    options = (
+        (ours[near[ours] <= 0][:_ENDS, None], theirs[None, :]),
+        (ours[None, :], theirs[near[theirs] >= 0][:_ENDS, None]),
+        (ours, by_work[np.minimum(fitting, len(theirs) - 1)]),
+        (ours, by_work[np.maximum(fitting - 1, 0)]),
+    )
+    best, pair = math.inf, (0, 0)
+    for x, y in options:
+        if x.size and y.size:
+            cost = np.abs(amount - work[x] + work[y]) / slack - 1
+            cost = _MISS * np.maximum(cost, 0) + (near[x] - near[y])
+            at = int(cost.argmin())
+            if cost.flat[at] < best:
+                x, y = np.broadcast_arrays(x, y)
+                best, pair = cost.flat[at], (int(x.flat[at]), int(y.flat[at]))
+            if best <= 2:
+                break
+    return pair
 
 
 def _settle(work: np.ndarray, owner: np.ndarray, ranks: int, slack: float) -> None:
@@ -131,29 +148,18 @@ def _settle(work: np.ndarray, owner: np.ndarray, ranks: int, slack: float) -> No
         if load[heavy] <= aim:
             return
         for light in np.argsort(load, kind="stable")[:4].tolist():
-            pair = _swap(work, owner, load, heavy, light, aim)
-            if pair is not None:
+            ours, theirs = np.flatnonzero(owner == heavy), np.flatnonzero(owner == light)
+            if light == heavy or not len(theirs):
+                continue
+            # Between what frees the heavy rank and what the light one can take.
+            least, most = load[heavy] - aim, aim - load[light]
+            amount, room = (least + max(most, least)) / 2, max((most - least) / 2, slack / 100)
+            x, y = _pair(work, _near(len(owner), ours, theirs), ours, theirs, amount, room)
+            moved = work[x] - work[y]
+            if 0 < moved < load[heavy] - load[light]:
                 break
         else:
             return
-        x, y = pair
         owner[x], owner[y] = light, heavy
-        load[heavy] -= work[x] - work[y]
-        load[light] += work[x] - work[y]
-
-
-def _swap(
-    work: np.ndarray, owner: np.ndarray, load: np.ndarray, heavy: int, light: int, aim: float
-) -> tuple[int, int] | None:
-    x, y = np.flatnonzero(owner == heavy), np.flatnonzero(owner == light)
-    around = np.concatenate([[-1], owner, [-1]])
-    side = (around == heavy).astype(np.int64) - (around == light)
-    near = side[:-2] + side[2:]
-    moved = work[x][:, None] - work[y]
-    worst = np.maximum(load[heavy] - moved, load[light] + moved)
-    slack = max(aim - load.sum() / len(load), 1e-9)
-    cost = _MISS * np.maximum((worst - aim) / slack, 0) + near[x][:, None] - near[y]
-    if not cost.size:
-        return None
-    at = int(cost.argmin())
-    return (int(x[at // len(y)]), int(y[at % len(y)])) if worst.ravel()[at] < load[heavy] else None
+        load[heavy] -= moved
+        load[light] += moved
