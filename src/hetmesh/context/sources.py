@@ -60,40 +60,35 @@ def find_sources(mask: Mask) -> Sources:
     are seen), never with tokens.
     """
     f = mask.fields
-    is_text = f.instance == TEXT
+    text = f.instance == TEXT
     order = np.lexsort((f.instance, f.document))  # stable, so by position within an instance
     document, instance = f.document[order], f.instance[order]
-    new_instance = np.append(True, (document[1:] != document[:-1]) | (instance[1:] != instance[:-1]))[: len(order)]
-    run = np.cumsum(new_instance) - 1  # documents and instances numbered densely, in key order
-    edges = np.append(np.flatnonzero(new_instance), len(order))
-    instance_of = np.empty(len(order), np.int64)
-    instance_of[order] = run
+    new_document = document[1:] != document[:-1]
+    new_instance = new_document | (instance[1:] != instance[:-1])
+    number, instance_edges = _number(order, new_instance)
+    document_number, document_edges = _number(order, new_document)
 
-    viewers = np.flatnonzero(is_text | (f.sees != Sees.NOTHING))
-    viewer_instance = np.where(is_text, TEXT, _STRANGER)
-    viewer, viewer_rep = _groups(
-        viewers, f.document, viewer_instance, np.where(is_text, f.rule, 0), f.sees, rows=len(order)
+    # Equal numbers mean equal sources. Text sees by its own rule; what others see besides their own is a stranger's.
+    kind = (2 * document_number + text) * 32 + f.sees * 2 + f.rule * text
+    viewer, viewer_of = _distinct(kind, text | (f.sees != Sees.NOTHING))
+    own, own_of = _distinct(2 * number + f.rule, ~text)
+    own[own >= 0] += len(viewer_of)
+    example = np.concatenate([viewer_of, own_of])
+    is_own = np.arange(len(example)) >= len(viewer_of)
+    asks = f.take(example)
+    asks = asks._replace(
+        instance=np.where(is_own | text[example], asks.instance, _STRANGER),
+        sees=np.where(is_own, Sees.NOTHING, asks.sees),
     )
-    owns = np.flatnonzero(~is_text)
-    own, own_rep = _groups(owns, instance_of, f.rule, rows=len(order))
-    own[owns] += len(viewer_rep)
-
-    reps = Fields(
-        *(np.concatenate([a, b]) for a, b in zip(f.take(viewer_rep), f.take(own_rep), strict=True))
-    )
-    reps = reps._replace(
-        instance=np.append(viewer_instance[viewer_rep], f.instance[own_rep]),
-        sees=np.append(f.sees[viewer_rep], np.zeros_like(own_rep)),
-    )
-    far = (f.sees[viewer_rep] & Sees.EARLIER_DOCUMENTS) != 0
-    low = np.where(far, 0, np.searchsorted(document, f.document[viewer_rep]))
-    low = np.append(low, edges[instance_of[own_rep]])
-    high = np.append(np.searchsorted(document, f.document[viewer_rep], side="right"), edges[instance_of[own_rep] + 1])
+    # Candidates are runs of the order above: the own instance, the document, or all documents up to it.
+    low = np.where(is_own, instance_edges[number[example]], document_edges[document_number[example]])
+    high = np.where(is_own, instance_edges[number[example] + 1], document_edges[document_number[example] + 1])
+    low[(asks.sees & Sees.EARLIER_DOCUMENTS) != 0] = 0
     source, at = ragged(low, high)
     key = order[at]
-    found = reach(reps.take(source), f.take(key))
+    found = reach(asks.take(source), f.take(key))
     stride = mask.length + 1
-    lists = (_lists(mask, source[found == kind], key[found == kind], len(reps.rule), stride) for kind in (BEFORE, ALWAYS))
+    lists = (_lists(mask, source[found == kind], key[found == kind], len(example), stride) for kind in (BEFORE, ALWAYS))
     return Sources(np.stack([viewer, own]), *lists, stride)
 
 
@@ -112,19 +107,21 @@ def merge(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return starts[seam], stops[np.append(seam[1:], True)[: len(stops)]]
 
 
-def _groups(chosen: np.ndarray, *columns: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Number the distinct combinations of columns among the chosen rows: the number per row (-1 if not chosen), and
-    one representative row per number.
-    """
-    taken = [column[chosen] for column in columns]
-    order = np.lexsort(taken)
-    new = np.zeros(len(order), bool)
-    new[:1] = True
-    for column in taken:
-        new[1:] |= column[order][1:] != column[order][:-1]
-    number = np.full(rows, -1)
-    number[chosen[order]] = np.cumsum(new) - 1
-    return number, chosen[order[new]]
+def _number(order: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Number the runs of `order`, given where a new one begins: per segment, and the edges of the runs in `order`."""
+    number = np.empty(len(order), np.int64)
+    number[order[:1]] = 0
+    number[order[1:]] = new.cumsum()
+    return number, np.concatenate([[0], np.flatnonzero(new) + 1, [len(order)]])
+
+
+def _distinct(values: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Number the distinct values of the chosen segments: per segment (-1 if not chosen), and a segment of each."""
+    rows = np.flatnonzero(chosen)
+    _, example, inverse = np.unique(values[rows], return_index=True, return_inverse=True)
+    number = np.full(len(values), -1)
+    number[rows] = inverse
+    return number, rows[example]
 
 
 def _lists(mask: Mask, source: np.ndarray, key: np.ndarray, sources: int, stride: int) -> Lists:
