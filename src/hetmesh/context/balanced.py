@@ -16,7 +16,7 @@ import numpy as np
 _MISS = 100.0
 """What missing the balance by one slack costs, in runs: balance first, then few runs."""
 
-_ENDS = 32  # blocks at the ends of runs that are tried with all others; a rank has two per run
+_ENDS = 8  # blocks at the ends of runs that are tried with all others; a rank has two per run
 
 
 def balanced(
