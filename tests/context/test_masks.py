@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from hetmesh.context.builders import blockwise_causal, causal, of_sample, packed, padded, prefix, text_with_instances
-from hetmesh.context.masks import TEXT, Mask, Rule, Sees, Segment, dense, visible
+from hetmesh.context.masks import Mask, Segment, dense, visible
+from hetmesh.context.rule import TEXT, Rule, Sees
 from hetmesh.context.tiles import block_edges, needed_keys, tile_counts, tile_intervals
 from hetmesh.errors import LayoutError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta

@@ -12,7 +12,8 @@ from hetmesh.context.builders import (
     text_with_instances,
 )
 from hetmesh.context.loads import Loads, loads
-from hetmesh.context.masks import TEXT, Mask, Rule, Sees, Segment, dense, join, visible
+from hetmesh.context.masks import Mask, Segment, dense, join, visible
+from hetmesh.context.rule import TEXT, Rule, Sees
 from hetmesh.context.tiles import TileIntervals, block_edges, needed_keys, tile_counts, tile_intervals
 
 __all__ = [

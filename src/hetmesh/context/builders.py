@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from hetmesh.context.masks import TEXT, Mask, Rule, Sees, Segment, join
+from hetmesh.context.masks import Mask, Segment, join
+from hetmesh.context.rule import TEXT, Rule, Sees
 from hetmesh.errors import SampleError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.layout import Intervals

@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable
 
 from hetmesh.context.builders import blockwise_causal, causal, packed, prefix, text_with_instances
-from hetmesh.context.masks import Mask, Sees
+from hetmesh.context.masks import Mask
+from hetmesh.context.rule import Sees
 
 _IMAGE = (576, 1728)  # tokens of a large image: one to three tiles of 24 x 24 patches
 _TEXT = (64, 2176)
@@ -57,9 +58,7 @@ def blockwise(tokens: int, seed: int = 0) -> Mask:
     return blockwise_causal(lengths)
 
 
-def _instances(
-    rng: random.Random, tokens: int, text: tuple[int, int], image: tuple[int, int]
-) -> list[tuple[int, int]]:
+def _instances(rng: random.Random, tokens: int, text: tuple[int, int], image: tuple[int, int]) -> list[tuple[int, int]]:
     spans, at = [], rng.randint(*text)
     while at < tokens:
         stop = min(tokens, at + rng.randint(*image))

@@ -1,55 +1,23 @@
-"""Attention masks as mask segments: who sees whom, stated once, for any length and any number of images or documents.
+"""Attention masks as mask segments, for any length and any number of images or documents.
 
 A multimodal mask is not causal: text is, the tokens of an image see each other in both directions, packed documents
 do not see each other at all. A bit field per token (Cornstarch, arXiv 2503.11367, section on token distribution) holds
-61 instances and no packing; a list of segments holds any number of both.
-
-The rule, for a query at position i of segment Q and a key at position j of segment K:
-
-1. Own instance (same document, same instance): a bidirectional Q sees all of it, a causal Q sees j <= i.
-2. Anything else must lie before (j < i), in the same document or in one with a smaller number, must be `seen`, and
-   must be of a kind that Q `sees`: text or instances of its own document, text or instances of earlier documents.
-3. Positions in no segment are padding: they see nothing and nobody sees them.
-
-`reach` is this rule on pairs of segments; tiles, fetches and boolean masks all come from it. `dense` states it again,
-entry by entry, for tests.
+61 instances and no packing; a list of segments holds any number of both. Who sees whom is said in rule.py; tiles,
+fetches and boolean masks all come from it. `dense` states it again, entry by entry, for tests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import IntEnum, IntFlag
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
 
 import numpy as np
 
+from hetmesh.context.rule import ALWAYS, BEFORE, NEVER, TEXT, Fields, Rule, Sees, reach
+from hetmesh.context.sources import Sources, find_sources
 from hetmesh.errors import LayoutError
 from hetmesh.layout.hashing import HashedOnce
-
-TEXT = 0
-"""The instance number of a document's text; images, clips and recordings have positive numbers."""
-
-
-class Rule(IntEnum):
-    """Which tokens of its own instance a token sees."""
-
-    CAUSAL = 0
-    BIDIRECTIONAL = 1
-
-
-class Sees(IntFlag):
-    """What else a token sees, as far as it lies before."""
-
-    NOTHING = 0
-    TEXT = 1
-    INSTANCES = 2
-    DOCUMENT = TEXT | INSTANCES
-    EARLIER_TEXT = 4
-    EARLIER_INSTANCES = 8
-    EARLIER_DOCUMENTS = EARLIER_TEXT | EARLIER_INSTANCES
-    EVERYTHING = DOCUMENT | EARLIER_DOCUMENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,36 +41,6 @@ class Segment:
     rule: Rule
     sees: Sees
     seen: bool = True
-
-
-class Fields(NamedTuple):
-    """What the visibility rule asks of segments, as arrays of one shape."""
-
-    document: np.ndarray
-    instance: np.ndarray
-    rule: np.ndarray
-    sees: np.ndarray
-    seen: np.ndarray
-
-    def take(self, index: Any) -> Fields:
-        """The fields of chosen segments."""
-        return Fields(*(field[index] for field in self))
-
-
-NEVER, BEFORE, ALWAYS = 0, 1, 2
-"""Values of `reach`: no key of K is seen; those at or before the query; all."""
-
-
-def reach(query: Fields, key: Fields) -> np.ndarray:
-    """The visibility rule, for pairs of segments whose fields broadcast: `NEVER`, `BEFORE` or `ALWAYS` (int8).
-
-    `BEFORE` also says "must lie before" of two different segments: segments do not overlap, so no position is equal.
-    """
-    same = query.document == key.document
-    own = same & (query.instance == key.instance)
-    kind = (key.instance != TEXT) + 2 * ~same  # the bit of Sees that asks for this kind of key
-    asked = ((query.sees >> kind) & 1).astype(bool) & key.seen & (key.document <= query.document)
-    return np.where(own & (query.rule == Rule.BIDIRECTIONAL), ALWAYS, own | asked).astype(np.int8)
 
 
 @dataclass(frozen=True)
@@ -154,6 +92,11 @@ class Mask(HashedOnce):
     def stops(self) -> np.ndarray:
         """Positions after the last."""
         return self._table[6]
+
+    @cached_property
+    def sources(self) -> Sources:
+        """What its queries may see, as interval lists; found once per mask."""
+        return find_sources(self.fields, self.starts, self.stops, self.length)
 
     def segment_of(self, positions: np.ndarray) -> np.ndarray:
         """Index of the segment of each position, -1 for padding."""
@@ -209,9 +152,7 @@ def join(parts: Iterable[Mask]) -> Mask:
     length = document = 0
     for part in parts:
         segments += [
-            Segment(
-                s.document + document, s.instance, s.start + length, s.stop + length, s.rule, s.sees, s.seen
-            )
+            replace(s, document=s.document + document, start=s.start + length, stop=s.stop + length)
             for s in part.segments
         ]
         document = max((s.document for s in segments), default=-1) + 1

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetmesh.context.masks import ALWAYS, BEFORE, TEXT, Fields, Mask, Sees, reach
+from hetmesh.context.rule import ALWAYS, BEFORE, TEXT, Fields, Sees, reach
 
 _STRANGER = -1  # an instance that no segment has: what a source sees for everybody, own tokens left out
 
@@ -55,11 +55,11 @@ class Sources:
         return len(self.before.first) - 1
 
 
-def find_sources(mask: Mask) -> Sources:
-    """The sources of a mask; time grows with pairs of segments within a document (of all documents where earlier ones
+def find_sources(fields: Fields, starts: np.ndarray, stops: np.ndarray, length: int) -> Sources:
+    """The sources of the segments of a sequence, given by position; time grows with pairs of segments within a document (of all documents where earlier ones
     are seen), never with tokens.
     """
-    f = mask.fields
+    f = fields
     text = f.instance == TEXT
     order = np.lexsort((f.instance, f.document))  # stable, so by position within an instance
     document, instance = f.document[order], f.instance[order]
@@ -87,9 +87,13 @@ def find_sources(mask: Mask) -> Sources:
     source, at = ragged(low, high)
     key = order[at]
     found = reach(asks.take(source), f.take(key))
-    stride = mask.length + 1
-    lists = (_lists(mask, source[found == kind], key[found == kind], len(example), stride) for kind in (BEFORE, ALWAYS))
-    return Sources(np.stack([viewer, own]), *lists, stride)
+    stride = length + 1
+    base = source * stride
+    before, always = (
+        _lists(*merge((starts[key] + base)[found == kind], (stops[key] + base)[found == kind]), len(example), stride)
+        for kind in (BEFORE, ALWAYS)
+    )
+    return Sources(np.stack([viewer, own]), before, always, stride)
 
 
 def ragged(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -124,9 +128,8 @@ def _distinct(values: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.nd
     return number, rows[example]
 
 
-def _lists(mask: Mask, source: np.ndarray, key: np.ndarray, sources: int, stride: int) -> Lists:
-    # Offset by source, touching intervals of different sources stay apart: a stop is at most stride - 1.
-    starts, stops = merge(mask.starts[key] + source * stride, mask.stops[key] + source * stride)
+def _lists(starts: np.ndarray, stops: np.ndarray, sources: int, stride: int) -> Lists:
+    # Merged as keys, touching intervals of different sources stay apart: a stop is at most stride - 1.
     owner = starts // stride
     first = np.searchsorted(owner, np.arange(sources + 1))
     return Lists(first, starts - owner * stride, stops - owner * stride, starts, stops)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hetmesh.context.masks import Mask
-from hetmesh.context.sources import Lists, Sources, find_sources, merge, ragged
+from hetmesh.context.sources import Lists, Sources, merge, ragged
 from hetmesh.errors import LayoutError
 from hetmesh.layout import Intervals
 
@@ -74,7 +74,7 @@ def needed_keys(mask: Mask, queries: Intervals, block: int = 128) -> Intervals:
     Time grows with segments, not with rows: of all rows of one kind the last one sees the most.
     """
     spans = np.array([span for span in queries if span[0] < span[1]], np.int64).reshape(-1, 2)
-    sources = find_sources(mask)
+    sources = mask.sources
     seen = _last_rows(mask, sources, spans[:, 0], spans[:, 1])
     starts, stops = [], []
     for lists, limit in ((sources.before, seen), (sources.always, np.where(seen > 0, mask.length, 0))):
@@ -128,7 +128,7 @@ class _Rows:
                 f"tiles of {tile} keys of a mask of {mask.length} tokens: edges must ascend within the length, the tile "
                 f"must be positive; got edges {edges[:8].tolist()}, ..., {edges[-1:].tolist()}"
             )
-        sources = find_sources(mask)
+        sources = mask.sources
         low = np.searchsorted(edges, mask.starts, side="right") - 1
         high = np.searchsorted(edges, mask.stops, side="left")
         segment, group = ragged(np.maximum(low, 0), np.minimum(high, len(edges) - 1))
