@@ -1,0 +1,165 @@
+"""Balanced token assignment: attention work and tokens at once, in few runs, with little remote traffic.
+
+Close the sequence into a circle. To split R ranks into a + b, some arc has exactly a/R of both tokens and work: turn an
+arc with that many tokens around the circle; its work averages a/R, so somewhere it is (intermediate value theorem).
+What is outside the arc is a circle again, so both sides are split on. A split adds two cuts at most, so R ranks have
+less than two runs each. Blocks are not continuous: what an arc misses, one exchange of two blocks makes up.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+_MISS = 100.0
+"""What missing the balance by one slack costs, in runs: balance first, then few runs."""
+
+_ENDS = 8  # blocks at the ends of runs that are tried with all others; a rank has two per run
+
+
+def balanced(
+    work: np.ndarray, tokens: np.ndarray, ranks: int, *, token_cap: float = 1.02, tolerance: float = 0.004
+) -> np.ndarray:
+    """The rank of every block, int64 [blocks].
+
+    Args:
+        work: cost of each block, any unit.
+        tokens: rows of each block; all alike but the last, which may have fewer.
+        ranks: at least 1.
+        token_cap: most tokens of a rank over the mean, where whole blocks allow it.
+        tolerance: most work of a rank over the mean, less one, that is left alone.
+    """
+    blocks = len(work)
+    if not blocks:
+        return np.zeros(0, np.int64)
+    mean_tokens = int(tokens.sum()) / ranks
+    limit = max(math.ceil(blocks / ranks), int(token_cap * mean_tokens / int(tokens[0])))
+    slack = max(tolerance * float(work.sum()) / ranks, 1e-9)
+    circle = _Circle(work.astype(np.float64), limit, slack / 2)
+    owner = np.zeros(blocks, np.int64)
+    todo = [(np.arange(blocks), 0, ranks)]
+    while todo:
+        order, first, parts = todo.pop()
+        if parts == 1 or not len(order):
+            owner[order] = first
+            continue
+        inside = circle.split(order, parts)
+        todo += [(order[inside], first, parts // 2), (order[~inside], first + parts // 2, parts - parts // 2)]
+    _settle(circle.work, owner, ranks, slack)
+    return owner
+
+
+@dataclass(frozen=True, eq=False)
+class _Circle:
+    """How a circle of blocks is split in two.
+
+    Attributes:
+        work: of every block of the sequence.
+        limit: most blocks of a rank.
+        slack: work by which a split may miss.
+    """
+
+    work: np.ndarray
+    limit: int
+    slack: float
+
+    def split(self, order: np.ndarray, parts: int) -> np.ndarray:
+        """Which blocks of `order`, ascending and closed into a circle, go to the first half of `parts` ranks: bool."""
+        work = self.work[order]
+        start, length, error = self._arc(order, work, parts)
+        inside = np.zeros(len(order), bool)
+        inside[(start + np.arange(length)) % len(order)] = True
+        for _ in range(3):
+            if abs(error) <= self.slack or not 0 < length < len(order):
+                break
+            near = _near(len(self.work), order[inside], order[~inside])[order]
+            x, y = _pair(work, near, np.flatnonzero(inside), np.flatnonzero(~inside), error, self.slack)
+            left = error - work[x] + work[y]
+            if abs(left) >= abs(error):
+                break
+            inside[x], inside[y], error = False, True, left
+        return inside
+
+    def _arc(self, order: np.ndarray, work: np.ndarray, parts: int) -> tuple[int, int, float]:
+        """Start and length of the best arc, and the work that it has too much."""
+        blocks, share = len(order), (parts // 2) / parts
+        fewest = max(blocks - (parts - parts // 2) * self.limit, math.floor(blocks * share) - 1, 0)
+        most = min(parts // 2 * self.limit, math.ceil(blocks * share) + 1, blocks)
+        # A cut costs a run and the keys that the block behind it sees, unless it is on a seam.
+        cut = 1 + work * (blocks / max(work.sum(), self.slack))
+        cut[1:] *= order[1:] == order[:-1] + 1
+        cut[0] *= order[0] == order[-1] + 1
+        behind = np.concatenate([work, work]).cumsum()
+        behind = np.concatenate([[0.0], behind])
+        stops = np.arange(blocks) + np.arange(fewest, most + 1)[:, None]
+        error = behind[stops] - (behind[:blocks] + share * behind[blocks])
+        cost = _MISS * np.maximum(np.abs(error) / self.slack - 1, 0)
+        cost += cut
+        cost += np.concatenate([cut, cut, cut[:1]])[stops]
+        best = int(cost.argmin())
+        return best % blocks, fewest + best // blocks, float(error.flat[best])
+
+
+def _near(blocks: int, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """For every block of the sequence its neighbours that are ours less those that are theirs: what taking it from us
+    and giving it to them adds to the runs.
+    """
+    side = np.zeros(blocks + 2, np.int64)
+    side[ours + 1], side[theirs + 1] = 1, -1
+    return side[:-2] + side[2:]
+
+
+def _pair(
+    work: np.ndarray, near: np.ndarray, ours: np.ndarray, theirs: np.ndarray, amount: float, slack: float
+) -> tuple[int, int]:
+    """The blocks of two sides that change places best, so that `amount` of work, within `slack`, moves from us to
+    them. Tried are blocks at the ends of runs with all others, and otherwise those whose work fits best.
+    """
+    by_work = theirs[np.argsort(work[theirs], kind="stable")]
+    fitting = np.searchsorted(work[by_work], work[ours] - amount)
+    options = (
+        (ours[near[ours] <= 0][:_ENDS, None], theirs[None, :]),
+        (ours[None, :], theirs[near[theirs] >= 0][:_ENDS, None]),
+        (ours, by_work[np.minimum(fitting, len(theirs) - 1)]),
+        (ours, by_work[np.maximum(fitting - 1, 0)]),
+    )
+    best, pair = math.inf, (0, 0)
+    for x, y in options:
+        if x.size and y.size:
+            cost = np.abs(amount - work[x] + work[y]) / slack - 1
+            cost = _MISS * np.maximum(cost, 0) + (near[x] - near[y])
+            at = int(cost.argmin())
+            if cost.flat[at] < best:
+                x, y = np.broadcast_arrays(x, y)
+                best, pair = cost.flat[at], (int(x.flat[at]), int(y.flat[at]))
+            if best <= 2:
+                break
+    return pair
+
+
+def _settle(work: np.ndarray, owner: np.ndarray, ranks: int, slack: float) -> None:
+    """Swap blocks of the heaviest rank with blocks of light ones while it helps; changes `owner`."""
+    load = np.bincount(owner, work, ranks)
+    aim = load.sum() / ranks + slack
+    for _ in range(4 * ranks):
+        heavy = int(load.argmax())
+        if load[heavy] <= aim:
+            return
+        for light in np.argsort(load, kind="stable")[:4].tolist():
+            ours, theirs = np.flatnonzero(owner == heavy), np.flatnonzero(owner == light)
+            if light == heavy or not len(theirs):
+                continue
+            # Between what frees the heavy rank and what the light one can take.
+            least, most = load[heavy] - aim, aim - load[light]
+            amount, room = (least + max(most, least)) / 2, max((most - least) / 2, slack / 100)
+            x, y = _pair(work, _near(len(owner), ours, theirs), ours, theirs, amount, room)
+            moved = work[x] - work[y]
+            if 0 < moved < load[heavy] - load[light]:
+                break
+        else:
+            return
+        owner[x], owner[y] = light, heavy
+        load[heavy] -= moved
+        load[light] += moved

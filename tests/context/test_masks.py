@@ -1,0 +1,146 @@
+"""Masks against pictures drawn by hand, and every backend against the dense oracle entry by entry."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from hetmesh.context.builders import blockwise_causal, causal, of_sample, packed, padded, prefix, text_with_instances
+from hetmesh.context.masks import Mask, Segment, dense, visible
+from hetmesh.context.rule import TEXT, Rule, Sees
+from hetmesh.context.tiles import block_edges, needed_keys, tile_counts, tile_intervals
+from hetmesh.errors import LayoutError, SampleError
+from hetmesh.graph.sample import MediaItem, SampleMeta
+
+IMAGE = [(2, 4)]
+
+
+def picture(mask):
+    return ["".join("x" if seen else "." for seen in row) for row in dense(mask)]
+
+
+@pytest.mark.parametrize(
+    ("mask", "drawn"),
+    [
+        (causal(3), ["x..", "xx.", "xxx"]),
+        (text_with_instances(5, IMAGE), ["x....", "xx...", "..xx.", "..xx.", "xxxxx"]),
+        (text_with_instances(5, IMAGE, instances_see=Sees.TEXT), ["x....", "xx...", "xxxx.", "xxxx.", "xxxxx"]),
+        (text_with_instances(4, [(0, 1), (2, 3)]), ["x...", "xx..", "..x.", "xxxx"]),
+        (text_with_instances(4, [(0, 1), (2, 3)], shared=True), ["x.x.", "xx..", "x.x.", "xxxx"]),
+        (text_with_instances(4, [(0, 1), (1, 2)], text_sees=Sees.NOTHING), ["x...", ".x..", "..x.", "..xx"]),
+        (packed([causal(2), text_with_instances(2, [(0, 1)])]), ["x...", "xx..", "..x.", "..xx"]),
+        (prefix([causal(2), text_with_instances(2, [(0, 2)])]), ["x...", "xx..", "xxxx", "xxxx"]),
+        (blockwise_causal([1, 2, 1]), ["x...", ".x..", ".xx.", "xxxx"]),
+        (blockwise_causal([2, 1], rule=Rule.BIDIRECTIONAL), ["xx.", "xx.", "xxx"]),
+        (padded(causal(2), 3), ["x..", "xx.", "..."]),
+    ],
+)
+def test_masks_as_drawn(mask, drawn):
+    assert picture(mask) == drawn
+
+
+def test_a_hidden_image_is_seen_by_itself_alone():
+    text = Segment(0, TEXT, 2, 4, Rule.CAUSAL, Sees.INSTANCES)
+    image = Segment(0, 1, 0, 2, Rule.BIDIRECTIONAL, Sees.NOTHING, seen=False)
+    assert picture(Mask((text, image), 4)) == ["xx..", "xx..", "..x.", "..xx"]
+
+
+def test_a_sample_gives_its_own_mask():
+    media = (MediaItem("image", (1,), 1, 2), MediaItem("audio", (1,), 4, 1))
+    assert of_sample(SampleMeta("s", 6, media)) == text_with_instances(6, [(1, 3), (4, 5)])
+    with pytest.raises(SampleError, match="'s'"):
+        of_sample(SampleMeta("s", 4, media))
+
+
+@pytest.mark.parametrize("span", [(0, 0), (-1, 2), (2, 9), (1, 3)])
+def test_bad_segments_are_named(span):
+    good = Segment(0, TEXT, 2, 4, Rule.CAUSAL, Sees.NOTHING)
+    with pytest.raises(LayoutError, match="disjoint"):
+        Mask((good, Segment(0, 1, *span, Rule.CAUSAL, Sees.NOTHING)), 6)
+
+
+def random_mask(rng):
+    """Any segments: gaps, interleaved documents, instances of many segments, mixed rules."""
+    length = rng.choice([rng.randint(0, 12), rng.randint(1, 30), rng.randint(1, 40)])
+    if rng.random() < 0.01:
+        length = 200
+    documents, instances, gaps = rng.randint(1, 4), rng.randint(0, 4), rng.random() < 0.3
+    longest = rng.choice([1, 3, 12, 60])
+    segments, at = [], 0
+    while at < length:
+        stop = min(length, at + rng.randint(1, longest))
+        if not (gaps and rng.random() < 0.3):
+            rule, sees = rng.choice(list(Rule)), Sees(rng.choice([0, 0, 2, rng.randint(0, 15)]))
+            segments.append(
+                Segment(rng.randrange(documents), rng.randint(0, instances), at, stop, rule, sees, rng.random() < 0.9)
+            )
+        at = stop
+    rng.shuffle(segments)
+    return Mask(tuple(segments), length)
+
+
+def visible_tiles(truth, edges, tile):
+    """bool [groups, tiles]: which tiles have a visible entry."""
+    truth = np.pad(truth, ((0, 0), (0, -len(truth) % tile)))
+    columns = truth.reshape(len(truth), truth.shape[1] // tile, tile).any(2)
+    out = np.zeros((len(edges) - 1, columns.shape[1]), bool)
+    for g, (a, b) in enumerate(itertools.pairwise(edges)):
+        out[g] = columns[a:b].any(0)
+    return out
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_random_masks_equal_the_oracle_entry_by_entry(part):
+    rng = random.Random(part)
+    for _ in range(100):
+        mask = random_mask(rng)
+        truth = dense(mask)
+        everything = np.arange(mask.length)
+        assert (visible(mask, everything, everything) == truth).all(), mask
+        some = np.array(sorted(rng.sample(range(mask.length), mask.length // 2)), int)
+        other = np.array(rng.sample(range(mask.length), mask.length // 3), int)
+        assert (visible(mask, other, some) == truth[np.ix_(other, some)]).all(), mask
+
+
+@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("long", [0, 2, 8])
+def test_tiles_equal_those_of_the_dense_mask(part, long, monkeypatch):
+    monkeypatch.setattr("hetmesh.context.tiles._LONG", long)
+    rng = random.Random(part)
+    for _ in range(40):
+        mask = random_mask(rng)
+        truth = dense(mask)
+        edges = block_edges(mask.length, rng.choice([1, 4, 16]))
+        if rng.random() < 0.4:
+            edges = np.array(sorted(rng.choices(range(mask.length + 1), k=rng.randint(1, 9))))
+        tile = rng.choice([1, 2, 5, 8])
+        expected = visible_tiles(truth, edges, tile)
+        assert tile_counts(mask, edges, tile).tolist() == expected.sum(1).tolist(), mask
+        found = tile_intervals(mask, edges, tile)
+        for g, row in enumerate(expected):
+            spans = list(zip(found.starts, found.stops, strict=True))[found.first[g] : found.first[g + 1]]
+            assert [t for a, b in spans for t in range(a, b)] == np.flatnonzero(row).tolist(), mask
+            assert all(b < c for (_, b), (c, _) in zip(spans, spans[1:], strict=False))
+
+
+def test_needed_keys_are_the_blocks_that_some_row_sees():
+    rng = random.Random(0)
+    for _ in range(300):
+        mask = random_mask(rng)
+        cuts = sorted(rng.choices(range(mask.length + 1), k=2 * rng.randint(0, 3)))
+        queries = list(zip(cuts[::2], cuts[1::2], strict=True))
+        rng.shuffle(queries)
+        block = rng.choice([1, 4, 16])
+        rows = [r for a, b in queries for r in range(a, b)]
+        seen = dense(mask)[rows].any(0)
+        expected = [p for p in range(mask.length) if seen[p // block * block : (p // block + 1) * block].any()]
+        found = needed_keys(mask, tuple(queries), block)
+        assert [p for a, b in found for p in range(a, b)] == expected, mask
+        assert all(b < c for (_, b), (c, _) in zip(found, found[1:], strict=False))
+
+
+@pytest.mark.parametrize("edges", [[4, 2], [0, 9], [-1, 3]])
+def test_bad_edges_are_refused(edges):
+    with pytest.raises(LayoutError, match="ascend"):
+        tile_counts(causal(8), np.array(edges), 2)
