@@ -46,6 +46,7 @@ class Recipe(sections.Section):
     checkpoint: sections.Checkpoint = sections.Checkpoint()
     metrics: sections.Metrics = sections.Metrics()
     validation: sections.Validation = sections.Validation()
+    profiling: sections.Profiling = sections.Profiling()
     comm: sections.Comm = sections.Comm()
     debug: sections.Debug = sections.Debug()
 

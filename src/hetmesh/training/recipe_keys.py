@@ -27,6 +27,7 @@ SECTIONS: Mapping[str, type[sections.Section]] = {
     "checkpoint": sections.Checkpoint,
     "metrics": sections.Metrics,
     "validation": sections.Validation,
+    "profiling": sections.Profiling,
     "comm": sections.Comm,
     "debug": sections.Debug,
 }

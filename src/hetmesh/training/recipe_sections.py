@@ -276,6 +276,14 @@ class Validation(Section):
     samples: Size | None = None  # None: every held-out sample
 
 
+class Profiling(Section):
+    """`[profiling]`: looking closely at a step."""
+
+    timeline: bool = False  # record one step into dump_folder/timeline.json, for `hetmesh report`
+    timeline_step: Size = 10  # which one; the last one of a shorter run
+    profile: str = ""  # what `hetmesh profile` wrote: predictions from measured layers instead of FLOPs
+
+
 class Comm(Section):
     """`[comm]`: seconds that a rank waits for others before the job ends with an error."""
 

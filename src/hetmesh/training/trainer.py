@@ -23,6 +23,7 @@ from hetmesh.training.meter import Meter, StepCost
 from hetmesh.training.metrics import Reporter, StepMetrics
 from hetmesh.training.optimizers import learning_rate, make_optimizers
 from hetmesh.training.recipe import Recipe
+from hetmesh.training.timeline import StepRecorder
 
 
 def train(recipe: Recipe) -> dict[str, Any]:
@@ -63,6 +64,7 @@ class Trainer:
         self.checkpointer = Checkpointer(world, self.folder / recipe.checkpoint.folder, recipe.checkpoint.keep_latest_k)
         self.step = self._resume() if recipe.checkpoint.enable else 0
         self.meter = Meter(self.job)
+        self.recorder = StepRecorder(self.job, self.folder)
         self.reporter = Reporter(
             self.folder,
             recipe.training.steps,
@@ -109,7 +111,10 @@ class Trainer:
 
         if self.optimizers is not None:
             self.optimizers[0].zero_grad()
-        loss_sum = self.job.runtime.run(self.job.schedule(plan), plan, feed)
+        schedule = self.job.schedule(plan)
+        recorded = self.recorder.begin(self.step + 1)
+        loss_sum = self.job.runtime.run(schedule, plan, feed)
+        computed = time.perf_counter()
 
         targets = max(plan.num_targets, 1)
         mine = loss_sum if self.job.counts_loss else 0.0
@@ -124,6 +129,8 @@ class Trainer:
             self.optimizers[1].step()
         self.step += 1
         seconds = time.perf_counter() - started
+        if recorded:
+            self.recorder.end(self.step, schedule, plan, computed)
         return StepMetrics(
             self.step,
             total / targets,

@@ -1,0 +1,89 @@
+"""The timeline of one training step: what every rank did when, beside what the simulator expects."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from hetmesh.balance import BatchPlan
+from hetmesh.cost import Profile, StepCosts
+from hetmesh.errors import HetmeshError
+from hetmesh.runtime import Recording
+from hetmesh.schedule import Schedule
+from hetmesh.simulate import Timeline, simulate
+from hetmesh.training.step_costs import recipe_step_costs
+
+if TYPE_CHECKING:
+    from hetmesh.training.job import Job
+
+FILE = "timeline.json"
+"""In a run's dump folder: `step`, `measured` and, where the sizes of all modules are known, `predicted`."""
+
+
+class StepRecorder:
+    """Records the step that `[profiling]` names, and writes `timeline.json` on rank 0."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        self.job, self.path, self.keys = job, folder / FILE, job.recipe.profiling
+        self.zero = 0.0
+
+    def begin(self, step: int) -> bool:
+        """Start recording if `step` is to be recorded. Collective then: the ranks agree on a zero."""
+        wanted = self.keys.timeline and step == min(self.keys.timeline_step, self.job.recipe.training.steps)
+        if wanted:
+            with self.job.world.waiting("start of the recorded step"):
+                dist.barrier(group=self.job.world.group(range(self.job.world.size)))
+            self.zero, self.job.runtime.recording = time.perf_counter(), []
+        return wanted
+
+    def end(self, step: int, schedule: Schedule, plan: BatchPlan, computed: float) -> None:
+        """Gather what all ranks recorded and write it. Collective.
+
+        Args:
+            computed: when this rank's last action was over (`time.perf_counter`); the rest is the optimizer's.
+        """
+        runtime, world = self.job.runtime, self.job.world
+        recording, runtime.recording = runtime.recording or [], None
+        mine = (_rows(recording, schedule, self.zero), (computed - self.zero, time.perf_counter() - self.zero))
+        everyone: list[Any] = [None] * world.size
+        with world.waiting("recordings of all ranks"):
+            dist.all_gather_object(everyone, mine, group=world.group(range(world.size)))
+        if world.rank:
+            return
+        actions = schedule.actions
+        records = {
+            rank: [(actions[i], start, stop) for i, start, stop in rows]
+            for rank, (rows, _) in enumerate(everyone)
+            if rank in self.job.graph.ranks
+        }
+        optimizer = {rank: everyone[rank][1] for rank in records}
+        out: dict[str, Any] = {
+            "step": step,
+            "measured": Timeline.recorded(schedule, records, optimizer=optimizer).as_json(),
+        }
+        if (costs := self._costs(schedule, plan)) is not None:
+            out["predicted"] = simulate(schedule, costs).as_json()
+        temporary = self.path.with_suffix(".part")
+        temporary.write_text(json.dumps(out) + "\n", encoding="utf-8")
+        os.replace(temporary, self.path)
+
+    def _costs(self, schedule: Schedule, plan: BatchPlan) -> StepCosts | None:
+        job = self.job
+        profile = Profile.load(self.keys.profile) if self.keys.profile else None
+        try:
+            return recipe_step_costs(
+                job.recipe, plan, schedule, graph=job.graph, adapters=job.adapters, profile=profile
+            )
+        except HetmeshError:  # sizes of a user's module, or a machine's peak, are not known
+            return None
+
+
+def _rows(recording: Recording, schedule: Schedule, zero: float) -> list[tuple[int, float, float]]:
+    """A recording by index into the schedule's actions, in seconds since `zero`."""
+    places = {action: i for i, action in enumerate(schedule.actions)}
+    return [(places[action], start - zero, stop - zero) for action, start, stop in recording]
