@@ -5,8 +5,10 @@ import random
 
 import numpy as np
 import pytest
+from random_masks import random_mask
 
 from hetmesh.context.builders import blockwise_causal, causal, of_sample, packed, padded, prefix, text_with_instances
+from hetmesh.context.families import families
 from hetmesh.context.masks import Mask, Segment, dense, visible
 from hetmesh.context.rule import TEXT, Rule, Sees
 from hetmesh.context.tiles import block_edges, needed_keys, tile_counts, tile_intervals
@@ -60,26 +62,6 @@ def test_bad_segments_are_named(span):
         Mask((good, Segment(0, 1, *span, Rule.CAUSAL, Sees.NOTHING)), 6)
 
 
-def random_mask(rng):
-    """Any segments: gaps, interleaved documents, instances of many segments, mixed rules."""
-    length = rng.choice([rng.randint(0, 12), rng.randint(1, 30), rng.randint(1, 40)])
-    if rng.random() < 0.01:
-        length = 200
-    documents, instances, gaps = rng.randint(1, 4), rng.randint(0, 4), rng.random() < 0.3
-    longest = rng.choice([1, 3, 12, 60])
-    segments, at = [], 0
-    while at < length:
-        stop = min(length, at + rng.randint(1, longest))
-        if not (gaps and rng.random() < 0.3):
-            rule, sees = rng.choice(list(Rule)), Sees(rng.choice([0, 0, 2, rng.randint(0, 15)]))
-            segments.append(
-                Segment(rng.randrange(documents), rng.randint(0, instances), at, stop, rule, sees, rng.random() < 0.9)
-            )
-        at = stop
-    rng.shuffle(segments)
-    return Mask(tuple(segments), length)
-
-
 def visible_tiles(truth, edges, tile):
     """bool [groups, tiles]: which tiles have a visible entry."""
     truth = np.pad(truth, ((0, 0), (0, -len(truth) % tile)))
@@ -121,7 +103,18 @@ def test_tiles_equal_those_of_the_dense_mask(part, long, monkeypatch):
         for g, row in enumerate(expected):
             spans = list(zip(found.starts, found.stops, strict=True))[found.first[g] : found.first[g + 1]]
             assert [t for a, b in spans for t in range(a, b)] == np.flatnonzero(row).tolist(), mask
-            assert all(b < c for (_, b), (c, _) in zip(spans, spans[1:], strict=False))
+            assert all(b < c for (_, b), (c, _) in itertools.pairwise(spans))
+
+
+@pytest.mark.parametrize("name", families(4096))
+@pytest.mark.parametrize("long", [0, 48])
+def test_tiles_of_the_families_equal_those_of_every_entry(name, long, monkeypatch):
+    monkeypatch.setattr("hetmesh.context.tiles._LONG", long)
+    mask = families(4096)[name]
+    everything, edges = np.arange(mask.length), block_edges(mask.length, 128)
+    expected = visible_tiles(visible(mask, everything, everything), edges, 32)
+    assert tile_counts(mask, edges, 32).tolist() == expected.sum(1).tolist()
+    assert tile_intervals(mask, edges, 32).counts.tolist() == expected.sum(1).tolist()
 
 
 def test_needed_keys_are_the_blocks_that_some_row_sees():
@@ -137,7 +130,7 @@ def test_needed_keys_are_the_blocks_that_some_row_sees():
         expected = [p for p in range(mask.length) if seen[p // block * block : (p // block + 1) * block].any()]
         found = needed_keys(mask, tuple(queries), block)
         assert [p for a, b in found for p in range(a, b)] == expected, mask
-        assert all(b < c for (_, b), (c, _) in zip(found, found[1:], strict=False))
+        assert all(b < c for (_, b), (c, _) in itertools.pairwise(found))
 
 
 @pytest.mark.parametrize("edges", [[4, 2], [0, 9], [-1, 3]])

@@ -9,6 +9,7 @@ less than two runs each. Blocks are not continuous: what an arc misses, one exch
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,16 +17,19 @@ import numpy as np
 _MISS = 100.0
 """What missing the balance by one slack costs, in runs: balance first, then few runs."""
 
+_SPLIT = 0.6
+"""What one split may miss, in tolerances. A split halves what its parent missed, so half would do at the worst."""
+
 _ENDS = 8  # blocks at the ends of runs that are tried with all others; a rank has two per run
 
 
 def balanced(
-    work: np.ndarray, tokens: np.ndarray, ranks: int, *, token_cap: float = 1.02, tolerance: float = 0.004
+    work: np.ndarray, tokens: np.ndarray, ranks: int, *, token_cap: float = 1.02, tolerance: float = 0.0045
 ) -> np.ndarray:
     """The rank of every block, int64 [blocks].
 
     Args:
-        work: cost of each block, any unit.
+        work: cost of each block; whole numbers, whose sums do not depend on the machine.
         tokens: rows of each block; all alike but the last, which may have fewer.
         ranks: at least 1.
         token_cap: most tokens of a rank over the mean, where whole blocks allow it.
@@ -37,7 +41,7 @@ def balanced(
     mean_tokens = int(tokens.sum()) / ranks
     limit = max(math.ceil(blocks / ranks), int(token_cap * mean_tokens / int(tokens[0])))
     slack = max(tolerance * float(work.sum()) / ranks, 1e-9)
-    circle = _Circle(work.astype(np.float64), limit, slack / 2)
+    circle = _Circle(work.astype(np.float64), limit, slack * _SPLIT)
     owner = np.zeros(blocks, np.int64)
     todo = [(np.arange(blocks), 0, ranks)]
     while todo:
@@ -117,26 +121,30 @@ def _pair(
     """The blocks of two sides that change places best, so that `amount` of work, within `slack`, moves from us to
     them. Tried are blocks at the ends of runs with all others, and otherwise those whose work fits best.
     """
-    by_work = theirs[np.argsort(work[theirs], kind="stable")]
-    fitting = np.searchsorted(work[by_work], work[ours] - amount)
-    options = (
-        (ours[near[ours] <= 0][:_ENDS, None], theirs[None, :]),
-        (ours[None, :], theirs[near[theirs] >= 0][:_ENDS, None]),
-        (ours, by_work[np.minimum(fitting, len(theirs) - 1)]),
-        (ours, by_work[np.maximum(fitting - 1, 0)]),
-    )
     best, pair = math.inf, (0, 0)
-    for x, y in options:
+    for x, y in _options(work, near, ours, theirs, amount):
         if x.size and y.size:
-            cost = np.abs(amount - work[x] + work[y]) / slack - 1
-            cost = _MISS * np.maximum(cost, 0) + (near[x] - near[y])
+            cost = np.abs(amount - work[x] + work[y])
+            cost *= _MISS / slack
+            cost = np.maximum(cost, _MISS) + (near[x] - near[y])
             at = int(cost.argmin())
             if cost.flat[at] < best:
                 x, y = np.broadcast_arrays(x, y)
                 best, pair = cost.flat[at], (int(x.flat[at]), int(y.flat[at]))
-            if best <= 2:
+            if best <= _MISS + 2:
                 break
     return pair
+
+
+def _options(
+    work: np.ndarray, near: np.ndarray, ours: np.ndarray, theirs: np.ndarray, amount: float
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    yield ours[near[ours] <= 0][:_ENDS, None], theirs
+    yield ours, theirs[near[theirs] >= 0][:_ENDS, None]
+    by_work = theirs[np.argsort(work[theirs], kind="stable")]
+    fitting = np.searchsorted(work[by_work], work[ours] - amount)
+    yield ours, by_work[np.minimum(fitting, len(theirs) - 1)]
+    yield ours, by_work[np.maximum(fitting - 1, 0)]
 
 
 def _settle(work: np.ndarray, owner: np.ndarray, ranks: int, slack: float) -> None:

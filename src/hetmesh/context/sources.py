@@ -56,8 +56,10 @@ class Sources:
 
 
 def find_sources(fields: Fields, starts: np.ndarray, stops: np.ndarray, length: int) -> Sources:
-    """The sources of the segments of a sequence, given by position; time grows with pairs of segments within a document (of all documents where earlier ones
-    are seen), never with tokens.
+    """The sources of the segments of a sequence, given by position.
+
+    Time grows with pairs of segments within a document (of all documents where earlier ones are seen), never with
+    tokens.
     """
     f = fields
     text = f.instance == TEXT
@@ -105,10 +107,11 @@ def ragged(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def merge(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Join intervals, in any order, that overlap or touch."""
-    order = np.argsort(starts, kind="stable")
-    starts, stops = starts[order], np.maximum.accumulate(stops[order]) if len(stops) else stops
-    seam = np.append(True, starts[1:] > stops[:-1])[: len(starts)]
-    return starts[seam], stops[np.append(seam[1:], True)[: len(stops)]]
+    order = starts.argsort(kind="stable")
+    starts, stops = starts[order], np.maximum.accumulate(stops[order])
+    first, last = np.ones(len(order), bool), np.ones(len(order), bool)
+    first[1:] = last[:-1] = starts[1:] > stops[:-1]
+    return starts[first], stops[last]
 
 
 def _number(order: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
