@@ -17,8 +17,11 @@ import numpy as np
 _MISS = 100.0
 """What missing the balance by one slack costs, in runs: balance first, then few runs."""
 
-_SPLIT = 0.6
-"""What one split may miss, in tolerances. A split halves what its parent missed, so half would do at the worst."""
+_SPLIT = 0.75
+"""What one split may miss, in tolerances. A split halves what its parent missed, so half would do at the worst; what is
+too much in the end, swaps mend."""
+
+_SPARE = 3  # blocks by which an arc may be shorter or longer than its share, as far as the token cap lets it
 
 _ENDS = 8  # blocks at the ends of runs that are tried with all others; a rank has two per run
 
@@ -89,17 +92,19 @@ class _Circle:
     def _arc(self, order: np.ndarray, work: np.ndarray, parts: int) -> tuple[int, int, float]:
         """Start and length of the best arc, and the work that it has too much."""
         blocks, share = len(order), (parts // 2) / parts
-        fewest = max(blocks - (parts - parts // 2) * self.limit, math.floor(blocks * share) - 1, 0)
-        most = min(parts // 2 * self.limit, math.ceil(blocks * share) + 1, blocks)
+        fewest = max(blocks - (parts - parts // 2) * self.limit, math.floor(blocks * share) - _SPARE, 0)
+        most = min(parts // 2 * self.limit, math.ceil(blocks * share) + _SPARE, blocks)
         # A cut costs a run and the keys that the block behind it sees, unless it is on a seam.
         cut = 1 + work * (blocks / max(work.sum(), self.slack))
         cut[1:] *= order[1:] == order[:-1] + 1
         cut[0] *= order[0] == order[-1] + 1
-        behind = np.concatenate([work, work]).cumsum()
-        behind = np.concatenate([[0.0], behind])
+        behind = np.zeros(2 * blocks + 1)
+        np.cumsum(np.concatenate([work, work]), out=behind[1:])
         stops = np.arange(blocks) + np.arange(fewest, most + 1)[:, None]
         error = behind[stops] - (behind[:blocks] + share * behind[blocks])
-        cost = _MISS * np.maximum(np.abs(error) / self.slack - 1, 0)
+        cost = np.abs(error)
+        cost *= _MISS / self.slack
+        np.maximum(cost, _MISS, out=cost)
         cost += cut
         cost += np.concatenate([cut, cut, cut[:1]])[stops]
         best = int(cost.argmin())
