@@ -44,7 +44,9 @@ def balanced(
     mean_tokens = int(tokens.sum()) / ranks
     limit = max(math.ceil(blocks / ranks), int(token_cap * mean_tokens / int(tokens[0])))
     slack = max(tolerance * float(work.sum()) / ranks, 1e-9)
-    circle = _Circle(work.astype(np.float64), limit, slack * _SPLIT)
+    work = work.astype(np.float64)
+    cut = 1 + work * (blocks / max(work.sum(), slack))
+    circle = _Circle(work, cut, limit, slack * _SPLIT)
     owner = np.zeros(blocks, np.int64)
     todo = [(np.arange(blocks), 0, ranks)]
     while todo:
@@ -54,7 +56,7 @@ def balanced(
             continue
         inside = circle.split(order, parts)
         todo += [(order[inside], first, parts // 2), (order[~inside], first + parts // 2, parts - parts // 2)]
-    _settle(circle.work, owner, ranks, slack)
+    _settle(work, owner, ranks, slack)
     return owner
 
 
@@ -65,10 +67,13 @@ class _Circle:
     Attributes:
         work: of every block of the sequence.
         limit: most blocks of a rank.
+        cut: what a cut before each block costs, in runs: one, and the keys that the block sees, most of which lie on
+            the other side (in mean works). Nothing where there is a seam already.
         slack: work by which a split may miss.
     """
 
     work: np.ndarray
+    cut: np.ndarray
     limit: int
     slack: float
 
@@ -94,8 +99,7 @@ class _Circle:
         blocks, share = len(order), (parts // 2) / parts
         fewest = max(blocks - (parts - parts // 2) * self.limit, math.floor(blocks * share) - _SPARE, 0)
         most = min(parts // 2 * self.limit, math.ceil(blocks * share) + _SPARE, blocks)
-        # A cut costs a run and the keys that the block behind it sees, unless it is on a seam.
-        cut = 1 + work * (blocks / max(work.sum(), self.slack))
+        cut = self.cut[order]
         cut[1:] *= order[1:] == order[:-1] + 1
         cut[0] *= order[0] == order[-1] + 1
         behind = np.zeros(2 * blocks + 1)
