@@ -9,6 +9,7 @@ from random_masks import random_mask
 
 from hetmesh.context.builders import blockwise_causal, causal, of_sample, packed, padded, prefix, text_with_instances
 from hetmesh.context.families import families
+from hetmesh.context.full_tiles import full_tiles, row_edges
 from hetmesh.context.masks import Mask, Segment, dense, visible
 from hetmesh.context.rule import TEXT, Rule, Sees
 from hetmesh.context.tiles import block_edges, needed_keys, tile_counts, tile_intervals
@@ -99,11 +100,37 @@ def test_tiles_equal_those_of_the_dense_mask(part, long, monkeypatch):
         tile = rng.choice([1, 2, 5, 8])
         expected = visible_tiles(truth, edges, tile)
         assert tile_counts(mask, edges, tile).tolist() == expected.sum(1).tolist(), mask
-        found = tile_intervals(mask, edges, tile)
-        for g, row in enumerate(expected):
-            spans = list(zip(found.starts, found.stops, strict=True))[found.first[g] : found.first[g + 1]]
-            assert [t for a, b in spans for t in range(a, b)] == np.flatnonzero(row).tolist(), mask
-            assert all(b < c for (_, b), (c, _) in itertools.pairwise(spans))
+        assert listed(tile_intervals(mask, edges, tile)) == [np.flatnonzero(row).tolist() for row in expected], mask
+
+
+def listed(found):
+    spans = list(zip(found.starts.tolist(), found.stops.tolist(), strict=True))
+    runs = [spans[a:b] for a, b in itertools.pairwise(found.first.tolist())]
+    assert all(b < c for row in runs for (_, b), (c, _) in itertools.pairwise(row)), "ascending and apart"
+    return [[t for a, b in row for t in range(a, b)] for row in runs]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_full_tiles_are_those_without_a_hidden_entry(part):
+    rng = random.Random(part)
+    for _ in range(60):
+        mask = random_mask(rng)
+        truth, tile = dense(mask), rng.choice([1, 2, 5])
+        edges = np.array(sorted(rng.choices(range(mask.length + 1), k=rng.randint(1, 20))))
+        spans = [(t, min(t + tile, mask.length)) for t in range(0, mask.length, tile)]
+        expected = [
+            [i for i, (c, d) in enumerate(spans) if a < b and truth[a:b, c:d].all()]
+            for a, b in itertools.pairwise(edges.tolist())
+        ]
+        assert listed(full_tiles(mask, edges, tile)) == expected, mask
+
+
+def test_edges_of_the_blocks_of_one_rank():
+    edges, own = row_edges(((0, 8), (12, 14), (16, 21)), 4)
+    assert [(edges[g], edges[g + 1]) for g in own] == [(0, 4), (4, 8), (12, 14), (16, 20), (20, 21)]
+    edges, own = row_edges(((3, 8), (8, 9)), 4)
+    assert [(edges[g], edges[g + 1]) for g in own] == [(3, 4), (4, 8), (8, 9)]
+    assert [len(part) for part in row_edges(())] == [1, 0]
 
 
 @pytest.mark.parametrize("name", families(4096))
