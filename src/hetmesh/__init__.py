@@ -5,6 +5,7 @@ rooms above it:
 
     layout/     MeshSpec, placements, Layout, TransferPlan                      pure: values and functions of values
     graph/      ModuleGraph, sample metadata, row space                          |
+    context/    masks as segments, visible tiles, token assignment               |
     cost/       FLOPs, memory and machines, from sizes alone                     |
     balance/    samples to lanes and microbatches -> BatchPlan                   |
     schedule/   actions, validation, one file per policy                         |
