@@ -65,7 +65,8 @@ def _attend(q: Tensor, kv: Tensor, work: Work, terms: Terms) -> tuple[Tensor, Te
 
 @lru_cache(maxsize=1)
 def _kernel(device: str) -> Callable:
-    return torch.compile(flex_attention, dynamic=True) if device == "cuda" else flex_attention
+    kernel: Callable = flex_attention
+    return torch.compile(kernel, dynamic=True) if device == "cuda" else kernel
 
 
 @lru_cache(maxsize=64)

@@ -62,7 +62,8 @@ def attention(
     """Attention of one layer, as transformers calls it.
 
     Args:
-        query: `[B, heads, S, features]`; the rows of this rank are its B * S, one sequence after another.
+        query: `[B, heads, S, features]`; the rows of this rank are its B * S, one sequence after another. A rank that
+            keeps none passes one that counts for nothing: transformers' views are ambiguous on empty tensors.
         key, value: `[B, key heads, S, features]`.
         attention_mask: ignored: the mask is that of the current `ContextAttention`.
 
@@ -81,5 +82,9 @@ def attention(
     counter[_current.name, layer] += 1
     batch, _, length, _ = query.shape
     q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))
-    out = _current(q, k, v, scale=scaling, window=sliding_window)
-    return out.transpose(0, 1).unflatten(0, (batch, length)), None
+    if alone := not _current.rows and batch * length == 1:
+        q, k, v = (x[:, :0] for x in (q, k, v))
+    out = _current(q, k, v, scale=scaling, window=sliding_window).transpose(0, 1)
+    if alone:
+        out = torch.cat([out, out.new_zeros(1, *out.shape[1:])])
+    return out.unflatten(0, (batch, length)), None
