@@ -41,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fit", type=int, nargs="+", default=[2, 6, 8], help="samples per microbatch that are fitted (default 2 6 8)"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="turns of measuring and running (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="steps per round (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of measuring per round (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=12, help="turns of measuring and running (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=1, help="steps per round (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.4, help="of measuring per round (default %(default)s)")
     parser.add_argument("--profile-seconds", type=float, default=0.0, help="of `hetmesh profile`'s way; 0: not")
 
 

@@ -47,7 +47,7 @@ source = "hetmesh.testing.sources:RandomMedia"
 [data.options]
 kinds = {{ image = [1, 32, 32] }}
 items = 1
-max_text = 25
+max_text = {text}
 
 [training]
 local_batch_size = {batch}
@@ -70,7 +70,7 @@ _SPREAD = _BOTH.format("vision") + _BOTH.format("projector")
 
 @dataclass(frozen=True)
 class Configuration:
-    """One layout and schedule of the model."""
+    """One layout and schedule of the model; samples are an image of 64 rows and 2 to `text` tokens."""
 
     name: str
     policy: str
@@ -78,6 +78,7 @@ class Configuration:
     vision_layers: int = 1
     vision_trainable: bool = True
     llm_trainable: bool = True
+    text: int = 25
 
     def recipe(self, *, width: int, llm_layers: int, microbatch: int, microbatches: int) -> Recipe:
         """The recipe; the encoder's depth grows with the LLM's."""
@@ -90,6 +91,7 @@ class Configuration:
             head=width // 4,
             vision_layers=max(self.vision_layers * llm_layers // 4, 1),
             llm_layers=llm_layers,
+            text=self.text,
             batch=microbatch * microbatches,
             microbatch=microbatch,
             policy=self.policy,
