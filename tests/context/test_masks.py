@@ -5,8 +5,11 @@ import random
 
 import numpy as np
 import pytest
+from random_masks import random_mask
 
 from hetmesh.context.builders import blockwise_causal, causal, of_sample, packed, padded, prefix, text_with_instances
+from hetmesh.context.families import families
+from hetmesh.context.full_tiles import full_tiles, row_edges
 from hetmesh.context.masks import Mask, Segment, dense, visible
 from hetmesh.context.rule import TEXT, Rule, Sees
 from hetmesh.context.tiles import block_edges, needed_keys, tile_counts, tile_intervals
@@ -60,26 +63,6 @@ def test_bad_segments_are_named(span):
         Mask((good, Segment(0, 1, *span, Rule.CAUSAL, Sees.NOTHING)), 6)
 
 
-def random_mask(rng):
-    """Any segments: gaps, interleaved documents, instances of many segments, mixed rules."""
-    length = rng.choice([rng.randint(0, 12), rng.randint(1, 30), rng.randint(1, 40)])
-    if rng.random() < 0.01:
-        length = 200
-    documents, instances, gaps = rng.randint(1, 4), rng.randint(0, 4), rng.random() < 0.3
-    longest = rng.choice([1, 3, 12, 60])
-    segments, at = [], 0
-    while at < length:
-        stop = min(length, at + rng.randint(1, longest))
-        if not (gaps and rng.random() < 0.3):
-            rule, sees = rng.choice(list(Rule)), Sees(rng.choice([0, 0, 2, rng.randint(0, 15)]))
-            segments.append(
-                Segment(rng.randrange(documents), rng.randint(0, instances), at, stop, rule, sees, rng.random() < 0.9)
-            )
-        at = stop
-    rng.shuffle(segments)
-    return Mask(tuple(segments), length)
-
-
 def visible_tiles(truth, edges, tile):
     """bool [groups, tiles]: which tiles have a visible entry."""
     truth = np.pad(truth, ((0, 0), (0, -len(truth) % tile)))
@@ -117,11 +100,48 @@ def test_tiles_equal_those_of_the_dense_mask(part, long, monkeypatch):
         tile = rng.choice([1, 2, 5, 8])
         expected = visible_tiles(truth, edges, tile)
         assert tile_counts(mask, edges, tile).tolist() == expected.sum(1).tolist(), mask
-        found = tile_intervals(mask, edges, tile)
-        for g, row in enumerate(expected):
-            spans = list(zip(found.starts, found.stops, strict=True))[found.first[g] : found.first[g + 1]]
-            assert [t for a, b in spans for t in range(a, b)] == np.flatnonzero(row).tolist(), mask
-            assert all(b < c for (_, b), (c, _) in zip(spans, spans[1:], strict=False))
+        assert listed(tile_intervals(mask, edges, tile)) == [np.flatnonzero(row).tolist() for row in expected], mask
+
+
+def listed(found):
+    spans = list(zip(found.starts.tolist(), found.stops.tolist(), strict=True))
+    runs = [spans[a:b] for a, b in itertools.pairwise(found.first.tolist())]
+    assert all(b < c for row in runs for (_, b), (c, _) in itertools.pairwise(row)), "ascending and apart"
+    return [[t for a, b in row for t in range(a, b)] for row in runs]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_full_tiles_are_those_without_a_hidden_entry(part):
+    rng = random.Random(part)
+    for _ in range(60):
+        mask = random_mask(rng)
+        truth, tile = dense(mask), rng.choice([1, 2, 5])
+        edges = np.array(sorted(rng.choices(range(mask.length + 1), k=rng.randint(1, 20))))
+        spans = [(t, min(t + tile, mask.length)) for t in range(0, mask.length, tile)]
+        expected = [
+            [i for i, (c, d) in enumerate(spans) if a < b and truth[a:b, c:d].all()]
+            for a, b in itertools.pairwise(edges.tolist())
+        ]
+        assert listed(full_tiles(mask, edges, tile)) == expected, mask
+
+
+def test_edges_of_the_blocks_of_one_rank():
+    edges, own = row_edges(((0, 8), (12, 14), (16, 21)), 4)
+    assert [(edges[g], edges[g + 1]) for g in own] == [(0, 4), (4, 8), (12, 14), (16, 20), (20, 21)]
+    edges, own = row_edges(((3, 8), (8, 9)), 4)
+    assert [(edges[g], edges[g + 1]) for g in own] == [(3, 4), (4, 8), (8, 9)]
+    assert [len(part) for part in row_edges(())] == [1, 0]
+
+
+@pytest.mark.parametrize("name", families(4096))
+@pytest.mark.parametrize("long", [0, 48])
+def test_tiles_of_the_families_equal_those_of_every_entry(name, long, monkeypatch):
+    monkeypatch.setattr("hetmesh.context.tiles._LONG", long)
+    mask = families(4096)[name]
+    everything, edges = np.arange(mask.length), block_edges(mask.length, 128)
+    expected = visible_tiles(visible(mask, everything, everything), edges, 32)
+    assert tile_counts(mask, edges, 32).tolist() == expected.sum(1).tolist()
+    assert tile_intervals(mask, edges, 32).counts.tolist() == expected.sum(1).tolist()
 
 
 def test_needed_keys_are_the_blocks_that_some_row_sees():
@@ -137,7 +157,7 @@ def test_needed_keys_are_the_blocks_that_some_row_sees():
         expected = [p for p in range(mask.length) if seen[p // block * block : (p // block + 1) * block].any()]
         found = needed_keys(mask, tuple(queries), block)
         assert [p for a, b in found for p in range(a, b)] == expected, mask
-        assert all(b < c for (_, b), (c, _) in zip(found, found[1:], strict=False))
+        assert all(b < c for (_, b), (c, _) in itertools.pairwise(found))
 
 
 @pytest.mark.parametrize("edges", [[4, 2], [0, 9], [-1, 3]])

@@ -135,7 +135,8 @@ def _blockwise(seed: int) -> dict[str, float]:
 
 def table(result: dict[str, Any]) -> str:
     """The result for people."""
-    head = f"{'family':<20} {'policy':<10} {'tiles':>7} {'tokens':>7} {'runs':>6} {'remote keys':>11} {'ms':>8} {'cpu ms':>8}"
+    columns = (("tiles", 7), ("tokens", 7), ("runs", 6), ("remote keys", 11), ("ms", 8), ("cpu ms", 8))
+    head = f"{'family':<20} {'policy':<10} " + " ".join(f"{name:>{width}}" for name, width in columns)
     lines = []
     for title, found in (("65,536 tokens, 8 ranks", "families"), ("1,048,576 tokens, 64 ranks", "families_1m")):
         if not result[found]:

@@ -18,7 +18,7 @@ def view(local: Tensor, held: Sequence[Intervals], index: Sequence[Intervals]) -
         ranges = locate(rows, wanted)
         if len(ranges) != 1:
             return None
-        local = local.narrow(dim, ranges[0][0], ranges[0][1] - ranges[0][0])
+        local = _cut(local, dim, *ranges[0])
     return local
 
 
@@ -27,7 +27,7 @@ def take(local: Tensor, held: Sequence[Intervals], index: Sequence[Intervals]) -
     for dim, (rows, wanted) in enumerate(zip(held, index, strict=True)):
         ranges = locate(rows, wanted)
         if len(ranges) == 1:
-            local = local.narrow(dim, ranges[0][0], ranges[0][1] - ranges[0][0])
+            local = _cut(local, dim, *ranges[0])
         else:
             local = torch.cat([local.narrow(dim, a, b - a) for a, b in ranges], dim)
     return local.contiguous()
@@ -45,12 +45,17 @@ def put(local: Tensor, held: Sequence[Intervals], index: Sequence[Intervals], pi
     for block in itertools.product(*blocks):
         target, source = local, piece
         for dim, (at, offset, length) in enumerate(block):
-            target = target.narrow(dim, at, length)
-            source = source.narrow(dim, offset, length)
+            target = _cut(target, dim, at, at + length)
+            source = _cut(source, dim, offset, offset + length)
         if add:
             target.add_(source)
         else:
             target.copy_(source)
+
+
+def _cut(tensor: Tensor, dim: int, start: int, stop: int) -> Tensor:
+    """`tensor` from `start` to `stop` along `dim`; itself where that is all of it, as it mostly is."""
+    return tensor if stop - start == tensor.shape[dim] else tensor.narrow(dim, start, stop - start)
 
 
 def piece_shape(index: Sequence[Intervals]) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from hetmesh.context.builders import (
     prefix,
     text_with_instances,
 )
+from hetmesh.context.full_tiles import full_tiles, row_edges
 from hetmesh.context.loads import Loads, loads
 from hetmesh.context.masks import Mask, Segment, dense, join, visible
 from hetmesh.context.rule import TEXT, Rule, Sees
@@ -32,6 +33,7 @@ __all__ = [
     "blockwise_causal",
     "causal",
     "dense",
+    "full_tiles",
     "join",
     "loads",
     "needed_keys",
@@ -39,6 +41,7 @@ __all__ = [
     "packed",
     "padded",
     "prefix",
+    "row_edges",
     "row_split",
     "text_with_instances",
     "tile_counts",

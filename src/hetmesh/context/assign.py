@@ -8,6 +8,7 @@ every block: cuts lie on block edges, because a kernel that works on whole block
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -80,7 +81,7 @@ def assign(
     tokens = np.diff(edges)
     work = tile_counts(mask, edges, tile)
     if row_cost:
-        work = work + row_cost * tokens
+        work = work + np.rint(row_cost * tokens).astype(np.int64)  # sums of whole numbers are equal on every machine
     rule = POLICIES[policy] if isinstance(policy, str) else policy
     return intervals_of(edges, rule(work, tokens, ranks), ranks)
 
@@ -93,7 +94,7 @@ def intervals_of(edges: np.ndarray, owner: np.ndarray, ranks: int) -> tuple[Inte
     order = np.argsort(owner[first], kind="stable")
     pairs = list(zip(starts[order].tolist(), stops[order].tolist(), strict=True))
     cuts = np.searchsorted(owner[first][order], np.arange(ranks + 1)).tolist()
-    return tuple(tuple(pairs[a:b]) for a, b in zip(cuts[:-1], cuts[1:], strict=True))
+    return tuple(tuple(pairs[a:b]) for a, b in itertools.pairwise(cuts))
 
 
 def row_split(shares: tuple[Intervals, ...], dim: int = 1) -> RowSplit:

@@ -9,6 +9,7 @@ less than two runs each. Blocks are not continuous: what an arc misses, one exch
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,16 +17,22 @@ import numpy as np
 _MISS = 100.0
 """What missing the balance by one slack costs, in runs: balance first, then few runs."""
 
+_SPLIT = 0.75
+"""What one split may miss, in tolerances. A split halves what its parent missed, so half would do at the worst; what is
+too much in the end, swaps mend."""
+
+_SPARE = 3  # blocks by which an arc may be shorter or longer than its share, as far as the token cap lets it
+
 _ENDS = 8  # blocks at the ends of runs that are tried with all others; a rank has two per run
 
 
 def balanced(
-    work: np.ndarray, tokens: np.ndarray, ranks: int, *, token_cap: float = 1.02, tolerance: float = 0.004
+    work: np.ndarray, tokens: np.ndarray, ranks: int, *, token_cap: float = 1.02, tolerance: float = 0.0045
 ) -> np.ndarray:
     """The rank of every block, int64 [blocks].
 
     Args:
-        work: cost of each block, any unit.
+        work: cost of each block; whole numbers, whose sums do not depend on the machine.
         tokens: rows of each block; all alike but the last, which may have fewer.
         ranks: at least 1.
         token_cap: most tokens of a rank over the mean, where whole blocks allow it.
@@ -37,7 +44,9 @@ def balanced(
     mean_tokens = int(tokens.sum()) / ranks
     limit = max(math.ceil(blocks / ranks), int(token_cap * mean_tokens / int(tokens[0])))
     slack = max(tolerance * float(work.sum()) / ranks, 1e-9)
-    circle = _Circle(work.astype(np.float64), limit, slack / 2)
+    work = work.astype(np.float64)
+    cut = 1 + work * (blocks / max(work.sum(), slack))
+    circle = _Circle(work, cut, limit, slack * _SPLIT)
     owner = np.zeros(blocks, np.int64)
     todo = [(np.arange(blocks), 0, ranks)]
     while todo:
@@ -47,7 +56,7 @@ def balanced(
             continue
         inside = circle.split(order, parts)
         todo += [(order[inside], first, parts // 2), (order[~inside], first + parts // 2, parts - parts // 2)]
-    _settle(circle.work, owner, ranks, slack)
+    _settle(work, owner, ranks, slack)
     return owner
 
 
@@ -58,10 +67,13 @@ class _Circle:
     Attributes:
         work: of every block of the sequence.
         limit: most blocks of a rank.
+        cut: what a cut before each block costs, in runs: one, and the keys that the block sees, most of which lie on
+            the other side (in mean works). Nothing where there is a seam already.
         slack: work by which a split may miss.
     """
 
     work: np.ndarray
+    cut: np.ndarray
     limit: int
     slack: float
 
@@ -85,17 +97,18 @@ class _Circle:
     def _arc(self, order: np.ndarray, work: np.ndarray, parts: int) -> tuple[int, int, float]:
         """Start and length of the best arc, and the work that it has too much."""
         blocks, share = len(order), (parts // 2) / parts
-        fewest = max(blocks - (parts - parts // 2) * self.limit, math.floor(blocks * share) - 1, 0)
-        most = min(parts // 2 * self.limit, math.ceil(blocks * share) + 1, blocks)
-        # A cut costs a run and the keys that the block behind it sees, unless it is on a seam.
-        cut = 1 + work * (blocks / max(work.sum(), self.slack))
+        fewest = max(blocks - (parts - parts // 2) * self.limit, math.floor(blocks * share) - _SPARE, 0)
+        most = min(parts // 2 * self.limit, math.ceil(blocks * share) + _SPARE, blocks)
+        cut = self.cut[order]
         cut[1:] *= order[1:] == order[:-1] + 1
         cut[0] *= order[0] == order[-1] + 1
-        behind = np.concatenate([work, work]).cumsum()
-        behind = np.concatenate([[0.0], behind])
+        behind = np.zeros(2 * blocks + 1)
+        np.cumsum(np.concatenate([work, work]), out=behind[1:])
         stops = np.arange(blocks) + np.arange(fewest, most + 1)[:, None]
         error = behind[stops] - (behind[:blocks] + share * behind[blocks])
-        cost = _MISS * np.maximum(np.abs(error) / self.slack - 1, 0)
+        cost = np.abs(error)
+        cost *= _MISS / self.slack
+        np.maximum(cost, _MISS, out=cost)
         cost += cut
         cost += np.concatenate([cut, cut, cut[:1]])[stops]
         best = int(cost.argmin())
@@ -117,26 +130,30 @@ def _pair(
     """The blocks of two sides that change places best, so that `amount` of work, within `slack`, moves from us to
     them. Tried are blocks at the ends of runs with all others, and otherwise those whose work fits best.
     """
-    by_work = theirs[np.argsort(work[theirs], kind="stable")]
-    fitting = np.searchsorted(work[by_work], work[ours] - amount)
-    options = (
-        (ours[near[ours] <= 0][:_ENDS, None], theirs[None, :]),
-        (ours[None, :], theirs[near[theirs] >= 0][:_ENDS, None]),
-        (ours, by_work[np.minimum(fitting, len(theirs) - 1)]),
-        (ours, by_work[np.maximum(fitting - 1, 0)]),
-    )
     best, pair = math.inf, (0, 0)
-    for x, y in options:
+    for x, y in _options(work, near, ours, theirs, amount):
         if x.size and y.size:
-            cost = np.abs(amount - work[x] + work[y]) / slack - 1
-            cost = _MISS * np.maximum(cost, 0) + (near[x] - near[y])
+            cost = np.abs(amount - work[x] + work[y])
+            cost *= _MISS / slack
+            cost = np.maximum(cost, _MISS) + (near[x] - near[y])
             at = int(cost.argmin())
             if cost.flat[at] < best:
                 x, y = np.broadcast_arrays(x, y)
                 best, pair = cost.flat[at], (int(x.flat[at]), int(y.flat[at]))
-            if best <= 2:
+            if best <= _MISS + 2:
                 break
     return pair
+
+
+def _options(
+    work: np.ndarray, near: np.ndarray, ours: np.ndarray, theirs: np.ndarray, amount: float
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    yield ours[near[ours] <= 0][:_ENDS, None], theirs
+    yield ours, theirs[near[theirs] >= 0][:_ENDS, None]
+    by_work = theirs[np.argsort(work[theirs], kind="stable")]
+    fitting = np.searchsorted(work[by_work], work[ours] - amount)
+    yield ours, by_work[np.minimum(fitting, len(theirs) - 1)]
+    yield ours, by_work[np.maximum(fitting - 1, 0)]
 
 
 def _settle(work: np.ndarray, owner: np.ndarray, ranks: int, slack: float) -> None:

@@ -52,7 +52,8 @@ def families(tokens: int, seed: int = 0) -> dict[str, Mask]:
 
 def blockwise(tokens: int, seed: int = 0) -> Mask:
     """Blockwise causal: blocks of 1/64 to 1/16 of the sequence, the last of which sees everything."""
-    rng, lengths = random.Random(seed), []
+    rng = random.Random(seed)
+    lengths: list[int] = []
     while sum(lengths) < tokens:
         lengths.append(min(rng.randint(tokens // 64, tokens // 16), tokens - sum(lengths)))
     return blockwise_causal(lengths)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetmesh.context.rule import ALWAYS, BEFORE, TEXT, Fields, Sees, reach
+from hetmesh.context.rule import ALWAYS, NEVER, TEXT, Fields, Sees, reach
 
 _STRANGER = -1  # an instance that no segment has: what a source sees for everybody, own tokens left out
 
@@ -28,6 +28,14 @@ class Lists(NamedTuple):
     stops: np.ndarray
     start_keys: np.ndarray
     stop_keys: np.ndarray
+
+    def part(self, low: int, high: int, stride: int) -> Lists:
+        """The lists [low, high), numbered from 0."""
+        edges = self.first[low : high + 1]
+        held = slice(edges[0], edges[-1])
+        offset = low * stride
+        keys = (keys[held] - offset for keys in self[3:])
+        return Lists(edges - edges[0], self.starts[held], self.stops[held], *keys)
 
     @property
     def sizes(self) -> np.ndarray:
@@ -56,8 +64,10 @@ class Sources:
 
 
 def find_sources(fields: Fields, starts: np.ndarray, stops: np.ndarray, length: int) -> Sources:
-    """The sources of the segments of a sequence, given by position; time grows with pairs of segments within a document (of all documents where earlier ones
-    are seen), never with tokens.
+    """The sources of the segments of a sequence, given by position.
+
+    Time grows with pairs of segments within a document (of all documents where earlier ones are seen), never with
+    tokens.
     """
     f = fields
     text = f.instance == TEXT
@@ -87,13 +97,20 @@ def find_sources(fields: Fields, starts: np.ndarray, stops: np.ndarray, length: 
     source, at = ragged(low, high)
     key = order[at]
     found = reach(asks.take(source), f.take(key))
-    stride = length + 1
-    base = source * stride
-    before, always = (
-        _lists(*merge((starts[key] + base)[found == kind], (stops[key] + base)[found == kind]), len(example), stride)
-        for kind in (BEFORE, ALWAYS)
+    stride, sources = length + 1, len(example)
+    # Both kinds in one go: those seen always are numbered on behind those seen before. As keys, touching intervals of
+    # different sources stay apart: a stop is at most stride - 1.
+    seen = found != NEVER
+    base = ((source + sources * (found == ALWAYS)) * stride)[seen]
+    key = key[seen]
+    start_keys, stop_keys = merge(starts[key] + base, stops[key] + base)
+    owner = start_keys // stride
+    base = owner * stride
+    edges = owner.searchsorted(np.arange(2 * sources + 1))
+    whole = Lists(edges, start_keys - base, stop_keys - base, start_keys, stop_keys)
+    return Sources(
+        np.stack([viewer, own]), whole.part(0, sources, stride), whole.part(sources, 2 * sources, stride), stride
     )
-    return Sources(np.stack([viewer, own]), before, always, stride)
 
 
 def ragged(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -105,10 +122,11 @@ def ragged(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def merge(starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Join intervals, in any order, that overlap or touch."""
-    order = np.argsort(starts, kind="stable")
-    starts, stops = starts[order], np.maximum.accumulate(stops[order]) if len(stops) else stops
-    seam = np.append(True, starts[1:] > stops[:-1])[: len(starts)]
-    return starts[seam], stops[np.append(seam[1:], True)[: len(stops)]]
+    order = starts.argsort(kind="stable")
+    starts, stops = starts[order], np.maximum.accumulate(stops[order])
+    first, last = np.ones(len(order), bool), np.ones(len(order), bool)
+    first[1:] = last[:-1] = starts[1:] > stops[:-1]
+    return starts[first], stops[last]
 
 
 def _number(order: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -126,10 +144,3 @@ def _distinct(values: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.nd
     number = np.full(len(values), -1)
     number[rows] = inverse
     return number, rows[example]
-
-
-def _lists(starts: np.ndarray, stops: np.ndarray, sources: int, stride: int) -> Lists:
-    # Merged as keys, touching intervals of different sources stay apart: a stop is at most stride - 1.
-    owner = starts // stride
-    first = np.searchsorted(owner, np.arange(sources + 1))
-    return Lists(first, starts - owner * stride, stops - owner * stride, starts, stops)

@@ -90,11 +90,28 @@ def _check_options(recipe: Recipe, name: str, adapter: Adapter) -> None:
             raise RecipeError(f"{key}: this {recipe.modules[name].model} cannot split its tokens{hint}")
         if recipe.modules[name].lora is not None:
             raise RecipeError(f"{key}: not together with modules.{name}.lora")
+    if recipe.schedule == "zero_bubble":
+        _check_zero_bubble(recipe, name, options)
     config: Any = getattr(adapter, "config", None)
     if recipe.graph[name].mesh.axis_size("tp") > 1 and getattr(config, "attention_dropout", None):
         raise RecipeError(
             f"modules.{name}.config.attention_dropout = {config.attention_dropout}: with tensor parallelism every rank "
             "would drop the same positions of its heads; set it to 0, or tensor_parallel_degree to 1"
+        )
+
+
+def _check_zero_bubble(recipe: Recipe, name: str, options: Options) -> None:
+    """Raise RecipeError for what a backward in two parts cannot be combined with."""
+    key = 'parallelism.pipeline_parallel_schedule = "zero_bubble" splits the backward'
+    if recipe.graph[name].mesh.axis_size("dp_shard") > 1:
+        raise RecipeError(
+            f"{key}, of which FSDP learns nothing: module {name!r} has a data_parallel_shard_degree of "
+            f"{recipe.graph[name].mesh.axis_size('dp_shard')}; make it 1, or take the schedule 1f1b or interleaved"
+        )
+    if options.activation_checkpoint != "none":
+        raise RecipeError(
+            f"{key}, and module {name!r} would be computed again for each part: set its activation_checkpoint to "
+            "'none', or take the schedule 1f1b or interleaved"
         )
 
 
