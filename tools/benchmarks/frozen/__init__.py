@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--steps", type=int, default=15, help="measured steps of each cut (default %(default)s)")
     parser.add_argument("--width", type=int, default=192, help="of encoder and LLM (default %(default)s)")
-    parser.add_argument("--layers", type=int, default=6, help="of encoder and LLM each (default %(default)s)")
-    parser.add_argument("--microbatches", type=int, default=20, help="per step (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=3, help="of encoder and LLM each (default %(default)s)")
+    parser.add_argument("--microbatches", type=int, default=48, help="per step (default %(default)s)")
     parser.add_argument("--microbatch", type=int, default=2, help="samples per microbatch (default %(default)s)")
 
 

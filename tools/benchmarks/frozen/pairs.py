@@ -19,7 +19,7 @@ from hetmesh.layout import MeshSpec
 
 RANKS = 24
 TP = 2
-MICROBATCHES = 48
+MICROBATCHES = 24
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,28 @@ def _layer(name: str, products: Mapping[str, tuple[int, int]], trainable: bool, 
 
 
 VIT_22B = Transformer(48, 6144, 24576, 6144)
-VIT = Transformer(32, 1280, 5120, 1280)  # ViT-H
+INTERN_VIT_6B = Transformer(45, 3200, 12800, 3200)
 WHISPER = Transformer(32, 1280, 5120, 1280)  # the encoder of whisper-large
 LLAMA_70B = Transformer(80, 8192, 28672, 1024, True, 32000)
 LLAMA_8B = Transformer(32, 4096, 14336, 1024, True, 128256)
 
+TEXT = 1024
+PATCHES = 91 * 51  # of 14 x 14 pixels in an image of 1280 x 720
+IMAGE = Work(PATCHES, PATCHES**2)
+IMAGE_TOKENS = PATCHES // 4  # 2 x 2 patches become one token
+SPEECH = Work(1500, 1500**2)  # 30 s
+SPEECH_TOKENS = 750
 
-def _items(count: int, rows: int) -> Work:
-    return Work(count * rows, count * rows**2)
+
+def _tokens(count: int) -> Work:
+    return Work(count, count**2, TEXT)
 
 
 PAIRS = {
-    "ViT-22B + LLaMA-70B": ({"vision": (VIT_22B, _items(8, 256))}, (LLAMA_70B, Work(2560, 2560**2, 512))),
-    "Whisper + ViT + LLaMA-8B": (
-        {"audio": (WHISPER, _items(2, 1500)), "vision": (VIT, _items(16, 576))},
-        (LLAMA_8B, Work(4096, 4096**2, 1024)),
+    "ViT-22B + LLaMA-70B": ({"vision": (VIT_22B, IMAGE)}, (LLAMA_70B, _tokens(IMAGE_TOKENS + TEXT))),
+    "Whisper + ViT-6B + LLaMA-8B": (
+        {"audio": (WHISPER, SPEECH), "vision": (INTERN_VIT_6B, IMAGE)},
+        (LLAMA_8B, _tokens(IMAGE_TOKENS + SPEECH_TOKENS + TEXT)),
     ),
 }
 """Encoders with what they read in a microbatch, and the LLM."""
