@@ -124,7 +124,7 @@ class CausalLMAdapter:
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         model: Any = module
         ids, position_ids = batch["input_ids"], batch["position_ids"]
-        if ids.shape[0] == 0:  # transformers' views are ambiguous on empty tensors: one token that predicts nothing
+        if ids.numel() == 0:  # transformers' views are ambiguous on empty tensors: one token that predicts nothing
             ids, position_ids = ids.new_zeros(1, 1), position_ids.new_zeros(1, 1)
         tokens, total = tokens_of(module), ids.numel()
         flat = inputs[PREVIOUS] if PREVIOUS in inputs else self._embed(model, ids, batch, inputs)

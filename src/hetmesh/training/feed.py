@@ -11,6 +11,7 @@ from hetmesh.data.loader import Drawn, Loader
 from hetmesh.data.source import Sample
 from hetmesh.graph import Stage
 from hetmesh.models.adapter import Adapter
+from hetmesh.models.packing import pack_tokens
 
 
 class Feed:
@@ -38,9 +39,15 @@ class Feed:
         for i, sample in zip(missing, self.loader.load([self.drawn[i] for i in missing]), strict=True):
             self._samples[i] = sample
         source = self.loader.source
-        return self.adapters[module].collate(
-            [self._samples[i] for i in indices],
-            [self.plan.samples[i] for i in indices],
-            placeholders=source.placeholders,
-            pad_id=source.pad_id,
+        metas = [self.plan.samples[i] for i in indices]
+        batch = self.adapters[module].collate(
+            [self._samples[i] for i in indices], metas, placeholders=source.placeholders, pad_id=source.pad_id
         )
+        if not spec.packed:
+            return batch
+        mesh = spec.stage_mesh(stage.index)
+        coordinate = mesh.coordinate(self.rank)
+        assert coordinate is not None
+        own = coordinate[mesh.axes.index("cp")] if "cp" in mesh.axes else 0
+        tokens = self.plan.lane_tokens(module, microbatch, lane)
+        return pack_tokens(batch, [meta.tokens for meta in metas], tokens.shares[own])

@@ -263,11 +263,11 @@ class Job:
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank stands for its lane of the sink: the first of the replicas that compute the same loss."""
+        """Whether this rank stands for its targets: it is the first of the replicas that compute the same loss."""
         mesh = self.graph.sink.stage_mesh(-1).merge(LANE_AXES, "lane")
         coordinate = mesh.coordinate(self.world.rank)
         return coordinate is not None and all(
-            c == 0 for axis, c in zip(mesh.axes, coordinate, strict=True) if axis != "lane"
+            c == 0 for axis, c in zip(mesh.axes, coordinate, strict=True) if axis not in ("lane", "cp")
         )
 
 
