@@ -34,16 +34,16 @@ NAMES = tuple(c.name for c in CONFIGURATIONS)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--only", nargs="*", default=NAMES, choices=NAMES, metavar="NAME", help=", ".join(NAMES))
-    parser.add_argument("--width", type=int, default=256, help="of the LLM and the encoder (default %(default)s)")
+    parser.add_argument("--width", type=int, default=192, help="of the LLM and the encoder (default %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="of the LLM, at least 4 (default %(default)s)")
     parser.add_argument("--microbatches", type=int, default=8, help="per step (default %(default)s)")
     parser.add_argument("--microbatch", type=int, default=4, help="samples per microbatch (default %(default)s)")
     parser.add_argument(
         "--fit", type=int, nargs="+", default=[2, 6, 8], help="samples per microbatch that are fitted (default 2 6 8)"
     )
-    parser.add_argument("--rounds", type=int, default=12, help="turns of measuring and running (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of measuring and running (default %(default)s)")
     parser.add_argument("--steps", type=int, default=1, help="steps per round (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=0.4, help="of measuring per round (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of measuring per round (default %(default)s)")
     parser.add_argument("--profile-seconds", type=float, default=0.0, help="of `hetmesh profile`'s way; 0: not")
 
 
