@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
@@ -11,6 +12,8 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 __all__ = [
     "StridedShard",
     "all_gather_single",
+    "cpu_flash_attention",
+    "cpu_flash_attention_backward",
     "fake_process_group",
     "reduce_scatter_single",
     "set_group_timeout",
@@ -21,6 +24,10 @@ __all__ = [
 # torch 2.13 renamed these two and warns at every use of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# scaled_dot_product_attention's kernel for the CPU, with the logsumexp that the public function does not return.
+cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 set_group_timeout = _set_pg_timeout
 """`set_group_timeout(timeout, group)`: how long collectives of an existing process group may wait."""

@@ -1,0 +1,214 @@
+"""Context-parallel attention: the ranks of a group share one sequence, and each computes the rows that it keeps.
+
+Exact, forward and backward, for any mask of `hetmesh.context` and any assignment of rows, uneven and empty ones
+included. Keys and values of other ranks stream through in chunks (see context_plan.py), the next one on its way while
+one is computed, and are fetched again in the backward: what a rank holds does not grow with the number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hetmesh.boundary import World
+from hetmesh.context import Mask
+from hetmesh.errors import BoundaryError, LayoutError
+from hetmesh.layout import Intervals, MeshSpec
+from hetmesh.layout.intervals import extent
+from hetmesh.parallel.context_blocks import Work
+from hetmesh.parallel.context_fetch import Finish, Wires, fetch, give_back
+from hetmesh.parallel.context_kernels import Running, Saved, Terms, fold, kernel_for, unfold
+from hetmesh.parallel.context_plan import AttentionPlan, Gathered, Planned, plan_attention, prefers_gathering
+
+Fetch = Literal["auto", "planned", "all_gather"]
+"""How keys and values come: what each rank needs, everything, or the cheaper of the two."""
+
+CHUNK = 2048
+"""Key rows of other ranks in memory at a time (two chunks: one computed, one on its way)."""
+
+
+class ContextAttention:
+    """Attention over one sequence: the mask, who keeps which rows, and how to reach them. One per microbatch.
+
+    Args:
+        mask: of the whole sequence.
+        shares: the positions that each rank of the group keeps, in the order of its rows (`context.assign`); left out,
+            this rank keeps all and nothing is sent.
+        ranks: of the group, in the order of `shares`.
+        name: of the traffic in the communication log, such as "llm cp attention"; keys and values are logged under it,
+            their gradients under it and " gradients".
+        microbatch: in the log.
+        fetch: `auto`, `planned` or `all_gather`; equal on all ranks. `all_gather` needs the group of `ranks`, which
+            must exist (a DeviceMesh with this axis makes it) or be made here by all ranks of the job.
+        chunk: key rows of other ranks in memory at a time.
+
+    Raises:
+        LayoutError: shares do not fit the ranks, or are not the sequence, once; an unknown `fetch`.
+        BoundaryError: this rank is not in the group.
+    """
+
+    def __init__(
+        self,
+        mask: Mask,
+        shares: Sequence[Intervals] | None = None,
+        ranks: Sequence[int] = (),
+        *,
+        name: str = "cp attention",
+        microbatch: int = 0,
+        fetch: Fetch = "auto",
+        chunk: int = CHUNK,
+    ) -> None:
+        self.mask, self.name, self.fetch, self.chunk = mask, name, fetch, chunk
+        self.shares = (((0, mask.length),),) if shares is None else tuple(tuple(runs) for runs in shares)
+        self._check(ranks if shares is not None else (0,))
+        self.wires: Wires | None = None
+        self.coordinate = 0
+        if len(self.shares) > 1:
+            mesh = MeshSpec(tuple(ranks), ("cp",), (len(ranks),))
+            self.wires = Wires(World.current(), mesh, name, microbatch, mask.length)
+            self.coordinate = self.wires.coordinate
+
+    def _check(self, ranks: Sequence[int]) -> None:
+        spans = sorted(span for runs in self.shares for span in runs if span[0] < span[1])
+        edges = [edge for span in spans for edge in span]
+        whole = edges[::2] == [0, *edges[1:-1:2]] and edges[-1] == self.mask.length if edges else not self.mask.length
+        if len(ranks) != len(self.shares) or not whole or self.chunk < 1:
+            raise LayoutError(
+                f"{self.name}: {len(self.shares)} shares must be those of as many ranks, got {list(ranks)}, and "
+                f"together the {self.mask.length} positions, each once; the chunk must be positive, got {self.chunk}"
+            )
+        if self.fetch not in ("auto", "planned", "all_gather"):
+            raise LayoutError(f"{self.name}: fetch {self.fetch!r} is unknown; valid are auto, planned, all_gather")
+
+    @property
+    def rows(self) -> int:
+        """Rows that this rank keeps."""
+        return extent(self.shares[self.coordinate])
+
+    def plan(self, window: int | None = None) -> AttentionPlan:
+        """What this rank computes and fetches, in every layer with this window."""
+        gathered = self.wires is not None and (
+            self.fetch == "all_gather"
+            or (self.fetch == "auto" and prefers_gathering(self.mask, self.shares, window, self.chunk))
+        )
+        return plan_attention(self.mask, self.shares, self.coordinate, window, self.chunk, gathered)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
+    ) -> Tensor:
+        """Attention of this rank's rows. Every rank of the group calls it, in the same order, also without rows, and
+        runs its backward.
+
+        Args:
+            q: `[heads, rows, features]`.
+            k, v: `[key heads, rows, features]`; `heads` is a multiple of `key heads`.
+            scale: 1 / sqrt(features) by default.
+            window: a query at i sees a key at j only if |i - j| < window, and the mask lets it.
+
+        Returns:
+            `[heads, rows, features]`; rows that see nothing are 0.
+
+        Raises:
+            BoundaryError: the tensors do not have the rows of this rank, or heads that do not divide.
+        """
+        fits = q.dim() == 3 and k.shape == v.shape and k.shape[1:] == q.shape[1:] and q.shape[1] == self.rows
+        if not fits or q.shape[0] % k.shape[0] or (window is not None and window < 1):
+            raise BoundaryError(
+                f"{self.name}: q [heads, {self.rows}, features] with k and v alike, heads a multiple of theirs, and a "
+                f"positive window are expected, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}, {window}"
+            )
+        return _Attention.apply(q, k, v, self, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, window)
+
+    def stream(
+        self, plan: AttentionPlan, kv: Tensor, direction: Literal["forward", "backward"]
+    ) -> Iterator[tuple[int, Tensor, Work]]:
+        """The own keys (-1), then every chunk by number: its buffer and work. The next one is already on its way."""
+
+        def start(number: int) -> Finish | None:
+            if self.wires is None or number == len(plan.chunks):
+                return None
+            return fetch(self.wires, plan.shares, plan.chunks[number], number, kv, direction)
+
+        coming = start(0)
+        yield -1, kv, plan.own
+        for number, chunk in enumerate(plan.chunks):
+            assert coming is not None
+            buffer = coming()
+            coming = start(number + 1)
+            yield number, buffer, chunk.work
+            del buffer
+
+    def give_back(self, plan: AttentionPlan, number: int, gradient: Tensor) -> Finish:
+        """Start to return the gradient of a chunk's buffer."""
+        assert self.wires is not None
+        return give_back(self.wires, plan.shares, plan.chunks[number], number, gradient)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, state: ContextAttention, scale: float, window: int | None
+    ) -> Tensor:
+        plan = state.plan(window)
+        terms = Terms(plan.masks, scale, len(q) // len(k))
+        kernel = kernel_for(q.device)
+        folded, kv = fold(q, len(k)), _stacked(k, v)
+        running = Running.zeros(folded)
+        for _, buffer, work in state.stream(plan, kv, "forward"):
+            kernel.forward(running, folded, buffer, work, terms)
+            del buffer
+        out = unfold(running.out.to(q.dtype), len(q))
+        ctx.save_for_backward(q, k, v, out, running.logsumexp)
+        ctx.state, ctx.plan, ctx.terms, ctx.kernel = state, plan, terms, kernel
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, logsumexp = ctx.saved_tensors
+        state: ContextAttention = ctx.state
+        plan: AttentionPlan = ctx.plan
+        heads = len(k)
+        kv = _stacked(k, v)
+        seen = logsumexp.masked_fill(logsumexp == -torch.inf, torch.inf)
+        saved = Saved(fold(q, heads), fold(out, heads), seen, fold(gradients[0], heads))
+        dq = torch.zeros_like(saved.q, dtype=logsumexp.dtype)
+        dkv = torch.zeros_like(kv, dtype=logsumexp.dtype)
+        returning: Finish | None = None
+        for number, buffer, work in state.stream(plan, kv, "backward"):
+            part = dkv if number < 0 else torch.zeros_like(buffer, dtype=dkv.dtype)
+            ctx.kernel.backward(saved, buffer, work, ctx.terms, dq, part)
+            del buffer
+            if number >= 0:
+                _collect(dkv, plan, number - 1, returning)
+                returning = None  # what has come is not needed while the next is on its way
+                returning = state.give_back(plan, number, part.to(kv.dtype))
+            del part
+        _collect(dkv, plan, len(plan.chunks) - 1, returning)
+        to_k, to_v = dkv.to(kv.dtype).unbind(1)
+        return unfold(dq.to(q.dtype), len(q)), to_k.transpose(0, 1), to_v.transpose(0, 1), None, None, None
+
+
+def _stacked(k: Tensor, v: Tensor) -> Tensor:
+    """`[rows, 2, key heads, features]`: what is sent lies together."""
+    return torch.stack([k.transpose(0, 1), v.transpose(0, 1)], 1)
+
+
+def _collect(dkv: Tensor, plan: AttentionPlan, number: int, returning: Finish | None) -> None:
+    """Add the gradients of own rows that other ranks used."""
+    if returning is None:
+        return
+    came, at = returning(), 0
+    for a, b in own_rows(plan.chunks[number], plan.rows):
+        dkv[a:b] += came[at : at + b - a]
+        at += b - a
+
+
+def own_rows(chunk: Planned | Gathered, rows: int) -> Intervals:
+    """The local rows whose gradients come back from a chunk."""
+    if isinstance(chunk, Planned):
+        return chunk.places
+    return ((chunk.start, min(chunk.start + chunk.rows, rows)),) if chunk.start < rows else ()

@@ -1,0 +1,241 @@
+"""The query blocks of one rank, and the calls of a local attention kernel that they make on a buffer of keys."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetmesh.context import Mask, full_tiles, row_edges, tile_intervals, visible
+from hetmesh.context.sources import ragged
+from hetmesh.layout import Interval, Intervals
+from hetmesh.layout.intervals import coalesce
+
+BLOCK = 128
+"""Query rows that share a list of visible tiles; keys are fetched in blocks of so many positions too."""
+
+TILE = 32
+"""Key columns of a tile."""
+
+_CALL_ROWS = 1024  # query rows of a call without a mask: bounds its result
+_CALL_KEYS = 1024  # keys of a call with a mask: bounds the mask
+
+
+_MASK_BYTES = 1 << 26
+"""Boolean masks kept per plan, for the layers and the backward; further ones are made at each use. 16,384 tokens of
+images and text on two ranks take 4 MB."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One call of the local attention kernel.
+
+    Attributes:
+        rows: local query rows.
+        keys: ranges of rows of the key buffer.
+        positions: for a call with a mask the positions of its query rows and of its keys; None if all see all.
+    """
+
+    rows: Interval
+    keys: Intervals
+    positions: tuple[Interval, Intervals] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """Where the keys of a buffer come from: positions [starts, stops), ascending, begin at row `rows`."""
+
+    starts: np.ndarray
+    stops: np.ndarray
+    rows: np.ndarray
+
+    def places(self, runs: Intervals) -> Intervals:
+        """Where ascending positions, all of them in the buffer, lie in it: row ranges in the order of `runs`."""
+        starts, stops = np.array(runs, np.int64).reshape(-1, 2).T
+        run, at = ragged(self.stops.searchsorted(starts, "right"), self.starts.searchsorted(stops, "left"))
+        shift = self.rows[at] - self.starts[at]
+        low, high = np.maximum(starts[run], self.starts[at]) + shift, np.minimum(stops[run], self.stops[at]) + shift
+        return coalesce(list(zip(low.tolist(), high.tolist(), strict=True)))
+
+    @classmethod
+    def of(cls, runs: Intervals) -> Buffer:
+        """Positions that lie one after another, in the order given."""
+        starts, stops = np.array(runs, np.int64).reshape(-1, 2).T
+        return cls.at(runs, np.cumsum(stops - starts) - (stops - starts))
+
+    @classmethod
+    def at(cls, runs: Intervals, rows: np.ndarray) -> Buffer:
+        """Positions that begin at the given rows."""
+        starts, stops = np.array(runs, np.int64).reshape(-1, 2).T
+        order = np.argsort(starts)
+        return cls(starts[order], stops[order], rows[order])
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """All calls of one rank's rows on one buffer.
+
+    Attributes:
+        runs: the positions of the rows, in local order.
+        keys: where the rows of the buffer come from.
+    """
+
+    runs: Intervals
+    keys: Buffer
+    calls: tuple[Call, ...]
+
+
+class PartialMasks:
+    """Boolean masks `[rows, keys]` of the calls that need one."""
+
+    def __init__(self, mask: Mask, window: int | None) -> None:
+        self.mask, self.window = mask, window
+        self._kept: dict[Call, Tensor] = {}
+        self._room = _MASK_BYTES
+
+    def of(self, call: Call) -> Tensor:
+        """The mask of a call that has positions."""
+        if call not in self._kept:
+            found = torch.from_numpy(self._make(call))
+            if found.numel() > self._room:
+                return found
+            self._room -= found.numel()
+            self._kept[call] = found
+        return self._kept[call]
+
+    def _make(self, call: Call) -> np.ndarray:
+        assert call.positions is not None
+        queries = np.arange(*call.positions[0])
+        keys = np.concatenate([np.arange(a, b) for a, b in call.positions[1]])
+        seen = visible(self.mask, queries, keys)
+        if self.window is not None:
+            seen &= np.abs(queries[:, None] - keys[None, :]) < self.window
+        return seen
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """Intervals of key positions, each of a query block."""
+
+    block: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+
+    def take(self, index: np.ndarray) -> Lists:
+        """Chosen intervals."""
+        return Lists(self.block[index], self.starts[index], self.stops[index])
+
+    def clip(self, low: np.ndarray, high: np.ndarray) -> Lists:
+        """Cut to [low, high) of each interval."""
+        cut = Lists(self.block, np.maximum(self.starts, low), np.minimum(self.stops, high))
+        return cut.take(np.flatnonzero(cut.starts < cut.stops))
+
+    def without(self, other: Lists, stride: int) -> Lists:
+        """What is left of it when `other`, a part of it, is taken away; positions are below `stride`."""
+        edges = np.concatenate([self.starts, other.stops, self.stops, other.starts])
+        edges += stride * np.concatenate([self.block, other.block, self.block, other.block])
+        step = np.repeat([1, -1], len(self.block) + len(other.block))
+        order = np.lexsort((step, edges))
+        edges, left = edges[order], step[order].cumsum()
+        held = np.flatnonzero((left[:-1] > 0) & (edges[1:] > edges[:-1])) if len(edges) else order
+        block = edges[held] // stride
+        return Lists(block, edges[held] - block * stride, edges[held + 1] - block * stride)
+
+    def inside(self, buffer: Buffer) -> Iterator[tuple[int, Intervals, Intervals]]:
+        """For each block with keys in the buffer, ascending: the block, their buffer rows, their positions."""
+        low = buffer.stops.searchsorted(self.starts, "right")
+        owner, at = ragged(low, buffer.starts.searchsorted(self.stops, "left"))
+        starts, stops = (
+            np.maximum(self.starts[owner], buffer.starts[at]),
+            np.minimum(self.stops[owner], buffer.stops[at]),
+        )
+        shift = buffer.rows[at] - buffer.starts[at]
+        found = zip(self.block[owner].tolist(), starts.tolist(), stops.tolist(), shift.tolist(), strict=True)
+        for block, parts in itertools.groupby(found, key=lambda part: part[0]):
+            keys = [(a, b, shift) for _, a, b, shift in parts]
+            yield block, tuple((a + s, b + s) for a, b, s in keys), tuple((a, b) for a, b, _ in keys)
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """The query blocks of one rank.
+
+    Attributes:
+        runs: the positions of the rank's rows, in local order.
+        starts, stops: their positions, ascending.
+        rows: local row at which each begins.
+        full: keys that all rows of a block see.
+        partial: keys that some may see.
+    """
+
+    runs: Intervals
+    starts: np.ndarray
+    stops: np.ndarray
+    rows: np.ndarray
+    full: Lists
+    partial: Lists
+
+    @classmethod
+    def make(cls, mask: Mask, runs: Intervals, window: int | None) -> Blocks:
+        """Of a rank that keeps the positions `runs`, in this order."""
+        own = Buffer.of(runs)
+        edges, which = row_edges(tuple(zip(own.starts.tolist(), own.stops.tolist(), strict=True)), BLOCK)
+        starts, stops = edges[which], edges[which + 1]
+        run = own.stops.searchsorted(starts, "right")
+        rows = own.rows[run] + starts - own.starts[run]
+        number = np.full(len(edges), -1)
+        number[which] = np.arange(len(which))
+        lists = []
+        for tiles in (tile_intervals(mask, edges, TILE), full_tiles(mask, edges, TILE)):
+            block = np.repeat(number[: len(edges) - 1], np.diff(tiles.first))
+            keys = Lists(block, tiles.starts * TILE, np.minimum(tiles.stops * TILE, mask.length))
+            lists.append(keys.take(np.flatnonzero(block >= 0)))
+        seen, full = lists
+        if window is not None:
+            a, b = starts[seen.block], stops[seen.block]
+            seen = seen.clip(a - window + 1, b + window - 1)
+            a, b = starts[full.block], stops[full.block]
+            full = full.clip(b - window, a + window)
+        return cls(runs, starts, stops, rows, full, seen.without(full, mask.length + 1))
+
+    def work(self, buffer: Buffer) -> Work:
+        """What its rows compute on the keys of a buffer. Neighbouring blocks that see the same keys make one call."""
+        calls: list[Call] = []
+        for block, keys, _ in self.full.inside(buffer):
+            a, b = self._span(block)
+            keys = coalesce(keys)
+            last = calls[-1] if calls else None
+            if last and last.rows[1] == a and last.keys == keys and b - last.rows[0] <= _CALL_ROWS:
+                a = calls.pop().rows[0]
+            calls.append(Call((a, b), keys))
+        for block, keys, positions in self.partial.inside(buffer):
+            queries = (int(self.starts[block]), int(self.stops[block]))
+            calls += [
+                Call(self._span(block), coalesce([k for k, _ in part]), (queries, tuple(p for _, p in part)))
+                for part in _slices(list(zip(keys, positions, strict=True)))
+            ]
+        return Work(self.runs, buffer, tuple(calls))
+
+    def _span(self, block: int) -> Interval:
+        row = int(self.rows[block])
+        return row, row + int(self.stops[block] - self.starts[block])
+
+
+def _slices(pairs: list[tuple[Interval, Interval]]) -> Iterator[list[tuple[Interval, Interval]]]:
+    """Cut pairs of equally long ranges into lists of at most `_CALL_KEYS` keys."""
+    part: list[tuple[Interval, Interval]] = []
+    room = _CALL_KEYS
+    for (a, b), (p, _) in pairs:
+        while a < b:
+            step = min(room, b - a)
+            part.append(((a, a + step), (p, p + step)))
+            a, p, room = a + step, p + step, room - step
+            if not room:
+                yield part
+                part, room = [], _CALL_KEYS
+    if part:
+        yield part

@@ -1,0 +1,136 @@
+"""How keys and values of other ranks come, and how their gradients go back: planned pieces, or gathered wholes.
+
+A planned chunk is one `Exchange`: its plan says which rows each rank takes from whom, and the transposed plan brings
+the gradients back and sums those of rows that several ranks took, in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hetmesh._torch_compat import all_gather_single, reduce_scatter_single
+from hetmesh.boundary import Exchange, Label, World
+from hetmesh.errors import BoundaryError
+from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, plan_gradient, plan_transfer
+from hetmesh.parallel.context_plan import Gathered, Planned
+
+Finish = Callable[[], Tensor]
+"""Waits for what is in flight and returns it."""
+
+# Boundaries of the same microbatch may be in flight between the same ranks; their tags count from 0. Fetches are over
+# when attention returns, so these need not differ between calls.
+_FIRST_TAG = 1 << 20
+
+
+@dataclass(frozen=True)
+class Wires:
+    """The ranks of a context-parallel group, and the name of their traffic.
+
+    Attributes:
+        mesh: one axis, in the order of the coordinates.
+        length: rows of the whole sequence.
+    """
+
+    world: World
+    mesh: MeshSpec
+    name: str
+    microbatch: int
+    length: int
+
+    @property
+    def coordinate(self) -> int:
+        """Of this rank. Raises BoundaryError outside the group."""
+        found = self.mesh.coordinate(self.world.rank)
+        if found is None:
+            raise BoundaryError(f"{self.name}: rank {self.world.rank} is not one of {self.mesh}")
+        return found[0]
+
+    def label(self, direction: Literal["forward", "backward"], what: str = "") -> Label:
+        """Keys go under the name; their gradients under the name and "gradients"."""
+        return Label(f"{self.name}{what}", self.microbatch, direction)
+
+    def group(self) -> dist.ProcessGroup:
+        """Of the ranks in the order of the coordinates."""
+        group = self.world.group(self.mesh.ranks)
+        assert group is not None
+        return group
+
+
+def fetch(
+    wires: Wires,
+    shares: RowSplit,
+    chunk: Planned | Gathered,
+    number: int,
+    kv: Tensor,
+    direction: Literal["forward", "backward"],
+) -> Finish:
+    """Start to bring chunk `number`; `kv` is this rank's `[rows, 2, key heads, features]`."""
+    label = wires.label(direction)
+    if isinstance(chunk, Gathered):
+        return _all_gather(wires, chunk, kv, label)
+    plan, _ = _plans(wires.mesh, shares, chunk.taken, chunk.served, (wires.length, *kv.shape[1:]))
+    return _exchange(wires, plan, kv, label, _FIRST_TAG + 2 * number)
+
+
+def give_back(wires: Wires, shares: RowSplit, chunk: Planned | Gathered, number: int, gradient: Tensor) -> Finish:
+    """Start to send the gradient of a buffer to the owners of its rows; what comes belongs to `own_rows(chunk)`."""
+    label = wires.label("backward", " gradients")
+    if isinstance(chunk, Gathered):
+        return _reduce_scatter(wires, chunk, gradient, label)
+    _, back = _plans(wires.mesh, shares, chunk.taken, chunk.served, (wires.length, *gradient.shape[1:]))
+    return _exchange(wires, back, gradient, label, _FIRST_TAG + 2 * number + 1)
+
+
+def _exchange(wires: Wires, plan: TransferPlan, local: Tensor, label: Label, tag: int) -> Finish:
+    # P2P needs no process group, which all ranks of the job would have to make.
+    exchange = Exchange(wires.world, plan, local, local.dtype, label, lowering="p2p", tag=tag).start()
+
+    def finish() -> Tensor:
+        result = exchange.finish()
+        assert result is not None
+        return result
+
+    return finish
+
+
+@lru_cache(maxsize=256)
+def _plans(
+    mesh: MeshSpec, shares: RowSplit, taken: RowSplit, served: RowSplit, shape: tuple[int, ...]
+) -> tuple[TransferPlan, TransferPlan]:
+    """There, and back to the rows that were taken from each rank, not to all that it has."""
+    dst = Layout(mesh, (taken,))
+    return plan_transfer(shape, Layout(mesh, (shares,)), dst), plan_gradient(shape, dst, Layout(mesh, (served,)))
+
+
+def _all_gather(wires: Wires, chunk: Gathered, kv: Tensor, label: Label) -> Finish:
+    ranks = wires.mesh.size
+    part = kv[chunk.start : chunk.start + chunk.rows]
+    if len(part) < chunk.rows:
+        part = torch.cat([part, part.new_zeros(chunk.rows - len(part), *kv.shape[1:])])
+    whole = kv.new_empty(ranks * chunk.rows, *kv.shape[1:])
+    work = all_gather_single(whole, part, group=wires.group(), async_op=True)
+    wires.world.log.add(label, "received", None, whole.nbytes // ranks * (ranks - 1), "all_gather")
+    return _finish(wires, work, whole, label)
+
+
+def _reduce_scatter(wires: Wires, chunk: Gathered, gradient: Tensor, label: Label) -> Finish:
+    share = gradient.new_empty(chunk.rows, *gradient.shape[1:])
+    work = reduce_scatter_single(share, gradient, group=wires.group(), async_op=True)
+    wires.world.log.add(label, "received", None, share.nbytes * (wires.mesh.size - 1), "reduce_scatter")
+    return _finish(wires, work, share, label)
+
+
+def _finish(wires: Wires, work: dist.Work, result: Tensor, label: Label) -> Finish:
+    def finish() -> Tensor:
+        with wires.world.waiting(label):
+            work.wait()
+        return result
+
+    return finish

@@ -1,0 +1,125 @@
+"""The local kernel on CUDA: flex_attention (arXiv 2412.05496) with a BlockMask made from the calls.
+
+No machine with CUDA has run this file; the forward is tested on a CPU, where flex_attention runs uncompiled and has no
+backward. The backward computes a buffer's attention again and lets autograd go through the online softmax: with w the
+weight of the buffer, exp(its logsumexp - the final one), d out / d (its out) is w, and d out / d (its logsumexp) is
+w (its out - out).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from hetmesh.context.rule import ALWAYS, BEFORE, NEVER, reach
+from hetmesh.parallel.context_blocks import BLOCK, Buffer, PartialMasks, Work
+from hetmesh.parallel.context_kernels import Running, Saved, Terms
+
+
+def flex_forward(running: Running, q: Tensor, kv: Tensor, work: Work, terms: Terms) -> None:
+    """As `cpu_forward`."""
+    if work.calls:
+        out, logsumexp = _attend(q, kv, work, terms)
+        running.add(slice(None), out, logsumexp)
+
+
+def flex_backward(saved: Saved, kv: Tensor, work: Work, terms: Terms, dq: Tensor, dkv: Tensor) -> None:
+    """As `cpu_backward`."""
+    if not work.calls:
+        return
+    q, keys = saved.q.detach().requires_grad_(), kv.detach().requires_grad_()
+    with torch.enable_grad():
+        out, logsumexp = _attend(q, keys, work, terms)
+    weight = (logsumexp.detach() - saved.logsumexp).exp()[..., None]
+    to_out = weight * saved.gradient
+    to_logsumexp = (to_out * (out.detach() - saved.out)).sum(-1)
+    to_q, to_kv = torch.autograd.grad((out, logsumexp), (q, keys), (to_out.to(out.dtype), to_logsumexp))
+    dq += to_q
+    dkv += to_kv
+
+
+def _attend(q: Tensor, kv: Tensor, work: Work, terms: Terms) -> tuple[Tensor, Tensor]:
+    """Folded attention on one buffer, and its logsumexp (natural, -inf for rows that see nothing)."""
+    heads, folded, width = q.shape
+    rows, group = folded // terms.group, terms.group
+    apart = q.view(heads, rows, group, width).transpose(1, 2).reshape(1, heads * group, rows, width)
+    k, v = (x.transpose(0, 1)[None] for x in kv.unbind(1))
+    mask = block_mask(work, terms.masks, rows, len(kv), q.device)
+    out, aux = _kernel(q.device.type)(
+        apart,
+        k,
+        v,
+        block_mask=mask,
+        scale=terms.scale,
+        enable_gqa=group > 1,
+        return_aux=AuxRequest(lse=True),
+    )
+    out = out.view(heads, group, rows, width).transpose(1, 2).reshape(heads, folded, width)
+    return out, aux.lse.view(heads, group, rows).transpose(1, 2).reshape(heads, folded)
+
+
+@lru_cache(maxsize=1)
+def _kernel(device: str) -> Callable:
+    kernel: Callable = flex_attention
+    return torch.compile(kernel, dynamic=True) if device == "cuda" else kernel
+
+
+@lru_cache(maxsize=64)
+def block_mask(work: Work, masks: PartialMasks, rows: int, keys: int, device: torch.device) -> BlockMask:
+    """The blocks of 128 x 128 that calls touch; those that calls without a mask fill need no mask."""
+    area = np.zeros((-(-rows // BLOCK), -(-keys // BLOCK)), np.int64)
+    touched = np.zeros(area.shape, bool)
+    for call in work.calls:
+        for run in call.keys:
+            pair = np.outer(_overlap(call.rows, len(area)), _overlap(run, area.shape[1]))
+            touched |= pair > 0
+            area += pair if call.positions is None else 0
+    full = area == BLOCK * BLOCK
+    partial, whole = (_listed(blocks, device) for blocks in (touched & ~full, full))
+    visible = _visible(work, masks, rows, keys, device)
+    return BlockMask.from_kv_blocks(*partial, *whole, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(rows, keys))
+
+
+def _listed(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Per row of blocks how many are set, and which: those first."""
+    order = np.argsort(~blocks, axis=1, kind="stable")
+    counts, which = (torch.tensor(x, dtype=torch.int32, device=device)[None, None] for x in (blocks.sum(1), order))
+    return counts, which
+
+
+def _overlap(run: tuple[int, int], blocks: int) -> np.ndarray:
+    """How many of a run's rows lie in each block."""
+    edges = np.clip(np.arange(blocks + 1) * BLOCK, *run)
+    return np.diff(edges)
+
+
+def _visible(work: Work, masks: PartialMasks, rows: int, keys: int, device: torch.device) -> Callable:
+    """The visibility rule on rows and keys of the buffer, through a table of all pairs of segments."""
+    mask = masks.mask
+    index = np.arange(len(mask.segments))
+    table = np.full((len(index) + 1, len(index) + 1), NEVER, np.int8)  # the last one is padding
+    table[:-1, :-1] = reach(mask.fields.take(index[:, None]), mask.fields.take(index[None, :]))
+    places = [_positions(Buffer.of(work.runs), rows), _positions(work.keys, keys)]
+    sees = torch.tensor(table, device=device)
+    q_at, k_at = (torch.tensor(place, device=device) for place in places)
+    q_of, k_of = (torch.tensor(mask.segment_of(place), device=device) % (len(index) + 1) for place in places)
+    window = masks.window if masks.window is not None else mask.length + 1
+
+    def visible(_batch: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        found, ahead = sees[q_of[row], k_of[key]], k_at[key] - q_at[row]
+        return ((found == ALWAYS) | ((found == BEFORE) & (ahead <= 0))) & (ahead.abs() < window)
+
+    return visible
+
+
+def _positions(buffer: Buffer, rows: int) -> np.ndarray:
+    """The position of each row of a buffer, -1 where it has none."""
+    out = np.full(rows, -1)
+    for start, stop, row in zip(buffer.starts, buffer.stops, buffer.rows, strict=True):
+        out[row : row + stop - start] = np.arange(start, stop)
+    return out

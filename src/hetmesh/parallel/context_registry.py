@@ -1,0 +1,90 @@
+"""Context-parallel attention under a name in transformers' registry of attention functions.
+
+A model built with `attn_implementation=register()` calls `attention` in every layer. What it shall compute belongs to a
+microbatch, so it is not in the model: the runtime says `using(state)` around a microbatch's forward, and around its
+backward where layers are computed again (activation checkpointing).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetmesh.errors import BoundaryError
+from hetmesh.parallel.context_attention import ContextAttention
+
+NAME = "hetmesh_context"
+"""The name in the registry."""
+
+counter: Counter[tuple[str, int]] = Counter()
+"""How often attention ran, by name of the `ContextAttention` and index of the layer: proves that none was left out."""
+
+# Not a context variable: on CUDA a backward runs in a thread of autograd, which would not see it.
+_current: ContextAttention | None = None
+
+
+def register() -> str:
+    """Enter `attention` into transformers' registry; returns its name, for `attn_implementation`."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+    return NAME
+
+
+@contextmanager
+def using(state: ContextAttention) -> Iterator[None]:
+    """Attention inside is that of `state`: one microbatch's mask and rows."""
+    global _current
+    before, _current = _current, state
+    try:
+        yield
+    finally:
+        _current = before
+
+
+@torch.compiler.disable
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, as transformers calls it.
+
+    Args:
+        query: `[B, heads, S, features]`; the rows of this rank are its B * S, one sequence after another. A rank that
+            keeps none passes one that counts for nothing: transformers' views are ambiguous on empty tensors.
+        key, value: `[B, key heads, S, features]`.
+        attention_mask: ignored: the mask is that of the current `ContextAttention`.
+
+    Returns:
+        `[B, S, heads, features]`, and no weights.
+
+    Raises:
+        BoundaryError: outside `using`, rows that are not those of its state, or an option that it does not have.
+    """
+    layer = getattr(module, "layer_idx", -1)
+    if _current is None:
+        raise BoundaryError(f"attention {NAME!r} of layer {layer}: no microbatch is set; run the model inside using()")
+    unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
+    if dropout or unknown:
+        raise BoundaryError(f"attention {NAME!r} of layer {layer}: has no dropout ({dropout}), nor {unknown}")
+    counter[_current.name, layer] += 1
+    batch, _, length, _ = query.shape
+    q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))
+    if alone := not _current.rows and batch * length == 1:
+        q, k, v = (x[:, :0] for x in (q, k, v))
+    out = _current(q, k, v, scale=scaling, window=sliding_window).transpose(0, 1)
+    if alone:
+        out = torch.cat([out, out.new_zeros(1, *out.shape[1:])])
+    return out.unflatten(0, (batch, length)), None

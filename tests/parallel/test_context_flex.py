@@ -1,0 +1,74 @@
+"""The CUDA kernel's forward equals the CPU kernel's, where flex_attention runs without compiling it: on a CPU.
+
+Its backward is tested with a forward that autograd can go through on a CPU.
+"""
+
+import pytest
+import torch
+
+from hetmesh.context import assign, text_with_instances
+from hetmesh.parallel import context_flex
+from hetmesh.parallel.context_flex import flex_backward, flex_forward
+from hetmesh.parallel.context_kernels import Running, Saved, Terms, cpu_backward, cpu_forward
+from hetmesh.parallel.context_plan import plan_attention
+
+MASK = text_with_instances(520, [(30, 200), (260, 420)])
+
+
+def pieces(window):
+    """Folded queries and one buffer of keys per piece of work, of the second of three ranks."""
+    plan = plan_attention(MASK, assign(MASK, 3), 1, window, 4096, False)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    q = draw(2, 2 * plan.rows, 16)
+    works = [plan.own, *(chunk.work for chunk in plan.chunks)]
+    sizes = [int((work.keys.stops - work.keys.starts).sum()) for work in works]
+    return q, draw(*q.shape), [(work, draw(n, 2, 2, 16)) for work, n in zip(works, sizes, strict=True)], plan.masks
+
+
+def attention(kernel, q, works, terms):
+    running = Running.zeros(q)
+    for work, kv in works:
+        kernel(running, q, kv, work, terms)
+    return running
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_the_forward(window):
+    q, _, works, masks = pieces(window)
+    terms = Terms(masks, 0.2, 2)
+    found, right = (
+        attention(kernel, q.float(), [(w, kv.float()) for w, kv in works], terms)
+        for kernel in (flex_forward, cpu_forward)
+    )
+    assert torch.allclose(found.out, right.out, atol=1e-5)
+    assert torch.allclose(found.logsumexp, right.logsumexp, atol=1e-5)
+
+
+def test_the_backward_through_the_online_softmax(monkeypatch):
+    q, gradient, works, masks = pieces(None)
+    terms = Terms(masks, 0.2, 2)
+    running = attention(cpu_forward, q, works, terms)
+    saved = Saved(q, running.out, running.logsumexp, gradient)
+
+    def dense(q, kv, work, terms):
+        rows, keys = q.shape[1] // terms.group, len(kv)
+        seen = context_flex._visible(work, terms.masks, rows, keys, q.device)
+        none = torch.zeros((), dtype=torch.int64)
+        mask = seen(none, none, torch.arange(rows)[:, None], torch.arange(keys)).repeat_interleave(terms.group, 0)
+        k, v = (x.transpose(0, 1) for x in kv.unbind(1))
+        scores = (q @ k.transpose(1, 2) * terms.scale).masked_fill(~mask, -1e300)
+        logsumexp = scores.logsumexp(-1)
+        return (scores - logsumexp[..., None]).exp() @ v, logsumexp
+
+    monkeypatch.setattr(context_flex, "_attend", dense)
+    sums = []
+    for backward in (flex_backward, cpu_backward):
+        dq, parts = torch.zeros_like(q), [torch.zeros_like(kv) for _, kv in works]
+        for (work, kv), part in zip(works, parts, strict=True):
+            backward(saved, kv, work, terms, dq, part)
+        sums.append([dq, *parts])
+    assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(*sums, strict=True))

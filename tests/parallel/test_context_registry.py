@@ -1,0 +1,113 @@
+"""Context-parallel attention inside transformers' models, through their registry."""
+
+import pytest
+import torch
+
+from hetmesh.context import assign, causal, join, text_with_instances
+from hetmesh.errors import BoundaryError
+from hetmesh.parallel import context_registry
+from hetmesh.parallel.context_attention import ContextAttention
+from hetmesh.parallel.context_registry import register, using
+
+LAYERS = 3
+
+
+def decoder(attention):
+    """A small Qwen3 whose last layers have a sliding window."""
+    from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
+
+    config = Qwen3Config(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=1,
+    )
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    return Qwen3Model(config).double()
+
+
+def run(model, x, positions):
+    return model(inputs_embeds=x, position_ids=positions, use_cache=False).last_hidden_state
+
+
+def embeddings(batch, length):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, length, 16, dtype=torch.float64, generator=generator)
+
+
+def gradients(model):
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_a_model_equals_its_own_attention_and_every_layer_is_counted():
+    x, positions = embeddings(2, 12), torch.arange(12).expand(2, 12)
+    ours, theirs = decoder(register()), decoder("sdpa")
+    context_registry.counter.clear()
+    with using(ContextAttention(join([causal(12)] * 2), name="llm cp attention")):
+        y = run(ours, x, positions)
+    expected = run(theirs, x, positions)
+    assert torch.allclose(y, expected, rtol=0, atol=1e-12)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    assert all(torch.allclose(a, b, atol=1e-11) for a, b in zip(gradients(ours), gradients(theirs), strict=True))
+    assert context_registry.counter == {("llm cp attention", layer): 1 for layer in range(LAYERS)}
+
+
+def test_packed_samples_equal_each_alone():
+    x, positions = embeddings(1, 20), torch.cat([torch.arange(8), torch.arange(12)])[None]
+    model = decoder(register())
+    with using(ContextAttention(join([causal(8), causal(12)]))):
+        packed = run(model, x, positions)
+    for rows in (slice(0, 8), slice(8, 20)):
+        with using(ContextAttention(causal(rows.stop - rows.start))):
+            alone = run(model, x[:, rows], positions[:, rows])
+        assert torch.allclose(packed[:, rows], alone, rtol=0, atol=1e-12)
+
+
+def test_without_a_microbatch_it_is_refused():
+    with pytest.raises(BoundaryError, match=r"layer 0: no microbatch is set"):
+        run(decoder(register()), embeddings(1, 4), torch.arange(4)[None])
+
+
+MASK = join([text_with_instances(300, [(20, 190), (230, 290)]), causal(200)])
+
+
+def shared(rank, shares, checkpoint):
+    """The model on this rank's tokens (one that counts for nothing, where it has none); gradients summed by hand."""
+    model = decoder(register())
+    if checkpoint:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    at = torch.tensor([row for a, b in shares[rank] for row in range(a, b)], dtype=torch.int64)
+    context_registry.counter.clear()
+    state = ContextAttention(MASK, shares, range(len(shares)), name="llm cp attention", chunk=128)
+    with using(state):
+        used = at if len(at) else torch.zeros(1, dtype=torch.int64)
+        y = run(model, embeddings(1, MASK.length)[:, used], used[None])[:, : len(at)]
+        y.square().sum().backward()
+    for gradient in gradients(model):
+        torch.distributed.all_reduce(gradient)
+    return y.detach(), gradients(model), dict(context_registry.counter)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_model_on_four_ranks_equals_one(pool4, checkpoint):
+    whole = decoder(register())
+    with using(ContextAttention(MASK)):
+        expected = run(whole, embeddings(1, MASK.length), torch.arange(MASK.length)[None])
+    expected.square().sum().backward()
+    shares = (*assign(MASK, 3), ())
+    for runs, (y, found, calls) in zip(shares, pool4.run(shared, shares, checkpoint), strict=True):
+        at = [row for a, b in runs for row in range(a, b)]
+        assert torch.allclose(y, expected[:, at], rtol=0, atol=1e-12)
+        assert all(torch.allclose(a, b, rtol=1e-10) for a, b in zip(found, gradients(whole), strict=True))
+        assert calls == {("llm cp attention", layer): 1 + checkpoint for layer in range(LAYERS)}
