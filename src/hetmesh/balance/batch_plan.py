@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hetmesh.balance.tokens import share_tokens
+from hetmesh.context import Mask
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, Edge, ModuleGraph, RowSpace, SampleMeta
 from hetmesh.graph.rows import lane_layout, owner_layout
@@ -99,16 +100,25 @@ class BatchPlan:
         return space.token_layout(module, own, boundary.at, tokens)
 
     @cached_property
-    def _lane_tokens(self) -> dict[tuple[str, int, int], LaneTokens]:
+    def _shared_tokens(self) -> dict[tuple[str, int, int], tuple[LaneTokens, Mask | None]]:
         return {}
+
+    def _tokens(self, module: str, microbatch: int, lane: int) -> tuple[LaneTokens, Mask | None]:
+        key = (module, microbatch, lane)
+        if key not in self._shared_tokens:
+            samples = [self.samples[i] for i in self.samples_of(*key)]
+            self._shared_tokens[key] = share_tokens(self.graph[module], samples)
+        return self._shared_tokens[key]
 
     def lane_tokens(self, module: str, microbatch: int, lane: int) -> LaneTokens:
         """Which rank keeps which tokens of one lane in one microbatch of a module that reads tokens."""
-        key = (module, microbatch, lane)
-        if key not in self._lane_tokens:
-            samples = [self.samples[i] for i in self.samples_of(*key)]
-            self._lane_tokens[key] = share_tokens(self.graph[module], samples)
-        return self._lane_tokens[key]
+        return self._tokens(module, microbatch, lane)[0]
+
+    def lane_mask(self, module: str, microbatch: int, lane: int) -> Mask:
+        """What the packed tokens of that lane see of each other."""
+        mask = self._tokens(module, microbatch, lane)[1]
+        assert mask is not None
+        return mask
 
     def edge_layouts(self, edge: Edge, microbatch: int) -> tuple[tuple[int, int], Layout, Layout]:
         """As `layouts`, of a forward edge between stages: of a boundary, or of two stages of one module, whose

@@ -18,17 +18,19 @@ def lane_mask(samples: Sequence[SampleMeta]) -> Mask:
     return packed(causal(sample.tokens) for sample in samples)
 
 
-def share_tokens(module: ModuleSpec, samples: Sequence[SampleMeta]) -> LaneTokens:
-    """The tokens of one lane in one microbatch of `module`; `samples` are expanded."""
+def share_tokens(module: ModuleSpec, samples: Sequence[SampleMeta]) -> tuple[LaneTokens, Mask | None]:
+    """The tokens of one lane in one microbatch of `module`, and what they see of each other where they are packed.
+    `samples` are expanded."""
     parts = module.mesh.axis_size("tp") if "tp" in module.token_axes else 1
     lengths = [sample.tokens for sample in samples]
     if not module.packed:
         width = max(lengths, default=1)
         total = len(samples) * width
-        return LaneTokens(tuple(i * width for i in range(len(samples))), total, (((0, total),),), parts)
+        return LaneTokens(tuple(i * width for i in range(len(samples))), total, (((0, total),),), parts), None
     starts = tuple(itertools.accumulate(lengths, initial=0))
     ranks = module.mesh.axis_size("cp")
     mask = lane_mask(samples)
     # Few tokens are cut finely enough that every rank gets some: a kernel of whole blocks would not matter there.
     block = max(1, min(BLOCK, starts[-1] // (4 * ranks)))
-    return LaneTokens(starts[:-1], starts[-1], assign(mask, ranks, policy=module.assignment, block=block), parts)
+    shares = assign(mask, ranks, policy=module.assignment, block=block)
+    return LaneTokens(starts[:-1], starts[-1], shares, parts), mask

@@ -3,6 +3,7 @@
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.apply import AdaptedModule, ParallelModule, parallelize, reduce_gradients, start_reduction
 from hetmesh.parallel.compile import apply_compile
+from hetmesh.parallel.context_attention import ContextAttention
 from hetmesh.parallel.data_parallel import sum_gradients
 from hetmesh.parallel.fully_shard import apply_fully_shard
 from hetmesh.parallel.gradients import holds_first_replica, local_gradient, local_part
@@ -19,6 +20,7 @@ from hetmesh.parallel.tied import TiedCopies, sum_tied_copies, tied_copies
 __all__ = [
     "AdaptedModule",
     "Colwise",
+    "ContextAttention",
     "Options",
     "ParallelModule",
     "Rowwise",

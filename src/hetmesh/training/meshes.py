@@ -157,8 +157,12 @@ def _meshes(recipe: Recipe, graph: ModuleGraph) -> dict[str, MeshSpec]:
 
 
 def _first_stage(mesh: MeshSpec) -> MeshSpec:
-    """Where a module lies that takes its consumer's mesh: on the ranks that its rows go to."""
+    """Where a module lies that takes its consumer's mesh: on the ranks that its rows go to. Those that share a lane's
+    tokens are lanes of their own to it, which has no tokens."""
     mesh = mesh.slice("pp", 0)
+    if "cp" in mesh.axes:
+        lanes = "dp_shard" if "dp_shard" in mesh.axes else "dp_replicate"
+        mesh = mesh.merge((lanes, "cp"), lanes)
     return MeshSpec(mesh.ranks, ("dp_replicate",), (1,)) if mesh.axes == ("pp",) else mesh
 
 
