@@ -34,16 +34,16 @@ from hetmesh.training.module_shapes import module_shapes
 from hetmesh.training.recipe import Recipe
 from hetmesh.training.trainer import Trainer
 
-WARM_UP = 2  # steps
+WARM_UP = 1  # step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    parser.add_argument("--steps", type=int, default=15, help="measured steps of each cut (default %(default)s)")
-    parser.add_argument("--width", type=int, default=192, help="of encoder and LLM (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each cut (default %(default)s)")
+    parser.add_argument("--width", type=int, default=256, help="of encoder and LLM (default %(default)s)")
     parser.add_argument("--layers", type=int, default=3, help="of encoder and LLM each (default %(default)s)")
     parser.add_argument("--microbatches", type=int, default=48, help="per step (default %(default)s)")
-    parser.add_argument("--microbatch", type=int, default=2, help="samples per microbatch (default %(default)s)")
+    parser.add_argument("--microbatch", type=int, default=4, help="samples per microbatch (default %(default)s)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
