@@ -6,11 +6,12 @@ rooms above it:
     layout/     MeshSpec, placements, Layout, TransferPlan                      pure: values and functions of values
     graph/      ModuleGraph, sample metadata, row space                          |
     context/    masks as segments, visible tiles, token assignment               |
-    cost/       FLOPs, memory and machines, from sizes alone                     |
+    cost/       FLOPs, seconds and memory, fitted profiles, cuts, machines       |
     balance/    samples to lanes and microbatches -> BatchPlan                   |
     schedule/   actions, validation, one file per policy                         |
+    simulate/   what a schedule takes: timelines, bubbles, peak memory           |
     boundary/   World, meshes, watchdog, transports, log, redistribute          torch.distributed, nn.Modules, files
-    parallel/   one module on its mesh: tensor and data parallelism              |
+    parallel/   one module on its mesh, its stages, tensor and data parallelism  |
     models/     adapters: ready-made models as modules of a graph                |
     data/       sources, metadata, collation, resumable loader                   |
     runtime/    executes schedules                                               |

@@ -5,7 +5,7 @@ from graphs import encoder_and_llm, equal_costs, module, pipeline
 
 from hetmesh.cost import StageCost, StepCosts, TransferCost
 from hetmesh.errors import GraphError
-from hetmesh.graph import Edge, Stage
+from hetmesh.graph import BoundarySpec, Edge, ModuleGraph, Stage, stage_graph
 from hetmesh.schedule import POLICIES, Kind, PolicyOptions, interleaved, one_f_one_b, sequential, zero_bubble
 from hetmesh.simulate import (
     average_bubbles,
@@ -201,3 +201,17 @@ def test_without_training_there_is_no_optimizer():
     schedule = one_f_one_b(stages, 3, training=False)
     assert {a.kind for a in schedule.actions} == {Kind.FORWARD, Kind.SEND, Kind.RECV}
     assert simulate(schedule, costs).makespan == 4
+
+
+def test_ranks_with_more_stages_than_others_still_overlap():
+    """A frozen encoder, a projector and the first third of an LLM against the rest of it: equal work on both ranks."""
+    encoder = module("vision", [0], 1, trainable=False)
+    graph = ModuleGraph(
+        (encoder, module("projector", [0], 1), module("llm", [0, 1], 2)),
+        (BoundarySpec("vision", "projector"), BoundarySpec("projector", "llm")),
+    )
+    stages, m = stage_graph(graph), 20
+    each = (StageCost(6.0), StageCost(0.0), StageCost(2.0, 2.0, 2.0), StageCost(4.0, 4.0, 4.0))
+    costs = {(s, i): cost for s, cost in zip(stages.stages, each, strict=True) for i in range(m)}
+    bound = (m - 1) * 12 + 24  # the slowest rank, and the way of one microbatch
+    assert simulate(POLICIES["1f1b"](stages, m), StepCosts(costs)).makespan <= 1.1 * bound

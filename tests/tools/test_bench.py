@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 TOOLS = Path(__file__).parents[2] / "tools"
-NAMES = sorted({p.stem for p in (TOOLS / "benchmarks").glob("*.py")} - {"__init__"} | {"boundary"})
+NAMES = sorted(
+    {p.stem for p in (TOOLS / "benchmarks").glob("*.py")} - {"__init__"} | {"boundary", "frozen", "schedule"}
+)
 
 
 @pytest.fixture
@@ -137,3 +139,48 @@ def test_large_boundaries_are_judged_by_time(load):
     assert len(ratios) == 2
     assert result["max_time_ratio_vs_gather"] == max(ratios)
     assert result["max_bytes_over_bound"] == 1.0
+
+
+@pytest.mark.slow
+def test_schedules_are_predicted_and_measured(load):
+    schedule = load("benchmarks.schedule")
+    args = options(
+        schedule,
+        *("--only", "three_phase", "--width", "16", "--microbatches", "3", "--microbatch", "2"),
+        *("--fit", "1", "4", "--rounds", "1", "--seconds", "0"),
+    )
+    result = schedule.run(args)
+    assert [c["name"] for c in result["configurations"]] == ["three_phase"]
+    for case in result["configurations"]:
+        assert case["error"] == pytest.approx(abs(case["predicted_ms"] / case["measured_ms"] - 1))
+        assert 0 < case["measured_bubbles"] < 1
+    assert result["max_prediction_error"] == max(c["error"] for c in result["configurations"])
+    json.dumps(result, allow_nan=False)
+    assert "three_phase" in schedule.table(result)
+
+
+def test_a_schedule_is_not_predicted_from_its_own_shape(load):
+    schedule = load("benchmarks.schedule")
+    with pytest.raises(SystemExit, match="must not hold"):
+        schedule.run(options(schedule, "--fit", "2", "4"))
+
+
+@pytest.mark.slow
+def test_frozen_aware_and_blind_cuts_differ(load, monkeypatch):
+    frozen = load("benchmarks.frozen")
+    monkeypatch.setattr(frozen, "simulated", list)
+    result = frozen.run(options(frozen, "--steps", "1", "--width", "16", "--microbatches", "6"))
+    assert result["cuts"]["blind"][0] == [layer for layer in result["cuts"]["aware"][0] if "vision/" in layer]
+    assert result["speedup_theory"] > 1
+    assert result["speedup_measured"] > 0
+    json.dumps(result, allow_nan=False)
+    assert "theory" in frozen.table(result)
+
+
+def test_simulated_pairs_gain_from_knowing_what_is_frozen(load):
+    pairs = load("benchmarks.frozen.pairs").simulated()
+    assert {p["llm"] for p in pairs} == {"trained", "frozen"}
+    for pair in pairs:
+        assert pair["speedup"] > 1
+        for cut in pair["layers_per_stage"].values():
+            assert sum(map(len, cut.values())) == 12  # stages of two ranks

@@ -92,8 +92,8 @@ def kept_activations(rank, recipe):
     """Bytes that autograd keeps of one forward of the encoder."""
     job = Job.assemble(recipe, World.current())
     kept = []
-    if "vision" in job.runtime.modules:
-        adapted = job.runtime.modules["vision"]
+    if Stage("vision") in job.runtime.modules:
+        adapted = job.runtime.modules[Stage("vision")]
         forward = adapted.forward
 
         def counting(batch, inputs):

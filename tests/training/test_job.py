@@ -10,6 +10,7 @@ from hetmesh.data.digits import DigitsSource
 from hetmesh.data.loader import Loader
 from hetmesh.data.source import Sample
 from hetmesh.errors import SampleError
+from hetmesh.graph import Stage
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.training.feed import Feed
 from hetmesh.training.job import describe, make_prepare
@@ -106,7 +107,7 @@ def load_everything(bad):
     drawn = next(loader)
     plan = in_order(graph, [d.meta for d in drawn], recipe.batch.microbatch_size)
     return [
-        Feed(loader, drawn, plan, adapters, rank)(name, m)
+        Feed(loader, drawn, plan, adapters, rank)(Stage(name), m)
         for name in graph.order
         for rank in graph[name].mesh.ranks
         for m in range(plan.num_microbatches)

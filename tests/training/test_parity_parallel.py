@@ -10,6 +10,7 @@ from hetmesh.balance import in_order
 from hetmesh.boundary import World
 from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError
+from hetmesh.graph import Stage
 from hetmesh.testing import faults
 from hetmesh.testing.bounds import minimal_elements
 from hetmesh.testing.parity import Outcome, ParityError, compare, reference, run
@@ -170,7 +171,8 @@ class Averaged:
     module: str
 
     def __call__(self, job):
-        for module in job.runtime.modules[self.module].modules() if self.module in job.runtime.modules else ():
+        stage = job.runtime.modules.get(Stage(self.module))
+        for module in stage.modules() if stage is not None else ():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(4.0)
 
@@ -182,8 +184,8 @@ class PartialLeft:
     module: str
 
     def __call__(self, job):
-        if self.module in job.runtime.reducers:
-            job.runtime.reducers[self.module] = lambda: None
+        if Stage(self.module) in job.runtime.reducers:
+            job.runtime.reducers[Stage(self.module)] = lambda: lambda: None
 
 
 @pytest.mark.parametrize(

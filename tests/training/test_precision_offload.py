@@ -38,11 +38,11 @@ class Spy:
     """Notes the dtypes in which linear layers of each module compute."""
 
     def __call__(self, job):
-        self.computed = {name: set() for name in job.runtime.modules}
-        for name, module in job.runtime.modules.items():
+        self.computed = {stage.module: set() for stage in job.runtime.modules}
+        for stage, module in job.runtime.modules.items():
             for part in module.modules():
                 if isinstance(part, nn.Linear):
-                    part.register_forward_hook(lambda _, __, out, name=name: self.computed[name].add(out.dtype))
+                    part.register_forward_hook(lambda _, __, out, name=stage.module: self.computed[name].add(out.dtype))
         self.job = job
 
 

@@ -182,8 +182,8 @@ BAD: dict[str, tuple[str, str, str]] = {
     ),
     "a degree to come": (
         "tensor_parallel_degree = 2",
-        "context_parallel_degree = 2",
-        "parallelism.llm.context_parallel_degree = 2: a known key that hetmesh does not implement yet; implemented so",
+        "expert_parallel_degree = 2",
+        "parallelism.llm.expert_parallel_degree = 2: a known key that hetmesh does not implement yet; implemented so",
     ),
     "freezing": ("lr = 2e-3", "trainable = 0", "modules.llm.trainable = 0: should be a valid boolean"),
     "a key with another home": (

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
+from hetmesh.balance.tokens import share_tokens
+from hetmesh.context import Mask
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, Edge, ModuleGraph, RowSpace, SampleMeta
 from hetmesh.graph.rows import lane_layout, owner_layout
-from hetmesh.graph.tokens import TokenShares
+from hetmesh.graph.tokens import LaneTokens
 from hetmesh.layout import Layout, RowSplit
 
 Lanes = tuple[tuple[int, ...], ...]
@@ -93,7 +95,30 @@ class BatchPlan:
         if not module.token_axes or boundary.at is None:
             same = mesh == source.stage_mesh(-1) and lanes == self.lanes[source.name][microbatch]
             return layout if same else space.layout(mesh, lanes)
-        return space.token_layout(module, [[(i, self.samples[i]) for i in lane] for lane in lanes], boundary.at)
+        tokens = [self.lane_tokens(module.name, microbatch, lane) for lane in range(len(lanes))]
+        own = [[(i, self.samples[i]) for i in lane] for lane in lanes]
+        return space.token_layout(module, own, boundary.at, tokens)
+
+    @cached_property
+    def _shared_tokens(self) -> dict[tuple[str, int, int], tuple[LaneTokens, Mask | None]]:
+        return {}
+
+    def _tokens(self, module: str, microbatch: int, lane: int) -> tuple[LaneTokens, Mask | None]:
+        key = (module, microbatch, lane)
+        if key not in self._shared_tokens:
+            samples = [self.samples[i] for i in self.samples_of(*key)]
+            self._shared_tokens[key] = share_tokens(self.graph[module], samples)
+        return self._shared_tokens[key]
+
+    def lane_tokens(self, module: str, microbatch: int, lane: int) -> LaneTokens:
+        """Which rank keeps which tokens of one lane in one microbatch of a module that reads tokens."""
+        return self._tokens(module, microbatch, lane)[0]
+
+    def lane_mask(self, module: str, microbatch: int, lane: int) -> Mask:
+        """What the packed tokens of that lane see of each other."""
+        mask = self._tokens(module, microbatch, lane)[1]
+        assert mask is not None
+        return mask
 
     def edge_layouts(self, edge: Edge, microbatch: int) -> tuple[tuple[int, int], Layout, Layout]:
         """As `layouts`, of a forward edge between stages: of a boundary, or of two stages of one module, whose
@@ -103,16 +128,14 @@ class BatchPlan:
         module = self.graph[edge.source.module]
         assert module.activation is not None
         lanes = self.lanes[module.name][microbatch]
-        counts = [module.activation_rows([self.samples[i] for i in lane]) for lane in lanes]
+        meshes = (module.stage_mesh(edge.source.index), module.stage_mesh(edge.destination.index))
         if module.token_axes:
-            parts = math.prod(module.mesh.axis_size(axis) for axis in module.token_axes)
-            counts = [TokenShares(rows, parts).size for rows in counts for _ in range(parts)]  # padded alike
+            tokens = [self.lane_tokens(module.name, microbatch, lane) for lane in range(len(lanes))]
+            counts = [own.rows(i) for own in tokens for i in range(len(own.shares) * own.parts)]
             split = RowSplit.counts(0, counts)
-            src, dst = (
-                owner_layout(module.stage_mesh(s.index), module.token_axes, split)
-                for s in (edge.source, edge.destination)
-            )
+            src, dst = (owner_layout(mesh, module.token_axes, split) for mesh in meshes)
         else:
+            counts = [module.activation_rows([self.samples[i] for i in lane]) for lane in lanes]
             split = RowSplit.counts(0, counts)
-            src, dst = (lane_layout(module.stage_mesh(s.index), split) for s in (edge.source, edge.destination))
+            src, dst = (lane_layout(mesh, split) for mesh in meshes)
         return (sum(counts), module.activation.features), src, dst

@@ -14,6 +14,8 @@ VERBS: Mapping[str, str] = {
     "train": "train a recipe, on this machine or under torchrun",
     "check": "check a recipe in one process and say what it will do",
     "explain": "show which rank holds what, what it costs and what moves between modules",
+    "simulate": "show what a step will take: who computes when, who waits and why",
+    "report": "show what a run did: its recorded step beside the prediction",
     "profile": "measure what the layers of a recipe cost on this machine",
 }
 """Verb -> what it does. Each is a module of this package with `add_arguments(parser)` and `run(args, overrides)`."""

@@ -43,8 +43,10 @@ class ModuleSpec:
         media: the kind of media an encoder reads (`"image"`), None for a module that reads rows or tokens only.
         trainable: False freezes every parameter of the module.
         features: width of the rows that it emits; 0 for the module that computes the loss.
-        token_axes: mesh axes over which the ranks of a lane share its tokens (`graph.tokens.TokenShares`); rows that
-            replace placeholders then go to the rank that keeps their token, and to no other.
+        token_axes: mesh axes over which the ranks of a lane share its tokens (`graph.tokens.LaneTokens`), of `cp` and
+            `tp`; rows that replace placeholders then go to the rank that keeps their token, and to no other.
+        packed: the samples of a lane lie in one row, one behind the other, without padding.
+        assignment: which tokens each rank along `cp` keeps: a policy of `hetmesh.context`.
         splits: the layers of each pipeline stage, in order; empty: one stage with all of them. Stage i lives at
             coordinate i modulo the size of the `pp` axis.
         activation: what passes between its stages; None for a module that is not split.
@@ -58,6 +60,8 @@ class ModuleSpec:
     trainable: bool = True
     features: int = 0
     token_axes: tuple[str, ...] = ()
+    packed: bool = False
+    assignment: str = "balanced"
     splits: tuple[tuple[str, ...], ...] = ()
     activation: Activation | None = None
     frozen_layers: frozenset[str] = frozenset()
@@ -91,7 +95,8 @@ class ModuleSpec:
         """Rows of what passes between its stages, for the samples of one lane and microbatch (expanded metadata)."""
         assert self.activation is not None
         if self.activation.padded:
-            return max(1, len(samples) * max((sample.tokens for sample in samples), default=1))
+            longest = max((sample.tokens for sample in samples), default=1)
+            return max(1, sum(sample.tokens for sample in samples) if self.packed else len(samples) * longest)
         emitted = sum(sample.rows.get(self.name, 0) for sample in samples)
         items = sum(sample.num_items(self.media or "") for sample in samples)
         return self.activation.per_row * emitted + self.activation.per_item * items

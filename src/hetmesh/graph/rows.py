@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +11,7 @@ from torch.distributed.tensor import Replicate
 from hetmesh.errors import GraphError
 from hetmesh.graph.module_graph import LANE_AXES, ModuleSpec
 from hetmesh.graph.sample import SampleMeta
-from hetmesh.graph.tokens import TokenShares, owned_rows
+from hetmesh.graph.tokens import LaneTokens, owned_rows
 from hetmesh.layout import Intervals, Layout, MeshSpec, RowSplit
 
 
@@ -48,20 +47,25 @@ class RowSpace:
         except KeyError as error:
             raise GraphError(f"sample {error.args[0]} is not in the row space of samples {self.samples}") from None
 
-    def token_layout(self, module: ModuleSpec, lanes: Sequence[Sequence[tuple[int, SampleMeta]]], at: str) -> Layout:
+    def token_layout(
+        self,
+        module: ModuleSpec,
+        lanes: Sequence[Sequence[tuple[int, SampleMeta]]],
+        at: str,
+        tokens: Sequence[LaneTokens],
+    ) -> Layout:
         """As `layout` of the first stage, but the ranks of a lane that share its tokens share the rows too: each gets
         those whose placeholders `at` it keeps.
 
         Args:
             lanes: index and metadata of the samples of each lane, in order.
+            tokens: of each lane.
         """
-        parts = math.prod(module.mesh.axis_size(axis) for axis in module.token_axes)
         intervals = []
-        for lane in lanes:
+        for lane, own in zip(lanes, tokens, strict=True):
             samples = [sample for _, sample in lane]
             starts = [self._spans[index][0] for index, _ in lane]
-            shares = TokenShares(len(samples) * max((s.tokens for s in samples), default=1), parts)
-            intervals += [owned_rows(samples, starts, at, shares, part) for part in range(parts)]
+            intervals += [owned_rows(samples, starts, at, own, i) for i in range(len(own.shares) * own.parts)]
         return owner_layout(module.stage_mesh(0), module.token_axes, RowSplit(0, tuple(intervals)))
 
     def layout(self, mesh: MeshSpec, lanes: Sequence[Sequence[int]]) -> Layout:

@@ -4,11 +4,13 @@ a module are split along the sequence. Pure: the runtime's shards and the planne
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.layout import Intervals
+from hetmesh.layout.intervals import extent
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,48 @@ class TokenShares:
         return min(part * self.size, self.total), min((part + 1) * self.size, self.total)
 
 
+@dataclass(frozen=True)
+class LaneTokens:
+    """The flat tokens of a lane, and which of the ranks that share them keeps which.
+
+    Attributes:
+        starts: the flat position of the first token of each sample.
+        total: all flat tokens, padding included where samples are padded.
+        shares: per coordinate along `cp`, the kept positions as ordered intervals; together all positions, once.
+        parts: ranks along `tp` that cut each share further, into equal parts of its tokens in their order.
+    """
+
+    starts: tuple[int, ...]
+    total: int
+    shares: tuple[Intervals, ...]
+    parts: int = 1
+
+    def kept(self, owner: int) -> Intervals:
+        """The positions that one of the ranks keeps, in order; ranks by `cp`, then `tp`."""
+        share = self.shares[owner // self.parts]
+        if self.parts == 1:
+            return share
+        start, stop = TokenShares(extent(share), self.parts).span(owner % self.parts)
+        return cut_out(share, start, stop)
+
+    def rows(self, owner: int) -> int:
+        """Rows of the activations that the rank holds: its tokens, at least one, and padded like its neighbours'."""
+        return TokenShares(max(extent(self.shares[owner // self.parts]), 1), self.parts).size
+
+
+def cut_out(intervals: Intervals, start: int, stop: int) -> Intervals:
+    """Entries `start` to `stop` of the concatenation of `intervals`."""
+    found, at = [], 0
+    for a, b in intervals:
+        lower, upper = max(start, at), min(stop, at + b - a)
+        if lower < upper:
+            found.append((a + lower - at, a + upper - at))
+        at += b - a
+    return tuple(found)
+
+
 def owned_rows(
-    samples: Sequence[SampleMeta], starts: Sequence[int], at: str, shares: TokenShares, part: int
+    samples: Sequence[SampleMeta], starts: Sequence[int], at: str, tokens: LaneTokens, owner: int
 ) -> Intervals:
     """Which rows, of those that replace the placeholders `at`, one rank keeps.
 
@@ -45,18 +87,22 @@ def owned_rows(
         starts: the first row of each sample in the row space.
 
     Returns:
-        Intervals of rows in the order of their tokens.
+        Intervals of rows in the order in which the rank keeps their tokens.
     """
-    start, stop = shares.span(part)
-    width = max((sample.tokens for sample in samples), default=1)
-    kept: list[tuple[int, int]] = []
-    for i, (sample, row) in enumerate(zip(samples, starts, strict=True)):
-        for first, count in _runs(sample, at):
-            token = i * width + first
-            lower, upper = max(start, token), min(stop, token + count)
-            if lower < upper:
-                kept.append((row + lower - token, row + upper - token))
+    runs: list[tuple[int, int, int]] = []  # first token, tokens, first row
+    for sample, first, row in zip(samples, tokens.starts, starts, strict=True):
+        for position, count in _runs(sample, at):
+            runs.append((first + position, count, row))
             row += count
+    ends = [token + count for token, count, _ in runs]
+    kept: list[tuple[int, int]] = []
+    for start, stop in tokens.kept(owner):
+        i = bisect_right(ends, start)
+        while i < len(runs) and runs[i][0] < stop:
+            token, count, row = runs[i]
+            lower, upper = max(start, token), min(stop, token + count)
+            kept.append((row + lower - token, row + upper - token))
+            i += 1
     return tuple(kept)
 
 

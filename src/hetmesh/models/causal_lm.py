@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,6 +17,7 @@ from hetmesh.models.adapter import AdapterRequest, SampleLike
 from hetmesh.models.collate import collate_tokens
 from hetmesh.models.config_keys import positive_int, transformers_config
 from hetmesh.models.pretrained import prefixes
+from hetmesh.parallel.context_registry import register
 from hetmesh.parallel.stages import PREVIOUS, is_absent
 from hetmesh.parallel.tokens import tokens_of
 
@@ -91,6 +93,14 @@ class CausalLMAdapter:
         windows = "sliding_attention" in (getattr(self.config, "layer_types", None) or ())
         return () if windows else ("model.layers", "model.norm")
 
+    def use_packed(self, module: nn.Module) -> None:
+        """Let `module` take samples in one row, and tokens that ranks share: its attention becomes hetmesh's own."""
+        config = copy.deepcopy(self.config)  # which others share
+        config._attn_implementation = register()
+        for part in module.modules():
+            if getattr(part, "config", None) is not None:
+                part.config = config
+
     def layers(self) -> tuple[str, ...]:
         blocks = (f"model.layers.{i}" for i in range(self.config.num_hidden_layers))
         return ("model.embed_tokens", *blocks, "model.norm", "lm_head")
@@ -124,18 +134,23 @@ class CausalLMAdapter:
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         model: Any = module
         ids, position_ids = batch["input_ids"], batch["position_ids"]
-        if ids.shape[0] == 0:  # transformers' views are ambiguous on empty tensors: one token that predicts nothing
+        if ids.numel() == 0:  # transformers' views are ambiguous on empty tensors: one token that predicts nothing
             ids, position_ids = ids.new_zeros(1, 1), position_ids.new_zeros(1, 1)
         tokens, total = tokens_of(module), ids.numel()
         flat = inputs[PREVIOUS] if PREVIOUS in inputs else self._embed(model, ids, batch, inputs)
         # Handing over the finished masks (none) keeps transformers from looking for packed sequences and building one.
         # Models without a choice of masks (Llama) take no finished ones: they look, find no packing, and build none.
-        masks = None if getattr(model.model, "has_sliding_layers", True) else {"full_attention": None}
+        masks: Any = None if getattr(model.model, "has_sliding_layers", True) else {"full_attention": None}
+        extra: dict[str, Any] = {}
+        if (attention := batch.get("attention")) is not None:
+            extra["attention_state"] = attention
+            masks = masks or flat.new_zeros(1, 1, 1, 1)  # four dims count as finished; the packed mask is elsewhere
         hidden = model.model(
             inputs_embeds=tokens.as_input(flat, ids.shape),
             position_ids=position_ids,
             attention_mask=tokens.mask(flat) if masks is None else masks,
             use_cache=False,
+            **extra,
         ).last_hidden_state.flatten(0, 1)
         if is_absent(model.lm_head):
             return hidden

@@ -167,7 +167,7 @@ def reduce_gradients(parallel: ParallelModule) -> None:
 
 def start_reduction(parallel: ParallelModule, stage: int = 0) -> Callable[[], None]:
     """Begin to complete the gradients of entry `stage` of `parallel.stages`: sum those partial over `tp`, then all over
-    lanes, unless the backward has done that.
+    lanes, unless the backward has done that, and over ranks that share the tokens of a lane.
 
     Collective over the mesh of the stage; call it once per step, after the stage's last backward.
 
@@ -177,7 +177,15 @@ def start_reduction(parallel: ParallelModule, stage: int = 0) -> Callable[[], No
     mesh, parameters = parallel.device_mesh, parallel.parameters_of(stage)
     if partial := [parameters[name] for name in parallel.partial_over_tp if name in parameters]:
         sum_gradients(partial, [mesh.get_group("tp")])
-    lanes = [axis for axis in LANE_AXES if parallel.spec.axis_size(axis) > 1]
-    if parallel.summed_over_lanes or not lanes:
+    axes = [axis for axis in LANE_AXES if parallel.spec.axis_size(axis) > 1 and not parallel.summed_over_lanes]
+    axes += ["cp"] if parallel.spec.axis_size("cp") > 1 else []  # whose ranks see different tokens
+    if not axes:
         return lambda: None
-    return start_sum(list(parameters.values()), mesh.get_group(lanes[0]))
+    own = list(parameters.values())
+    first = start_sum(own, mesh.get_group(axes[0]))
+
+    def finish() -> None:
+        first()
+        sum_gradients(own, [mesh.get_group(axis) for axis in axes[1:]])
+
+    return finish

@@ -57,6 +57,7 @@ def attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    attention_state: ContextAttention | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, as transformers calls it.
@@ -65,7 +66,9 @@ def attention(
         query: `[B, heads, S, features]`; the rows of this rank are its B * S, one sequence after another. A rank that
             keeps none passes one that counts for nothing: transformers' views are ambiguous on empty tensors.
         key, value: `[B, key heads, S, features]`.
-        attention_mask: ignored: the mask is that of the current `ContextAttention`.
+        attention_mask: ignored: the mask is that of the `ContextAttention`.
+        attention_state: what to compute, handed through the model as a keyword, which recomputation keeps; None: that
+            of `using`.
 
     Returns:
         `[B, S, heads, features]`, and no weights.
@@ -74,17 +77,18 @@ def attention(
         BoundaryError: outside `using`, rows that are not those of its state, or an option that it does not have.
     """
     layer = getattr(module, "layer_idx", -1)
-    if _current is None:
+    state = attention_state or _current
+    if state is None:
         raise BoundaryError(f"attention {NAME!r} of layer {layer}: no microbatch is set; run the model inside using()")
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if dropout or unknown:
         raise BoundaryError(f"attention {NAME!r} of layer {layer}: has no dropout ({dropout}), nor {unknown}")
-    counter[_current.name, layer] += 1
+    counter[state.name, layer] += 1
     batch, _, length, _ = query.shape
     q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))
-    if alone := not _current.rows and batch * length == 1:
+    if alone := not state.rows and batch * length == 1:
         q, k, v = (x[:, :0] for x in (q, k, v))
-    out = _current(q, k, v, scale=scaling, window=sliding_window).transpose(0, 1)
+    out = state(q, k, v, scale=scaling, window=sliding_window).transpose(0, 1)
     if alone:
         out = torch.cat([out, out.new_zeros(1, *out.shape[1:])])
     return out.unflatten(0, (batch, length)), None

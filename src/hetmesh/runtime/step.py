@@ -70,7 +70,8 @@ class Step:
     def _forward(self, stage: Stage, m: int) -> None:
         stages, schedule = self.schedule.stages, self.schedule
         device = self.runtime.world.device
-        batch = {key: value.to(device) for key, value in self.load_batch(stage, m).items()}
+        loaded = self.load_batch(stage, m)
+        batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in loaded.items()}
         inputs = {PREVIOUS if e.internal else e.source.module: self._input(e, m) for e in stages.inputs(stage)}
 
         def compute() -> Tensor:

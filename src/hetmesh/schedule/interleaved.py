@@ -42,7 +42,7 @@ def interleaved(
             groups.append(Fixed(own[r::p], sequence))
             caps |= {s: _peak(sequence, s) for s in own[r::p]}
         shared |= set(own)
-    order = list_schedule(stages, groups, nominal)
+    order = list_schedule(stages, groups, nominal(stages))
     none: frozenset[Stage] = frozenset()
     actions = with_messages(order, stages, none, last_backwards(order, stages, none) if training else ())
     schedule = Schedule(stages, microbatches, actions, training)

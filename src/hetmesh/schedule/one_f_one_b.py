@@ -31,6 +31,6 @@ def by_caps(stages: StageGraph, microbatches: int, training: bool, split: frozen
         Capped(s, stages, range(microbatches), caps[s], split=split, backwards=training)
         for s in reversed(stages.stages)  # of two that could start at once, the one nearer to the sink
     ]
-    order = list_schedule(stages, groups, nominal, split)
+    order = list_schedule(stages, groups, nominal(stages, split), split)
     actions = with_messages(order, stages, split, last_backwards(order, stages, split) if training else ())
     return validate(Schedule(stages, microbatches, actions, training, split, caps))

@@ -8,6 +8,7 @@ in the order of their starts. Dependencies hold by construction, so a wrong idea
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,9 +23,23 @@ Durations = Callable[[Action], float]
 NOMINAL = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 
 
-def nominal(action: Action) -> float:
-    """A backward takes twice as long as a forward, whatever the stage."""
-    return NOMINAL[action.kind]
+def nominal(stages: StageGraph, split: frozenset[Stage] = frozenset()) -> Durations:
+    """A backward takes twice as long as a forward, and all ranks are equally busy: stages share the time of their rank.
+
+    Where one rank seemed busier than the rest, as the one that also holds a projector would be by its number of stages,
+    the others would take their backwards early while they wait for it, and fall into step with it for good.
+    """
+    per_microbatch = {
+        stage: int(NOMINAL[Kind.FORWARD] + sum(NOMINAL[kind] for kind in backward_kinds(stage, stages, split)))
+        for stage in stages.stages
+    }
+    busy: dict[int, int] = {}
+    for stage, ranks in zip(stages.stages, stages.ranks, strict=True):
+        for rank in ranks:
+            busy[rank] = busy.get(rank, 0) + per_microbatch[stage]
+    common = math.lcm(*busy.values())  # sums of whole numbers are exact: who is first does not depend on rounding
+    share = {stage: common // max(busy[rank] for rank in stages.ranks_of(stage)) for stage in stages.stages}
+    return lambda action: NOMINAL[action.kind] * share[_stage(action)]
 
 
 class Group(Protocol):

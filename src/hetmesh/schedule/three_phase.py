@@ -38,7 +38,7 @@ def three_phase(
             [Capped(s, stages, some, None, forwards=False, backwards=training) for s in reversed(others)],
         ]
         for groups in phases:
-            order += list_schedule(stages, groups, nominal, none, order)
+            order += list_schedule(stages, groups, nominal(stages), none, order)
     actions = with_messages(order, stages, none, last_backwards(order, stages, none) if training else ())
     again = frozenset(others) & stages.backward_stages if training else none
     return validate(

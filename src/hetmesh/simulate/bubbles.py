@@ -70,7 +70,8 @@ def bubbles(timeline: Timeline) -> tuple[Bubbles, ...]:
         seconds = np.bincount(codes, weights=stops - starts, minlength=len(CLASSES)).tolist()
         busy = seconds[_COMPUTE]
         tp = min(timeline.collectives[row], busy)
-        out.append(Bubbles(busy - tp, *seconds[: len(CLASSES) - 1], tp))
+        gather, scatter, warmup, cooldown, other = seconds[: len(CLASSES) - 1]
+        out.append(Bubbles(busy - tp, gather, scatter, warmup, cooldown, other, tp))
     return tuple(out)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from hetmesh.cost.step_costs import StepCosts, TransferCost
 from hetmesh.errors import GraphError
@@ -79,9 +80,15 @@ def program(schedule: Schedule, costs: StepCosts) -> Program:
     training = schedule.training
     look_up = _Costs(schedule, costs, index, {edge: i for i, edge in enumerate(edges)})
     entries = [look_up.entry(action) for action in schedule.actions]
-    columns = [list(column) for column in zip(*entries, strict=True)] or [[] for _ in range(6)]
+    columns: list[list[Any]] = [list(column) for column in zip(*entries, strict=True)] or [[] for _ in range(6)]
+    kinds, targets, microbatches, seconds, collectives, size = columns
     return Program(
-        *columns,
+        kinds,
+        targets,
+        microbatches,
+        seconds,
+        collectives,
+        size,
         rows=tuple(classes),
         held=tuple(classes.values()),
         stage_rows=[tuple(rows) for rows in stage_rows],

@@ -57,8 +57,11 @@ class Spans:
     def of(cls, columns: Iterable[Sequence[float]]) -> Spans:
         """From six sequences, in the order of the attributes."""
         row, kind, target, microbatch, start, stop = columns
-        integers = (np.asarray(column, dtype=np.int64) for column in (row, kind, target, microbatch))
-        return cls(*integers, np.asarray(start, dtype=np.float64), np.asarray(stop, dtype=np.float64))
+        rows, kinds, targets, microbatches = (
+            np.asarray(column, dtype=np.int64) for column in (row, kind, target, microbatch)
+        )
+        starts, stops = (np.asarray(column, dtype=np.float64) for column in (start, stop))
+        return cls(rows, kinds, targets, microbatches, starts, stops)
 
     def __len__(self) -> int:
         return len(self.row)
@@ -268,13 +271,14 @@ def _from_records(
                 transfers.append((row, TRANSFER, target, m, began, stop))
         if rank in optimizer:
             work.append((row, OPTIMIZER, -1, -1, *optimizer[rank]))
-    spans = [Spans.of(zip(*rows, strict=True) if rows else [()] * 6) for rows in (work, transfers)]
+    worked, moved = (Spans.of(zip(*rows, strict=True) if rows else [()] * 6) for rows in (work, transfers))
     return Timeline(
         tuple((rank,) for rank in ranks),
         tuple(tuple(names[i] for i in held.get(rank, ())) for rank in ranks),
         names,
-        *spans,
-        max((float(some.stop.max()) for some in spans if len(some)), default=0.0),
+        worked,
+        moved,
+        max((float(some.stop.max()) for some in (worked, moved) if len(some)), default=0.0),
         tuple(collectives.get(rank, 0.0) for rank in ranks),
         tuple(peak_bytes.get(rank, 0) for rank in ranks),
     )

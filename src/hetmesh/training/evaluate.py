@@ -84,14 +84,18 @@ def _evaluate(job: Job, source: Source, limit: int | None) -> Evaluation:
 
         def observe(m: int, logits: Tensor, batch: Mapping[str, Tensor], start: int = start, plan=plan) -> None:
             guesses = logits.argmax(-1)
-            hits = guesses == batch["targets"]
-            done = 0
-            for i in plan.samples_of(job.graph.sink.name, m, job.sink_lane):
-                n = plan.samples[i].num_targets
-                whole = 0 < n == source.meta(start + i).num_targets
-                results[start + i, 0] = whole and bool(hits[done : done + n].all())
-                results[start + i, 1 : n + 1] = guesses[done : done + n].cpu() + 1
-                done += n
+            hits = (guesses == batch["targets"]).cpu()
+            # Where ranks share the tokens of a lane, this one has some of its targets.
+            index = batch.get("target_index", torch.arange(len(guesses))).cpu()
+            places = [
+                (start + i, j)
+                for i in plan.samples_of(job.graph.sink.name, m, job.sink_lane)
+                for j in range(plan.samples[i].num_targets)
+            ]
+            for k, guess, hit in zip(index.tolist(), guesses.tolist(), hits.tolist(), strict=True):
+                sample, j = places[k]
+                results[sample, 0] += hit
+                results[sample, 1 + j] = guess + 1
 
         counts = job.counts_loss
         feed = Feed(loader, part, plan, job.adapters, job.world.rank)
@@ -105,7 +109,9 @@ def _evaluate(job: Job, source: Source, limit: int | None) -> Evaluation:
     results = results.cpu()
     kinds = tuple(source.kind(i) for i in range(count)) if isinstance(source, QuestionSource) else ()
     targets = sum(d.meta.num_targets for d in drawn)
-    return Evaluation(float(loss) / max(targets, 1), results[:, 0] > 0, results[:, 1:] - 1, kinds)
+    whole = torch.tensor([source.meta(i).num_targets for i in range(count)])  # also what `seq_len` cut off
+    right = (results[:, 0] == whole) & (whole > 0)
+    return Evaluation(float(loss) / max(targets, 1), right, results[:, 1:] - 1, kinds)
 
 
 def show(source: Source, evaluation: Evaluation, number: int = 5) -> list[str]:

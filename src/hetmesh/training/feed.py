@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
-from torch import Tensor
+from typing import Any
 
 from hetmesh.balance import BatchPlan
 from hetmesh.data.loader import Drawn, Loader
 from hetmesh.data.source import Sample
 from hetmesh.graph import Stage
 from hetmesh.models.adapter import Adapter
+from hetmesh.models.packing import pack_tokens
+from hetmesh.parallel import ContextAttention
 
 
 class Feed:
@@ -25,8 +26,9 @@ class Feed:
         self.loader, self.drawn, self.plan, self.adapters, self.rank = loader, drawn, plan, adapters, rank
         self._samples: dict[int, Sample] = {}
 
-    def __call__(self, stage: Stage, microbatch: int) -> dict[str, Tensor]:
-        """The stage's own inputs on this rank's lane; see `Adapter.collate`."""
+    def __call__(self, stage: Stage, microbatch: int) -> dict[str, Any]:
+        """The stage's own inputs on this rank's lane; see `Adapter.collate`. Of packed samples it is what this rank
+        keeps, and `attention` a `ContextAttention`."""
         module = stage.module
         spec = self.plan.graph[module]
         if module != self.plan.graph.sink.name and (self.plan.graph.inputs(module) or stage.index > 0):
@@ -38,9 +40,26 @@ class Feed:
         for i, sample in zip(missing, self.loader.load([self.drawn[i] for i in missing]), strict=True):
             self._samples[i] = sample
         source = self.loader.source
-        return self.adapters[module].collate(
-            [self._samples[i] for i in indices],
-            [self.plan.samples[i] for i in indices],
-            placeholders=source.placeholders,
-            pad_id=source.pad_id,
+        metas = [self.plan.samples[i] for i in indices]
+        batch = self.adapters[module].collate(
+            [self._samples[i] for i in indices], metas, placeholders=source.placeholders, pad_id=source.pad_id
         )
+        if not spec.packed:
+            return batch
+        mesh = spec.stage_mesh(stage.index)
+        coordinate = mesh.coordinate(self.rank)
+        assert coordinate is not None
+        own = coordinate[mesh.axes.index("cp")] if "cp" in mesh.axes else 0
+        tokens = self.plan.lane_tokens(module, microbatch, lane)
+        packed: dict[str, Any] = pack_tokens(batch, [meta.tokens for meta in metas], tokens.shares[own])
+        ranks = (
+            next(group for group in mesh.axis_groups("cp") if self.rank in group) if "cp" in mesh.axes else (self.rank,)
+        )
+        packed["attention"] = ContextAttention(
+            self.plan.lane_mask(module, microbatch, lane),
+            tokens.shares,
+            ranks,
+            name=f"{module} attention",
+            microbatch=microbatch,
+        )
+        return packed

@@ -90,6 +90,14 @@ def _check_options(recipe: Recipe, name: str, adapter: Adapter) -> None:
             raise RecipeError(f"{key}: this {recipe.modules[name].model} cannot split its tokens{hint}")
         if recipe.modules[name].lora is not None:
             raise RecipeError(f"{key}: not together with modules.{name}.lora")
+    if recipe.graph[name].packed and not hasattr(adapter, "use_packed"):
+        key = "training.pack_samples" if recipe.training.pack_samples else f"parallelism.{name}.context_parallel_degree"
+        raise RecipeError(f"{key}: this {recipe.modules[name].model} cannot take its samples in one row")
+    if recipe.graph[name].mesh.axis_size("cp") > 1 and name != recipe.sink:
+        raise RecipeError(
+            f"parallelism.{name}.context_parallel_degree: only {recipe.sink!r}, which reads tokens, can share them; "
+            "make it 1 and give the module more data parallel ranks"
+        )
     if recipe.schedule == "zero_bubble":
         _check_zero_bubble(recipe, name, options)
     config: Any = getattr(adapter, "config", None)
@@ -219,6 +227,8 @@ class Job:
             module = full_module(recipe, adapters[name], name)
             if pretrained is None:
                 module = module.to(world.device)
+            if graph[name].packed:
+                adapters[name].use_packed(module)  # type: ignore[attr-defined]
             plan = lora_plan(module, {**adapters[name].tensor_parallel_plan(), **recipe.modules[name].plan})
             runs = [graph[name].stage_layers(stage.index) for stage in own] if graph[name].splits else None
             spec = graph[name].stage_mesh(own[0].index)
@@ -263,11 +273,11 @@ class Job:
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank stands for its lane of the sink: the first of the replicas that compute the same loss."""
+        """Whether this rank stands for its targets: it is the first of the replicas that compute the same loss."""
         mesh = self.graph.sink.stage_mesh(-1).merge(LANE_AXES, "lane")
         coordinate = mesh.coordinate(self.world.rank)
         return coordinate is not None and all(
-            c == 0 for axis, c in zip(mesh.axes, coordinate, strict=True) if axis != "lane"
+            c == 0 for axis, c in zip(mesh.axes, coordinate, strict=True) if axis not in ("lane", "cp")
         )
 
 

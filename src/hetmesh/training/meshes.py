@@ -43,7 +43,9 @@ def module_graph(recipe: Recipe, layers: Mapping[str, Sequence[str]] | None = No
             tuple((layers or {}).get(name, ())),
             _media(recipe, graph, name),
             module.trainable,
-            token_axes=("tp",) if name == graph.sink.name and splits_tokens(recipe, meshes, name) else (),
+            token_axes=_token_axes(recipe, meshes, name) if name == graph.sink.name else (),
+            packed=name == graph.sink.name and packs(recipe, meshes[name]),
+            assignment=_assignment(recipe, name),
         )
         for name, module in recipe.modules.items()
     )
@@ -64,6 +66,22 @@ def splits_tokens(recipe: Recipe, meshes: Mapping[str, MeshSpec], name: str) -> 
     """Whether module `name` itself asks for sequence parallelism and has tensor parallel ranks to split over."""
     own = recipe.parallelism.modules.get(name)
     return own is not None and own.enable_sequence_parallel and meshes[name].axis_size("tp") > 1
+
+
+def packs(recipe: Recipe, mesh: MeshSpec) -> bool:
+    """Whether the samples of a lane of the sink lie in one row: if the recipe says so, or ranks share its tokens."""
+    return recipe.training.pack_samples or mesh.axis_size("cp") > 1
+
+
+def _assignment(recipe: Recipe, name: str) -> str:
+    own = recipe.parallelism.modules.get(name)
+    given = own.context_parallel_assignment if own is not None else None
+    return given or recipe.parallelism.context_parallel_assignment or "balanced"
+
+
+def _token_axes(recipe: Recipe, meshes: Mapping[str, MeshSpec], name: str) -> tuple[str, ...]:
+    axes = ["cp"] if meshes[name].axis_size("cp") > 1 else []
+    return (*axes, *(["tp"] if splits_tokens(recipe, meshes, name) else []))
 
 
 def module_meshes(recipe: Recipe) -> dict[str, MeshSpec]:
@@ -139,8 +157,12 @@ def _meshes(recipe: Recipe, graph: ModuleGraph) -> dict[str, MeshSpec]:
 
 
 def _first_stage(mesh: MeshSpec) -> MeshSpec:
-    """Where a module lies that takes its consumer's mesh: on the ranks that its rows go to."""
+    """Where a module lies that takes its consumer's mesh: on the ranks that its rows go to. Those that share a lane's
+    tokens are lanes of their own to it, which has no tokens."""
     mesh = mesh.slice("pp", 0)
+    if "cp" in mesh.axes:
+        lanes = "dp_shard" if "dp_shard" in mesh.axes else "dp_replicate"
+        mesh = mesh.merge((lanes, "cp"), lanes)
     return MeshSpec(mesh.ranks, ("dp_replicate",), (1,)) if mesh.axes == ("pp",) else mesh
 
 

@@ -39,7 +39,6 @@ NOT_IMPLEMENTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "job": {"config_file": NOTHING, "custom_config_module": NOTHING, "save_config_file": NOTHING},
     "modules": {},
     "parallelism": {
-        "context_parallel_degree": (1,),
         "expert_parallel_degree": (1,),
         "expert_tensor_parallel_degree": (1,),
         "pipeline_parallel_schedule": ("sequential", "1f1b", "interleaved", "zero_bubble", "three_phase"),

@@ -86,6 +86,7 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 TensorParallelStyle = Literal["colwise", "rowwise", "colwise_gather_output", "replicated_with_grad_allreduce"]
 CheckpointMode = Literal["none", "selective", "full"]
 ComputeDtype = Literal["float32", "bfloat16"]
+Assignment = Literal["balanced", "contiguous", "zigzag", "lpt"]
 SchedulePolicy = Literal["sequential", "1f1b", "interleaved", "zero_bubble", "three_phase", "bubble_fill"]
 
 
@@ -156,6 +157,7 @@ class ScheduleKeys(Section):
 
     pipeline_parallel_schedule: SchedulePolicy | None = None  # None: "sequential"
     pipeline_parallel_microbatch_size: Size | None = None  # samples per LLM lane and microbatch; None: local_batch_size
+    context_parallel_assignment: Assignment | None = None  # which tokens each rank keeps; None: "balanced"
     three_phase_window: Size | None = None  # microbatches whose encoder forwards come together; None: all of the step
     three_phase_recompute: bool | None = None  # encoders keep inputs only, and compute again before their backward
     three_phase_offload: bool | None = None  # encoders' waiting activations are kept in the memory of the host
@@ -205,6 +207,7 @@ class Training(Section):
     local_batch_size: Size = 8  # samples per LLM lane and accumulation round
     global_batch_size: AutomaticSize = None  # per optimizer step; None: local x LLM lanes
     seq_len: Size = 2048  # the longest sample allowed, placeholders expanded
+    pack_samples: bool = False  # the samples of a lane in one row, without padding; always so with context parallelism
     max_norm: NotNegative = 1.0  # of the gradient over all modules; 0 does not clip
     steps: Size = 10_000
     dtype: Literal["float32", "float64"] = "float32"  # of parameters, gradients and optimizer state

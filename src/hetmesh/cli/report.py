@@ -1,0 +1,45 @@
+"""`hetmesh report FOLDER`: what a run did: its last metrics, and its recorded step beside the prediction."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Sequence
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The run, and how to show it."""
+    parser.add_argument("run", metavar="FOLDER", help="a run's dump folder, e.g. outputs/digits_pipeline")
+    parser.add_argument("--png", metavar="FILE", help="also draw the recorded step, as .png or .svg (needs matplotlib)")
+    parser.add_argument("--trace", metavar="FILE", help="also write it as a trace for ui.perfetto.dev")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON instead")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Read the run's folder."""
+    from hetmesh.errors import RecipeError
+    from hetmesh.report.gantt import save_gantt
+    from hetmesh.report.gantt_text import bubble_table, gantt_text, headline, summary_json
+    from hetmesh.report.run_folder import read_run
+    from hetmesh.report.trace import save_trace
+
+    if overrides:
+        raise RecipeError(f"report reads a finished run; {overrides[0]} is a recipe's key")
+    found = read_run(args.run)
+    if (args.png or args.trace) and not found.timelines:
+        raise RecipeError(f"{args.run}: no step was recorded; train with --profiling.timeline true")
+    if args.png:
+        save_gantt(found.timelines, args.png, f"step {found.step} of {args.run}")
+    if args.trace:
+        save_trace(found.timelines, args.trace)
+    if args.json:
+        figures = {name: summary_json(timeline) for name, timeline in found.timelines.items()}
+        print(json.dumps({"last": found.last, "summary": found.summary, "step": found.step, **figures}, indent=2))
+        return 0
+    print(found.as_text())
+    width = shutil.get_terminal_size((120, 24)).columns
+    for name, timeline in found.timelines.items():
+        print(f"\nstep {found.step}, {name}: {headline(timeline)}\n")
+        print(f"{gantt_text(timeline, width)}\n\n{bubble_table(timeline)}")
+    return 0

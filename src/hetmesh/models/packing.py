@@ -1,0 +1,43 @@
+"""From the padded batch of a lane to one row of the tokens that a rank keeps: packing, and context parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hetmesh.layout import Intervals
+
+
+def pack_tokens(batch: Mapping[str, Tensor], lengths: Sequence[int], kept: Intervals) -> dict[str, Tensor]:
+    """The batch of `collate_tokens`, its samples one behind the other in one row, cut to the tokens of one rank.
+
+    Args:
+        lengths: tokens of each sample.
+        kept: positions in that row that the rank keeps, in its order.
+
+    Returns:
+        `input_ids`, `position_ids`: int64 `[1, kept]`; positions start anew with each sample.
+        `targets`, `target_positions`: those whose predicting token the rank keeps; positions in its own order.
+        `target_index`: int64, which of the lane's targets they are.
+        `positions.<placeholder>`: positions, in the rank's own order, of the placeholders that it keeps, ascending.
+    """
+    rows, width = batch["input_ids"].shape
+    columns = torch.arange(width)
+    real = (columns < torch.tensor(lengths, dtype=torch.int64).reshape(rows, 1)).flatten().nonzero().flatten()
+    row_of = torch.full((rows * width,), -1)
+    row_of[real] = torch.arange(len(real))
+    mine = torch.cat([torch.arange(a, b) for a, b in kept]) if kept else torch.zeros(0, dtype=torch.int64)
+    place = torch.full((len(real),), -1)
+    place[mine] = torch.arange(len(mine))
+    out = {key: batch[key].flatten()[real][mine][None] for key in ("input_ids", "position_ids")}
+    predicting = place[row_of[batch["target_positions"]]]
+    out["target_index"] = (predicting >= 0).nonzero().flatten()
+    out["target_positions"] = predicting[out["target_index"]]
+    out["targets"] = batch["targets"][out["target_index"]]
+    for key, positions in batch.items():
+        if key.startswith("positions."):
+            found = place[row_of[positions]]
+            out[key] = found[found >= 0].sort().values
+    return out

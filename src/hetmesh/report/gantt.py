@@ -1,0 +1,192 @@
+"""Timelines as a Gantt picture, PNG or SVG: one row per rank class, several timelines on one axis. Needs matplotlib."""
+
+from __future__ import annotations
+
+import colorsys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hetmesh.errors import RecipeError
+from hetmesh.report.gantt_text import headline, row_label
+from hetmesh.simulate import Timeline, bubble_spans, bubbles
+from hetmesh.simulate.timeline import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    KINDS,
+    OPTIMIZER,
+    REDUCE,
+    Spans,
+)
+
+HUES = (0.58, 0.08, 0.36, 0.92, 0.50, 0.15, 0.75, 0.0)
+"""Of microbatches, in turns; neighbours are far apart."""
+LOOKS = {
+    FORWARD: ("forward", 0.84, None),
+    BACKWARD: ("backward", 0.50, None),
+    BACKWARD_INPUT: ("backward, input", 0.62, None),
+    BACKWARD_WEIGHT: ("backward, weights", 0.38, "/////"),
+}
+"""Kind -> its name, lightness and hatch."""
+BUBBLES = {
+    "dp_gather": ("waiting: gather", "#f7d9b8"),
+    "dp_scatter": ("waiting: reduction", "#f6c3c3"),
+    "pp_warmup": ("waiting: warm-up", "#dfe9f5"),
+    "pp_cooldown": ("waiting: cool-down", "#dff0dc"),
+    "pp_other": ("waiting: other", "#ececec"),
+}
+"""Class of bubbles -> its name and colour."""
+OPTIMIZER_COLOUR, REDUCE_COLOUR = "#333333", "#cc3311"
+WIDTH, ROW, PIXELS_PER_INCH = 14.0, 0.42, 150  # inches, inches, -
+MOST_ROWS = 32  # per timeline; of more, as many are drawn, evenly spaced
+MOST_LABELS = 4000  # boxes with a number: text is what takes time
+PLOT_SHARE = 0.78  # of the width that is left to the time axis, about
+
+
+def save_gantt(timelines: Mapping[str, Timeline], path: str | Path, title: str = "") -> None:
+    """Draw `timelines` (name -> timeline) under each other on one time axis, to `path` (.png or .svg).
+
+    A box is work on one microbatch: the colour says which one, its lightness and hatch whether it is a forward or (a
+    part of) a backward. Modules other than the last one of the graph have lower boxes. Behind them the bubbles.
+
+    Raises:
+        RecipeError: matplotlib is not installed, or `path` has another suffix or cannot be written.
+    """
+    path = Path(path)
+    if path.suffix not in (".png", ".svg"):
+        raise RecipeError(f"--png {path}: the name must end in .png or .svg")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RecipeError("a picture needs matplotlib: pip install 'hetmesh[report]', or leave out --png") from error
+    shown = {name: _rows(timeline) for name, timeline in timelines.items()}
+    heights = [ROW * max(len(rows), 2) + 0.45 for rows in shown.values()]
+    figure = Figure(figsize=(WIDTH, sum(heights) + 1.35 + 0.3 * bool(title)), dpi=PIXELS_PER_INCH, layout="constrained")
+    if title:
+        figure.suptitle(title, fontsize=11)
+    axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    end = max((timeline.makespan for timeline in timelines.values()), default=0.0) or 1.0
+    for each, (name, timeline) in zip(axes, timelines.items(), strict=True):
+        _draw(each, name, timeline, shown[name], end)
+    axes[-1].set_xlabel("ms", fontsize=9)
+    _legend(figure, timelines)
+    try:
+        figure.savefig(path, format=path.suffix[1:])
+    except OSError as error:
+        raise RecipeError(f"--png {path}: cannot be written: {(error.strerror or str(error)).lower()}") from error
+
+
+def _rows(timeline: Timeline) -> list[int]:
+    count = len(timeline.rows)
+    return sorted({round(i) for i in np.linspace(0, count - 1, min(count, MOST_ROWS))})
+
+
+def _draw(axes: Any, name: str, timeline: Timeline, rows: list[int], end: float) -> None:
+    stages = _StageLooks(timeline)
+    labels = MOST_LABELS
+    for place, row in enumerate(rows):
+        gaps = bubble_spans(timeline, row)
+        for cause, (_, colour) in BUBBLES.items():
+            bars = [(1e3 * start, 1e3 * (stop - start)) for found, start, stop in gaps if found == cause]
+            axes.broken_barh(bars, (place - 0.44, 0.88), facecolors=colour, linewidth=0)
+        spans = timeline.work.select(timeline.work.row == row)
+        for kind in LOOKS:
+            labels -= _boxes(axes, place, spans.select(spans.kind == kind), kind, stages, end, labels)
+        _thin(axes, place, spans)
+    left_out = f" ({len(rows)} of {len(timeline.rows)} rows)" if len(rows) < len(timeline.rows) else ""
+    axes.set_title(f"{name}: {headline(timeline)}{left_out}", fontsize=10, loc="left")
+    axes.set_xlim(0, 1e3 * end)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), [row_label(timeline, row, separator="\n") for row in rows], fontsize=7.5)
+    idle = bubbles(timeline)
+    for place, row in enumerate(rows):
+        axes.text(
+            1.005, place, f"{idle[row].fraction:.0%}", transform=axes.get_yaxis_transform(), fontsize=8, va="center"
+        )
+    axes.text(1.005, -0.62, "idle", transform=axes.get_yaxis_transform(), fontsize=8, va="bottom")
+    axes.tick_params(labelsize=8, labelbottom=True)
+    axes.tick_params(axis="y", length=0, labelsize=7.5)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+class _StageLooks:
+    """How the boxes of a stage differ from those of another: height by module, a letter by its place on the rank."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        stages = [name for name in timeline.targets if "->" not in name]
+        module = {name: name.rpartition(".")[0] for name in stages}
+        last = module[stages[-1]] if stages else ""
+        self.height = [0.76 if module[name] == last else 0.46 for name in stages]
+        self.letter = [""] * len(stages)
+        for held in timeline.holds:
+            for name in held:
+                same = [other for other in held if module[other] == module[name]]
+                if len(same) > 1:
+                    self.letter[stages.index(name)] = chr(ord("a") + same.index(name) % 26)
+
+
+def _boxes(axes: Any, place: int, spans: Spans, kind: int, stages: _StageLooks, end: float, labels: int) -> int:
+    """Draw the spans of one kind; returns how many of them got a number, at most `labels`."""
+    from matplotlib.collections import PolyCollection
+
+    if not len(spans):
+        return 0
+    _, lightness, hatch = LOOKS[kind]
+    columns = [c.tolist() for c in (spans.target, spans.microbatch, 1e3 * spans.start, 1e3 * spans.stop)]
+    corners, colours, written = [], [], 0
+    inches_per_ms = WIDTH * PLOT_SHARE / (1e3 * end)
+    for target, m, start, stop in zip(*columns, strict=True):
+        low, high = place - stages.height[target] / 2, place + stages.height[target] / 2
+        corners.append([(start, low), (start, high), (stop, high), (stop, low)])
+        colours.append(_colour(m, lightness))
+        text = f"{m}{stages.letter[target]}"
+        if written < labels and (stop - start) * inches_per_ms > 0.035 + 0.06 * len(text):
+            # a box of its colour keeps the number readable on a hatch
+            back = {"facecolor": colours[-1], "edgecolor": "none", "pad": 0.6} if hatch else None
+            ink = "black" if lightness > 0.45 else "white"
+            axes.text((start + stop) / 2, place, text, ha="center", va="center", fontsize=7, color=ink, bbox=back)
+            written += 1
+    axes.add_collection(
+        PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=0.4, hatch=hatch), autolim=False
+    )
+    return written
+
+
+def _thin(axes: Any, place: int, spans: Spans) -> None:
+    """The optimizer as a box, reductions as a line at the foot of the row: they may run beside other work."""
+    for kind, colour, low, height in ((OPTIMIZER, OPTIMIZER_COLOUR, -0.38, 0.76), (REDUCE, REDUCE_COLOUR, 0.38, 0.08)):
+        some = spans.select(spans.kind == kind)
+        bars = list(zip(1e3 * some.start, 1e3 * (some.stop - some.start), strict=True))
+        axes.broken_barh(bars, (place + low, height), facecolors=colour, linewidth=0)
+
+
+def _colour(microbatch: int, lightness: float) -> tuple[float, float, float]:
+    return colorsys.hls_to_rgb(HUES[microbatch % len(HUES)], lightness, 0.62)
+
+
+def _legend(figure: Any, timelines: Mapping[str, Timeline]) -> None:
+    from matplotlib.patches import Patch
+
+    kinds = {KINDS[kind] for t in timelines.values() for kind in np.unique(t.work.kind).tolist()}
+    gaps = {found for t in timelines.values() for row in _rows(t) for found, _, _ in bubble_spans(t, row)}
+    entries = [
+        Patch(facecolor=_colour(0, lightness), edgecolor="white", hatch=hatch, label=name)
+        for kind, (name, lightness, hatch) in LOOKS.items()
+        if KINDS[kind] in kinds
+    ]
+    if "OPTIMIZER" in kinds:
+        entries.append(Patch(color=OPTIMIZER_COLOUR, label="optimizer"))
+    if "REDUCE" in kinds:
+        entries.append(Patch(color=REDUCE_COLOUR, label="reduction (foot of a row)"))
+    entries += [Patch(color=colour, label=label) for kind, (label, colour) in BUBBLES.items() if kind in gaps]
+    note = "number and colour: microbatch; letter: stage, where a rank has several of a module"
+    if any(len({n.rpartition(".")[0] for n in t.targets if "->" not in n}) > 1 for t in timelines.values()):
+        note += "; low boxes: modules before the last"
+    legend = figure.legend(
+        handles=entries, loc="outside lower center", ncols=6, fontsize=8, frameon=False, title=note, title_fontsize=8
+    )
+    legend.get_title().set_color("#555555")

@@ -1,0 +1,114 @@
+"""Timelines as text: a Gantt chart of characters, and a table of bubbles and memory per row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from hetmesh.simulate import CLASSES, Timeline, average_bubbles, bubble_spans, bubbles
+from hetmesh.simulate.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, OPTIMIZER
+from hetmesh.training.check import ranks_text
+from hetmesh.training.metrics import amount
+
+MARKS = {"dp_gather": "g", "dp_scatter": "r", "pp_warmup": " ", "pp_cooldown": " ", "pp_other": "·"}
+LEGEND = (
+    "0-9 forward and A-J backward of microbatch 0-9 (then from 0 again), w weights' part of a backward, o optimizer, "
+    "g gather, r reduction, · waiting"
+)
+MOST_ROWS = 32
+MOST_NAMES = 3  # stages in a row's label
+
+
+def headline(timeline: Timeline) -> str:
+    """The step's time and the share that the average rank does not compute."""
+    return f"{1e3 * timeline.makespan:,.4g} ms, {average_bubbles(timeline).fraction:.1%} idle"
+
+
+def row_label(timeline: Timeline, row: int, separator: str = "  ") -> str:
+    """`"ranks 0-3  vision.0, llm.1"`."""
+    ranks, held = timeline.rows[row], timeline.holds[row]
+    names = ", ".join(held[:MOST_NAMES]) + (f", {len(held) - MOST_NAMES} more" if len(held) > MOST_NAMES else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}{separator}{names}"
+
+
+def gantt_text(timeline: Timeline, width: int = 100) -> str:
+    """One line per row; every character is what takes most of its share of the step."""
+    rows = range(min(len(timeline.rows), MOST_ROWS))
+    labels = [row_label(timeline, row) for row in rows]
+    margin = min(max(map(len, labels), default=0), width // 3)
+    columns = max(width - margin - 4, 10)
+    lines = [f"{label[:margin]:<{margin}} |{_line(timeline, row, columns)}|" for row, label in enumerate(labels)]
+    if len(timeline.rows) > len(rows):
+        lines.append(f"and {len(timeline.rows) - len(rows)} rows more")
+    step = f"{1e3 * timeline.makespan / columns:.3g} ms"
+    return "\n".join([*(line.rstrip() for line in lines), f"one character is {step}: {LEGEND}"])
+
+
+def _line(timeline: Timeline, row: int, columns: int) -> str:
+    share = timeline.makespan / columns
+    if not share:
+        return " " * columns
+    spans = timeline.work.select(timeline.work.row == row)
+    pieces = [(MARKS[kind], start, stop) for kind, start, stop in bubble_spans(timeline, row)]
+    for kind, m, start, stop in zip(*(c.tolist() for c in (spans.kind, *spans.columns[3:])), strict=True):
+        if kind in _MARKS:
+            pieces.append((_MARKS[kind][m % len(_MARKS[kind])], start, stop))
+    most, mark = np.zeros(columns), [" "] * columns
+    for text, start, stop in pieces:
+        for i in range(int(start / share), min(int(stop / share) + 1, columns)):
+            covered = min(stop, (i + 1) * share) - max(start, i * share)
+            if covered > most[i] + 1e-9 * share:
+                most[i], mark[i] = covered, text
+    return "".join(mark)
+
+
+_MARKS = {
+    FORWARD: "0123456789",
+    BACKWARD: "ABCDEFGHIJ",
+    BACKWARD_INPUT: "ABCDEFGHIJ",
+    BACKWARD_WEIGHT: "w",
+    OPTIMIZER: "o",
+}
+
+
+def bubble_table(timeline: Timeline) -> str:
+    """Per row: share of the step that it computes and of each class of bubbles, and peak memory."""
+    header = ("", "compute", *(name.replace("_", "-") for name in CLASSES), "peak")
+    lines = [header, *_table_rows(timeline)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+
+
+def _table_rows(timeline: Timeline) -> Iterator[tuple[str, ...]]:
+    total = timeline.makespan or 1.0
+    found = bubbles(timeline)
+    shown = [(row_label(timeline, i), b, timeline.peak_bytes[i]) for i, b in enumerate(found[:MOST_ROWS])]
+    shown.append(("all", average_bubbles(timeline), max(timeline.peak_bytes, default=0)))
+    for label, each, peak in shown:
+        seconds = (each.compute, *(getattr(each, name) for name in CLASSES))
+        memory = f"{amount(peak)}B" if peak else "?"
+        yield (label, *(f"{s / total:.1%}" if s else "-" for s in seconds), memory)
+
+
+def summary_json(timeline: Timeline) -> dict[str, Any]:
+    """What the table says, in seconds and bytes, for `--json`."""
+    average = average_bubbles(timeline)
+    return {
+        "makespan": timeline.makespan,
+        "idle_fraction": average.fraction,
+        "average": {"compute": average.compute} | {name: getattr(average, name) for name in CLASSES},
+        "rows": [
+            {"ranks": list(ranks), "stages": list(held), "peak_bytes": peak, "compute": each.compute}
+            | {name: getattr(each, name) for name in CLASSES}
+            for ranks, held, peak, each in zip(
+                timeline.rows, timeline.holds, timeline.peak_bytes, bubbles(timeline), strict=True
+            )
+        ],
+    }

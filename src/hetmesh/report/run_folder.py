@@ -1,0 +1,73 @@
+"""What a run has left in its dump folder, as a value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetmesh.errors import RecipeError
+from hetmesh.simulate import Timeline
+
+SHOWN = ("step", "loss", "grad_norm", "samples_per_s", "tokens_per_s", "mfu", "memory_bytes")
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run.
+
+    Attributes:
+        last: the last line of metrics.jsonl.
+        summary: summary.json; empty while the run lasts.
+        step: which step was recorded, 0 for none.
+        timelines: `predicted`, where it could be, and `measured`.
+    """
+
+    last: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    step: int
+    timelines: Mapping[str, Timeline]
+
+    def as_text(self) -> str:
+        """Its figures, a line each."""
+        figures = {key: self.last[key] for key in SHOWN if key in self.last} | dict(self.summary)
+        width = max(map(len, figures), default=0)
+        return "\n".join(f"{key:<{width}}  {_shown(value)}" for key, value in figures.items())
+
+
+def read_run(folder: str | Path) -> RunView:
+    """Read a dump folder.
+
+    Raises:
+        RecipeError: there is no run in it, or a file of it cannot be read.
+    """
+    folder = Path(folder)
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file():
+        raise RecipeError(f"{folder}: there is no metrics.jsonl in it; give a run's dump_folder")
+    lines = metrics.read_text(encoding="utf-8").splitlines()
+    recorded = _json(folder / "timeline.json")
+    timelines: dict[str, Timeline] = {
+        key: Timeline.from_json(recorded[key]) for key in ("predicted", "measured") if key in recorded
+    }
+    last = _parsed(metrics, lines[-1]) if lines else {}
+    return RunView(last, _json(folder / "summary.json"), recorded.get("step", 0), timelines)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return _parsed(path, path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _parsed(path: Path, text: str) -> dict[str, Any]:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise RecipeError(f"{path}: cannot be read: {error}") from error
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "  ".join(f"{key} {_shown(each)}" for key, each in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

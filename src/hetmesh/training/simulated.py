@@ -1,0 +1,41 @@
+"""The simulated step of a recipe: its first global batch under its schedule."""
+
+from __future__ import annotations
+
+from hetmesh.balance import in_order
+from hetmesh.cost import Profile, load_machine
+from hetmesh.data.loader import Loader
+from hetmesh.simulate import Timeline, simulate
+from hetmesh.training.check import check_recipe
+from hetmesh.training.job import describe, make_prepare, recipe_schedule
+from hetmesh.training.recipe import Recipe
+from hetmesh.training.step_costs import recipe_step_costs
+
+
+def simulate_recipe(recipe: Recipe, *, machine: str | None = None, profile: str | None = None) -> Timeline:
+    """Simulate the first step of `recipe`: one process, no process group, no weights.
+
+    Args:
+        machine: a name or TOML file; None: `[metrics] machine`, else this CPU.
+        profile: a file of `hetmesh profile`; None: `[profiling] profile`, and without one the analytic costs.
+
+    Raises:
+        RecipeError: what `hetmesh check` would find, or sizes of a module or a machine that are not known.
+    """
+    source, adapters, graph = describe(recipe)
+    check_recipe(recipe, adapters, source.placeholders)
+    prepare = make_prepare(recipe, graph, adapters)
+    drawn = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed).batch(0)
+    plan = in_order(graph, [d.meta for d in drawn], recipe.batch.microbatch_size)
+    schedule = recipe_schedule(recipe, graph, plan.num_microbatches)
+    fitted = profile or recipe.profiling.profile
+    costs = recipe_step_costs(
+        recipe,
+        plan,
+        schedule,
+        graph=graph,
+        adapters=adapters,
+        machine=load_machine(machine) if machine else None,
+        profile=Profile.load(fitted) if fitted else None,
+    )
+    return simulate(schedule, costs)

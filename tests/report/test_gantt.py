@@ -1,0 +1,93 @@
+"""Pictures, traces and text of timelines: they hold what the timeline holds."""
+
+import json
+
+import pytest
+
+from hetmesh.cli import main
+from hetmesh.cost import StageCost, StepCosts
+from hetmesh.errors import RecipeError
+from hetmesh.graph import Activation, ModuleGraph, ModuleSpec, stage_graph
+from hetmesh.layout import MeshSpec
+from hetmesh.report.gantt import save_gantt
+from hetmesh.report.gantt_text import bubble_table, gantt_text, summary_json
+from hetmesh.report.run_folder import read_run
+from hetmesh.report.trace import save_trace, trace
+from hetmesh.schedule import zero_bubble
+from hetmesh.simulate import simulate
+
+
+@pytest.fixture
+def timeline():
+    """Zero bubble over two stages, four microbatches, forward 1 ms."""
+    layers = ("a", "b")
+    llm = ModuleSpec(
+        "llm", MeshSpec.make(range(2), pp=2), layers, splits=(("a",), ("b",)), activation=Activation(1, True)
+    )
+    schedule = zero_bubble(stage_graph(ModuleGraph((llm,))), 4)
+    costs = {(s, m): StageCost(1e-3, 1e-3, 1e-3) for s in schedule.stages.stages for m in range(4)}
+    return simulate(schedule, StepCosts(costs))
+
+
+def test_text_has_a_line_per_row_and_a_character_per_share(timeline):
+    lines = gantt_text(timeline, 100).splitlines()
+    assert lines[0].startswith("rank 0  llm.0")
+    assert lines[1].startswith("rank 1  llm.1")
+    assert "0" in lines[0]
+    assert "w" in lines[1]
+    assert "pp-cooldown" in bubble_table(timeline)
+    rows = summary_json(timeline)["rows"]
+    assert [row["stages"] for row in rows] == [["llm.0"], ["llm.1"]]
+    assert all(
+        sum(v for k, v in row.items() if k not in ("ranks", "stages", "peak_bytes")) == pytest.approx(timeline.makespan)
+        for row in rows
+    )
+
+
+def test_a_trace_has_an_event_per_span_in_microseconds(timeline, tmp_path):
+    events = [e for e in trace({"predicted": timeline})["traceEvents"] if e["ph"] == "X"]
+    work = [e for e in events if e["tid"] == 0]
+    assert len(work) + 2 == len(list(timeline.spans()))  # and two reductions, which run beside work
+    assert {e["pid"] for e in work} == {0, 1}
+    assert min(e["dur"] for e in work) == pytest.approx(1000)
+    save_trace({"predicted": timeline}, tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text())["displayTimeUnit"] == "ms"
+    with pytest.raises(RecipeError, match="cannot be written"):
+        save_trace({"predicted": timeline}, tmp_path / "none" / "trace.json")
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_pictures_of_two_timelines(timeline, tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"step.{suffix}"
+    save_gantt({"predicted": timeline, "measured": timeline}, path, "a step")
+    assert path.stat().st_size > 5000
+    with pytest.raises(RecipeError, match=r"\.png or \.svg"):
+        save_gantt({"predicted": timeline}, tmp_path / "step.gif")
+
+
+def test_a_run_folder_is_read_and_what_is_missing_is_named(timeline, tmp_path, capsys):
+    with pytest.raises(RecipeError, match=r"no metrics\.jsonl"):
+        read_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 1.25}\n')
+    assert main(["report", str(tmp_path)]) == 0
+    assert "1.25" in capsys.readouterr().out
+    assert main(["report", str(tmp_path), "--trace", str(tmp_path / "t.json")]) == 2
+    assert "--profiling.timeline true" in capsys.readouterr().err
+    (tmp_path / "timeline.json").write_text(json.dumps({"step": 2, "measured": timeline.as_json()}))
+    found = read_run(tmp_path)
+    assert (found.step, list(found.timelines)) == (2, ["measured"])
+    assert found.timelines["measured"].makespan == timeline.makespan
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["measured"]["makespan"] == timeline.makespan
+
+
+def test_simulate_shows_a_recipe_s_step(capsys, tmp_path):
+    machine = tmp_path / "machine.toml"
+    machine.write_text("node_bandwidth = 1e9\n[peak_flops]\nfloat32 = 1e10\n")
+    command = ["simulate", "recipes/digits_interleaved.toml", "--machine", str(machine)]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "llm.1, llm.3" in out
+    assert main([*command, "--json", "--parallelism.llm.pipeline_parallel_schedule", "1f1b"]) == 0
+    assert json.loads(capsys.readouterr().out)["makespan"] > 0

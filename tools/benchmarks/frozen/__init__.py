@@ -1,0 +1,151 @@
+"""Frozen-aware against frozen-blind partition: measured step times on two pinned ranks, and simulated large models.
+
+A frozen encoder, a trainable projector and a trainable LLM make one chain of layers that is cut in two, exactly, by
+what each partitioner believes: the blind one that every backward takes twice its forward, the aware one that a frozen
+encoder has none (Cornstarch, arXiv 2503.11367, section 4). Encoder and LLM have equal forwards, where theory promises
+most: 3 / 2 for many microbatches. Both cuts train in the same processes, step by step in turns, each rank on a core of
+its own; `speedup_theory` is what 1F1B makes of the FLOPs of the same two cuts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.frozen.pairs import simulated
+from benchmarks.frozen.stage_costs import Times, makespan
+from benchmarks.schedule.recipes import Configuration
+from benchmarks.schedule.stages import pin
+from hetmesh.boundary import World
+from hetmesh.cost import Rates, computed_work, frozen_blind, module_times, partition
+from hetmesh.cost.partition import runs
+from hetmesh.data.loader import Loader
+from hetmesh.testing.pool import WorkerPool
+from hetmesh.training.job import describe, make_prepare
+from hetmesh.training.module_shapes import module_shapes
+from hetmesh.training.recipe import Recipe
+from hetmesh.training.trainer import Trainer
+
+WARM_UP = 1  # step
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each cut (default %(default)s)")
+    parser.add_argument("--width", type=int, default=256, help="of encoder and LLM (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=3, help="of encoder and LLM each (default %(default)s)")
+    parser.add_argument("--microbatches", type=int, default=48, help="per step (default %(default)s)")
+    parser.add_argument("--microbatch", type=int, default=4, help="samples per microbatch (default %(default)s)")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Cut, predict, train both."""
+    sizes = {k: getattr(args, k) for k in ("width", "microbatch", "microbatches")} | {"llm_layers": args.layers}
+    plain = Configuration("blind", "1f1b", _tables([], []), 4, vision_trainable=False, text=2).recipe(**sizes)
+    times = _times(plain)
+    recipes, theory, cuts = [], [], {}
+    for name, blind in (("aware", False), ("blind", True)):
+        first, second = _cut(times, blind)
+        cuts[name] = [first, second]
+        recipe = Configuration(name, "1f1b", _tables(first, second), 4, vision_trainable=False, text=2).recipe(**sizes)
+        recipes.append(recipe)
+        theory.append(makespan(describe(recipe)[2], times, args.microbatches))
+    with WorkerPool(2) as pool:
+        results = pool.run(_measure, recipes, args.steps, timeout=900)
+    aware, blind = (max(statistics.median(rank[i]) for rank in results) for i in range(2))
+    return {
+        "speedup_measured": blind / aware,
+        "speedup_theory": theory[1] / theory[0],
+        "aware_ms": 1e3 * aware,
+        "blind_ms": 1e3 * blind,
+        "microbatches": args.microbatches,
+        "cuts": cuts,
+        "simulated": simulated(),
+    }
+
+
+def _times(recipe: Recipe) -> Times:
+    """FLOPs of every layer of the first microbatch, as its seconds on a machine of one FLOP/s."""
+    source, adapters, graph = describe(recipe)
+    loader = Loader(source, recipe.batch.microbatch_size, make_prepare(recipe, graph, adapters), seed=recipe.debug.seed)
+    samples = [d.meta for d in loader.batch(0)]
+    times = {}
+    for name, shape in module_shapes(recipe, adapters).items():
+        assert shape is not None
+        upstream = any(graph.needs_gradient(b) for b in graph.inputs(name))
+        times[name] = module_times(shape, computed_work(graph, name, samples), Rates(1.0), upstream=upstream)
+    return times
+
+
+def _cut(times: Times, blind: bool) -> tuple[list[str], list[str]]:
+    """The chain in two, each layer as `module/layer`; the projector is part of the LLM's first layer."""
+    seen = {
+        name: {layer: frozen_blind(time) if blind else time for layer, time in layers.items()}
+        for name, layers in times.items()
+    }
+    units: list[tuple[float, list[str]]] = []
+    for name in ("vision", "llm"):
+        waiting: list[str] = []  # layers without FLOPs: with the layer after them, the last ones with the one before
+        extra = sum(t.forward + t.backward for t in seen["projector"].values()) if name == "llm" else 0.0
+        for layer, t in seen[name].items():
+            waiting.append(f"{name}/{layer}")
+            if cost := t.forward + t.backward:
+                units.append((cost + extra, waiting))
+                waiting, extra = [], 0.0
+        units[-1][1].extend(waiting)
+    counts = partition([cost for cost, _ in units], 2)
+    first, second = (list(itertools.chain(*run)) for run in runs([names for _, names in units], counts))
+    return first, second
+
+
+def _tables(first: Sequence[str], second: Sequence[str]) -> str:
+    """`[parallelism]` of a chain of which rank 0 holds `first` and rank 1 `second`."""
+    tables = []
+    for module, home in (("vision", 0), ("llm", 1)):
+        parts = [[x.partition("/")[2] for x in part if x.startswith(f"{module}/")] for part in (first, second)]
+        table = f"[parallelism.{module}]\n"
+        if all(parts):
+            table += f"ranks = [0, 1]\npipeline_parallel_degree = 2\nmodule_fqns_per_model_part = {parts}\n"
+        else:
+            table += f"ranks = [{home}]\n"
+        tables.append(table)
+    return "\n".join(tables)
+
+
+def _measure(rank: int, recipes: list[Recipe], steps: int) -> list[list[float]]:
+    """Seconds of each recipe's steps, in turns; all ranks begin and end a step together."""
+    pin(rank)
+    with tempfile.TemporaryDirectory() as folder:
+        trainers = []
+        for i, recipe in enumerate(recipes):
+            job = recipe.job.model_copy(update={"dump_folder": str(Path(folder, str(i)))})
+            trainers.append(Trainer(recipe.model_copy(update={"job": job}), World.current()))
+        seconds: list[list[float]] = [[] for _ in recipes]
+        for step in range(WARM_UP + steps):
+            for trainer, spent in zip(trainers, seconds, strict=True):
+                dist.barrier()
+                started = time.perf_counter()
+                trainer.train_step()
+                if step >= WARM_UP:
+                    spent.append(time.perf_counter() - started)
+        for trainer in trainers:
+            trainer.reporter.close()
+    return seconds
+
+
+def table(result: dict[str, Any]) -> str:
+    """Measured, theory, and a line per pair."""
+    lines = [
+        f"measured {result['speedup_measured']:.3f} ({result['blind_ms']:.1f} ms blind, {result['aware_ms']:.1f} ms "
+        f"aware), theory {result['speedup_theory']:.3f}",
+        *(f"{r['pair']:28} llm {r['llm']:8} simulated {r['speedup']:.3f}" for r in result["simulated"]),
+    ]
+    return "\n".join(lines)

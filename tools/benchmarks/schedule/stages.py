@@ -1,0 +1,179 @@
+"""What runs on the two ranks: stages by themselves at some shapes, and whole steps, in turns."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hetmesh.balance import in_order
+from hetmesh.boundary import World
+from hetmesh.cost import Profile, computed_work
+from hetmesh.graph import Stage
+from hetmesh.runtime import Recording
+from hetmesh.runtime.step import Step
+from hetmesh.schedule import Action, Kind
+from hetmesh.schedule.actions import backward_kinds
+from hetmesh.training.feed import Feed
+from hetmesh.training.job import Job, recipe_schedule
+from hetmesh.training.profile import profile_recipe
+from hetmesh.training.recipe import Recipe
+
+PARTS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward_input",
+    Kind.BACKWARD_WEIGHT: "backward_weight",
+}
+MESSAGES = (1 << 12, 1 << 16, 1 << 18, 1 << 20)
+"""Bytes."""
+
+
+@dataclass
+class Measured:
+    """What one rank measured.
+
+    Attributes:
+        stages: (stage, part, rows, pairs) -> seconds of each repetition.
+        transfers: bytes -> seconds from the start of a send on the other rank to the arrival here.
+        reductions: per stage, seconds of each repetition.
+        overheads: seconds per compute action that the runtime itself took, per step of other shapes.
+        steps: per step, what was recorded, and the end.
+    """
+
+    stages: dict[tuple[Stage, str, int, int], list[float]] = field(default_factory=dict)
+    transfers: dict[int, list[float]] = field(default_factory=dict)
+    reductions: dict[Stage, list[float]] = field(default_factory=dict)
+    overheads: list[float] = field(default_factory=list)
+    steps: list[tuple[Recording, float]] = field(default_factory=list)
+
+
+def pin(rank: int) -> None:
+    """Keep this process, gloo's threads included, on one core."""
+    torch.set_num_threads(1)
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(os.getppid()))
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {cores[rank % len(cores)]})
+
+
+def measure(rank: int, recipe: Recipe, sizes: Sequence[int], rounds: int, seconds: float, steps: int) -> Measured:
+    """Rounds of: every stage by itself at microbatches of `sizes` for `seconds`, messages, then `steps` steps.
+
+    Args:
+        sizes: samples per microbatch, none of them the recipe's own.
+    """
+    pin(rank)
+    probe = Probe(Job.assemble(recipe, World.current()), sizes)
+    probe.run_step(recipe.batch.microbatch_size)  # first contacts
+    for i in range(rounds):  # short ones: what else a machine does comes and goes within seconds
+        probe.stages_alone(seconds)
+        probe.messages()
+        probe.reductions()
+        if i % 4 == 0:
+            probe.overhead(min(sizes))
+        for _ in range(steps):
+            probe.measured.steps.append(probe.run_step(recipe.batch.microbatch_size))
+    return probe.measured
+
+
+class Probe:
+    """A job of which parts are run and timed."""
+
+    def __init__(self, job: Job, sizes: Sequence[int]) -> None:
+        self.job, self.sizes, self.measured = job, sizes, Measured()
+        self.rank = job.world.rank
+        self.drawn = job.loader.batch(0)
+        self.others = job.loader.batch(1)
+        self.cases = [(stage, size) for size in sizes for stage in job.runtime.modules]
+
+    def stages_alone(self, seconds: float) -> None:
+        """All stages of this rank in turn, while the other rank does the same with its own."""
+        dist.barrier()
+        stop = time.perf_counter() + seconds
+        while True:
+            for stage, size in self.cases:
+                self._stage_alone(stage, size)
+            if time.perf_counter() > stop:
+                return
+
+    def _stage_alone(self, stage: Stage, size: int) -> None:
+        """One stage on one microbatch, through the code with which the runtime executes actions."""
+        job, rank = self.job, self.rank
+        spec = job.graph[stage.module]
+        drawn = self.others[: size * job.graph.sink.num_lanes]
+        plan = in_order(job.graph, [d.meta for d in drawn], size)
+        schedule = recipe_schedule(job.recipe, job.graph, 1)
+        stages = schedule.stages
+        step = Step(job.runtime, schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank), None)
+        for edge in stages.inputs(stage):
+            shape, _, layout = plan.edge_layouts(edge, 0)
+            rows = torch.randn(layout.local_shape(shape, rank), dtype=job.runtime.dtypes[edge.source.module])
+            step.leaves[edge, 0] = rows.requires_grad_(edge in stages.gradient_edges)
+        lane = spec.lane_of(rank)
+        assert lane is not None
+        work = computed_work(job.graph, stage.module, [plan.samples[i] for i in plan.samples_of(spec.name, 0, lane)])
+        for kind in (Kind.FORWARD, *backward_kinds(stage, stages, schedule.split)):
+            if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and stage != stages.sink:
+                step.gradients[stage, 0] = torch.randn_like(step.outputs[stage, 0])
+            started = time.perf_counter()
+            step.execute(Action(kind, stage, 0))
+            key = (stage, PARTS[kind], work.rows, work.pairs)
+            self.measured.stages.setdefault(key, []).append(time.perf_counter() - started)
+
+    def messages(self, repeats: int = 2) -> None:
+        """Both ranks send to each other at once, as neighbours in a pipeline do."""
+        other = 1 - self.rank
+        for size in MESSAGES:
+            buffer, incoming = torch.zeros(size // 4), torch.zeros(size // 4)
+            for _ in range(repeats):
+                dist.barrier()
+                received, started = dist.irecv(incoming, other), time.perf_counter()
+                sent = dist.isend(buffer, other)
+                assert received is not None
+                assert sent is not None
+                received.wait()
+                self.measured.transfers.setdefault(size, []).append(time.perf_counter() - started)
+                sent.wait()
+
+    def reductions(self) -> None:
+        """The sum of each stage's gradients over its lanes; the first of two brings the lanes together."""
+        for stage, start in self.job.runtime.reducers.items():
+            start()()
+            started = time.perf_counter()
+            start()()
+            self.measured.reductions.setdefault(stage, []).append(time.perf_counter() - started)
+
+    def overhead(self, size: int) -> None:
+        """What the actions of a step take that are neither work nor waits, per action that is work."""
+        recording, _ = self.run_step(size)
+        work = sum(action.kind in PARTS for action, _, _ in recording)
+        spent = sum(stop - start for action, start, stop in recording if action.kind is Kind.SEND)
+        spent += sum(after[1] - before[2] for before, after in itertools.pairwise(recording))
+        self.measured.overheads.append(spent / work)
+
+    def run_step(self, size: int) -> tuple[Recording, float]:
+        """One step with `size` samples per microbatch: what was recorded, and its end."""
+        job = self.job
+        drawn = self.drawn[: job.recipe.batch.num_microbatches * size]
+        plan = in_order(job.graph, [d.meta for d in drawn], size)
+        feed = Feed(job.loader, drawn, plan, job.adapters, self.rank)
+        recording = job.runtime.recording = []
+        dist.barrier()
+        job.runtime.run(job.schedule(plan), plan, feed)
+        end, job.runtime.recording = time.perf_counter(), None
+        return recording, end
+
+
+def profile(rank: int, recipe: Recipe, seconds: float) -> Profile:
+    """What `hetmesh profile` fits to this rank's core, while the other rank does the same."""
+    pin(rank)
+    dist.barrier()
+    return profile_recipe(recipe, seconds=seconds)
