@@ -137,10 +137,24 @@ def test_one_process_applies_the_mask():
         check(dataclasses.replace(case, fetch="auto"), [([out.detach(), *(x.grad for x in inputs)], None)])
 
 
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_other_dtypes(dtype, error):
+    case = dataclasses.replace(random_case(4, 1), mask=families(700)["image_bits"], heads=(4, 2), window=None)
+    *inputs, gradient = (x.to(dtype) for x in draw(case))
+    inputs = [x.requires_grad_() for x in inputs]
+    out = ContextAttention(case.mask)(*inputs, scale=0.3)
+    out.backward(gradient)
+    for mine, right in zip((out.detach(), *(x.grad for x in inputs)), expected(case), strict=True):
+        assert mine.dtype == dtype
+        assert (mine.double() - right).norm() < error * right.norm()
+
+
 def test_what_does_not_fit_is_refused():
     q = torch.zeros(3, 10, 4)
-    with pytest.raises(BoundaryError, match=r"heads a multiple.*\(3, 10, 4\), \(2, 10, 4\)"):
+    with pytest.raises(BoundaryError, match=r"heads a multiple.*\(3, 10, 4\) torch.float32, \(2, 10, 4\)"):
         ContextAttention(causal(10))(q, q[:2], q[:2])
+    with pytest.raises(BoundaryError, match="of one dtype"):
+        ContextAttention(causal(10))(q, q, q.double())
     with pytest.raises(BoundaryError, match="q \\[heads, 11, features\\]"):
         ContextAttention(causal(11))(q, q, q)
     with pytest.raises(LayoutError, match="together the 10 positions"):

@@ -119,13 +119,15 @@ class ContextAttention:
             `[heads, rows, features]`; rows that see nothing are 0.
 
         Raises:
-            BoundaryError: the tensors do not have the rows of this rank, or heads that do not divide.
+            BoundaryError: the tensors do not have the rows of this rank, or heads or dtypes that do not fit.
         """
         fits = q.dim() == 3 and k.shape == v.shape and k.shape[1:] == q.shape[1:] and q.shape[1] == self.rows
+        fits = fits and q.dtype == k.dtype == v.dtype
         if not fits or q.shape[0] % k.shape[0] or (window is not None and window < 1):
+            given = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (q, k, v))
             raise BoundaryError(
-                f"{self.name}: q [heads, {self.rows}, features] with k and v alike, heads a multiple of theirs, and a "
-                f"positive window are expected, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}, {window}"
+                f"{self.name}: q [heads, {self.rows}, features] with k and v alike, heads a multiple of theirs, of one "
+                f"dtype, and a positive window are expected, got {given} and {window}"
             )
         return _Attention.apply(q, k, v, self, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, window)
 
