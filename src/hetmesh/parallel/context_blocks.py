@@ -13,7 +13,7 @@ from torch import Tensor
 from hetmesh.context import Mask, full_tiles, tile_intervals, visible
 from hetmesh.context.sources import ragged
 from hetmesh.layout import Interval, Intervals
-from hetmesh.layout.intervals import coalesce
+from hetmesh.layout.intervals import coalesce, extent
 
 BLOCK = 128
 """Query rows of a block, at most; keys are fetched in blocks of so many positions."""
@@ -197,15 +197,21 @@ class Blocks:
         return cls(runs, starts, stops, rows, full, seen.without(full, mask.length + 1))
 
     def work(self, buffer: Buffer) -> Work:
-        """What its rows compute on the keys of a buffer. Neighbouring blocks that see the same keys make one call."""
+        """What its rows compute on the keys of a buffer. What neighbouring blocks see alike makes one call: the kernel
+        takes a sixth less time per pair for 512 rows than for 128."""
         calls: list[Call] = []
+        group: list[Call] = []
+        common: Intervals = ()
         for block, keys, _ in self.full.inside(buffer):
-            a, b = self._span(block)
-            keys = coalesce(keys)
-            last = calls[-1] if calls else None
-            if last and last.rows[1] == a and last.keys == keys and b - last.rows[0] <= _CALL_ROWS:
-                a = calls.pop().rows[0]
-            calls.append(Call((a, b), keys))
+            call = Call(self._span(block), coalesce(sorted(keys)))
+            shared = _both(common, call.keys)
+            joins = group and group[-1].rows[1] == call.rows[0] and call.rows[1] - group[0].rows[0] <= _CALL_ROWS
+            if not joins or 2 * extent(shared) < extent(call.keys):
+                calls += _joined(group, common)
+                group, shared = [], call.keys
+            group.append(call)
+            common = shared
+        calls += _joined(group, common)
         for block, keys, positions in self.partial.inside(buffer):
             queries = (int(self.starts[block]), int(self.stops[block]))
             calls += [
@@ -217,6 +223,32 @@ class Blocks:
     def _span(self, block: int) -> Interval:
         row = int(self.rows[block])
         return row, row + int(self.stops[block] - self.starts[block])
+
+
+def _joined(group: list[Call], common: Intervals) -> Iterator[Call]:
+    """Calls without a mask of neighbouring blocks as one call on their common keys, and those for the rest."""
+    if group:
+        yield Call((group[0].rows[0], group[-1].rows[1]), common)
+    for call in group:
+        if rest := _first_only(call.keys, common):
+            yield Call(call.rows, rest)
+
+
+def _both(a: Intervals, b: Intervals) -> Intervals:
+    """What two ascending interval lists share."""
+    out, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        low, high = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if low < high:
+            out.append((low, high))
+        i, j = (i + 1, j) if a[i][1] <= b[j][1] else (i, j + 1)
+    return tuple(out)
+
+
+def _first_only(a: Intervals, b: Intervals) -> Intervals:
+    """What is in the first of two ascending interval lists and not in the second, a part of it."""
+    edges = sorted([edge for span in a for edge in span] + [edge for span in b for edge in span])
+    return tuple((low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if low < high)
 
 
 def _cut(own: Buffer, mask: Mask) -> tuple[np.ndarray, np.ndarray]:
