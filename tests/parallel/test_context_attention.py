@@ -1,15 +1,15 @@
 """Context-parallel attention equals attention of one process over the dense mask, forward and backward."""
 
 import dataclasses
-import itertools
 import random
 
 import numpy as np
 import pytest
 import torch
+from random_contexts import random_mask, random_shares
 
 from hetmesh.boundary import World
-from hetmesh.context import POLICIES, Mask, Rule, Sees, Segment, assign, causal, dense, visible
+from hetmesh.context import POLICIES, Mask, assign, causal, dense, visible
 from hetmesh.context.families import families
 from hetmesh.errors import BoundaryError, LayoutError
 from hetmesh.parallel.context_attention import ContextAttention
@@ -26,32 +26,6 @@ class Case:
     fetch: str
     chunk: int
     seed: int
-
-
-def random_mask(rng, length):
-    """Any segments: gaps, interleaved documents, instances of many segments, mixed rules."""
-    segments, at = [], 0
-    longest = rng.choice([3, 40, 400])
-    while at < length:
-        stop = min(length, at + rng.randint(1, longest))
-        if rng.random() < 0.9:
-            rule, sees = rng.choice(list(Rule)), Sees(rng.choice([0, 0, 2, 3, rng.randint(0, 15)]))
-            document, instance = rng.randrange(3), rng.randint(0, 4)
-            segments.append(Segment(document, instance, at, stop, rule, sees, rng.random() < 0.9))
-        at = stop
-    return Mask(tuple(segments), length)
-
-
-def random_shares(rng, length, ranks):
-    """Cuts anywhere, runs in any order, some ranks empty."""
-    cuts = sorted({0, length, *(rng.randint(0, length) for _ in range(rng.randint(0, 3 * ranks)))})
-    runs = list(itertools.pairwise(cuts))
-    rng.shuffle(runs)
-    members = rng.sample(range(ranks), rng.randint(1, ranks))
-    shares = [[] for _ in range(ranks)]
-    for run in runs:
-        shares[rng.choice(members)].append(run)
-    return tuple(tuple(share) for share in shares)
 
 
 def random_case(seed, ranks):
@@ -163,10 +137,24 @@ def test_one_process_applies_the_mask():
         check(dataclasses.replace(case, fetch="auto"), [([out.detach(), *(x.grad for x in inputs)], None)])
 
 
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_other_dtypes(dtype, error):
+    case = dataclasses.replace(random_case(4, 1), mask=families(700)["image_bits"], heads=(4, 2), window=None)
+    *inputs, gradient = (x.to(dtype) for x in draw(case))
+    inputs = [x.requires_grad_() for x in inputs]
+    out = ContextAttention(case.mask)(*inputs, scale=0.3)
+    out.backward(gradient)
+    for mine, right in zip((out.detach(), *(x.grad for x in inputs)), expected(case), strict=True):
+        assert mine.dtype == dtype
+        assert (mine.double() - right).norm() < error * right.norm()
+
+
 def test_what_does_not_fit_is_refused():
     q = torch.zeros(3, 10, 4)
-    with pytest.raises(BoundaryError, match=r"heads a multiple.*\(3, 10, 4\), \(2, 10, 4\)"):
+    with pytest.raises(BoundaryError, match=r"heads a multiple.*\(3, 10, 4\) torch.float32, \(2, 10, 4\)"):
         ContextAttention(causal(10))(q, q[:2], q[:2])
+    with pytest.raises(BoundaryError, match="of one dtype"):
+        ContextAttention(causal(10))(q, q, q.double())
     with pytest.raises(BoundaryError, match="q \\[heads, 11, features\\]"):
         ContextAttention(causal(11))(q, q, q)
     with pytest.raises(LayoutError, match="together the 10 positions"):

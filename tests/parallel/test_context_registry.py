@@ -61,6 +61,16 @@ def test_a_model_equals_its_own_attention_and_every_layer_is_counted():
     assert context_registry.counter == {("llm cp attention", layer): 1 for layer in range(LAYERS)}
 
 
+def test_autocast():
+    x, positions = embeddings(1, 12).float(), torch.arange(12)[None]
+    ours, theirs = decoder(register()).float(), decoder("sdpa").float()
+    with torch.autocast("cpu", torch.bfloat16), using(ContextAttention(causal(12))):
+        y = run(ours, x, positions)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = run(theirs, x, positions)
+    assert torch.allclose(y, expected, atol=0.05)
+
+
 def test_packed_samples_equal_each_alone():
     x, positions = embeddings(1, 20), torch.cat([torch.arange(8), torch.arange(12)])[None]
     model = decoder(register())

@@ -27,8 +27,9 @@ from hetmesh.parallel.context_plan import AttentionPlan, Gathered, Planned, plan
 Fetch = Literal["auto", "planned", "all_gather"]
 """How keys and values come: what each rank needs, everything, or the cheaper of the two."""
 
-CHUNK = 2048
-"""Key rows of other ranks in memory at a time (two chunks: one computed, one on its way)."""
+_CHUNK = (512, 2048)
+"""Least and most key rows of a chunk by default; between them, half of a rank's mean rows. One chunk is computed and
+the next on its way, so that two ranks hold no less of each other's keys than many ranks do."""
 
 
 class ContextAttention:
@@ -44,7 +45,8 @@ class ContextAttention:
         microbatch: in the log.
         fetch: `auto`, `planned` or `all_gather`; equal on all ranks. `all_gather` needs the group of `ranks`, which
             must exist (a DeviceMesh with this axis makes it) or be made here by all ranks of the job.
-        chunk: key rows of other ranks in memory at a time.
+        chunk: key rows of other ranks that are computed at a time, while as many are on their way; by default half of
+            a rank's mean rows, from 512 to 2048.
 
     Raises:
         LayoutError: shares do not fit the ranks, or are not the sequence, once; an unknown `fetch`.
@@ -60,10 +62,12 @@ class ContextAttention:
         name: str = "cp attention",
         microbatch: int = 0,
         fetch: Fetch = "auto",
-        chunk: int = CHUNK,
+        chunk: int | None = None,
     ) -> None:
-        self.mask, self.name, self.fetch, self.chunk = mask, name, fetch, chunk
+        self.mask, self.name, self.fetch = mask, name, fetch
         self.shares = (((0, mask.length),),) if shares is None else tuple(tuple(runs) for runs in shares)
+        mean = mask.length // max(len(self.shares), 1)
+        self.chunk = min(max(mean // 2, _CHUNK[0]), _CHUNK[1]) if chunk is None else chunk
         self._check(ranks if shares is not None else (0,))
         self.wires: Wires | None = None
         self.coordinate = 0
@@ -91,9 +95,11 @@ class ContextAttention:
 
     def plan(self, window: int | None = None) -> AttentionPlan:
         """What this rank computes and fetches, in every layer with this window."""
-        gathered = self.wires is not None and (
-            self.fetch == "all_gather"
-            or (self.fetch == "auto" and prefers_gathering(self.mask, self.shares, window, self.chunk))
+        gathered = self.fetch == "all_gather" or (
+            self.fetch == "auto"
+            and self.wires is not None
+            and "nccl" in self.wires.world.backend
+            and prefers_gathering(self.mask, self.shares, window, self.chunk)
         )
         return plan_attention(self.mask, self.shares, self.coordinate, window, self.chunk, gathered)
 
@@ -113,13 +119,15 @@ class ContextAttention:
             `[heads, rows, features]`; rows that see nothing are 0.
 
         Raises:
-            BoundaryError: the tensors do not have the rows of this rank, or heads that do not divide.
+            BoundaryError: the tensors do not have the rows of this rank, or heads or dtypes that do not fit.
         """
         fits = q.dim() == 3 and k.shape == v.shape and k.shape[1:] == q.shape[1:] and q.shape[1] == self.rows
+        fits = fits and q.dtype == k.dtype == v.dtype
         if not fits or q.shape[0] % k.shape[0] or (window is not None and window < 1):
+            given = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (q, k, v))
             raise BoundaryError(
-                f"{self.name}: q [heads, {self.rows}, features] with k and v alike, heads a multiple of theirs, and a "
-                f"positive window are expected, got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}, {window}"
+                f"{self.name}: q [heads, {self.rows}, features] with k and v alike, heads a multiple of theirs, of one "
+                f"dtype, and a positive window are expected, got {given} and {window}"
             )
         return _Attention.apply(q, k, v, self, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, window)
 

@@ -10,16 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hetmesh.context import Mask, full_tiles, row_edges, tile_intervals, visible
+from hetmesh.context import Mask, full_tiles, tile_intervals, visible
 from hetmesh.context.sources import ragged
 from hetmesh.layout import Interval, Intervals
 from hetmesh.layout.intervals import coalesce
 
 BLOCK = 128
-"""Query rows that share a list of visible tiles; keys are fetched in blocks of so many positions too."""
-
-TILE = 32
-"""Key columns of a tile."""
+"""Query rows of a block, at most; keys are fetched in blocks of so many positions."""
 
 _CALL_ROWS = 1024  # query rows of a call without a mask: bounds its result
 _CALL_KEYS = 1024  # keys of a call with a mask: bounds the mask
@@ -183,17 +180,14 @@ class Blocks:
     def make(cls, mask: Mask, runs: Intervals, window: int | None) -> Blocks:
         """Of a rank that keeps the positions `runs`, in this order."""
         own = Buffer.of(runs)
-        edges, which = row_edges(tuple(zip(own.starts.tolist(), own.stops.tolist(), strict=True)), BLOCK)
-        starts, stops = edges[which], edges[which + 1]
+        starts, stops = _cut(own, mask)
+        edges = np.append(np.stack([starts, stops], axis=1), mask.length)  # every second group lies between blocks
         run = own.stops.searchsorted(starts, "right")
         rows = own.rows[run] + starts - own.starts[run]
-        number = np.full(len(edges), -1)
-        number[which] = np.arange(len(which))
         lists = []
-        for tiles in (tile_intervals(mask, edges, TILE), full_tiles(mask, edges, TILE)):
-            block = np.repeat(number[: len(edges) - 1], np.diff(tiles.first))
-            keys = Lists(block, tiles.starts * TILE, np.minimum(tiles.stops * TILE, mask.length))
-            lists.append(keys.take(np.flatnonzero(block >= 0)))
+        for keys in (tile_intervals(mask, edges, 1), full_tiles(mask, edges, 1)):
+            group = np.repeat(np.arange(len(edges) - 1), np.diff(keys.first))
+            lists.append(Lists(group // 2, keys.starts, keys.stops).take(np.flatnonzero(group % 2 == 0)))
         seen, full = lists
         if window is not None:
             a, b = starts[seen.block], stops[seen.block]
@@ -223,6 +217,22 @@ class Blocks:
     def _span(self, block: int) -> Interval:
         row = int(self.rows[block])
         return row, row + int(self.stops[block] - self.starts[block])
+
+
+def _cut(own: Buffer, mask: Mask) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks of ascending runs. They end where a long segment does, so that most have rows of one kind, which see the
+    same keys but for a diagonal; among short segments whole blocks with a mask are cheaper than many calls."""
+    if not len(own.starts):
+        return own.starts, own.stops
+    long = mask.stops - mask.starts >= BLOCK
+    edges = np.unique(np.concatenate([own.starts, own.stops, mask.starts[long], mask.stops[long]]))
+    starts, stops = edges[:-1], edges[1:]
+    run = np.minimum(own.stops.searchsorted(starts, "right"), len(own.stops) - 1)
+    held = np.flatnonzero((own.starts[run] <= starts) & (starts < own.stops[run]))
+    starts, stops = starts[held], stops[held]
+    part, block = ragged(np.zeros_like(starts), -(-(stops - starts) // BLOCK))
+    first = starts[part] + block * BLOCK
+    return first, np.minimum(first + BLOCK, stops[part])
 
 
 def _slices(pairs: list[tuple[Interval, Interval]]) -> Iterator[list[tuple[Interval, Interval]]]:

@@ -20,7 +20,8 @@ from hetmesh.layout.intervals import coalesce, extent
 from hetmesh.parallel.context_blocks import BLOCK, Blocks, Buffer, PartialMasks, Work
 
 _NEARLY_ALL = 0.9
-"""Share of all rows of others from which on gathering is preferred."""
+"""Share of all rows of others from which on gathering is preferred, where collectives are fast. On gloo it never is:
+with 2 and 4 ranks that need everything, planned pieces took 0.45 to 0.8 of the time (1.4 for two ranks of 256 rows)."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -85,10 +85,16 @@ def attention(
         raise BoundaryError(f"attention {NAME!r} of layer {layer}: has no dropout ({dropout}), nor {unknown}")
     counter[state.name, layer] += 1
     batch, _, length, _ = query.shape
-    q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))
+    q, k, v = (_cast(x).transpose(0, 1).flatten(1, 2) for x in (query, key, value))
     if alone := not state.rows and batch * length == 1:
         q, k, v = (x[:, :0] for x in (q, k, v))
     out = state(q, k, v, scale=scaling, window=sliding_window).transpose(0, 1)
     if alone:
         out = torch.cat([out, out.new_zeros(1, *out.shape[1:])])
     return out.unflatten(0, (batch, length)), None
+
+
+def _cast(x: Tensor) -> Tensor:
+    """As autocast does for torch's own attention: norms leave queries and keys in fp32, values are not."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

@@ -1,0 +1,41 @@
+"""The attention benchmark's deterministic part: bytes, and the prediction that its times stand beside."""
+
+import argparse
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from hetmesh.context import assign
+from hetmesh.context.families import families
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+@pytest.fixture
+def attention(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    return importlib.import_module("benchmarks.attention")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["image_bits", "causal"])
+def test_memory_does_not_grow_with_ranks_at_fixed_local_tokens(attention, pool, name):
+    peaks = []
+    for ranks in (2, 8):
+        mask = families(ranks * 1024)[name]
+        peaks.append(max(pool(ranks).run(attention._peak, mask, assign(mask, ranks), ranks)))
+    assert peaks[1] <= 1.2 * peaks[0], peaks
+
+
+@pytest.mark.slow
+def test_a_small_run_has_every_key(attention, monkeypatch):
+    monkeypatch.setattr(attention, "RANKS", (2,))
+    parser = argparse.ArgumentParser()
+    attention.add_arguments(parser)
+    result = attention.run(parser.parse_args(["--tokens", "2048", "--local-tokens", "512", "--rounds", "1"]))
+    assert result.keys() >= {"measured_ratio", "predicted_ratio", "cpu_ratio", "memory_growth"}
+    assert result["predicted_ratio"] > 1.05
+    json.dumps(result, allow_nan=False)
+    assert "contiguous" in attention.table(result)

@@ -1,0 +1,155 @@
+"""Context-parallel attention: time of a balanced assignment against a contiguous one, and memory as ranks are added.
+
+Two ranks, each pinned to a core with one thread, run attention forward and backward over 16,384 tokens of images and
+text; what the largest shares of visible tiles predict stands beside what is measured (`predicted_ratio`,
+`measured_ratio`, best round of each). Rounds alternate. Wall times mean something on a quiet machine; `cpu_ratio` is
+the same from the CPU time of the busiest rank. Then 2, 4 and 8 ranks with as many tokens each: the peak of live bytes
+that attention allocates (`memory_growth`: 8 ranks over 2, the worse of two masks), which no machine changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hetmesh.boundary import World
+from hetmesh.context import Mask, assign, loads
+from hetmesh.context.families import families
+from hetmesh.parallel.context_attention import ContextAttention
+from hetmesh.testing.pool import WorkerPool
+
+POLICIES = ("contiguous", "balanced")
+MASKS = ("image_bits", "causal")
+RANKS = (2, 4, 8)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--tokens", type=int, default=16_384, help="of the timed sequence (default: %(default)s)")
+    parser.add_argument("--local-tokens", type=int, default=4096, help="per rank where memory is counted")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each assignment (default: %(default)s)")
+    parser.add_argument("--heads", type=int, default=2, help="query heads of 64 features, two to a key head")
+    parser.add_argument("--mask", default="image_bits", help="of the timed sequence, a name of context.families")
+    parser.add_argument("--seed", type=int, default=0, help="of the lengths of texts and images")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Times on two ranks, then bytes on more."""
+    mask = families(args.tokens, args.seed)[args.mask]
+    shares = {policy: assign(mask, 2, policy=policy) for policy in POLICIES}
+    found = {policy: loads(mask, shares[policy]) for policy in POLICIES}
+    times: dict[str, list[list[tuple[float, float, int]]]] = {policy: [] for policy in POLICIES}
+    with WorkerPool(2) as pool:
+        for _ in range(args.rounds + 1):  # the first round plans, and is left out
+            for policy in POLICIES:
+                times[policy].append(pool.run(_timed, mask, shares[policy], args.heads, timeout=600.0))
+    wall, cpu = (
+        {policy: min(max(rank[i] for rank in ranks) for ranks in times[policy][1:]) for policy in POLICIES}
+        for i in (0, 1)
+    )
+    memory = {name: _memory(name, args) for name in MASKS}
+    return {
+        "measured_ratio": round(wall["contiguous"] / wall["balanced"], 4),
+        "predicted_ratio": round(max(found["contiguous"].tiles) / max(found["balanced"].tiles), 4),
+        "cpu_ratio": round(cpu["contiguous"] / cpu["balanced"], 4),
+        "memory_growth": max(peaks[str(RANKS[-1])] / peaks[str(RANKS[0])] for peaks in memory.values()),
+        "policies": {
+            policy: {
+                "seconds": round(wall[policy], 4),
+                "cpu_seconds": [round(min(r[rank][1] for r in times[policy][1:]), 4) for rank in range(2)],
+                "tiles": found[policy].tiles,
+                "tokens": found[policy].tokens,
+                "received_bytes": [ranks[2] for ranks in times[policy][-1]],
+            }
+            for policy in POLICIES
+        },
+        "peak_bytes": memory,
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def _timed(rank: int, mask: Mask, shares: Any, heads: int) -> tuple[float, float, int]:
+    """Seconds of this rank, those that its main thread computed, and bytes received."""
+    cores = sorted(os.sched_getaffinity(0)) if rank == 0 else sorted(os.sched_getaffinity(0))[::-1]
+    if len(cores) > 1:
+        os.sched_setaffinity(0, cores[:1])
+    log = World.current().log
+    log.clear()
+    inputs, state = _inputs(shares[rank], heads, 64), ContextAttention(mask, shares, (0, 1))
+    state.plan()
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.thread_time()
+    _both(state, inputs)
+    cpu = time.thread_time() - cpu
+    return time.perf_counter() - wall, cpu, log.bytes_received()
+
+
+def _memory(name: str, args: argparse.Namespace) -> dict[str, int]:
+    """Ranks -> peak live bytes of the rank that has most."""
+    peaks = {}
+    for ranks in RANKS:
+        mask = families(ranks * args.local_tokens, args.seed)[name]
+        with WorkerPool(ranks) as pool:
+            peaks[str(ranks)] = max(pool.run(_peak, mask, assign(mask, ranks), ranks, timeout=600.0))
+    return peaks
+
+
+def _peak(rank: int, mask: Mask, shares: Any, ranks: int) -> int:
+    inputs, state = _inputs(shares[rank], 2, 16), ContextAttention(mask, shares, range(ranks))
+    with LiveBytes(inputs) as live:
+        _both(state, inputs)
+    return live.peak
+
+
+def _inputs(runs: Any, heads: int, features: int) -> list[Tensor]:
+    rows = sum(b - a for a, b in runs)
+    return [torch.randn(n, rows, features).requires_grad_() for n in (heads, max(heads // 2, 1), max(heads // 2, 1))]
+
+
+def _both(state: ContextAttention, inputs: list[Tensor]) -> None:
+    out = state(*inputs)
+    out.backward(out.detach())
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all tensors that operations allocate while they live; `peak` is the most at any operation's end."""
+
+    def __init__(self, existing: list[Tensor]) -> None:
+        super().__init__()
+        self.peak = 0
+        self._existing = {tensor.untyped_storage()._cdata for tensor in existing}
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._live = {key: item for key, item in self._live.items() if not item[0].expired()}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._existing and storage._cdata not in self._live:
+                    self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        return out
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result for people."""
+    lines = [f"{'assignment':<12} {'seconds':>8} {'cpu per rank':>20} {'tiles per rank':>18} {'MB received':>14}"]
+    for policy, m in result["policies"].items():
+        cpu, tiles = " ".join(f"{s:.3f}" for s in m["cpu_seconds"]), " ".join(map(str, m["tiles"]))
+        received = " ".join(f"{size / 1e6:.2f}" for size in m["received_bytes"])
+        lines.append(f"{policy:<12} {m['seconds']:>8.3f} {cpu:>20} {tiles:>18} {received:>14}")
+    for name, peaks in result["peak_bytes"].items():
+        lines.append(f"peak MB, {name}: " + ", ".join(f"{n} ranks {size / 1e6:.2f}" for n, size in peaks.items()))
+    lines += [f"{key:<16} {value:.4f}" for key, value in result.items() if isinstance(value, float)]
+    return "\n".join(lines)
