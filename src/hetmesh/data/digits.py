@@ -66,18 +66,22 @@ class DigitsSource:
     Args:
         split: `"train"` or `"validation"`.
         seed: another seed gives other questions.
+        max_images: the most images that a `read` question has.
 
     Raises:
-        RecipeError: an unknown split.
+        RecipeError: an unknown split, or `max_images` below 1.
     """
 
     vocab_size = len(VOCABULARY)
     pad_id = PAD
     placeholders = MappingProxyType({"image": IMAGE})
 
-    def __init__(self, split: str = "train", seed: int = 0) -> None:
+    def __init__(self, split: str = "train", seed: int = 0, max_images: int = MAX_READ) -> None:
         if split not in LENGTHS:
             raise RecipeError(f"digits: there is no split {split!r}; valid are {sorted(LENGTHS)}")
+        if max_images < 1:
+            raise RecipeError(f"digits: max_images must be at least 1, got {max_images}")
+        self.max_images = max_images
         self.split = split
         self.seed = seed
         # Metadata and payload of a question are asked for one after the other.
@@ -101,7 +105,7 @@ class DigitsSource:
             pairs = _additions(self.split)
             a, b = pairs[int(draw() * len(pairs))]
             return Question(kind, f"add {a}+{b}=", str(a + b))
-        number = SUM_IMAGES if kind == "sum" else 1 + int(draw() * MAX_READ)
+        number = SUM_IMAGES if kind == "sum" else 1 + int(draw() * self.max_images)
         pool = _pool(self.split)
         images = tuple(pool[int(draw() * len(pool))] for _ in range(number))
         digits = [int(data_set()[1][i]) for i in images]
