@@ -23,7 +23,8 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.parallel import local_part
 from hetmesh.testing.parity import TOLERANCE, compare, reference, run
-from hetmesh.training.job import Job, describe, loaded_module, make_prepare
+from hetmesh.training.job import Job, describe, make_prepare
+from hetmesh.training.modules import loaded_module
 from hetmesh.training.recipe import Recipe, parse_recipe
 
 VOCAB, MEDIA = 40, 1

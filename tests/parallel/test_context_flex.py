@@ -9,8 +9,9 @@ import torch
 from hetmesh.context import assign, text_with_instances
 from hetmesh.parallel import context_flex
 from hetmesh.parallel.context_flex import flex_backward, flex_forward
-from hetmesh.parallel.context_kernels import Running, Saved, Terms, cpu_backward, cpu_forward
+from hetmesh.parallel.context_kernels import cpu_backward, cpu_forward
 from hetmesh.parallel.context_plan import plan_attention
+from hetmesh.parallel.context_terms import Running, Saved, Terms
 
 MASK = text_with_instances(520, [(30, 200), (260, 420)])
 

@@ -112,7 +112,7 @@ def parity(rank: int, dp: int, tp: int, kinds, llm, fault: str | None = None) ->
     dist.all_reduce(loss, group=mesh.get_group("dp_replicate"))
     for each in parallel.values():
         if fault == "partial gradients not summed":
-            each = ParallelModule(each.module, each.adapted, each.spec, each.device_mesh)
+            each = ParallelModule(each.module, each.stages, each.spec, each.device_mesh)
         if fault != "lanes not summed":
             reduce_gradients(each)
     return float((loss - expected).abs() / expected), worst_error(modules, reference)

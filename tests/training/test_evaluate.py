@@ -12,7 +12,8 @@ from hetmesh.data.loader import Loader
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.testing.sources import RandomMedia
 from hetmesh.training.evaluate import Evaluation, evaluate, show
-from hetmesh.training.job import Job, describe, full_module, make_prepare
+from hetmesh.training.job import Job, describe, make_prepare
+from hetmesh.training.modules import full_module
 from hetmesh.training.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -12,8 +12,9 @@ from torch import nn
 from hetmesh.boundary import World, init
 from hetmesh.data.loader import Loader
 from hetmesh.testing.precision import exact_dtypes
-from hetmesh.training.job import describe, full_module, make_prepare
+from hetmesh.training.job import describe, make_prepare
 from hetmesh.training.metrics import Reporter, StepMetrics
+from hetmesh.training.modules import full_module
 from hetmesh.training.recipe import load_recipe
 from hetmesh.training.trainer import Trainer
 

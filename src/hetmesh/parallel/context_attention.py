@@ -21,8 +21,9 @@ from hetmesh.layout import Intervals, MeshSpec
 from hetmesh.layout.intervals import extent
 from hetmesh.parallel.context_blocks import Work
 from hetmesh.parallel.context_fetch import Finish, Wires, fetch, give_back
-from hetmesh.parallel.context_kernels import Running, Saved, Terms, fold, kernel_for, unfold
+from hetmesh.parallel.context_kernels import kernel_for
 from hetmesh.parallel.context_plan import AttentionPlan, Gathered, Planned, plan_attention, prefers_gathering
+from hetmesh.parallel.context_terms import Running, Saved, Terms, fold, unfold
 
 Fetch = Literal["auto", "planned", "all_gather"]
 """How keys and values come: what each rank needs, everything, or the cheaper of the two."""

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from hetmesh.context.rule import ALWAYS, BEFORE, NEVER, reach
 from hetmesh.parallel.context_blocks import BLOCK, Buffer, PartialMasks, Work
-from hetmesh.parallel.context_kernels import Running, Saved, Terms
+from hetmesh.parallel.context_terms import Running, Saved, Terms
 
 
 def flex_forward(running: Running, q: Tensor, kv: Tensor, work: Work, terms: Terms) -> None:

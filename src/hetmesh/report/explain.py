@@ -13,8 +13,9 @@ from hetmesh.graph import BoundarySpec, ModuleGraph
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, plan_transfer
 from hetmesh.report.values import BoundaryView, ModuleView, RecipeView, Traffic
 from hetmesh.training.check import check_recipe
-from hetmesh.training.job import DTYPES, describe, make_prepare
+from hetmesh.training.job import describe, make_prepare
 from hetmesh.training.module_shapes import compute_dtype, module_shapes
+from hetmesh.training.modules import DTYPES
 from hetmesh.training.recipe import Recipe
 
 BACKENDS = ("gloo", "nccl")

@@ -19,7 +19,8 @@ from hetmesh.errors import HetmeshError
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.feed import Feed
 from hetmesh.training.gradients import scale
-from hetmesh.training.job import Job, describe, loaded_module, make_prepare
+from hetmesh.training.job import Job, describe, make_prepare
+from hetmesh.training.modules import loaded_module
 from hetmesh.training.recipe import Recipe
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}

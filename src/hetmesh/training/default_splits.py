@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hetmesh.cost import ModuleShape, Rates, Work, module_times, partition
 from hetmesh.cost.partition import runs
 from hetmesh.errors import RecipeError
-from hetmesh.training.job import module_options
+from hetmesh.training.modules import module_options
 
 if TYPE_CHECKING:
     from hetmesh.training.recipe import Recipe

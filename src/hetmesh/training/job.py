@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,29 +21,22 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, SampleMeta, Stage, StageGraph, stage_graph
 from hetmesh.models import (
     Adapter,
-    add_lora,
-    build_empty,
-    build_module,
     load_weights,
     lora_plan,
     make_adapters,
     module_rows,
     placeholder_rows,
     pretrained_of,
-    stand_ins,
 )
 from hetmesh.parallel import Options, TiedCopies, parallelize, start_reduction, sum_tied_copies, tied_copies
 from hetmesh.parallel.tokens import token_sharded
 from hetmesh.runtime import Reducer, Runtime
 from hetmesh.schedule import POLICIES, PolicyOptions, Schedule
 from hetmesh.training.loss import sum_cross_entropy
-from hetmesh.training.meshes import splits_tokens, table_of
+from hetmesh.training.modules import DTYPES, full_module, module_options
 from hetmesh.training.optimizers import Root
 from hetmesh.training.recipe import Recipe
-from hetmesh.training.recipe_sections import ModuleParallelism
 from hetmesh.training.splits import split_modules
-
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 def describe(recipe: Recipe) -> tuple[Source, dict[str, Adapter], ModuleGraph]:
@@ -141,56 +133,6 @@ def make_prepare(
         item_rows=placeholder_rows(graph, adapters),
         seq_len=recipe.training.seq_len,
         module_rows=module_rows(graph, adapters),
-    )
-
-
-def full_module(recipe: Recipe, adapter: Adapter, name: str) -> nn.Module:
-    """Module `name` before it is parallelised: weights from the seed, adapters added, frozen as the recipe says.
-
-    With `initial_load_path` it has no weights yet (they are on the meta device): `load_weights` gives each rank its own
-    after the module is parallelised.
-    """
-    own, dtype = recipe.modules[name], DTYPES[recipe.training.dtype]
-    loads = own.initial_load_path is not None
-    module = build_empty(adapter, dtype) if loads else build_module(adapter, name, recipe.debug.seed, dtype)
-    if own.lora is not None:
-        with stand_ins(module):
-            add_lora(module, own.lora, name, recipe.debug.seed, adapter.layers())
-    elif not own.trainable:
-        module.requires_grad_(False)
-    return module
-
-
-def loaded_module(recipe: Recipe, adapter: Adapter, name: str) -> nn.Module:
-    """`full_module` on the CPU with its weights, wherever they come from."""
-    module = full_module(recipe, adapter, name)
-    if (pretrained := pretrained_of(name, recipe.modules[name])) is not None:
-        load_weights(adapter, module, pretrained)
-    return module
-
-
-def module_options(recipe: Recipe, name: str) -> Options:
-    """What the recipe asks of module `name` beyond its mesh. Layout keys come with the mesh, also from a consumer."""
-    owner = table_of(recipe, recipe.graph, name)
-    layout = ModuleParallelism() if owner is None else recipe.parallelism.modules[owner]
-    own, training = recipe.modules[name], recipe.training
-    key, computes = f"modules.{name}.mixed_precision_param", own.mixed_precision_param
-    if computes is None:
-        key, computes = "training.mixed_precision_param", training.mixed_precision_param
-    if computes == "bfloat16" and training.dtype != "float32":
-        raise RecipeError(f"{key} = 'bfloat16' needs training.dtype = 'float32', got {training.dtype!r}")
-    if training.enable_cpu_offload and all(m.mesh.axis_size("dp_shard") == 1 for m in recipe.graph.modules):
-        raise RecipeError(
-            "training.enable_cpu_offload: it moves the shards of modules with a data_parallel_shard_degree above 1 to "
-            "the CPU, but no module has one"
-        )
-    return Options(
-        reshard_after_forward=layout.fsdp_reshard_after_forward,
-        activation_checkpoint=own.activation_checkpoint or recipe.activation_checkpoint.mode,
-        compute_dtype=torch.bfloat16 if computes == "bfloat16" else None,
-        cpu_offload=training.enable_cpu_offload,
-        compile_backend=recipe.compile.backend if recipe.compile.enable and recipe.compile.components else None,
-        sequence_parallel=splits_tokens(recipe, recipe.meshes(), name),
     )
 
 

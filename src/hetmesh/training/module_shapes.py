@@ -10,7 +10,7 @@ import torch
 from hetmesh.cost import ModuleShape
 from hetmesh.models import Adapter, lora_plan
 from hetmesh.models.module_shape import module_shape
-from hetmesh.training.job import DTYPES, full_module, module_options
+from hetmesh.training.modules import DTYPES, full_module, module_options
 
 if TYPE_CHECKING:
     from hetmesh.training.recipe import Recipe

@@ -29,9 +29,10 @@ from hetmesh.data.loader import Drawn, Loader
 from hetmesh.models import lora_plan
 from hetmesh.models.module_shape import HEAD, module_shape
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
-from hetmesh.training.job import describe, loaded_module, make_prepare
+from hetmesh.training.job import describe, make_prepare
 from hetmesh.training.loss import sum_cross_entropy
 from hetmesh.training.module_shapes import compute_dtype
+from hetmesh.training.modules import loaded_module
 
 if TYPE_CHECKING:
     from hetmesh.graph import ModuleGraph

@@ -10,7 +10,9 @@ from hetmesh.cost import ModuleShape, Work
 from hetmesh.errors import GraphError, RecipeError
 from hetmesh.graph import ModuleGraph, ModuleSpec
 from hetmesh.models.adapter import Adapter
+from hetmesh.training.default_splits import default_splits
 from hetmesh.training.meshes import table_of
+from hetmesh.training.module_shapes import module_shape_of
 from hetmesh.training.recipe_sections import ModuleParallelism
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ def _split(recipe: Recipe, graph: ModuleGraph, module: ModuleSpec, adapter: Adap
             "stages; give it 1 in a table of its own"
         )
     module = replace(module, activation=activation)
-    shape = _shape(recipe, module.name, adapter)
+    shape = module_shape_of(recipe, adapter, module.name)
     if shape is not None:
         trained = {layer.name for layer in shape.layers if layer.trainable}
         module = replace(module, frozen_layers=frozenset(module.layers) - trained if module.trainable else frozenset())
@@ -69,12 +71,6 @@ def _stages_per_rank(recipe: Recipe, table: ModuleParallelism, layers: int, pp: 
     return 2 if recipe.schedule == "interleaved" and pp > 1 and layers >= 2 * pp else 1
 
 
-def _shape(recipe: Recipe, name: str, adapter: Adapter) -> ModuleShape | None:
-    from hetmesh.training.module_shapes import module_shape_of  # which builds modules, and so needs whole recipes
-
-    return module_shape_of(recipe, adapter, name)
-
-
 def _check_first_stage(runs: Sequence[Sequence[str]], adapter: Adapter, key: str) -> None:
     together = getattr(adapter, "first_layers", ())
     if runs and not set(together) <= set(runs[0]):
@@ -91,8 +87,6 @@ def _default(
     key: str,
 ) -> Runs:
     """Stages of nearly equal time, frozen layers counted as what they cost."""
-    from hetmesh.training.default_splits import default_splits  # which needs options of whole recipes
-
     if shape is None:
         raise RecipeError(
             f"{key}.pipeline_parallel_degree: the sizes of module {module.name!r} are not known; name the layers of "

@@ -32,9 +32,9 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph import ModuleGraph, Stage
 from hetmesh.layout import MeshSpec
 from hetmesh.schedule import Schedule
-from hetmesh.training.job import DTYPES, module_options
 from hetmesh.training.meter import measure_peak
 from hetmesh.training.module_shapes import compute_dtype, module_shapes
+from hetmesh.training.modules import DTYPES, module_options
 from hetmesh.training.transfer_costs import transfer_costs
 
 if TYPE_CHECKING:
