@@ -60,6 +60,7 @@ def test_the_result_is_printed_as_one_json_object_and_written(load, capsys, monk
     assert json.loads(capsys.readouterr().out) == json.loads(path.read_text()) == {"rounds": 3}
 
 
+@pytest.mark.slow
 def test_planning_is_timed_for_every_case(load):
     plan_time = load("benchmarks.boundary.plan_time")
     times = plan_time.plan_times(32, steps=1)
