@@ -1,13 +1,14 @@
 """Context-parallel attention: the ranks of a group share one sequence, and each computes the rows that it keeps.
 
 Exact, forward and backward, for any mask of `hetmesh.context` and any assignment of rows, uneven and empty ones
-included. Keys and values of other ranks stream through in chunks (see context_plan.py), the next one on its way while
-one is computed, and are fetched again in the backward: what a rank holds does not grow with the number of ranks.
+included. Keys and values of other ranks stream through in chunks (see context_plan.py), some on their way while one is
+computed, and are fetched again in the backward: what a rank holds does not grow with the number of ranks.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -28,9 +29,14 @@ from hetmesh.parallel.context_terms import Running, Saved, Terms, fold, unfold
 Fetch = Literal["auto", "planned", "all_gather"]
 """How keys and values come: what each rank needs, everything, or the cheaper of the two."""
 
-_CHUNK = (512, 2048)
-"""Least and most key rows of a chunk by default; between them, half of a rank's mean rows. One chunk is computed and
-the next on its way, so that two ranks hold no less of each other's keys than many ranks do."""
+_AHEAD = 3
+"""Chunks on their way while one is computed. Ranks whose work is equal altogether have unequal work chunk by chunk:
+with one on its way they waited for each other for a tenth of the time (two ranks, 16,384 tokens), with three for a
+fiftieth."""
+
+_CHUNK = (256, 2048)
+"""Least and most key rows of a chunk by default; between them, so many of a rank's mean rows that all chunks in memory
+together are as large as the share of one rank: two ranks hold no less of each other's keys than many ranks do."""
 
 
 class ContextAttention:
@@ -46,8 +52,8 @@ class ContextAttention:
         microbatch: in the log.
         fetch: `auto`, `planned` or `all_gather`; equal on all ranks. `all_gather` needs the group of `ranks`, which
             must exist (a DeviceMesh with this axis makes it) or be made here by all ranks of the job.
-        chunk: key rows of other ranks that are computed at a time, while as many are on their way; by default half of
-            a rank's mean rows, from 512 to 2048.
+        chunk: key rows of other ranks that are computed at a time, while three times as many are on their way; by
+            default a quarter of a rank's mean rows, from 256 to 2048.
 
     Raises:
         LayoutError: shares do not fit the ranks, or are not the sequence, once; an unknown `fetch`.
@@ -68,7 +74,7 @@ class ContextAttention:
         self.mask, self.name, self.fetch = mask, name, fetch
         self.shares = (((0, mask.length),),) if shares is None else tuple(tuple(runs) for runs in shares)
         mean = mask.length // max(len(self.shares), 1)
-        self.chunk = min(max(mean // 2, _CHUNK[0]), _CHUNK[1]) if chunk is None else chunk
+        self.chunk = min(max(mean // (1 + _AHEAD), _CHUNK[0]), _CHUNK[1]) if chunk is None else chunk
         self._check(ranks if shares is not None else (0,))
         self.wires: Wires | None = None
         self.coordinate = 0
@@ -135,19 +141,18 @@ class ContextAttention:
     def stream(
         self, plan: AttentionPlan, kv: Tensor, direction: Literal["forward", "backward"]
     ) -> Iterator[tuple[int, Tensor, Work]]:
-        """The own keys (-1), then every chunk by number: its buffer and work. The next one is already on its way."""
+        """The own keys (-1), then every chunk by number: its buffer and work. The next are already on their way."""
 
-        def start(number: int) -> Finish | None:
-            if self.wires is None or number == len(plan.chunks):
-                return None
+        def start(number: int) -> Finish:
+            assert self.wires is not None
             return fetch(self.wires, plan.shares, plan.chunks[number], number, kv, direction)
 
-        coming = start(0)
+        coming = deque(start(number) for number in range(min(_AHEAD, len(plan.chunks))))
         yield -1, kv, plan.own
         for number, chunk in enumerate(plan.chunks):
-            assert coming is not None
-            buffer = coming()
-            coming = start(number + 1)
+            buffer = coming.popleft()()
+            if number + _AHEAD < len(plan.chunks):
+                coming.append(start(number + _AHEAD))
             yield number, buffer, chunk.work
             del buffer
 
@@ -186,17 +191,18 @@ class _Attention(torch.autograd.Function):
         saved = Saved(fold(q, heads), fold(out, heads), seen, fold(gradients[0], heads))
         dq = torch.zeros_like(saved.q, dtype=logsumexp.dtype)
         dkv = torch.zeros_like(kv, dtype=logsumexp.dtype)
-        returning: Finish | None = None
+        returning: deque[tuple[int, Finish]] = deque()
         for number, buffer, work in state.stream(plan, kv, "backward"):
             part = dkv if number < 0 else torch.zeros_like(buffer, dtype=dkv.dtype)
             ctx.kernel.backward(saved, buffer, work, ctx.terms, dq, part)
             del buffer
             if number >= 0:
-                _collect(dkv, plan, number - 1, returning)
-                returning = None  # what has come is not needed while the next is on its way
-                returning = state.give_back(plan, number, part.to(kv.dtype))
+                if len(returning) == _AHEAD:
+                    _collect(dkv, plan, *returning.popleft())
+                returning.append((number, state.give_back(plan, number, part.to(kv.dtype))))
             del part
-        _collect(dkv, plan, len(plan.chunks) - 1, returning)
+        while returning:
+            _collect(dkv, plan, *returning.popleft())
         to_k, to_v = dkv.to(kv.dtype).unbind(1)
         return unfold(dq.to(q.dtype), len(q)), to_k.transpose(0, 1), to_v.transpose(0, 1), None, None, None
 
@@ -206,10 +212,8 @@ def _stacked(k: Tensor, v: Tensor) -> Tensor:
     return torch.stack([k.transpose(0, 1), v.transpose(0, 1)], 1)
 
 
-def _collect(dkv: Tensor, plan: AttentionPlan, number: int, returning: Finish | None) -> None:
+def _collect(dkv: Tensor, plan: AttentionPlan, number: int, returning: Finish) -> None:
     """Add the gradients of own rows that other ranks used."""
-    if returning is None:
-        return
     came, at = returning(), 0
     for a, b in own_rows(plan.chunks[number], plan.rows):
         dkv[a:b] += came[at : at + b - a]

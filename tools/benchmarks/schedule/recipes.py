@@ -70,7 +70,11 @@ _SPREAD = _BOTH.format("vision") + _BOTH.format("projector")
 
 @dataclass(frozen=True)
 class Configuration:
-    """One layout and schedule of the model; samples are an image of 64 rows and 2 to `text` tokens."""
+    """One layout and schedule of the model; samples are an image of 64 rows and 2 to `text` tokens.
+
+    Attributes:
+        vision_wide: the inner width of the encoder's MLPs, in widths.
+    """
 
     name: str
     policy: str
@@ -79,6 +83,7 @@ class Configuration:
     vision_trainable: bool = True
     llm_trainable: bool = True
     text: int = 25
+    vision_wide: int = 4
 
     def recipe(self, *, width: int, llm_layers: int, microbatch: int, microbatches: int) -> Recipe:
         """The recipe; the encoder's depth grows with the LLM's."""
@@ -86,7 +91,7 @@ class Configuration:
             vision_trainable=str(self.vision_trainable).lower(),
             llm_trainable=str(self.llm_trainable).lower(),
             width=width,
-            wide=4 * width,
+            wide=self.vision_wide * width,
             inner=width * 11 // 4,
             head=width // 4,
             vision_layers=max(self.vision_layers * llm_layers // 4, 1),
