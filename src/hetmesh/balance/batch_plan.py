@@ -83,7 +83,7 @@ class BatchPlan:
 
     def layouts(self, boundary: BoundarySpec, microbatch: int) -> tuple[tuple[int, int], Layout, Layout]:
         """Global shape `[rows, features]` and the layouts on both sides of `boundary` in `microbatch`: on the last
-        stage of its source and the first of its destination."""
+        stage of its source and on the stage of its destination where it ends."""
         space = self.row_space(boundary, microbatch)
         source = self.graph[boundary.source]
         layout = space.layout(source.stage_mesh(-1), self.lanes[source.name][microbatch])
@@ -91,13 +91,14 @@ class BatchPlan:
 
     def _destination(self, boundary: BoundarySpec, microbatch: int, space: RowSpace, layout: Layout) -> Layout:
         source, module = self.graph[boundary.source], self.graph[boundary.destination]
-        lanes, mesh = self.lanes[module.name][microbatch], module.stage_mesh(0)
+        stage = self.graph.destination_stage(boundary)
+        lanes, mesh = self.lanes[module.name][microbatch], module.stage_mesh(stage)
         if not module.token_axes or boundary.at is None:
             same = mesh == source.stage_mesh(-1) and lanes == self.lanes[source.name][microbatch]
             return layout if same else space.layout(mesh, lanes)
         tokens = [self.lane_tokens(module.name, microbatch, lane) for lane in range(len(lanes))]
         own = [[(i, self.samples[i]) for i in lane] for lane in lanes]
-        return space.token_layout(module, own, boundary.at, tokens)
+        return space.token_layout(module, own, boundary.at, tokens, stage)
 
     @cached_property
     def _shared_tokens(self) -> dict[tuple[str, int, int], tuple[LaneTokens, Mask | None]]:
@@ -124,7 +125,8 @@ class BatchPlan:
         """As `layouts`, of a forward edge between stages: of a boundary, or of two stages of one module, whose
         activations lie alike on both sides."""
         if not edge.internal:
-            return self.layouts(self.graph.boundary(edge.source.module, edge.destination.module), microbatch)
+            boundary = self.graph.boundary(edge.source.module, edge.destination.module, edge.output)
+            return self.layouts(boundary, microbatch)
         module = self.graph[edge.source.module]
         assert module.activation is not None
         lanes = self.lanes[module.name][microbatch]

@@ -123,16 +123,31 @@ class BoundarySpec:
 
     Attributes:
         at: the placeholder whose tokens the rows replace; None where the destination consumes rows as such.
+        output: which output of the source it carries: `""` is the rows, others have names (`"deepstack.0"`). All have
+            one row for each of the rows, of the same width.
+        layer: the layer of the destination that an output with a name goes to: it is added to the tokens behind it.
     """
 
     source: str
     destination: str
     at: str | None = None
+    output: str = ""
+    layer: str | None = None
 
     @property
     def name(self) -> str:
-        """How logs and errors call it: `"vision->projector"`."""
-        return f"{self.source}->{self.destination}"
+        """How logs and errors call it: `"vision->projector"`, `"vision.deepstack.0->llm"`."""
+        return f"{self.key}->{self.destination}"
+
+    @property
+    def key(self) -> str:
+        """What the destination knows its rows by among its inputs."""
+        return output_key(self.source, self.output)
+
+
+def output_key(module: str, output: str = "") -> str:
+    """What consumers know an output of a module by: the module's name for its rows, `vision.deepstack.0` for others."""
+    return f"{module}.{output}" if output else module
 
 
 @dataclass(frozen=True)
@@ -156,7 +171,10 @@ class ModuleGraph:
                     raise GraphError(f"boundary {b.name}: there is no module {end!r}; modules are {names}")
         ends = [b.name for b in self.boundaries]
         if len(set(ends)) != len(ends):
-            raise GraphError(f"at most one boundary between two modules: {ends}")
+            raise GraphError(f"at most one boundary per output between two modules: {ends}")
+        for b in self.boundaries:
+            if b.layer is not None and b.layer not in self[b.destination].layers:
+                raise GraphError(f"boundary {b.name}: {b.destination!r} has no layer {b.layer!r}")
         sinks = [n for n in names if all(b.source != n for b in self.boundaries)]
         if len(sinks) != 1:
             raise GraphError(f"exactly one module may have no consumer (it computes the loss), got {sinks}")
@@ -185,9 +203,15 @@ class ModuleGraph:
         """The module that computes the loss."""
         return self[self.order[-1]]
 
-    def boundary(self, source: str, destination: str) -> BoundarySpec:
-        """The boundary between two modules."""
-        return next(b for b in self.boundaries if (b.source, b.destination) == (source, destination))
+    def boundary(self, source: str, destination: str, output: str = "") -> BoundarySpec:
+        """The boundary between two modules that carries one of the outputs of the first."""
+        return next(b for b in self.boundaries if (b.source, b.destination, b.output) == (source, destination, output))
+
+    def destination_stage(self, boundary: BoundarySpec) -> int:
+        """The stage of its destination that a boundary ends at: the first, or the one that holds its layer."""
+        module = self[boundary.destination]
+        stages = range(module.num_stages if boundary.layer is not None else 1)
+        return next((i for i in stages if boundary.layer in module.stage_layers(i)), 0)
 
     def inputs(self, name: str) -> tuple[BoundarySpec, ...]:
         """Boundaries into module `name`, in the order given."""

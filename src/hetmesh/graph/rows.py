@@ -53,9 +53,10 @@ class RowSpace:
         lanes: Sequence[Sequence[tuple[int, SampleMeta]]],
         at: str,
         tokens: Sequence[LaneTokens],
+        stage: int = 0,
     ) -> Layout:
-        """As `layout` of the first stage, but the ranks of a lane that share its tokens share the rows too: each gets
-        those whose placeholders `at` it keeps.
+        """As `layout` of one stage, but the ranks of a lane that share its tokens share the rows too: each gets those
+        whose placeholders `at` it keeps.
 
         Args:
             lanes: index and metadata of the samples of each lane, in order.
@@ -66,7 +67,7 @@ class RowSpace:
             samples = [sample for _, sample in lane]
             starts = [self._spans[index][0] for index, _ in lane]
             intervals += [owned_rows(samples, starts, at, own, i) for i in range(len(own.shares) * own.parts)]
-        return owner_layout(module.stage_mesh(0), module.token_axes, RowSplit(0, tuple(intervals)))
+        return owner_layout(module.stage_mesh(stage), module.token_axes, RowSplit(0, tuple(intervals)))
 
     def layout(self, mesh: MeshSpec, lanes: Sequence[Sequence[int]]) -> Layout:
         """The rows on the mesh of a stage, whose lane i holds the samples `lanes[i]`: split over lanes only.

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
-from hetmesh.graph.module_graph import BoundarySpec, ModuleGraph
+from hetmesh.graph.module_graph import BoundarySpec, ModuleGraph, output_key
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -22,23 +22,33 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Edge:
-    """What one stage sends to another. Rows go from producer to consumer, their gradients along the reversed edge."""
+    """What one stage sends to another. Rows go from producer to consumer, their gradients along the reversed edge.
+
+    Attributes:
+        output: which output of the producer it carries; see `BoundarySpec`.
+    """
 
     source: Stage
     destination: Stage
+    output: str = ""
 
     @property
     def reversed(self) -> Edge:
         """The edge that carries the gradient back."""
-        return Edge(self.destination, self.source)
+        return Edge(self.destination, self.source, self.output)
 
     @property
     def internal(self) -> bool:
         """Whether it joins two stages of one module, and so carries activations."""
         return self.source.module == self.destination.module
 
+    @property
+    def key(self) -> str:
+        """What the consumer of a forward edge between modules knows its rows by."""
+        return output_key(self.source.module, self.output)
+
     def __str__(self) -> str:
-        return f"{self.source}->{self.destination}"
+        return f"{self.source}->{self.destination}" + (f" ({self.output})" if self.output else "")
 
 
 @dataclass(frozen=True)
@@ -107,8 +117,10 @@ class StageGraph:
 
 
 def boundary_edge(graph: ModuleGraph, boundary: BoundarySpec) -> Edge:
-    """The edge of a boundary: from the last stage of its source to the first of its destination."""
-    return Edge(Stage(boundary.source, graph[boundary.source].num_stages - 1), Stage(boundary.destination))
+    """The edge of a boundary: from the last stage of its source to the first of its destination, or to the one that
+    holds its layer."""
+    source = Stage(boundary.source, graph[boundary.source].num_stages - 1)
+    return Edge(source, Stage(boundary.destination, graph.destination_stage(boundary)), boundary.output)
 
 
 def stage_graph(graph: ModuleGraph) -> StageGraph:

@@ -112,12 +112,14 @@ class Adapter(Protocol):
         """
         ...
 
-    def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
-        """Run `module` on `batch` (from `collate`) and `inputs` (rows `[n, features]` by source module name).
+    def forward(
+        self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> Tensor | Mapping[str, Tensor]:
+        """Run `module` on `batch` (from `collate`) and `inputs` (rows `[n, features]` by `BoundarySpec.key`).
 
         Returns:
             Rows `[n, out_features]`, in sample order then position order; from the sink, logits `[num_targets, vocab]`
-            in the order of `batch["targets"]`.
+            in the order of `batch["targets"]`. With further outputs (`further_outputs`) all by name, the rows as `""`.
         """
         ...
 

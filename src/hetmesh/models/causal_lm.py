@@ -135,7 +135,7 @@ class CausalLMAdapter:
         model: Any = module
         ids, position_ids = batch["input_ids"], batch["position_ids"]
         if ids.numel() == 0:  # transformers' views are ambiguous on empty tensors: one token that predicts nothing
-            ids, position_ids = ids.new_zeros(1, 1), position_ids.new_zeros(1, 1)
+            ids, position_ids = ids.new_zeros(1, 1), position_ids.new_zeros(*position_ids.shape[:-2], 1, 1)
         tokens, total = tokens_of(module), ids.numel()
         flat = inputs[PREVIOUS] if PREVIOUS in inputs else self._embed(model, ids, batch, inputs)
         # Handing over the finished masks (none) keeps transformers from looking for packed sequences and building one.
@@ -145,12 +145,14 @@ class CausalLMAdapter:
         if (attention := batch.get("attention")) is not None:
             extra["attention_state"] = attention
             masks = masks or flat.new_zeros(1, 1, 1, 1)  # four dims count as finished; the packed mask is elsewhere
+        embedded = tokens.as_input(flat, ids.shape)
         hidden = model.model(
-            inputs_embeds=tokens.as_input(flat, ids.shape),
+            inputs_embeds=embedded,
             position_ids=position_ids,
             attention_mask=tokens.mask(flat) if masks is None else masks,
             use_cache=False,
             **extra,
+            **self.added_features(model, embedded, batch, inputs),
         ).last_hidden_state.flatten(0, 1)
         if is_absent(model.lm_head):
             return hidden
@@ -162,10 +164,25 @@ class CausalLMAdapter:
         flat = tokens.split(model.model.embed_tokens(ids).flatten(0, 1))
         for source, at in self.sources.items():
             rows, positions = inputs[source], tokens.locate(batch[f"positions.{at}"], total)
-            if rows.shape != (positions.numel(), flat.shape[-1]):
-                raise BoundaryError(
-                    f"rows of module {source!r} have shape {tuple(rows.shape)}, but {positions.numel()} {at!r} "
-                    f"placeholders of width {flat.shape[-1]} wait for them"
-                )
+            self.check_rows(source, at, rows, positions, flat.shape[-1])
             flat = flat.index_copy(0, positions, rows.to(flat.dtype))
         return flat
+
+    def added_features(
+        self, model: Any, hidden: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        """What the model is also called with so that it adds the features among `inputs`, which are no rows, behind
+        some of its layers.
+
+        Args:
+            hidden: the embedded tokens, `[B, S, features]`; of packed or shared tokens `[1, kept, features]`.
+        """
+        return {}
+
+    def check_rows(self, source: str, at: str, rows: Tensor, positions: Tensor, width: int) -> None:
+        """Raise BoundaryError unless there is one row of `width` for each of the `positions` of placeholder `at`."""
+        if rows.shape != (positions.numel(), width):
+            raise BoundaryError(
+                f"rows of module {source!r} have shape {tuple(rows.shape)}, but {positions.numel()} {at!r} "
+                f"placeholders of width {width} wait for them"
+            )

@@ -20,6 +20,21 @@ def collate_media(
     Raises:
         SampleError: a sample holds another number of items than its metadata says, or an item of another shape.
     """
+    items = media_items(samples, metas, name, shape)
+    return {"media": torch.stack(items) if items else torch.zeros(0, *shape)}
+
+
+def media_items(
+    samples: Sequence[SampleLike], metas: Sequence[SampleMeta], name: str, shape: tuple[int, ...] | None = None
+) -> list[Tensor]:
+    """The media items of kind `name` in sample order, then position order.
+
+    Args:
+        shape: of every item; None: as its metadata says.
+
+    Raises:
+        SampleError: a sample holds another number of items than its metadata says, or an item of another shape.
+    """
     items: list[Tensor] = []
     for sample, meta in _paired(samples, metas):
         own = sample.media.get(name, ())
@@ -27,11 +42,13 @@ def collate_media(
             raise SampleError(
                 f"sample {sample.id!r}: {meta.num_items(name)} {name!r} in its metadata, {len(own)} in its payload"
             )
-        for item in own:
-            if tuple(item.shape) != shape:
-                raise SampleError(f"sample {sample.id!r}: {name!r} item of shape {tuple(item.shape)}, expected {shape}")
+        planned = (item for item in meta.media if item.name == name)
+        for item, known in zip(own, planned, strict=True):
+            want = known.shape if shape is None else shape
+            if tuple(item.shape) != want:
+                raise SampleError(f"sample {sample.id!r}: {name!r} item of shape {tuple(item.shape)}, expected {want}")
         items.extend(own)
-    return {"media": torch.stack(items) if items else torch.zeros(0, *shape)}
+    return items
 
 
 def collate_tokens(
@@ -49,7 +66,8 @@ def collate_tokens(
         placeholders: placeholder name -> token id.
 
     Returns:
-        `input_ids`, `position_ids`: int64 `[B, S]`.
+        `input_ids`, `position_ids`: int64 `[B, S]`; positions `[axes, B, S]` where samples have several (multimodal
+        RoPE).
         `targets`: int64 `[num_targets]`, in sample order then position order.
         `target_positions`: int64 `[num_targets]`, index into the flat `[B * S]` of the token before each target, which
         is the position whose output predicts it.
@@ -61,7 +79,8 @@ def collate_tokens(
     pairs = list(_paired(samples, metas))
     length = max((meta.tokens for _, meta in pairs), default=1)
     input_ids = torch.full((len(pairs), length), pad_id, dtype=torch.int64)
-    position_ids = torch.arange(length).repeat(len(pairs), 1)
+    axes = next((len(meta.position_ids) for _, meta in pairs if meta.position_ids is not None), 1)
+    position_ids = torch.arange(length).repeat(axes, len(pairs), 1)
     target_positions: list[Tensor] = []
     for row, (sample, meta) in enumerate(pairs):
         if sample.tokens.shape != (meta.tokens,):
@@ -71,9 +90,12 @@ def collate_tokens(
             )
         input_ids[row, : meta.tokens] = sample.tokens
         if meta.position_ids is not None:
-            if len(meta.position_ids) != 1 or len(meta.position_ids[0]) != meta.tokens:
-                raise SampleError(f"sample {sample.id!r}: position_ids must be one row of {meta.tokens} positions")
-            position_ids[row, : meta.tokens] = torch.tensor(meta.position_ids[0])
+            if len(meta.position_ids) != axes or any(len(axis) != meta.tokens for axis in meta.position_ids):
+                raise SampleError(
+                    f"sample {sample.id!r}: position_ids must be {axes} rows of {meta.tokens} positions, got rows of "
+                    f"{[len(axis) for axis in meta.position_ids]}"
+                )
+            position_ids[:, row, : meta.tokens] = torch.tensor(meta.position_ids)
         for start, stop in meta.targets:
             if not 1 <= start <= stop <= meta.tokens:
                 raise SampleError(
@@ -84,7 +106,7 @@ def collate_tokens(
     flat = torch.cat(target_positions) if target_positions else torch.zeros(0, dtype=torch.int64)
     batch = {
         "input_ids": input_ids,
-        "position_ids": position_ids,
+        "position_ids": position_ids[0] if axes == 1 else position_ids,
         "target_positions": flat,
         "targets": input_ids.flatten()[flat + 1],
     }

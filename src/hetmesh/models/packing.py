@@ -18,7 +18,8 @@ def pack_tokens(batch: Mapping[str, Tensor], lengths: Sequence[int], kept: Inter
         kept: positions in that row that the rank keeps, in its order.
 
     Returns:
-        `input_ids`, `position_ids`: int64 `[1, kept]`; positions start anew with each sample.
+        `input_ids`, `position_ids`: int64 `[1, kept]`, positions of several axes `[axes, 1, kept]`; positions start
+        anew with each sample.
         `targets`, `target_positions`: those whose predicting token the rank keeps; positions in its own order.
         `target_index`: int64, which of the lane's targets they are.
         `positions.<placeholder>`: positions, in the rank's own order, of the placeholders that it keeps, ascending.
@@ -31,7 +32,7 @@ def pack_tokens(batch: Mapping[str, Tensor], lengths: Sequence[int], kept: Inter
     mine = torch.cat([torch.arange(a, b) for a, b in kept]) if kept else torch.zeros(0, dtype=torch.int64)
     place = torch.full((len(real),), -1)
     place[mine] = torch.arange(len(mine))
-    out = {key: batch[key].flatten()[real][mine][None] for key in ("input_ids", "position_ids")}
+    out = {key: batch[key].flatten(-2)[..., real][..., mine].unsqueeze(-2) for key in ("input_ids", "position_ids")}
     predicting = place[row_of[batch["target_positions"]]]
     out["target_index"] = (predicting >= 0).nonzero().flatten()
     out["target_positions"] = predicting[out["target_index"]]

@@ -22,16 +22,21 @@ class Qwen3Adapter(CausalLMAdapter):
         from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
         from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
-        sizes = {
-            key: positive_int(request, key, request.config[key])
-            for key in ("hidden_size", "num_attention_heads")
-            if key in request.config
-        }
-        derived: dict[str, Any] = {}
-        if "hidden_size" in sizes:
-            derived["intermediate_size"] = 3 * sizes["hidden_size"]
-        if "num_attention_heads" in sizes:
-            derived["num_key_value_heads"] = sizes["num_attention_heads"]
-        if len(sizes) == 2:
-            derived["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
-        return cls.make_from(request, Qwen3Config, Qwen3ForCausalLM, derived)
+        return cls.make_from(request, Qwen3Config, Qwen3ForCausalLM, derived_sizes(request))
+
+
+def derived_sizes(request: AdapterRequest) -> dict[str, Any]:
+    """Sizes that follow from others where a recipe does not give them."""
+    sizes = {
+        key: positive_int(request, key, request.config[key])
+        for key in ("hidden_size", "num_attention_heads")
+        if key in request.config
+    }
+    derived: dict[str, Any] = {}
+    if "hidden_size" in sizes:
+        derived["intermediate_size"] = 3 * sizes["hidden_size"]
+    if "num_attention_heads" in sizes:
+        derived["num_key_value_heads"] = sizes["num_attention_heads"]
+    if len(sizes) == 2:
+        derived["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
+    return derived

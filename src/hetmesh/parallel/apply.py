@@ -37,7 +37,9 @@ class Adapter(Protocol):
         """FQN pattern -> style; see `hetmesh.parallel.tensor_parallel`."""
         ...
 
-    def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+    def forward(
+        self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> Tensor | Mapping[str, Tensor]:
         """Run `module` on its own inputs and on rows by source module."""
         ...
 
@@ -61,12 +63,16 @@ class AdaptedModule(nn.Module):
         self.compute_dtype = compute_dtype
         self.autocast = autocast
 
-    def forward(self, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+    def forward(
+        self, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> Tensor | Mapping[str, Tensor]:
         """`adapter.forward`."""
         inputs = {source: rows.to(self.compute_dtype) for source, rows in inputs.items()}
         with torch.autocast(self.autocast, self.compute_dtype) if self.autocast else nullcontext():
             output = self.adapter.forward(self.module, batch, inputs)
-        return output.to(self.compute_dtype)
+        if isinstance(output, Tensor):
+            return output.to(self.compute_dtype)
+        return {name: each.to(self.compute_dtype) for name, each in output.items()}
 
 
 @dataclass(frozen=True)

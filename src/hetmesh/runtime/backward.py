@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from hetmesh._torch_compat import stage_backward_input, stage_backward_weight
 
 
-def backward(output: Tensor, gradient: Tensor | None) -> None:
-    """Add the gradients of all leaves to their `.grad`. `gradient` is that of `output`; None for a loss."""
-    if output.requires_grad:
-        torch.autograd.backward(output, gradient)
+def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Add the gradients of all leaves to their `.grad`. `gradients` are those of `outputs`; None for a loss."""
+    pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
+    if pairs:
+        torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
 
 
 class SplitBackward:
@@ -28,12 +29,14 @@ class SplitBackward:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.groups: list[dict[str, Any]] = []
 
-    def input_part(self, output: Tensor, gradient: Tensor | None, leaves: Sequence[Tensor]) -> None:
+    def input_part(
+        self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]
+    ) -> None:
         """Add the gradients of `leaves` to their `.grad`."""
-        gradients = None if gradient is None else [gradient]
-        if output._is_view():  # torch detaches it in place, to free what only the inputs' part needed
-            output = output.clone()
-        _, self.groups = stage_backward_input([output], gradients, list(leaves), iter(self.parameters))
+        given = None if gradients[0] is None else list(gradients)
+        # torch detaches outputs in place, to free what only the inputs' part needed: a view cannot be
+        whole = [out.clone() if out._is_view() else out for out in outputs]
+        _, self.groups = stage_backward_input(whole, given, list(leaves), iter(self.parameters))
 
     def weight_part(self) -> None:
         """Add the gradients of the parameters to their `.grad`."""

@@ -30,7 +30,8 @@ class Runtime:
     Args:
         world: this process.
         graph: the modules.
-        modules: the stages that this rank holds, parallelised; called with a batch and the rows by source.
+        modules: the stages that this rank holds, parallelised; called with a batch and the rows by source, they return
+            a tensor, or several outputs by name (`BoundarySpec.output`).
         reducers: per such stage with something trainable, the REDUCE action.
         loss: the summed loss.
         dtypes: of the rows that each module emits, and so of their gradients.

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 LoadBatch = Callable[[Stage, int], Mapping[str, Tensor]]
 """(stage, microbatch) -> the stage's own inputs on this rank's lane, on the CPU."""
 
+Outputs = Mapping[str, Tensor]
+"""The outputs of a stage by name; `""` is its rows, its activations, or the output of the sink."""
+
 Loss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """(output of the sink, its batch) -> the summed loss of this lane and microbatch, a scalar."""
 
@@ -43,10 +46,10 @@ class Step:
         for i, edge in enumerate(schedule.stages.edges):
             self.tags[edge], self.tags[edge.reversed] = 2 * i, 2 * i + 1
         self.leaves: dict[tuple[Edge, int], Tensor] = {}
-        self.outputs: dict[tuple[Stage, int], Tensor] = {}
-        self.gradients: dict[tuple[Stage, int], Tensor] = {}
+        self.outputs: dict[tuple[Stage, int], Outputs] = {}
+        self.gradients: dict[tuple[Stage, int], dict[str, Tensor]] = {}
         self.deferred: dict[tuple[Stage, int], SplitBackward] = {}
-        self.again: dict[tuple[Stage, int], Callable[[], Tensor]] = {}
+        self.again: dict[tuple[Stage, int], Callable[[], Outputs]] = {}
         self.exchanges: dict[tuple[Edge, int], Exchange] = {}
         self.plans: dict[tuple[Edge, int], TransferPlan] = {}
         self.sent: set[tuple[Edge, int]] = set()
@@ -61,7 +64,7 @@ class Step:
         elif action.kind is Kind.FORWARD:
             self._forward(target, m)
         elif action.kind is Kind.BACKWARD:
-            backward(self._output(target, m), self.gradients.pop((target, m), None))
+            backward(*self._outputs_and_gradients(target, m))
         elif action.kind is Kind.BACKWARD_INPUT:
             self._backward_input(target, m)
         else:
@@ -72,41 +75,49 @@ class Step:
         device = self.runtime.world.device
         loaded = self.load_batch(stage, m)
         batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in loaded.items()}
-        inputs = {PREVIOUS if e.internal else e.source.module: self._input(e, m) for e in stages.inputs(stage)}
+        inputs = {PREVIOUS if e.internal else e.key: self._input(e, m) for e in stages.inputs(stage)}
 
-        def compute() -> Tensor:
+        def compute() -> Outputs:
             # Where no gradient is needed nothing is kept for a backward: a frozen encoder holds no activations.
             with torch.set_grad_enabled(schedule.training and stage in stages.backward_stages), self._kept(stage):
-                return self.runtime.modules[stage](batch, inputs)
+                return self._run(stage, batch, inputs)
 
         if stage in schedule.recompute and schedule.training:
             state = torch.get_rng_state()  # dropout must drop the same again
             with torch.no_grad():
-                self.outputs[stage, m] = self.runtime.modules[stage](batch, inputs)
+                self.outputs[stage, m] = self._run(stage, batch, inputs)
             self.again[stage, m] = lambda: _with_rng_state(state, compute)
             return
-        output = compute()
+        outputs = compute()
         if stage == stages.sink:
             if self.observe is not None:
-                self.observe(m, output.detach(), batch)
-            output = self.runtime.loss(output, batch)
-            self.loss_sum += output.detach().double().cpu()
-        self.outputs[stage, m] = output
+                self.observe(m, outputs[""].detach(), batch)
+            loss = self.runtime.loss(outputs[""], batch)
+            self.loss_sum += loss.detach().double().cpu()
+            outputs = {"": loss}
+        self.outputs[stage, m] = outputs
+
+    def _run(self, stage: Stage, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Outputs:
+        result = self.runtime.modules[stage](batch, inputs)
+        return {"": result} if isinstance(result, Tensor) else result
 
     def _kept(self, stage: Stage) -> AbstractContextManager[object]:
         if stage not in self.schedule.offload:
             return nullcontext()
         return save_on_cpu(pin_memory=self.runtime.world.device.type == "cuda")
 
-    def _output(self, stage: Stage, m: int) -> Tensor:
-        """The output of a forward, on its autograd graph."""
-        output = self.outputs.pop((stage, m))
-        return self.again.pop((stage, m))() if (stage, m) in self.again else output
+    def _outputs_and_gradients(self, stage: Stage, m: int) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The outputs of a forward, on their autograd graph, and their gradients; no gradient for the loss."""
+        outputs = self.outputs.pop((stage, m))
+        if (stage, m) in self.again:
+            outputs = self.again.pop((stage, m))()
+        gradients = self.gradients.pop((stage, m), {})
+        return list(outputs.values()), [gradients.get(name) for name in outputs]
 
     def _backward_input(self, stage: Stage, m: int) -> None:
         leaves = [self.leaves[e, m] for e in self.schedule.stages.inputs(stage) if (e, m) in self.leaves]
         split = SplitBackward(list(self.runtime.modules[stage].parameters()))
-        split.input_part(self._output(stage, m), self.gradients.pop((stage, m), None), leaves)
+        split.input_part(*self._outputs_and_gradients(stage, m), leaves)
         self.deferred[stage, m] = split
 
     def _input(self, edge: Edge, m: int) -> Tensor:
@@ -134,9 +145,9 @@ class Step:
             needs_gradient = self.schedule.training and edge in self.schedule.stages.gradient_edges
             self.leaves[edge, m] = received.requires_grad_(needs_gradient)
             return
-        key = (edge.destination, m)
+        sums = self.gradients.setdefault((edge.destination, m), {})
         # One module may feed several consumers: their gradients are summed, in the order of the schedule.
-        self.gradients[key] = self.gradients[key] + received if key in self.gradients else received
+        sums[edge.output] = sums[edge.output] + received if edge.output in sums else received
 
     @property
     def _forward_edges(self) -> tuple[Edge, ...]:
@@ -150,7 +161,11 @@ class Step:
             forward = edge in self._forward_edges
             local = None
             if edge.source in runtime.modules:
-                local = self.outputs[edge.source, m].detach() if forward else self._leaf_gradient(edge.reversed, m)
+                local = (
+                    self.outputs[edge.source, m][edge.output].detach()
+                    if forward
+                    else self._leaf_gradient(edge.reversed, m)
+                )
             exchange = Exchange(
                 runtime.world,
                 self._transfer_plan(edge, m, forward),
@@ -194,10 +209,10 @@ class Step:
 
 def edge_name(edge: Edge) -> str:
     """How logs and errors call a forward edge: as its boundary, or `llm.0->llm.1` inside a module."""
-    return str(edge) if edge.internal else f"{edge.source.module}->{edge.destination.module}"
+    return str(edge) if edge.internal else f"{edge.key}->{edge.destination.module}"
 
 
-def _with_rng_state(state: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+def _with_rng_state(state: Tensor, compute: Callable[[], Outputs]) -> Outputs:
     with torch.random.fork_rng():
         torch.set_rng_state(state)
         return compute()

@@ -1,0 +1,43 @@
+"""Further outputs: features of a module beside its rows, which its consumer adds behind some of its layers.
+
+DeepStack (arXiv:2406.04334), as Qwen3-VL has it: layers inside the vision tower give features too, one per image token,
+which the first layers of the LLM take. Each is a boundary of its own, straight to the pipeline stage that holds its
+layer and, within it, to the rank that keeps the token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hetmesh.errors import RecipeError
+from hetmesh.graph.module_graph import BoundarySpec
+from hetmesh.models.adapter import Adapter
+
+
+def further_outputs(adapter: Adapter) -> tuple[str, ...]:
+    """Names of the outputs of a module beside its rows, as the attribute of its adapter says; most have none."""
+    return getattr(adapter, "further_outputs", ())
+
+
+def with_further_boundaries(
+    boundaries: Sequence[BoundarySpec], adapters: Mapping[str, Adapter]
+) -> tuple[BoundarySpec, ...]:
+    """The boundaries of a recipe, each followed by those of the further outputs of its source.
+
+    Raises:
+        RecipeError: the destination has no layer that takes an output.
+    """
+    found: list[BoundarySpec] = []
+    for b in boundaries:
+        found.append(b)
+        for output in further_outputs(adapters[b.source]):
+            takes = getattr(adapters[b.destination], "layer_of_output", None)
+            layer = takes(output) if takes is not None else None
+            if layer is None:
+                raise RecipeError(
+                    f"boundary {b.name}: {b.source!r} also emits {output!r}, for which {b.destination!r} has no layer; "
+                    "an LLM of model 'qwen3_vl_text' with enough layers takes it, straight from its encoder (or leave "
+                    f"it out: modules.{b.source}.config.deepstack_visual_indexes)"
+                )
+            found.append(BoundarySpec(b.source, b.destination, b.at, output, layer))
+    return tuple(found)

@@ -1,0 +1,37 @@
+"""Multimodal RoPE: positions of three axes (time, height, width) for sequences of text and images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from hetmesh.graph.sample import SampleMeta
+
+ItemGrids = Mapping[str, Callable[[tuple[int, ...]], tuple[int, int, int]]]
+"""Kind of media -> from an item's raw shape to the grid of its rows: frames, height, width."""
+
+
+def multimodal_positions(meta: SampleMeta, grids: ItemGrids) -> tuple[tuple[int, ...], ...]:
+    """Three rows of `meta.tokens` positions each.
+
+    Text counts on all three axes alike. The rows of an image start where the text before it ended, each at its own
+    frame, height and width; the text behind goes on after the larger of height and width (Qwen3-VL; transformers'
+    `Qwen3VLModel.get_rope_index`). Media of a kind without a grid count like text.
+
+    Args:
+        meta: an expanded sample.
+    """
+    parts, token, position = [], 0, 0
+    for item in meta.media:
+        if item.name not in grids:
+            continue
+        text = item.position - token
+        parts.append(np.tile(np.arange(position, position + text), (3, 1)))
+        position += text
+        frames, height, width = grids[item.name](item.shape)
+        parts.append(position + np.indices((frames, height, width)).reshape(3, -1))
+        token = item.position + item.rows
+        position += max(height, width)
+    parts.append(np.tile(np.arange(position, position + meta.tokens - token), (3, 1)))
+    return tuple(tuple(row) for row in np.concatenate(parts, axis=1).tolist())

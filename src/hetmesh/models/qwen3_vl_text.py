@@ -1,0 +1,84 @@
+"""Qwen3-VL's LLM (transformers' Qwen3VLTextModel with a head): positions of three axes, DeepStack features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetmesh.errors import RecipeError
+from hetmesh.graph.sample import SampleMeta
+from hetmesh.models.adapter import AdapterRequest
+from hetmesh.models.causal_lm import CausalLMAdapter
+from hetmesh.models.multimodal_rope import ItemGrids, multimodal_positions
+from hetmesh.models.qwen3 import derived_sizes
+from hetmesh.parallel.stages import PREVIOUS
+from hetmesh.parallel.tokens import tokens_of
+
+FEATURE = "deepstack."
+"""How the further outputs of the encoder begin; their number is that of the layer."""
+
+
+class Qwen3VLTextAdapter(CausalLMAdapter):
+    """Qwen3 whose rotary positions have three axes (time, height, width), and which adds DeepStack features to the
+    image tokens behind its first layers."""
+
+    @classmethod
+    def make(cls, request: AdapterRequest) -> CausalLMAdapter:
+        """The adapter of a recipe's module; keys not given follow the others as those of `qwen3`.
+
+        Raises:
+            RecipeError: also where `rope_parameters.mrope_section` does not fit the width of a head.
+        """
+        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+
+        from hetmesh.models.qwen3_vl_causal_lm import Qwen3VLTextForCausalLM
+
+        adapter = cls.make_from(request, Qwen3VLTextConfig, Qwen3VLTextForCausalLM, derived_sizes(request))
+        _check_sections(request, adapter.config)
+        return adapter
+
+    def layer_of_output(self, output: str) -> str | None:
+        """The layer behind which a further output of the encoder is added to its tokens; None: there is none."""
+        index = output.removeprefix(FEATURE)
+        known = output.startswith(FEATURE) and index.isdigit() and int(index) < self.config.num_hidden_layers
+        return f"model.layers.{index}" if known else None
+
+    def position_ids(self, meta: SampleMeta, grids: ItemGrids) -> tuple[tuple[int, ...], ...]:
+        """Three rows of positions; see `multimodal_positions`."""
+        return multimodal_positions(meta, grids)
+
+    def added_features(
+        self, model: Any, hidden: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        features: dict[int, Tensor] = {}
+        mask = torch.zeros(hidden.shape[:-1].numel(), dtype=torch.bool, device=hidden.device)
+        for source, at in self.sources.items():
+            own = {k: rows for k, rows in inputs.items() if k != PREVIOUS and k.startswith(f"{source}.{FEATURE}")}
+            if not own:
+                continue
+            positions = tokens_of(model).locate(batch[f"positions.{at}"], batch["input_ids"].numel())
+            mask[positions] = True
+            for key, rows in own.items():
+                self.check_rows(key, at, rows, positions, hidden.shape[-1])
+                features[int(key.rpartition(".")[2])] = rows
+        if not features:
+            return {}
+        nothing = hidden.new_zeros(1, 1)  # for the layers of other stages
+        return {
+            "visual_pos_masks": mask.view(hidden.shape[:-1]),
+            "deepstack_visual_embeds": [features.get(i, nothing) for i in range(1 + max(features))],
+        }
+
+
+def _check_sections(request: AdapterRequest, config: Any) -> None:
+    """Raise RecipeError unless the axes share out the frequencies of a head."""
+    parameters = config.rope_parameters or {}
+    sections = parameters.get("mrope_section", [24, 20, 20])
+    if len(sections) != 3 or sum(sections) != config.head_dim // 2:
+        raise RecipeError(
+            f"{request.key}.config.rope_parameters.mrope_section: the frequencies of time, height and width must add "
+            f"up to head_dim / 2 = {config.head_dim // 2}, got {list(sections)}"
+        )
