@@ -6,7 +6,7 @@ import bisect
 import functools
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from types import MappingProxyType
@@ -44,12 +44,14 @@ LENGTHS = MappingProxyType({"train": 1_000_000, "validation": 384})
 
 @dataclass(frozen=True)
 class Question:
-    """One question: `images` are indices into the data set, `text` has one `<image>` for each."""
+    """One question: `images` are indices into the data set, of which each image shows as many, side by side, as
+    `strips` says; `text` has one `<image>` for each of those."""
 
     kind: str
     text: str
     answer: str
     images: tuple[int, ...] = ()
+    strips: tuple[int, ...] = ()
 
 
 class DigitsSource:
@@ -67,21 +69,26 @@ class DigitsSource:
         split: `"train"` or `"validation"`.
         seed: another seed gives other questions.
         max_images: the most images that a `read` question has.
+        max_strip: the most digits side by side in one image: 1 gives 8x8 images, more gives images of 8x8 to 8 x 8
+            `max_strip` pixels, as many as it takes to show the question's digits, cut at random.
 
     Raises:
-        RecipeError: an unknown split, or `max_images` below 1.
+        RecipeError: an unknown split, or `max_images` or `max_strip` below 1.
     """
 
     vocab_size = len(VOCABULARY)
     pad_id = PAD
     placeholders = MappingProxyType({"image": IMAGE})
 
-    def __init__(self, split: str = "train", seed: int = 0, max_images: int = MAX_READ) -> None:
+    def __init__(self, split: str = "train", seed: int = 0, max_images: int = MAX_READ, max_strip: int = 1) -> None:
         if split not in LENGTHS:
             raise RecipeError(f"digits: there is no split {split!r}; valid are {sorted(LENGTHS)}")
         if max_images < 1:
             raise RecipeError(f"digits: max_images must be at least 1, got {max_images}")
+        if max_strip < 1:
+            raise RecipeError(f"digits: max_strip must be at least 1, got {max_strip}")
         self.max_images = max_images
+        self.max_strip = max_strip
         self.split = split
         self.seed = seed
         # Metadata and payload of a question are asked for one after the other.
@@ -110,7 +117,15 @@ class DigitsSource:
         images = tuple(pool[int(draw() * len(pool))] for _ in range(number))
         digits = [int(data_set()[1][i]) for i in images]
         answer = str(sum(digits)) if kind == "sum" else "".join(map(str, digits))
-        return Question(kind, f"{kind} {'<image>' * number}=", answer, images)
+        strips = self._strips(number, draw)
+        return Question(kind, f"{kind} {'<image>' * len(strips)}=", answer, images, strips)
+
+    def _strips(self, number: int, draw: Callable[[], float]) -> tuple[int, ...]:
+        """How many of the digits each image shows."""
+        strips: list[int] = []
+        while (rest := number - sum(strips)) > 0:
+            strips.append(min(rest, 1 + int(draw() * self.max_strip) if self.max_strip > 1 else 1))
+        return tuple(strips)
 
     def meta(self, index: int) -> SampleMeta:
         """Metadata of sample `index`; the answer and the end token are the targets."""
@@ -118,18 +133,22 @@ class DigitsSource:
         prompt = len(_encode(question.text))
         tokens = prompt + len(question.answer) + 1
         first = len(question.kind) + 1
-        media = tuple(MediaItem("image", (1, 8, 8), first + i) for i in range(len(question.images)))
+        media = tuple(MediaItem("image", (1, 8, 8 * n), first + i) for i, n in enumerate(question.strips))
         return SampleMeta(self._id(index), tokens, media, targets=((prompt, tokens),))
 
     def load(self, index: int) -> Sample:
-        """Payload of sample `index`; each image is float32 `[1, 8, 8]`, of values -1..1 before noise is added."""
+        """Payload of sample `index`; each image is float32 `[1, 8, 8 * digits]`, of values -1..1 before noise is
+        added."""
         question = self.ask(index)
         tokens = torch.tensor([*_encode(question.text), *_encode(question.answer), END])
         pixels = data_set()[0][list(question.images)].astype(np.float32)
         if self.split == "train":
             draw = random.Random(f"{self.seed}/{self.split}/{index}/noise").random
             pixels += NOISE * np.array([2 * draw() - 1 for _ in range(pixels.size)], np.float32).reshape(pixels.shape)
-        images = torch.from_numpy(pixels / 8 - 1).unsqueeze(1).unbind()
+        digits = torch.from_numpy(pixels / 8 - 1).unsqueeze(1)
+        images = (
+            tuple(torch.cat(part.unbind(), dim=-1) for part in digits.split(question.strips)) if len(digits) else ()
+        )
         return Sample(self._id(index), tokens, {"image": images})
 
     def kind(self, index: int) -> str:

@@ -12,7 +12,7 @@ sample of which nothing is left, because it starts with a media item of more tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -25,6 +25,9 @@ from hetmesh.graph.sample import MediaItem, SampleMeta
 
 ItemRows = Mapping[str, Callable[[tuple[int, ...]], int]]
 """Kind of media -> function from an item's raw shape to the rows that reach the sequence for it."""
+
+PositionIds = Callable[[SampleMeta], tuple[tuple[int, ...], ...] | None]
+"""From an expanded sample to its `SampleMeta.position_ids`."""
 
 ModuleRows = Callable[[SampleMeta], Mapping[str, int]]
 """From an expanded sample to the rows that each module emits for it, by module name."""
@@ -51,6 +54,7 @@ def expand(
     *,
     seq_len: int | None = None,
     module_rows: ModuleRows | None = None,
+    position_ids: PositionIds | None = None,
 ) -> Expansion:
     """Give every media item its rows: its placeholder becomes that many; positions and target spans move along.
 
@@ -61,6 +65,7 @@ def expand(
         item_rows: for every kind of media, the rows of one item.
         seq_len: longest sequence, in expanded tokens; see above for what is cut. None cuts nothing.
         module_rows: fills `SampleMeta.rows`; it is given the expanded and cut metadata.
+        position_ids: fills `SampleMeta.position_ids`, from the same.
 
     Raises:
         SampleError: a kind of media that no encoder reads; an item whose placeholders are neither 1 nor its rows;
@@ -98,7 +103,9 @@ def expand(
     spans = tuple((a, b) for a, b in targets if a < b)
     expanded = SampleMeta(meta.id, end, kept, spans)
     if module_rows is not None:
-        expanded = SampleMeta(meta.id, end, kept, spans, MappingProxyType(dict(module_rows(expanded))))
+        expanded = replace(expanded, rows=MappingProxyType(dict(module_rows(expanded))))
+    if position_ids is not None:
+        expanded = replace(expanded, position_ids=position_ids(expanded))
     return Expansion(expanded, meta.media[len(kept) :], total - end)
 
 

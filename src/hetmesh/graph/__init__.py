@@ -1,6 +1,6 @@
 """The static module graph, its stages, and the facts of samples that flow through it."""
 
-from hetmesh.graph.module_graph import LANE_AXES, Activation, BoundarySpec, ModuleGraph, ModuleSpec
+from hetmesh.graph.module_graph import LANE_AXES, Activation, BoundarySpec, ModuleGraph, ModuleSpec, output_key
 from hetmesh.graph.rows import RowSpace
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.graph.stages import Edge, Stage, StageGraph, boundary_edge, stage_graph
@@ -18,5 +18,6 @@ __all__ = [
     "Stage",
     "StageGraph",
     "boundary_edge",
+    "output_key",
     "stage_graph",
 ]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 
 import numpy as np
 
+from hetmesh.graph.module_graph import ModuleGraph
 from hetmesh.graph.sample import SampleMeta
+from hetmesh.models.adapter import Adapter
 
 ItemGrids = Mapping[str, Callable[[tuple[int, ...]], tuple[int, int, int]]]
 """Kind of media -> from an item's raw shape to the grid of its rows: frames, height, width."""
@@ -35,3 +38,18 @@ def multimodal_positions(meta: SampleMeta, grids: ItemGrids) -> tuple[tuple[int,
         position += max(height, width)
     parts.append(np.tile(np.arange(position, position + meta.tokens - token), (3, 1)))
     return tuple(tuple(row) for row in np.concatenate(parts, axis=1).tolist())
+
+
+def sample_positions(
+    graph: ModuleGraph, adapters: Mapping[str, Adapter]
+) -> Callable[[SampleMeta], tuple[tuple[int, ...], ...]] | None:
+    """From an expanded sample to its positions, where the LLM's are not 0..tokens-1; None for any other LLM."""
+    positions = getattr(adapters[graph.sink.name], "position_ids", None)
+    if positions is None:
+        return None
+    grids = {
+        b.at: cache(adapters[b.source].item_grid)  # type: ignore[attr-defined]
+        for b in graph.inputs(graph.sink.name)
+        if b.at is not None and hasattr(adapters[b.source], "item_grid")
+    }
+    return lambda meta: positions(meta, grids)

@@ -71,14 +71,14 @@ class Pretrained:
         return config
 
     def section(self, model: str, types: Collection[str]) -> dict[str, Any]:
-        """The part of the config that describes a model of one of the transformers `model_type`s `types`: all of it, or
-        the part of a multimodal model.
+        """The part of the config that describes a model of one of the transformers `model_type`s `types`: the part of a
+        multimodal model, or all of it. (Qwen3-VL calls its vision tower like the whole.)
 
         Raises:
             RecipeError: there is no such part.
         """
-        parts: dict[str, Mapping[str, Any]] = {"": self.config}
-        parts |= {key: value for key, value in self.config.items() if isinstance(value, Mapping)}
+        parts: dict[str, Mapping[str, Any]] = {k: part for k, part in self.config.items() if isinstance(part, Mapping)}
+        parts[""] = self.config
         for part in parts.values():
             if part.get("model_type") in types:
                 return dict(part)

@@ -10,7 +10,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLPreTrainedMode
 
 
 class Qwen3VLTextForCausalLM(Qwen3VLPreTrainedModel):
-    """The text half of `Qwen3VLForConditionalGeneration`: `model` and `lm_head`, for which transformers has no class."""
+    """The text half of `Qwen3VLForConditionalGeneration`: `model` and `lm_head`; transformers has no class for it."""
 
     config_class = Qwen3VLTextConfig
     base_model_prefix = "model"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,11 +13,13 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.causal_lm import CausalLMAdapter
+from hetmesh.models.config_keys import positive_int
 from hetmesh.models.multimodal_rope import ItemGrids, multimodal_positions
 from hetmesh.models.qwen3 import derived_sizes
 from hetmesh.parallel.stages import PREVIOUS
 from hetmesh.parallel.tokens import tokens_of
 
+TIED = "tie_word_embeddings"
 FEATURE = "deepstack."
 """How the further outputs of the encoder begin; their number is that of the layer."""
 
@@ -27,7 +30,8 @@ class Qwen3VLTextAdapter(CausalLMAdapter):
 
     @classmethod
     def make(cls, request: AdapterRequest) -> CausalLMAdapter:
-        """The adapter of a recipe's module; keys not given follow the others as those of `qwen3`.
+        """The adapter of a recipe's module; keys not given follow the others as those of `qwen3`; the axes share
+        out a head's frequencies as in the released models.
 
         Raises:
             RecipeError: also where `rope_parameters.mrope_section` does not fit the width of a head.
@@ -36,9 +40,23 @@ class Qwen3VLTextAdapter(CausalLMAdapter):
 
         from hetmesh.models.qwen3_vl_causal_lm import Qwen3VLTextForCausalLM
 
-        adapter = cls.make_from(request, Qwen3VLTextConfig, Qwen3VLTextForCausalLM, derived_sizes(request))
+        derived = derived_sizes(request)
+        if (head := request.config.get("head_dim", derived.get("head_dim"))) is not None and request.pretrained is None:
+            derived["rope_parameters"] = _rope_parameters(positive_int(request, "head_dim", head))
+        # transformers keeps this key in the config of the whole model.
+        given = {key: value for key, value in request.config.items() if key != TIED}
+        adapter = cls.make_from(replace(request, config=given), Qwen3VLTextConfig, Qwen3VLTextForCausalLM, derived)
+        whole = request.pretrained.config if request.pretrained is not None else {}
+        adapter.config.tie_word_embeddings = bool(request.config.get(TIED, whole.get(TIED, False)))
         _check_sections(request, adapter.config)
         return adapter
+
+    def tensor_parallel_plan(self) -> Mapping[str, str]:
+        from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+        # transformers gives no plan for this model, whose layers are those of Qwen3.
+        plan = {f"model.{pattern}": style for pattern, style in Qwen3Config.base_model_tp_plan.items()}
+        return plan if self.config.tie_word_embeddings else {**plan, **self.model_class._tp_plan}
 
     def layer_of_output(self, output: str) -> str | None:
         """The layer behind which a further output of the encoder is added to its tokens; None: there is none."""
@@ -71,6 +89,17 @@ class Qwen3VLTextAdapter(CausalLMAdapter):
             "visual_pos_masks": mask.view(hidden.shape[:-1]),
             "deepstack_visual_embeds": [features.get(i, nothing) for i in range(1 + max(features))],
         }
+
+
+def _rope_parameters(head_dim: int) -> dict[str, Any]:
+    """Frequencies shared out to time, height and width as in the released models: 24, 20, 20 of a head of 128."""
+    side = head_dim // 2 * 5 // 16
+    return {
+        "rope_type": "default",
+        "rope_theta": 500_000.0,
+        "mrope_section": [head_dim // 2 - 2 * side, side, side],
+        "mrope_interleaved": True,
+    }
 
 
 def _check_sections(request: AdapterRequest, config: Any) -> None:

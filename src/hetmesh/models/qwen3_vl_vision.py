@@ -37,7 +37,7 @@ TENSOR_PARALLEL_PLAN: Mapping[str, str] = MappingProxyType(
         for fc, style in (("linear_fc1", "colwise"), ("linear_fc2", "rowwise"))
     }
 )
-"""Attention stays whole: its queries, keys and values are one linear layer, whose output no even split cuts by heads."""
+"""Attention stays whole: its queries, keys and values are one linear layer, whose output no even split cuts by head."""
 
 
 @dataclass(frozen=True)

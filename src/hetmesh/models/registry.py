@@ -14,6 +14,8 @@ from hetmesh.models.llama import LlamaAdapter
 from hetmesh.models.mlp import MlpAdapter
 from hetmesh.models.pretrained import Pretrained
 from hetmesh.models.qwen3 import Qwen3Adapter
+from hetmesh.models.qwen3_vl_text import Qwen3VLTextAdapter
+from hetmesh.models.qwen3_vl_vision import Qwen3VLVisionAdapter
 from hetmesh.models.siglip import SiglipAdapter
 from hetmesh.models.whisper import WhisperAdapter
 
@@ -24,6 +26,8 @@ MODELS: dict[str, Callable[[AdapterRequest], Adapter | None]] = {
     "mlp": MlpAdapter.make,
     "qwen3": Qwen3Adapter.make,
     "llama": LlamaAdapter.make,
+    "qwen3_vl_vision": Qwen3VLVisionAdapter.make,
+    "qwen3_vl_text": Qwen3VLTextAdapter.make,
 }
 """Ready-made models by the name a recipe gives them. To add one, write its `make` and enter it here: it returns None
 as long as it needs a neighbour's width that the request does not know yet."""

@@ -63,9 +63,7 @@ class AdaptedModule(nn.Module):
         self.compute_dtype = compute_dtype
         self.autocast = autocast
 
-    def forward(
-        self, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
-    ) -> Tensor | Mapping[str, Tensor]:
+    def forward(self, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor | Mapping[str, Tensor]:
         """`adapter.forward`."""
         inputs = {source: rows.to(self.compute_dtype) for source, rows in inputs.items()}
         with torch.autocast(self.autocast, self.compute_dtype) if self.autocast else nullcontext():

@@ -8,11 +8,11 @@ M times as much as one, and nobody ever holds a whole gradient.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -61,9 +61,10 @@ def _parameter_dtype(root: nn.Module) -> torch.dtype:
     return next(root.parameters()).dtype
 
 
-def _reshard_without_backward(root: nn.Module, _: Any, output: Any) -> None:
+def _reshard_without_backward(root: nn.Module, _: Any, output: Tensor | Mapping[str, Tensor]) -> None:
     """After a forward that no backward follows (evaluation, a frozen module) the backward cannot free what was
     gathered; and whoever reads the parameters next must find shards."""
-    if not output.requires_grad:
+    outputs = [output] if isinstance(output, Tensor) else output.values()
+    if not any(each.requires_grad for each in outputs):
         for module in sharded_modules(root):
             module.reshard()

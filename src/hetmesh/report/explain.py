@@ -107,7 +107,7 @@ def _boundary(plan: BatchPlan, boundary: BoundarySpec, itemsize: int) -> Boundar
         bound = minimal_elements(shape, dst.gradient(), src.gradient())
         backward = _traffic(forward.transpose(), bound, itemsize)
     return BoundaryView(
-        boundary.source,
+        boundary.key,
         boundary.destination,
         boundary.at,
         shape,
@@ -115,6 +115,7 @@ def _boundary(plan: BatchPlan, boundary: BoundarySpec, itemsize: int) -> Boundar
         layout_text(dst, shape),
         _traffic(forward, minimal_elements(shape, src, dst), itemsize),
         backward,
+        boundary.layer,
     )
 
 

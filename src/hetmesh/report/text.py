@@ -107,6 +107,7 @@ def _stages(view: RecipeView) -> Iterator[str]:
 def _boundary(boundary: BoundaryView) -> Iterator[str]:
     rows, features = boundary.shape
     at = f" at {boundary.at!r}" if boundary.at else ""
+    at += f" behind {boundary.layer}" if boundary.layer else ""
     yield f"  {boundary.source} -> {boundary.destination}{at}: {rows} rows x {features}"
     yield f"    from      {boundary.source_layout}"
     yield f"    to        {boundary.destination_layout}"

@@ -68,6 +68,7 @@ class BoundaryView:
 
     Attributes:
         at: the placeholder whose tokens the rows replace.
+        layer: the layer behind which a further output of the source is added to those tokens.
         shape: rows and features.
         source_layout, destination_layout: in words, one phrase per mesh axis.
         forward, backward: what moves; no backward where nothing upstream is trainable.
@@ -81,6 +82,7 @@ class BoundaryView:
     destination_layout: str
     forward: Traffic
     backward: Traffic | None
+    layer: str | None = None
 
     @property
     def name(self) -> str:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from hetmesh.boundary import World
 from hetmesh.data.loader import Loader
 from hetmesh.errors import HetmeshError
+from hetmesh.graph import output_key
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.feed import Feed
 from hetmesh.training.gradients import scale
@@ -60,9 +61,11 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1) -> Outcome:
         outputs: dict[str, Tensor] = {}
         batch: dict[str, Tensor] = {}
         for name in graph.order:
-            inputs = {b.source: outputs[b.source] for b in graph.inputs(name)}
+            inputs = {b.key: outputs[b.key] for b in graph.inputs(name)}
             batch = adapters[name].collate(samples, metas, placeholders=source.placeholders, pad_id=source.pad_id)
-            outputs[name] = adapters[name].forward(modules[name], batch, inputs)
+            result = adapters[name].forward(modules[name], batch, inputs)
+            named = {"": result} if isinstance(result, Tensor) else result
+            outputs |= {output_key(name, output): rows for output, rows in named.items()}
         loss = nn.functional.cross_entropy(outputs[graph.sink.name], batch["targets"], reduction="sum")
         loss = loss / max(len(batch["targets"]), 1)
         loss.backward()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,8 @@ def exact_dtypes(*modules: nn.Module) -> Iterator[None]:
     recomputed in fp64 where they are the default ones; scaled ones keep their fp32 values, which are constants.
 
     Submodules are told by what they hold: a norm has `weight` and `variance_epsilon`, a rotary embedding `inv_freq`
-    and `attention_scaling`. Sharded modules work alike. The other submodules are not touched.
+    and `attention_scaling`. Rotary positions of a vision tower's attention are applied by a function of its file, which
+    is replaced too. Sharded modules work alike. The other submodules are not touched.
 
     Raises:
         ValueError: a submodule called `...RMSNorm` or `...RotaryEmbedding` of another build, whose casts would stay.
@@ -32,7 +35,14 @@ def exact_dtypes(*modules: nn.Module) -> Iterator[None]:
                 if forward is not None:
                     module.forward = forward  # shadows the method of the class
                     stack.callback(module.__dict__.pop, "forward", None)
+                stack.enter_context(_exact_function(module, "apply_rotary_pos_emb_vision", _rotate))
         yield
+
+
+def _exact_function(module: nn.Module, name: str, replacement: Any) -> AbstractContextManager[object]:
+    """While it lasts, `name` in the file that defines the class of `module` is `replacement`, where there is one."""
+    file = sys.modules[type(module).__module__]
+    return patch.object(file, name, replacement) if hasattr(file, name) else nullcontext()
 
 
 def _exact_forward(name: str, module: nn.Module) -> Any:
@@ -54,10 +64,20 @@ def _norm(module: Any, hidden_states: Tensor) -> Tensor:
 @torch.no_grad()
 def _rotary(module: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     frequencies = module.inv_freq.to(torch.float64)
-    if module.rope_type == "default":
+    if module.rope_type in ("default", "axial"):
         dim = 2 * frequencies.numel()
         exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=x.device) / dim
         frequencies = module.config.rope_parameters["rope_theta"] ** -exponents
     angles = position_ids[..., None].to(torch.float64) * frequencies
-    angles = torch.cat((angles, angles), dim=-1)
-    return tuple((f(angles) * module.attention_scaling).to(x.dtype) for f in (torch.cos, torch.sin))
+    joined = getattr(module, "recomposition_frequencies", lambda angles: torch.cat((angles, angles), dim=-1))
+    return tuple((joined(f(angles)) * module.attention_scaling).to(x.dtype) for f in (torch.cos, torch.sin))
+
+
+def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """transformers' `apply_rotary_pos_emb_vision` without its casts."""
+
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * cos.unsqueeze(-2) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(-2)
+
+    return turned(q), turned(k)

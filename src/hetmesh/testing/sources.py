@@ -24,6 +24,8 @@ class RandomMedia:
         items: exactly so many instead, for runs where every sample must have the same rows.
         text_only: share of samples without media.
         max_text: most text tokens; each sample has at least 2.
+        largest: kind -> raw shape of its largest items; each side of an item is then a random multiple, up to that, of
+            the one in `kinds`.
         length: samples in the source.
         seed: another seed gives other samples.
     """
@@ -39,11 +41,13 @@ class RandomMedia:
         items: int | None = None,
         text_only: float = 0.3,
         max_text: int = 9,
+        largest: Mapping[str, Sequence[int]] | None = None,
         length: int = 1000,
         seed: int = 0,
     ) -> None:
         self.kinds = {name: tuple(shape) for name, shape in kinds.items()}
         self.same = dict(same or {})
+        self.largest = dict(largest or {})
         self.max_items, self.items, self.text_only, self.max_text = max_items, items, text_only, max_text
         self.length, self.seed = length, seed
         self.placeholders = {name: 1 + i for i, name in enumerate([*self.kinds, *self.same])}
@@ -73,18 +77,23 @@ class RandomMedia:
             self.placeholders[name] if name else rng.randint(len(self.placeholders) + 1, self.vocab_size - 1)
             for name in sequence
         ]
-        shapes = self.kinds | {name: self.kinds[other] for name, other in self.same.items()}
-        media = tuple(MediaItem(name, shapes[name], at) for at, name in enumerate(sequence) if name)
+        shapes = {name: [self._shape(name, rng) for _ in range(counts[name])] for name in self.kinds}
+        shapes |= {name: shapes[other] for name, other in self.same.items()}
+        left = {name: iter(each) for name, each in shapes.items()}
+        media = tuple(MediaItem(name, next(left[name]), at) for at, name in enumerate(sequence) if name)
         stop = len(sequence)
         targets = ((max(1, stop - rng.randint(1, 2)), stop),)
         generator = torch.Generator().manual_seed(rng.randrange(2**31))
-        payload = {
-            name: [torch.randn(shape, generator=generator) for _ in range(counts[name])]
-            for name, shape in self.kinds.items()
-        }
+        payload = {name: [torch.randn(shape, generator=generator) for shape in shapes[name]] for name in self.kinds}
         payload |= {name: payload[other] for name, other in self.same.items()}
         identity = f"random-{self.seed}-{index}"
         return SampleMeta(identity, stop, media, targets), Sample(identity, torch.tensor(tokens), payload)
+
+    def _shape(self, name: str, rng: random.Random) -> tuple[int, ...]:
+        shape = self.kinds[name]
+        if name not in self.largest:
+            return shape
+        return tuple(n * rng.randint(1, most // n) for n, most in zip(shape, self.largest[name], strict=True))
 
     def _count(self, rng: random.Random) -> int:
         return rng.randint(0, self.max_items) if self.items is None else self.items

@@ -27,6 +27,8 @@ from hetmesh.models import (
     module_rows,
     placeholder_rows,
     pretrained_of,
+    sample_positions,
+    with_further_boundaries,
 )
 from hetmesh.parallel import Options, TiedCopies, parallelize, start_reduction, sum_tied_copies, tied_copies
 from hetmesh.parallel.tokens import token_sharded
@@ -52,7 +54,8 @@ def describe(recipe: Recipe) -> tuple[Source, dict[str, Adapter], ModuleGraph]:
     for name, adapter in adapters.items():
         _check_options(recipe, name, adapter)
     modules = tuple(replace(m, features=adapters[m.name].out_features or 0) for m in graph.modules)
-    return source, adapters, split_modules(recipe, ModuleGraph(modules, graph.boundaries), adapters)
+    boundaries = with_further_boundaries(graph.boundaries, adapters)
+    return source, adapters, split_modules(recipe, ModuleGraph(modules, boundaries), adapters)
 
 
 def _check_directories(recipe: Recipe) -> None:
@@ -127,12 +130,13 @@ def _media_shapes(source: Source) -> dict[str, tuple[int, ...]]:
 def make_prepare(
     recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Adapter]
 ) -> Callable[[SampleMeta], Expansion]:
-    """What the loader does to each sample's metadata: rows per placeholder, `seq_len`, rows per module."""
+    """What the loader does to each sample's metadata: rows per placeholder, `seq_len`, rows per module, positions."""
     return partial(
         expand,
         item_rows=placeholder_rows(graph, adapters),
         seq_len=recipe.training.seq_len,
         module_rows=module_rows(graph, adapters),
+        position_ids=sample_positions(graph, adapters),
     )
 
 

@@ -1,0 +1,249 @@
+"""Parity of Qwen3-VL: images of different sizes, positions of three axes and DeepStack features, in any layout."""
+
+import pytest
+import torch
+from test_parity_pipeline import table
+from torch import nn
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration
+
+from hetmesh.boundary import World
+from hetmesh.data.loader import Loader
+from hetmesh.errors import RecipeError
+from hetmesh.graph import stage_graph
+from hetmesh.models import MODELS
+from hetmesh.models.adapter import AdapterRequest
+from hetmesh.models.multimodal_rope import multimodal_positions
+from hetmesh.testing import faults
+from hetmesh.testing.parity import ParityError, compare, reference, run
+from hetmesh.testing.precision import exact_dtypes
+from hetmesh.training.job import describe, make_prepare
+from hetmesh.training.modules import loaded_module
+from hetmesh.training.recipe import parse_recipe
+
+RECIPE = """
+[modules.vision]
+model = "qwen3_vl_vision"
+{vision}
+[modules.vision.config]
+hidden_size = 16
+depth = 3
+num_heads = 2
+intermediate_size = 12
+patch_size = 2
+temporal_patch_size = 2
+num_position_embeddings = 9
+deepstack_visual_indexes = [0, 2]
+[modules.llm]
+model = "qwen3_vl_text"
+{llm}
+[modules.llm.config]
+hidden_size = 12
+num_hidden_layers = 4
+num_attention_heads = 4
+num_key_value_heads = 2
+head_dim = 8
+intermediate_size = 14
+[[boundaries]]
+from = "vision"
+to = "llm"
+at = "image"
+[data]
+source = "hetmesh.testing.sources:RandomMedia"
+[data.options]
+kinds = {{ image = [1, 4, 4] }}
+largest = {{ image = [1, 12, 16] }}
+text_only = 0.4
+[training]
+local_batch_size = {batch}
+dtype = "float64"
+[parallelism]
+pipeline_parallel_schedule = "{policy}"
+pipeline_parallel_microbatch_size = 1
+{tables}
+"""
+SP = "\nenable_sequence_parallel = true"
+
+
+def recipe(*tables: str, policy: str = "sequential", batch: int = 4, vision: str = "", llm: str = ""):
+    text = RECIPE.format(policy=policy, batch=batch, tables="\n".join(tables), vision=vision, llm=llm)
+    return parse_recipe(text)
+
+
+def cp(ranks: str, size: int, **degrees: int) -> str:
+    return table("llm", ranks, context_parallel_degree=size, **degrees)
+
+
+def on_this_rank(rank, recipe, fault=None):
+    return run(recipe, World.current(), steps=2, fault=fault)
+
+
+CASES = {
+    "disjoint": recipe(table("vision", "0-1"), table("llm", "2-3", tp=2)),
+    "colocated, context parallel": recipe(table("vision", "0-3"), cp("0-3", 2)),
+    "sequence and context parallel": recipe(table("vision", "0-3", tp=2), cp("0-3", 2, tp=2) + SP),
+    "sharded": recipe(table("vision", "0-3", fsdp=4), table("llm", "0-3", fsdp=2, tp=2)),
+    # the LLM's last layer that takes features is on its second stage
+    "pipeline": recipe(
+        table("vision", "0-1"),
+        table("llm", "2-3", pp=2) + '\nmodule_fqns_per_model_part = [["model.embed_tokens", "model.layers.0"], '
+        '["model.layers.1", "model.layers.2", "model.layers.3", "model.norm", "lm_head"]]',
+        policy="1f1b",
+    ),
+    "pipeline, context parallel": recipe(table("vision", "0-3"), cp("0-3", 2, pp=2), policy="three_phase"),
+    "zero bubble": recipe(table("vision", "0"), table("llm", "1-2", pp=2), policy="zero_bubble"),
+    "frozen encoder": recipe(table("vision", "0-1"), cp("2-3", 2), vision="trainable = false"),
+    "lora": recipe(table("vision", "0-1"), cp("2-3", 2), vision="trainable = false", llm="lora = { rank = 2 }"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_qwen3vl_in_any_layout_equals_one_process(pool4, case):
+    """U10."""
+    compare(reference(CASES[case], steps=2), pool4.run(on_this_rank, CASES[case], timeout=120), 1e-10)
+
+
+@pytest.mark.slow
+def test_features_in_a_wrong_order_are_noticed(pool4):
+    given = CASES["colocated, context parallel"]
+    results = pool4.run(on_this_rank, given, faults.PermuteRows("llm"), timeout=120)
+    with pytest.raises(ParityError):
+        compare(reference(given, steps=2), results, 1e-10)
+
+
+def test_features_are_boundaries_to_the_stage_of_their_layer():
+    _, _, graph = describe(CASES["pipeline"])
+    assert [b.name for b in graph.boundaries] == [
+        "vision->llm",
+        "vision.deepstack.0->llm",
+        "vision.deepstack.1->llm",
+    ]
+    found = [str(edge) for edge in stage_graph(graph).edges if not edge.internal]
+    assert found == ["vision.0->llm.0", "vision.0->llm.0 (deepstack.0)", "vision.0->llm.1 (deepstack.1)"]
+
+
+def whole_model(vision, llm, image_token):
+    """transformers' own model with the weights of both halves."""
+    config = Qwen3VLConfig(
+        vision_config=vision.config.to_dict(), text_config=llm.config.to_dict(), image_token_id=image_token
+    )
+    config._attn_implementation = "sdpa"
+    model = Qwen3VLForConditionalGeneration(config).to(torch.float64)
+    states = ((vision.state_dict(), "model.visual."), (llm.model.state_dict(), "model.language_model."))
+    named = {prefix + name: value for state, prefix in states for name, value in state.items()}
+    named["lm_head.weight"] = llm.lm_head.weight.detach()
+    missing, unexpected = model.load_state_dict(named, strict=False)
+    assert not missing
+    assert not unexpected
+    return model
+
+
+def test_both_halves_equal_transformers_own_model():
+    """Loss and every gradient, fp64: its own merging of rows, positions and DeepStack against ours."""
+    given = recipe()
+    source, adapters, graph = describe(given)
+    vision, llm = (loaded_module(given, adapters[name], name) for name in ("vision", "llm"))
+    loader = Loader(source, 40, make_prepare(given, graph, adapters), seed=0)
+    drawn = [d for d in next(loader) if apart(d.meta)]
+    metas, samples = [d.meta for d in drawn], loader.load(drawn)
+    assert len({item.shape for meta in metas for item in meta.media}) > 4
+    image = source.placeholders["image"]
+    model = whole_model(vision, llm, image)
+
+    with exact_dtypes(vision, llm):
+        images = adapters["vision"].collate(samples, metas)
+        batch = adapters["llm"].collate(samples, metas, placeholders=source.placeholders, pad_id=source.pad_id)
+        outputs = adapters["vision"].forward(vision, images, {})
+        rows = {"vision" + (name and f".{name}"): each for name, each in outputs.items()}
+        nn.functional.cross_entropy(adapters["llm"].forward(llm, batch, rows), batch["targets"]).backward()
+
+    ids = batch["input_ids"]
+    with exact_dtypes(model):
+        logits = model(
+            input_ids=ids,
+            attention_mask=torch.stack([torch.arange(ids.shape[1]) < meta.tokens for meta in metas]).long(),
+            pixel_values=images["patches"].double(),
+            image_grid_thw=images["grid_thw"],
+            mm_token_type_ids=(ids == image).int(),
+        ).logits.flatten(0, 1)
+        nn.functional.cross_entropy(logits[batch["target_positions"]], batch["targets"]).backward()
+
+    theirs = dict(model.named_parameters())
+    pairs = [(p.grad, theirs[f"model.visual.{name}"].grad) for name, p in vision.named_parameters()]
+    names = {name: name.replace("model.", "model.language_model.", 1) for name, _ in llm.named_parameters()}
+    pairs += [(p.grad, theirs[names[name]].grad) for name, p in llm.named_parameters()]
+    whole = torch.stack([expected.norm() for _, expected in pairs]).norm()
+    for ours, expected in pairs:
+        assert (ours - expected).norm() <= 1e-10 * max(expected.norm(), 1e-3 * whole)
+
+
+def apart(meta):
+    """Whether text lies between the images: transformers takes images side by side for one."""
+    return all(b.position > a.position + a.rows for a, b in zip(meta.media, meta.media[1:], strict=False))
+
+
+def test_positions_are_those_of_transformers():
+    given = recipe()
+    source, adapters, graph = describe(given)
+    loader = Loader(source, 40, make_prepare(given, graph, adapters), seed=1)
+    drawn = [d for d in next(loader) if apart(d.meta)]
+    model = whole_model(*(loaded_module(given, adapters[name], name) for name in ("vision", "llm")), 1).model
+    for d, sample in zip(drawn, loader.load(drawn), strict=True):
+        grids = [adapters["vision"].item_grid(item.shape) for item in d.meta.media]
+        expected, _ = model.get_rope_index(
+            sample.tokens[None],
+            (sample.tokens == source.placeholders["image"]).int()[None],
+            torch.tensor(grids) * torch.tensor([1, 2, 2]) if grids else None,
+        )
+        assert torch.equal(torch.tensor(d.meta.position_ids), expected[:, 0])
+    plain = multimodal_positions(drawn[0].meta, {})
+    assert plain == (tuple(range(drawn[0].meta.tokens)),) * 3
+
+
+def test_patches_are_those_of_transformers():
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    adapter = request("qwen3_vl_vision", {"hidden_size": 16, "num_heads": 2, "patch_size": 4, "in_channels": 3})
+    image = torch.rand(3, 16, 24)
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, temporal_patch_size=2, do_resize=False, do_rescale=False, do_normalize=False
+    )
+    expected = processor(images=[image], return_tensors="pt", input_data_format="channels_first")
+    torch.testing.assert_close(adapter._patches(image), expected["pixel_values"])
+    assert adapter._places([adapter.item_grid((3, 16, 24))])["grid_thw"].tolist() == expected["image_grid_thw"].tolist()
+
+
+def request(model, config, consumers=("llm",), media="image"):
+    return MODELS[model](
+        AdapterRequest(
+            name="vision", model=model, config=config, media=media, vocab_size=20, consumers=consumers, out_features=12
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"num_heads": 3}, "num_heads: must divide hidden_size = 16 into heads whose width is a multiple of 4"),
+        ({"num_position_embeddings": 8}, "num_position_embeddings: must be a square"),
+        ({"depth": 2, "deepstack_visual_indexes": [0, 2]}, r"must be ascending blocks of 0..1, got \[0, 2\]"),
+        ({"patch": 4}, "config.patch: unknown key; did you mean 'patch_size'"),
+    ],
+)
+def test_vision_configs_that_cannot_be_are_refused(config, says):
+    with pytest.raises(RecipeError, match=says):
+        request("qwen3_vl_vision", {"hidden_size": 16, "num_heads": 2, **config})
+
+
+def test_features_need_a_consumer_with_layers_for_them():
+    text = RECIPE.replace("num_hidden_layers = 4", "num_hidden_layers = 1")
+    with pytest.raises(RecipeError, match=r"'vision' also emits 'deepstack.1', for which 'llm' has no layer"):
+        describe(parse_recipe(text.format(policy="sequential", batch=4, tables="", vision="", llm="")))
+
+
+def test_sections_of_the_frequencies_must_fit_a_head():
+    llm = "rope_parameters = {{ rope_type = 'default', rope_theta = 1e4, mrope_section = [1, 1, 1] }}"
+    text = RECIPE.replace("head_dim = 8", f"head_dim = 8\n{llm}")
+    with pytest.raises(RecipeError, match=r"must add up to head_dim / 2 = 4, got \[1, 1, 1\]"):
+        describe(parse_recipe(text.format(policy="sequential", batch=4, tables="", vision="", llm="")))
