@@ -95,7 +95,7 @@ def test_rows_go_straight_to_the_rank_that_owns_their_positions(pool4):
 @pytest.mark.parametrize(
     ("tables", "says"),
     [
-        ((table("vision", "0-1", context_parallel_degree=2),), "only 'llm', which reads tokens, can share them"),
+        ((table("vision", "0-1", context_parallel_degree=2),), "of the modules only 'llm', which reads tokens"),
     ],
 )
 def test_what_cannot_share_tokens_is_refused(tables, says):

@@ -69,8 +69,17 @@ def table(module: str, ranks: str, **degrees: int) -> str:
     return "\n".join([f'[parallelism.{module}]\nranks = "{ranks}"', *lines])
 
 
-def recipe(policy: str, *tables: str, trained: str = "all", batch: int = 5, tied: bool = False, extra: str = ""):
-    keys = {"vision": "", "projector": "", "llm": ""} | TRAINED[trained]
+def recipe(
+    policy: str,
+    *tables: str,
+    trained: str = "all",
+    batch: int = 5,
+    tied: bool = False,
+    extra: str = "",
+    **modules: str,
+):
+    """`modules`: further keys of a module's table."""
+    keys = {"vision": "", "projector": "", "llm": ""} | TRAINED[trained] | modules
     text = MODEL.format(policy=policy, batch=batch, tied=str(tied).lower(), extra=extra, **keys)
     return parse_recipe("\n".join([text, *tables]))
 

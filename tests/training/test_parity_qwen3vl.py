@@ -91,6 +91,13 @@ CASES = {
         policy="1f1b",
     ),
     "pipeline, context parallel": recipe(table("vision", "0-3"), cp("0-3", 2, pp=2), policy="three_phase"),
+    "encoder context parallel": recipe(table("vision", "0-2", context_parallel_degree=3), table("llm", "3")),
+    "both context parallel": recipe(
+        table("vision", "0-3", context_parallel_degree=2), cp("0-3", 2, pp=2), policy="three_phase"
+    ),
+    "encoder sharded and context parallel": recipe(
+        table("vision", "0-3", context_parallel_degree=2, fsdp=2), cp("0-3", 2, tp=2) + SP
+    ),
     "zero bubble": recipe(table("vision", "0"), table("llm", "1-2", pp=2), policy="zero_bubble"),
     "frozen encoder": recipe(table("vision", "0-1"), cp("2-3", 2), vision="trainable = false"),
     "lora": recipe(table("vision", "0-1"), cp("2-3", 2), vision="trainable = false", llm="lora = { rank = 2 }"),

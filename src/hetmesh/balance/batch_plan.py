@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,10 +10,10 @@ from functools import cached_property
 from hetmesh.balance.tokens import share_tokens
 from hetmesh.context import Mask
 from hetmesh.errors import GraphError
-from hetmesh.graph import BoundarySpec, Edge, ModuleGraph, RowSpace, SampleMeta
+from hetmesh.graph import BoundarySpec, Edge, ModuleGraph, ModuleSpec, RowSpace, SampleMeta
 from hetmesh.graph.rows import lane_layout, owner_layout
-from hetmesh.graph.tokens import LaneTokens
-from hetmesh.layout import Layout, RowSplit
+from hetmesh.graph.tokens import LaneTokens, cut_out
+from hetmesh.layout import Intervals, Layout, RowSplit
 
 Lanes = tuple[tuple[int, ...], ...]
 """Sample indices per lane, in the order in which the lane processes them."""
@@ -86,8 +87,20 @@ class BatchPlan:
         stage of its source and on the stage of its destination where it ends."""
         space = self.row_space(boundary, microbatch)
         source = self.graph[boundary.source]
-        layout = space.layout(source.stage_mesh(-1), self.lanes[source.name][microbatch])
+        layout = self._source(source, microbatch, space)
         return (space.total, source.features), layout, self._destination(boundary, microbatch, space, layout)
+
+    def _source(self, source: ModuleSpec, microbatch: int, space: RowSpace) -> Layout:
+        lanes, mesh = self.lanes[source.name][microbatch], source.stage_mesh(-1)
+        if not source.token_axes:
+            return space.layout(mesh, lanes)
+        kept: list[Intervals] = []
+        for lane, samples in enumerate(lanes):
+            rows, tokens = space.intervals(samples), self.lane_tokens(source.name, microbatch, lane)
+            for share in tokens.shares:
+                spans = [cut_out(rows, a // source.tokens_per_row, b // source.tokens_per_row) for a, b in share]
+                kept.append(tuple(itertools.chain(*spans)))
+        return owner_layout(mesh, source.token_axes, RowSplit(0, tuple(kept)))
 
     def _destination(self, boundary: BoundarySpec, microbatch: int, space: RowSpace, layout: Layout) -> Layout:
         source, module = self.graph[boundary.source], self.graph[boundary.destination]
@@ -95,6 +108,7 @@ class BatchPlan:
         lanes, mesh = self.lanes[module.name][microbatch], module.stage_mesh(stage)
         if not module.token_axes or boundary.at is None:
             same = mesh == source.stage_mesh(-1) and lanes == self.lanes[source.name][microbatch]
+            same = same and not source.token_axes
             return layout if same else space.layout(mesh, lanes)
         tokens = [self.lane_tokens(module.name, microbatch, lane) for lane in range(len(lanes))]
         own = [[(i, self.samples[i]) for i in lane] for lane in lanes]
@@ -112,7 +126,8 @@ class BatchPlan:
         return self._shared_tokens[key]
 
     def lane_tokens(self, module: str, microbatch: int, lane: int) -> LaneTokens:
-        """Which rank keeps which tokens of one lane in one microbatch of a module that reads tokens."""
+        """Which rank keeps which tokens of one lane in one microbatch of a module that reads tokens, or media whose
+        tokens its ranks share."""
         return self._tokens(module, microbatch, lane)[0]
 
     def lane_mask(self, module: str, microbatch: int, lane: int) -> Mask:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,7 +16,7 @@ from hetmesh.models.adapter import AdapterRequest, SampleLike
 from hetmesh.models.collate import collate_tokens
 from hetmesh.models.config_keys import positive_int, transformers_config
 from hetmesh.models.pretrained import prefixes
-from hetmesh.parallel.context_registry import register
+from hetmesh.parallel.context_registry import use_in
 from hetmesh.parallel.stages import PREVIOUS, is_absent
 from hetmesh.parallel.tokens import tokens_of
 
@@ -95,11 +94,7 @@ class CausalLMAdapter:
 
     def use_packed(self, module: nn.Module) -> None:
         """Let `module` take samples in one row, and tokens that ranks share: its attention becomes hetmesh's own."""
-        config = copy.deepcopy(self.config)  # which others share
-        config._attn_implementation = register()
-        for part in module.modules():
-            if getattr(part, "config", None) is not None:
-                part.config = config
+        use_in(module, self.config)
 
     def layers(self) -> tuple[str, ...]:
         blocks = (f"model.layers.{i}" for i in range(self.config.num_hidden_layers))

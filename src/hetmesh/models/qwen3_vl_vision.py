@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import SampleMeta
+from hetmesh.layout import Intervals
 from hetmesh.models.adapter import AdapterRequest, SampleLike
 from hetmesh.models.collate import media_items
 from hetmesh.models.config_keys import positive_int, transformers_config
 from hetmesh.models.encoder import check_encoder
 from hetmesh.models.pretrained import Names, prefixes
+from hetmesh.parallel.context_registry import WHOLE, use_in
 
 SIZES = (
     "hidden_size",
@@ -115,6 +117,21 @@ class Qwen3VLVisionAdapter:
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
         return {key: getattr(self.config, key) for key in ("intermediate_size", "hidden_size")}
 
+    @property
+    def tokens_per_row(self) -> int:
+        """Patches that one row is made of; ranks along `cp` share the patches of a lane."""
+        return self.config.spatial_merge_size**2
+
+    def use_packed(self, module: nn.Module) -> None:
+        """Let `module` take the patches that ranks share: its attention becomes hetmesh's own."""
+        use_in(module, self.config, WHOLE)
+
+    def share(self, batch: Mapping[str, Tensor], kept: Intervals) -> dict[str, Tensor]:
+        """Of a batch of `collate` what belongs to the patches `kept`, in their order."""
+        mine = torch.cat([torch.arange(a, b) for a, b in kept]) if kept else torch.zeros(0, dtype=torch.int64)
+        of_patches = ("patches", "interp_indices", "interp_weights", "position_ids")
+        return {key: value[mine] if key in of_patches else value for key, value in batch.items()}
+
     def rows(self, incoming: int) -> int:
         return incoming
 
@@ -181,11 +198,13 @@ class Qwen3VLVisionAdapter:
     def forward(
         self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        patches, places = batch["patches"], {k: v for k, v in batch.items() if k != "patches"}
-        rows = patches.shape[0] // self.config.spatial_merge_size**2
+        patches, places = batch["patches"], {k: v for k, v in batch.items() if k not in ("patches", "attention")}
+        rows = patches.shape[0] // self.tokens_per_row
         if rows == 0:  # one blank row that is dropped: every parameter takes part in every microbatch
-            patches = torch.cat([patches, patches.new_zeros(self.config.spatial_merge_size**2, self.patch_features)])
-        out = module(patches, **places, return_dict=True)
+            patches = torch.cat([patches, patches.new_zeros(self.tokens_per_row, self.patch_features)])
+            places = {key: value.to(patches.device) for key, value in self._places([(1, 1, 1)]).items()}
+        extra = {"attention_state": batch["attention"]} if "attention" in batch else {}
+        out = module(patches, **places, **extra, return_dict=True)
         features = zip(self.further_outputs, out.deepstack_features or (), strict=True)
         return {"": out.pooler_output[:rows], **{name: each[:rows] for name, each in features}}
 

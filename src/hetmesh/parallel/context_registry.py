@@ -7,6 +7,7 @@ backward where layers are computed again (activation checkpointing).
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ from hetmesh.parallel.context_attention import ContextAttention
 NAME = "hetmesh_context"
 """The name in the registry."""
 
+WHOLE = "hetmesh_context_flash"
+"""The name for vision towers: as it says flash, transformers hands over all images at once, and not one by one."""
+
 counter: Counter[tuple[str, int]] = Counter()
 """How often attention ran, by name of the `ContextAttention` and index of the layer: proves that none was left out."""
 
@@ -28,12 +32,21 @@ counter: Counter[tuple[str, int]] = Counter()
 _current: ContextAttention | None = None
 
 
-def register() -> str:
-    """Enter `attention` into transformers' registry; returns its name, for `attn_implementation`."""
+def register(name: str = NAME) -> str:
+    """Enter `attention` into transformers' registry as `NAME` or `WHOLE`; returns that, for `attn_implementation`."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
-    return NAME
+    ALL_ATTENTION_FUNCTIONS.register(name, attention)
+    return name
+
+
+def use_in(module: nn.Module, config: Any, name: str = NAME) -> None:
+    """Let the attention of `module`, built with `config`, which others share, be `attention`."""
+    config = copy.deepcopy(config)
+    config._attn_implementation = register(name)
+    for part in module.modules():
+        if getattr(part, "config", None) is not None:
+            part.config = config
 
 
 @contextmanager
@@ -64,7 +77,7 @@ def attention(
 
     Args:
         query: `[B, heads, S, features]`; the rows of this rank are its B * S, one sequence after another. A rank that
-            keeps none passes one that counts for nothing: transformers' views are ambiguous on empty tensors.
+            keeps none passes some that count for nothing: transformers' views are ambiguous on empty tensors.
         key, value: `[B, key heads, S, features]`.
         attention_mask: ignored: the mask is that of the `ContextAttention`.
         attention_state: what to compute, handed through the model as a keyword, which recomputation keeps; None: that
@@ -86,11 +99,11 @@ def attention(
     counter[state.name, layer] += 1
     batch, _, length, _ = query.shape
     q, k, v = (_cast(x).transpose(0, 1).flatten(1, 2) for x in (query, key, value))
-    if alone := not state.rows and batch * length == 1:
+    if not state.rows:
         q, k, v = (x[:, :0] for x in (q, k, v))
     out = state(q, k, v, scale=scaling, window=sliding_window).transpose(0, 1)
-    if alone:
-        out = torch.cat([out, out.new_zeros(1, *out.shape[1:])])
+    if not state.rows:
+        out = torch.cat([out, out.new_zeros(batch * length, *out.shape[1:])])
     return out.unflatten(0, (batch, length)), None
 
 

@@ -27,8 +27,8 @@ class Feed:
         self._samples: dict[int, Sample] = {}
 
     def __call__(self, stage: Stage, microbatch: int) -> dict[str, Any]:
-        """The stage's own inputs on this rank's lane; see `Adapter.collate`. Of packed samples it is what this rank
-        keeps, and `attention` a `ContextAttention`."""
+        """The stage's own inputs on this rank's lane; see `Adapter.collate`. Of packed samples, and of media whose
+        tokens ranks share, it is what this rank keeps, and `attention` a `ContextAttention`."""
         module = stage.module
         spec = self.plan.graph[module]
         if module != self.plan.graph.sink.name and (self.plan.graph.inputs(module) or stage.index > 0):
@@ -44,14 +44,17 @@ class Feed:
         batch = self.adapters[module].collate(
             [self._samples[i] for i in indices], metas, placeholders=source.placeholders, pad_id=source.pad_id
         )
-        if not spec.packed:
+        shared = self.adapters[module].share if spec.tokens_per_row else None  # type: ignore[attr-defined]
+        if not spec.packed and shared is None:
             return batch
         mesh = spec.stage_mesh(stage.index)
         coordinate = mesh.coordinate(self.rank)
         assert coordinate is not None
         own = coordinate[mesh.axes.index("cp")] if "cp" in mesh.axes else 0
         tokens = self.plan.lane_tokens(module, microbatch, lane)
-        packed: dict[str, Any] = pack_tokens(batch, [meta.tokens for meta in metas], tokens.shares[own])
+        kept = tokens.shares[own]
+        lengths = [meta.tokens for meta in metas]
+        packed: dict[str, Any] = shared(batch, kept) if shared is not None else pack_tokens(batch, lengths, kept)
         ranks = (
             next(group for group in mesh.axis_groups("cp") if self.rank in group) if "cp" in mesh.axes else (self.rank,)
         )

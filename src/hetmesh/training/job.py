@@ -53,9 +53,17 @@ def describe(recipe: Recipe) -> tuple[Source, dict[str, Adapter], ModuleGraph]:
     graph = recipe.graph_with({name: adapter.layers() for name, adapter in adapters.items()})
     for name, adapter in adapters.items():
         _check_options(recipe, name, adapter)
-    modules = tuple(replace(m, features=adapters[m.name].out_features or 0) for m in graph.modules)
+    modules = tuple(
+        replace(m, features=adapters[m.name].out_features or 0, **_shared(m, adapters)) for m in graph.modules
+    )
     boundaries = with_further_boundaries(graph.boundaries, adapters)
     return source, adapters, split_modules(recipe, ModuleGraph(modules, boundaries), adapters)
+
+
+def _shared(module: ModuleSpec, adapters: Mapping[str, Adapter]) -> dict[str, int]:
+    """What is known of the tokens that the ranks of an encoder share."""
+    shares = module.media is not None and "cp" in module.token_axes
+    return {"tokens_per_row": adapters[module.name].tokens_per_row} if shares else {}  # type: ignore[attr-defined]
 
 
 def _check_directories(recipe: Recipe) -> None:
@@ -87,11 +95,15 @@ def _check_options(recipe: Recipe, name: str, adapter: Adapter) -> None:
             raise RecipeError(f"{key}: not together with modules.{name}.lora")
     if recipe.graph[name].packed and not hasattr(adapter, "use_packed"):
         key = "training.pack_samples" if recipe.training.pack_samples else f"parallelism.{name}.context_parallel_degree"
+        if recipe.modules[name].attention_mask != "causal":
+            key = f"modules.{name}.attention_mask"
         raise RecipeError(f"{key}: this {recipe.modules[name].model} cannot take its samples in one row")
-    if recipe.graph[name].mesh.axis_size("cp") > 1 and name != recipe.sink:
+    shares = "cp" in recipe.graph[name].token_axes and (name == recipe.sink or hasattr(adapter, "tokens_per_row"))
+    if recipe.graph[name].mesh.axis_size("cp") > 1 and not shares:
         raise RecipeError(
-            f"parallelism.{name}.context_parallel_degree: only {recipe.sink!r}, which reads tokens, can share them; "
-            "make it 1 and give the module more data parallel ranks"
+            f"parallelism.{name}.context_parallel_degree: of the modules only {recipe.sink!r}, which reads tokens, and "
+            "encoders of model 'qwen3_vl_vision' can share theirs; make it 1 and give the module more data parallel "
+            "ranks"
         )
     if recipe.schedule == "zero_bubble":
         _check_zero_bubble(recipe, name, options)
@@ -173,7 +185,7 @@ class Job:
             module = full_module(recipe, adapters[name], name)
             if pretrained is None:
                 module = module.to(world.device)
-            if graph[name].packed:
+            if graph[name].packed or graph[name].tokens_per_row:
                 adapters[name].use_packed(module)  # type: ignore[attr-defined]
             plan = lora_plan(module, {**adapters[name].tensor_parallel_plan(), **recipe.modules[name].plan})
             runs = [graph[name].stage_layers(stage.index) for stage in own] if graph[name].splits else None

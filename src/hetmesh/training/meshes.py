@@ -43,8 +43,9 @@ def module_graph(recipe: Recipe, layers: Mapping[str, Sequence[str]] | None = No
             tuple((layers or {}).get(name, ())),
             _media(recipe, graph, name),
             module.trainable,
-            token_axes=_token_axes(recipe, meshes, name) if name == graph.sink.name else (),
+            token_axes=_token_axes(recipe, graph, meshes, name),
             packed=name == graph.sink.name and packs(recipe, meshes[name]),
+            attention_mask=module.attention_mask,
             assignment=_assignment(recipe, name),
         )
         for name, module in recipe.modules.items()
@@ -69,8 +70,10 @@ def splits_tokens(recipe: Recipe, meshes: Mapping[str, MeshSpec], name: str) -> 
 
 
 def packs(recipe: Recipe, mesh: MeshSpec) -> bool:
-    """Whether the samples of a lane of the sink lie in one row: if the recipe says so, or ranks share its tokens."""
-    return recipe.training.pack_samples or mesh.axis_size("cp") > 1
+    """Whether the samples of a lane of the sink lie in one row: if the recipe says so, ranks share its tokens, or its
+    mask is one that only hetmesh's own attention knows."""
+    masked = any(module.attention_mask != "causal" for module in recipe.modules.values())
+    return recipe.training.pack_samples or mesh.axis_size("cp") > 1 or masked
 
 
 def _assignment(recipe: Recipe, name: str) -> str:
@@ -79,9 +82,12 @@ def _assignment(recipe: Recipe, name: str) -> str:
     return given or recipe.parallelism.context_parallel_assignment or "balanced"
 
 
-def _token_axes(recipe: Recipe, meshes: Mapping[str, MeshSpec], name: str) -> tuple[str, ...]:
-    axes = ["cp"] if meshes[name].axis_size("cp") > 1 else []
-    return (*axes, *(["tp"] if splits_tokens(recipe, meshes, name) else []))
+def _token_axes(recipe: Recipe, graph: ModuleGraph, meshes: Mapping[str, MeshSpec], name: str) -> tuple[str, ...]:
+    """Only the sink has tokens, and an encoder those of its media."""
+    cp = ("cp",) if meshes[name].axis_size("cp") > 1 else ()
+    if name == graph.sink.name:
+        return (*cp, "tp") if splits_tokens(recipe, meshes, name) else cp
+    return () if graph.inputs(name) else cp
 
 
 def module_meshes(recipe: Recipe) -> dict[str, MeshSpec]:
@@ -123,6 +129,8 @@ def _wiring(recipe: Recipe) -> ModuleGraph:
             raise RecipeError(f"{key}: the rows of {seen[b.at]} already replace placeholder {b.at!r}; name another one")
         seen[b.at] = b.name
     for name, module in recipe.modules.items():
+        if module.attention_mask != "causal" and name != sink:
+            raise RecipeError(f"modules.{name}.attention_mask: only {sink!r}, which reads tokens, has one")
         if module.media is not None and (graph.inputs(name) or name == sink):
             raise RecipeError(
                 f"modules.{name}.media: only a module that no boundary leads to reads media, except the sink"

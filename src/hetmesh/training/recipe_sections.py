@@ -123,7 +123,7 @@ class Module(Section):
     there. `media` is the kind of media an encoder reads; where absent, the placeholder that its rows end up at. `plan`
     adds to or replaces entries of the adapter's tensor-parallel plan (parameter name pattern -> style). `lr` and
     `weight_decay` override `[optimizer]`, `activation_checkpoint` the mode of its table, `mixed_precision_param`
-    `[training]`.
+    `[training]`. `attention_mask` is what tokens of the LLM see of each other (`hetmesh.balance.tokens.MASKS`).
     """
 
     model: str  # an adapter's name, or "package.module:Class"
@@ -136,6 +136,7 @@ class Module(Section):
     activation_checkpoint: CheckpointMode | None = None
     mixed_precision_param: ComputeDtype | None = None
     media: str | None = None
+    attention_mask: Literal["causal", "isolated_media", "bidirectional_media"] = "causal"  # of the LLM
     plan: Annotated[Mapping[str, TensorParallelStyle], AfterValidator(freeze)] = FrozenDict()
 
     @property
