@@ -33,7 +33,7 @@ class SplitBackward:
         self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]
     ) -> None:
         """Add the gradients of `leaves` to their `.grad`."""
-        given = None if gradients[0] is None else list(gradients)
+        given = [gradient for gradient in gradients if gradient is not None] or None  # none for a loss
         # torch detaches outputs in place, to free what only the inputs' part needed: a view cannot be
         whole = [out.clone() if out._is_view() else out for out in outputs]
         _, self.groups = stage_backward_input(whole, given, list(leaves), iter(self.parameters))

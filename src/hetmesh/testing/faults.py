@@ -88,7 +88,9 @@ class _Wrapped:
 
 
 class _Reversed(_Wrapped):
-    def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+    def forward(
+        self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> Tensor | Mapping[str, Tensor]:
         return self._adapter.forward(module, batch, {k: torch.flip(v, (0,)) for k, v in inputs.items()})
 
 

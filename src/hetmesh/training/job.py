@@ -54,16 +54,17 @@ def describe(recipe: Recipe) -> tuple[Source, dict[str, Adapter], ModuleGraph]:
     for name, adapter in adapters.items():
         _check_options(recipe, name, adapter)
     modules = tuple(
-        replace(m, features=adapters[m.name].out_features or 0, **_shared(m, adapters)) for m in graph.modules
+        replace(m, features=adapters[m.name].out_features or 0, tokens_per_row=_tokens_per_row(m, adapters))
+        for m in graph.modules
     )
     boundaries = with_further_boundaries(graph.boundaries, adapters)
     return source, adapters, split_modules(recipe, ModuleGraph(modules, boundaries), adapters)
 
 
-def _shared(module: ModuleSpec, adapters: Mapping[str, Adapter]) -> dict[str, int]:
-    """What is known of the tokens that the ranks of an encoder share."""
+def _tokens_per_row(module: ModuleSpec, adapters: Mapping[str, Adapter]) -> int:
+    """`ModuleSpec.tokens_per_row`; 0 where the ranks of a lane do not share the tokens of its media."""
     shares = module.media is not None and "cp" in module.token_axes
-    return {"tokens_per_row": adapters[module.name].tokens_per_row} if shares else {}  # type: ignore[attr-defined]
+    return getattr(adapters[module.name], "tokens_per_row", 0) if shares else 0
 
 
 def _check_directories(recipe: Recipe) -> None:
