@@ -1,12 +1,12 @@
 """Every private torch name that hetmesh uses, in one place, so that a torch upgrade is checked in one place."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 __all__ = [
@@ -17,8 +17,7 @@ __all__ = [
     "fake_process_group",
     "reduce_scatter_single",
     "set_group_timeout",
-    "stage_backward_input",
-    "stage_backward_weight",
+    "split_backward",
 ]
 
 # torch 2.13 renamed these two and warns at every use of the old names.
@@ -28,6 +27,15 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 # scaled_dot_product_attention's kernel for the CPU, with the logsumexp that the public function does not return.
 cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def split_backward() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """torch's `stage_backward_input` and `stage_backward_weight`. What they import takes a second; only the schedule
+    zero_bubble needs them."""
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    return stage_backward_input, stage_backward_weight
+
 
 set_group_timeout = _set_pg_timeout
 """`set_group_timeout(timeout, group)`: how long collectives of an existing process group may wait."""

@@ -69,7 +69,7 @@ def test_media_in_order():
         ((A[0], replace(A[1], media=A[1].media[1:])), "sample 'a': 2 'image' placeholder tokens, but .* emits 0 rows"),
         ((A[0], replace(A[1], rows={"drawing": 2})), "sample 'a': 1 'sketch' placeholder .* 'drawing' emits 2 rows"),
         ((A[0], B[1]), "sample 'a' came with the metadata of 'b'"),
-        ((A[0], replace(A[1], position_ids=((0, 1),))), "sample 'a': position_ids must be one row of 6"),
+        ((A[0], replace(A[1], position_ids=((0, 1),))), "sample 'a': position_ids must be 1 rows of 6"),
     ],
 )
 def test_bad_tokens_name_the_sample(pair, message):

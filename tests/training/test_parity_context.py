@@ -70,6 +70,30 @@ def test_packed_samples_equal_padded_ones(pool4):
     assert all(calls)
 
 
+def rows_and_outcome(rank, recipe):
+    """The outcome, and the elements of rows that reached this rank's LLM in each microbatch."""
+    world = World.current()
+    world.log.clear()
+    outcome = run(recipe, world, steps=2)
+    job = Job.assemble(recipe, world)
+    plan = job.plan([d.meta for d in next(job.loader)])
+    layouts = (plan.layouts(job.graph.inputs("llm")[0], m) for m in range(plan.num_microbatches))
+    return outcome, [dst.local_shape(shape, rank)[0] for shape, _, dst in layouts]
+
+
+@pytest.mark.slow
+def test_u2_a_context_parallel_rank_without_images(pool4):
+    """Ranks, and whole microbatches, without a row of any image: neither side hangs, nothing is lost."""
+    given = recipe("sequential", table("vision", "0-3"), cp("0-3", 4), batch=8)
+    data = given.data.model_copy(update={"options": {**given.data.options, "text_only": 0.6, "max_items": 1}})
+    given = given.model_copy(update={"data": data})
+    results = pool4.run(rows_and_outcome, given, timeout=120)
+    compare(reference(given, steps=2), [outcome for outcome, _ in results], 1e-10)
+    by_microbatch = list(zip(*(rows for _, rows in results), strict=True))
+    assert any(not any(rows) for rows in by_microbatch)
+    assert any(any(rows) and not all(rows) for rows in by_microbatch)
+
+
 def received(rank, recipe):
     """Bytes of rows that reached this rank's LLM, and the fewest that could."""
     world = World.current()

@@ -51,6 +51,15 @@ class Adapter(Protocol):
 
     Every member rank of a module calls `forward` in every microbatch, also when it has no samples, items or rows: the
     result then has zero rows and still reaches every parameter, which gets a zero gradient.
+
+    What only some models can do they say by further attributes; one that lacks them is refused where they are needed:
+
+    * pipeline stages: `activation` (a `graph.Activation`), `first_layers` (FQNs that stay together in the first stage);
+    * sequence parallelism: `token_sharded` (FQNs of the submodules that work on a share of the tokens);
+    * samples in one row, and context parallelism: `use_packed(module)`; of an encoder also `tokens_per_row` and
+      `share(batch, kept)`;
+    * outputs beside the rows: `further_outputs` (names), and on the other side `layer_of_output(name)`;
+    * multimodal RoPE: `position_ids(meta, grids)` of the LLM, `item_grid(shape)` of its encoders.
     """
 
     @property

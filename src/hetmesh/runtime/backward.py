@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetmesh._torch_compat import stage_backward_input, stage_backward_weight
+from hetmesh._torch_compat import split_backward
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -36,9 +36,11 @@ class SplitBackward:
         given = [gradient for gradient in gradients if gradient is not None] or None  # none for a loss
         # torch detaches outputs in place, to free what only the inputs' part needed: a view cannot be
         whole = [out.clone() if out._is_view() else out for out in outputs]
-        _, self.groups = stage_backward_input(whole, given, list(leaves), iter(self.parameters))
+        input_part, _ = split_backward()
+        _, self.groups = input_part(whole, given, list(leaves), iter(self.parameters))
 
     def weight_part(self) -> None:
         """Add the gradients of the parameters to their `.grad`."""
-        stage_backward_weight(iter(self.parameters), self.groups)
+        _, weight_part = split_backward()
+        weight_part(iter(self.parameters), self.groups)
         self.groups = []

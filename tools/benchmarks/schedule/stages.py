@@ -122,7 +122,8 @@ class Probe:
         work = computed_work(job.graph, stage.module, [plan.samples[i] for i in plan.samples_of(spec.name, 0, lane)])
         for kind in (Kind.FORWARD, *backward_kinds(stage, stages, schedule.split)):
             if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and stage != stages.sink:
-                step.gradients[stage, 0] = torch.randn_like(step.outputs[stage, 0])
+                outputs = step.outputs[stage, 0]
+                step.gradients[stage, 0] = {name: torch.randn_like(output) for name, output in outputs.items()}
             started = time.perf_counter()
             step.execute(Action(kind, stage, 0))
             key = (stage, PARTS[kind], work.rows, work.pairs)
