@@ -24,6 +24,7 @@ hidden_size = 8
 num_hidden_layers = 1
 num_attention_heads = 4
 patch_size = 4
+image_size = 8
 intermediate_size = 12
 [modules.projector]
 model = "mlp"
@@ -52,7 +53,7 @@ TWO_ENCODERS = (
     + """
 [modules.scanner]
 model = "siglip"
-config = { hidden_size = 16, num_hidden_layers = 1, num_attention_heads = 2, patch_size = 4 }
+config = { hidden_size = 16, num_hidden_layers = 1, num_attention_heads = 2, patch_size = 4, image_size = 8 }
 [[boundaries]]
 from = "scanner"
 to = "llm"

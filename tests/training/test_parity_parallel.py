@@ -28,6 +28,7 @@ hidden_size = 12
 num_hidden_layers = 2
 num_attention_heads = 2
 patch_size = 4
+image_size = 8
 intermediate_size = 14
 [modules.projector]
 model = "mlp"

@@ -18,6 +18,7 @@ hidden_size = 8
 num_hidden_layers = 3
 num_attention_heads = 2
 patch_size = 4
+image_size = 8
 intermediate_size = 10
 [modules.projector]
 model = "mlp"
@@ -154,7 +155,7 @@ def test_the_options_of_three_phases(pool4, options):
 TWO_ENCODERS = """
 [modules.scanner]
 model = "siglip"
-config = {{ hidden_size = 12, num_hidden_layers = 2, num_attention_heads = 2, patch_size = 4 }}
+config = {{ hidden_size = 12, num_hidden_layers = 2, num_attention_heads = 2, patch_size = 4, image_size = 8 }}
 [[boundaries]]
 from = "scanner"
 to = "llm"

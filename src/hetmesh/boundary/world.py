@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hetmesh._torch_compat import set_group_timeout
+from hetmesh._torch_compat import one_gloo_device, set_group_timeout
 from hetmesh.boundary.log import CommunicationLog
 from hetmesh.boundary.watchdog import Watchdog, timed_out
 from hetmesh.errors import BoundaryTimeout, LayoutError
@@ -82,7 +82,8 @@ class World:
                         "them silently: give ascending ranks, or use torch >= 2.13"
                     )
                 options["sort_ranks"] = False
-            group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout), **options)
+            with one_gloo_device():
+                group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout), **options)
             self._groups[ranks] = group if isinstance(group, dist.ProcessGroup) and self.rank in ranks else None
         return self._groups[ranks]
 
@@ -173,14 +174,13 @@ def init(*, timeout: float = 300.0, init_timeout: float = 300.0, device: str | N
     if device == "cuda":
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
-        # gloo connects every pair of a group at its creation unless told otherwise; most pairs never talk.
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         backend = "nccl" if device == "cuda" else "gloo"
         patience = timedelta(seconds=init_timeout)
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=patience)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience)
+        with one_gloo_device():
+            if "RANK" in os.environ:
+                dist.init_process_group(backend, timeout=patience)
+            else:
+                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience)
     _current = World(timeout=timeout)
     return _current
 

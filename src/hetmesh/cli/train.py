@@ -16,8 +16,6 @@ __all__ = ["add_arguments", "run"]
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Train; returns the exit status."""
-    # gloo connects every pair of ranks of a group at its creation unless told otherwise; most pairs never talk
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _join(args.recipe, overrides)
     recipe = load_recipe(args.recipe, overrides)

@@ -288,16 +288,18 @@ def _worker(rank: int, size: int, port: int, connection: Connection, stack_file:
     assert parent is not None
     # A worker that hangs in gloo does not see its pipe close: leave with the parent even if it was killed.
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # groups 5-10 times cheaper
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no need for a host name that resolves
     try:
         import torch
         import torch.distributed as dist
 
+        from hetmesh._torch_compat import one_gloo_device
+
         torch.set_num_threads(1)
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
+        with one_gloo_device():
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
         connection.send_bytes(pickle.dumps((True, None)))
     except BaseException as error:
         connection.send_bytes(_failure(0, error))
