@@ -21,6 +21,13 @@ _PRELOAD = (
 )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the two processes that run tests, one runs all that need a worker pool: they share it."""
+    for item in items:
+        if {"pool", "pool4", "pool8"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group("pool"))
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Callable[[int], WorkerPool]]:
     """`pool(n)`: the session's pool of n workers. Started by its first `run`, kept to the end of the session."""

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
+from hetmesh.boundary import device_mesh
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.expand import expand, expand_tokens
 from hetmesh.graph.module_graph import BoundarySpec
@@ -104,7 +105,8 @@ def parity(rank: int, dp: int, tp: int, kinds, llm, fault: str | None = None) ->
     reference = {name: build_module(a, name, 7, torch.float64) for name, a in adapters.items()}
     expected = run(adapters, reference, pairs)
     spec = MeshSpec.make(range(dp * tp), dp_replicate=dp, tp=tp)
-    mesh = init_device_mesh("cpu", spec.sizes, mesh_dim_names=spec.axes)
+    mesh = device_mesh(spec)
+    assert mesh is not None
     modules = {name: build_module(a, name, 7, torch.float64) for name, a in adapters.items()}
     parallel = {name: parallelize(adapters[name], m, spec, mesh) for name, m in modules.items()}
     lane = spec.coordinate(rank)[0]
@@ -176,7 +178,8 @@ def layout_facts(rank: int):
     module = build_module(adapters["llm"], "llm", 0)
     elements = {name: p.numel() for name, p in module.named_parameters()}
     spec = MeshSpec.make(range(4), dp_replicate=2, tp=2)
-    mesh = init_device_mesh("cpu", spec.sizes, mesh_dim_names=spec.axes)
+    mesh = device_mesh(spec)
+    assert mesh is not None
     partial = apply_tensor_parallel(module, mesh["tp"], adapters["llm"].tensor_parallel_plan())
     held = {n: local_part(p).numel() * holds_first_replica(p, spec, rank) for n, p in module.named_parameters()}
     storage = sum(local_part(p).untyped_storage().nbytes() for p in module.parameters())

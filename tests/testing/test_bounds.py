@@ -21,8 +21,9 @@ PAIR = MeshSpec.make([4, 5], a=2)
 
 def _torch_shards(rank, cases):
     out = []
+    meshes = {sizes: DeviceMesh("cpu", torch.arange(4).reshape(sizes)) for sizes in sorted({c[1] for c in cases})}
     for shape, sizes, placements in cases:
-        mesh = DeviceMesh("cpu", torch.arange(4).reshape(sizes))
+        mesh = meshes[sizes]
         value = torch.arange(torch.Size(shape).numel()).reshape(shape)
         out.append(distribute_tensor(value, mesh, placements, src_data_rank=None).to_local())
     return out

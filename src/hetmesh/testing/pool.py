@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import multiprocessing
@@ -300,6 +301,7 @@ def _worker(rank: int, size: int, port: int, connection: Connection, stack_file:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         with one_gloo_device():
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
+        gc.freeze()  # what is imported stays: a collection would go through it again and again
         connection.send_bytes(pickle.dumps((True, None)))
     except BaseException as error:
         connection.send_bytes(_failure(0, error))
