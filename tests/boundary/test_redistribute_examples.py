@@ -1,5 +1,9 @@
 """hetmesh.redistribute by example: what it returns where, its guards, and gradients that need care."""
 
+import itertools
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -215,6 +219,33 @@ def bad_calls(rank):
 
 def test_bad_calls_name_what_is_wrong(pool4):
     assert all(pool4.run(bad_calls))
+
+
+def device_threads(rank):
+    """Threads of gloo devices before and after this rank joins six more groups."""
+    world = World.current()
+
+    def count():
+        names = (path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+        return sum(name == "gloo_tcp_loop" for name in names)
+
+    world.group(range(4))
+    before = count()
+    groups = [world.group(ranks) for size in (2, 3) for ranks in itertools.combinations(range(4), size)]
+    for i, group in enumerate(groups):  # messages of one do not reach another
+        if group is not None:
+            total = torch.tensor([float(i)])
+            dist.all_reduce(total, group=group)
+            assert total == i * group.size()
+    return before, count(), sum(group is not None for group in groups)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_groups_share_one_gloo_device(pool4):
+    """Its thread wakes up a hundred times a second, also when nothing is sent."""
+    for before, after, joined in pool4.run(device_threads):
+        assert after == before
+        assert joined == 6
 
 
 def stalled_peer(rank):
