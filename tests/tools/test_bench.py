@@ -129,8 +129,7 @@ def test_convergence_reports_the_largest_differences(load, monkeypatch):
 @pytest.mark.slow
 def test_boundary_bytes_are_the_bound(load, young_heap):
     boundary = load("benchmarks.boundary")
-    sizes = ("--plan-ranks", "32", "--plan-steps", "1")
-    args = options(boundary, "--size", "small", "--only", "ragged", "--rounds", "1", *sizes)
+    args = options(boundary, "--size", "small", "--rounds", "1", "--plan-ranks", "32", "--plan-steps", "1")
     result = boundary.run(args)
     assert result["max_bytes_over_bound"] == result["min_bytes_over_bound"] == 1.0
     assert [e["bytes"] for e in result["scenarios"]] == [e["bound"] for e in result["scenarios"]]

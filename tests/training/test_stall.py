@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 BATCH, TIMEOUT = 8, 5
-GRACE = 40  # s for the launcher to find and end the other ranks; long, since test machines are busy
+GRACE = 20  # s for the launcher to find and end the other ranks; long, since test machines are busy
 FIRST, *_, LAST = Loader(DigitsSource(), BATCH).indices(2)  # of step 3
 
 

@@ -82,7 +82,7 @@ class World:
                         "them silently: give ascending ranks, or use torch >= 2.13"
                     )
                 options["sort_ranks"] = False
-            with one_gloo_device():
+            with self.waiting(f"the process group of ranks {list(ranks)}"), one_gloo_device():
                 group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout), **options)
             self._groups[ranks] = group if isinstance(group, dist.ProcessGroup) and self.rank in ranks else None
         return self._groups[ranks]
