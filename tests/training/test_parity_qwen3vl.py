@@ -7,6 +7,7 @@ from torch import nn
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration
 
+from hetmesh.balance import in_order
 from hetmesh.boundary import World
 from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError
@@ -53,7 +54,8 @@ source = "hetmesh.testing.sources:RandomMedia"
 [data.options]
 kinds = {{ image = [1, 4, 4] }}
 largest = {{ image = [1, 12, 16] }}
-text_only = 0.4
+text_only = 0.2
+seed = 6
 [training]
 local_batch_size = {batch}
 dtype = "float64"
@@ -102,6 +104,17 @@ CASES = {
     "frozen encoder": recipe(table("vision", "0-1"), cp("2-3", 2), vision="trainable = false"),
     "lora": recipe(table("vision", "0-1"), cp("2-3", 2), vision="trainable = false", llm="lora = { rank = 2 }"),
 }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_has_several_images_in_a_lane_and_none(case):
+    given = CASES[case]
+    source, adapters, graph = describe(given)
+    loader = Loader(source, given.batch.global_batch_size, make_prepare(given, graph, adapters), seed=given.debug.seed)
+    plan = in_order(graph, [d.meta for d in next(loader)], given.batch.microbatch_size)
+    counts = {sum(len(plan.samples[i].media) for i in lane) for lanes in plan.lanes["vision"] for lane in lanes}
+    assert 0 in counts
+    assert max(counts) > 1
 
 
 @pytest.mark.slow
