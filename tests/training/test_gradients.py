@@ -25,10 +25,9 @@ def norm_and_clip(rank, recipe, max_norm):
     job.runtime.run(job.schedule(plan), plan, Feed(job.loader, drawn, plan, job.adapters, rank))
     parameters = list(job.root.parameters())
     scale(parameters, 1 / plan.num_targets)
-    modules = [(module, job.graph[name].mesh) for name, module in job.root.named_children()]
     norms = []
     for _ in range(2):
-        (squares,) = reduce_over_ranks([squared_norm(counted(modules, rank))], world)
+        (squares,) = reduce_over_ranks([squared_norm(counted(job.parallel.values(), rank))], world)
         norms.append(squares**0.5)
         scale(parameters, clip_factor(norms[-1], max_norm))
     return norms

@@ -4,9 +4,10 @@ from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.apply import AdaptedModule, ParallelModule, parallelize, reduce_gradients, start_reduction
 from hetmesh.parallel.compile import apply_compile
-from hetmesh.parallel.data_parallel import sum_gradients
 from hetmesh.parallel.fully_shard import apply_fully_shard
-from hetmesh.parallel.gradients import holds_first_replica, local_gradient, local_part
+from hetmesh.parallel.gradient_axes import ParameterAxes, gradient_axes
+from hetmesh.parallel.gradient_sums import sum_gradients
+from hetmesh.parallel.gradients import local_gradient, local_part
 from hetmesh.parallel.linear import Colwise, Rowwise
 from hetmesh.parallel.options import Options
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
@@ -23,6 +24,7 @@ __all__ = [
     "ContextAttention",
     "Options",
     "ParallelModule",
+    "ParameterAxes",
     "Rowwise",
     "TiedParameter",
     "apply_activation_checkpoint",
@@ -31,7 +33,7 @@ __all__ = [
     "apply_sequence_parallel",
     "apply_tensor_parallel",
     "check_tensor_parallel_degree",
-    "holds_first_replica",
+    "gradient_axes",
     "local_gradient",
     "local_part",
     "parallelize",

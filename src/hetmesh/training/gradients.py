@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetmesh.boundary import World
-from hetmesh.layout import MeshSpec
-from hetmesh.parallel import holds_first_replica, local_gradient
+from hetmesh.parallel import ParallelModule, local_gradient
 
 
 def _local(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -35,9 +34,7 @@ def squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return torch.stack(torch._foreach_norm(grads, 2)).double().square().sum().cpu()
 
 
-def counted(
-    modules: Iterable[tuple[nn.Module, MeshSpec]], rank: int, elsewhere: Collection[int] = ()
-) -> list[nn.Parameter]:
+def counted(modules: Iterable[ParallelModule], rank: int, elsewhere: Collection[int] = ()) -> list[nn.Parameter]:
     """The parameters of which `rank` holds the first replica: the sum of their `squared_norm` over all ranks of the job
     is that of the whole model, whatever the meshes.
 
@@ -46,9 +43,9 @@ def counted(
     """
     return [
         p
-        for module, mesh in modules
-        for p in module.parameters()
-        if id(p) not in elsewhere and holds_first_replica(p, mesh, rank)
+        for each in modules
+        for name, p in each.module.named_parameters()
+        if id(p) not in elsewhere and each.axes[name].is_first_replica(each.spec, rank)
     ]
 
 

@@ -30,7 +30,15 @@ from hetmesh.models import (
     sample_positions,
     with_further_boundaries,
 )
-from hetmesh.parallel import Options, TiedParameter, parallelize, start_reduction, sum_tied_parameters, tied_parameters
+from hetmesh.parallel import (
+    Options,
+    ParallelModule,
+    TiedParameter,
+    parallelize,
+    start_reduction,
+    sum_tied_parameters,
+    tied_parameters,
+)
 from hetmesh.parallel.tokens import token_sharded
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.runtime import Reducer, Runtime
@@ -163,6 +171,7 @@ class Job:
     adapters: dict[str, Adapter]
     loader: Loader
     root: Root
+    parallel: Mapping[str, ParallelModule]  # the modules of this rank on their meshes
     runtime: Runtime
     counted_elsewhere: frozenset[int] = frozenset()  # ids of parameters that are copies of another stage's
 
@@ -173,7 +182,7 @@ class Job:
         # Rows travel in the dtype in which their producer computes.
         dtypes = {n: module_options(recipe, n).compute_dtype or DTYPES[recipe.training.dtype] for n in graph.order}
         stages = stage_graph(graph)
-        modules: dict[str, nn.Module] = {}
+        modules: dict[str, ParallelModule] = {}
         adapted: dict[Stage, nn.Module] = {}
         reducers: dict[Stage, Reducer] = {}
         tied: list[TiedParameter] = []
@@ -193,11 +202,9 @@ class Job:
             spec = graph[name].stage_mesh(own[0].index)
             parallel = parallelize(adapters[name], module, spec, mesh, plan, module_options(recipe, name), runs)
             if pretrained is not None:
-                device = (
-                    "cpu" if module_options(recipe, name).cpu_offload and parallel.summed_over_lanes else world.device
-                )
+                device = "cpu" if module_options(recipe, name).cpu_offload and parallel.fully_sharded else world.device
                 load_weights(adapters[name], parallel.module, pretrained, device, roots=parallel.stages)
-            modules[name] = parallel.module
+            modules[name] = parallel
             adapted |= zip(own, parallel.stages, strict=True)
             trained = ((i, stage) for i, stage in enumerate(own) if stage in stages.trainable_stages)
             reducers |= {stage: partial(start_reduction, parallel, i) for i, stage in trained}
@@ -214,7 +221,8 @@ class Job:
         prepare = make_prepare(recipe, graph, adapters)
         loader = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed)
         elsewhere = frozenset(id(copy.parameter) for copy in tied if not copy.first)
-        return cls(recipe, world, graph, adapters, loader, Root(modules.items()), runtime, elsewhere)
+        root = Root((name, each.module) for name, each in modules.items())
+        return cls(recipe, world, graph, adapters, loader, root, modules, runtime, elsewhere)
 
     def plan(self, samples: Sequence[SampleMeta]) -> BatchPlan:
         """The batch plan of a global batch; equal on every rank."""

@@ -56,8 +56,7 @@ class Trainer:
             source = Path(recipe.checkpoint.initial_load_path)
             load_weights(world, self.job.root, source, recipe.checkpoint.exclude_from_loading)
         self.parameters = list(self.job.root.parameters())
-        modules = [(module, self.job.graph[name].mesh) for name, module in self.job.root.named_children()]
-        self.counted = counted(modules, world.rank, self.job.counted_elsewhere)
+        self.counted = counted(self.job.parallel.values(), world.rank, self.job.counted_elsewhere)
         self.optimizers = make_optimizers(recipe, self.job.root)
         self.lr = learning_rate(recipe)
         self.held_out = _held_out(recipe)
