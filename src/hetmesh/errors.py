@@ -28,3 +28,7 @@ class BoundaryError(HetmeshError, RuntimeError):
 class BoundaryTimeout(HetmeshError, TimeoutError):
     """A wait outlasted its timeout. The message names boundary, microbatch and rank. The process group cannot be
     used afterwards: end the job and resume it from its last checkpoint."""
+
+
+class ReplicaError(HetmeshError, RuntimeError):
+    """Replicas of a parameter are no longer equal. The message names the parameter, its module, ranks and the step."""

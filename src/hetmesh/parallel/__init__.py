@@ -10,6 +10,8 @@ from hetmesh.parallel.gradient_sums import sum_gradients
 from hetmesh.parallel.gradients import local_gradient, local_part
 from hetmesh.parallel.linear import Colwise, Rowwise
 from hetmesh.parallel.options import Options
+from hetmesh.parallel.random_state import Place, entering, seed_by_place
+from hetmesh.parallel.replicas import check_replicas
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.tensor_parallel import (
     apply_tensor_parallel,
@@ -25,6 +27,7 @@ __all__ = [
     "Options",
     "ParallelModule",
     "ParameterAxes",
+    "Place",
     "Rowwise",
     "TiedParameter",
     "apply_activation_checkpoint",
@@ -32,12 +35,15 @@ __all__ = [
     "apply_fully_shard",
     "apply_sequence_parallel",
     "apply_tensor_parallel",
+    "check_replicas",
     "check_tensor_parallel_degree",
+    "entering",
     "gradient_axes",
     "local_gradient",
     "local_part",
     "parallelize",
     "reduce_gradients",
+    "seed_by_place",
     "start_reduction",
     "sum_gradients",
     "sum_tied_parameters",

@@ -20,6 +20,7 @@ from hetmesh.parallel.fully_shard import apply_fully_shard
 from hetmesh.parallel.gradient_axes import SUM_ORDER, ParameterAxes, gradient_axes
 from hetmesh.parallel.gradient_sums import start_sum, sum_gradients
 from hetmesh.parallel.options import Options
+from hetmesh.parallel.random_state import seed_by_place
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.stages import prune, shared_parameters, view
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
@@ -138,12 +139,13 @@ def parallelize(
     if device_mesh.get_coordinate() is None:
         raise LayoutError(f"only members of {spec} hold its module; this rank is none")
     partial: tuple[str, ...] = ()
+    plan = adapter.tensor_parallel_plan() if plan is None else plan
+    shared = token_sharded(adapter) if options.sequence_parallel else ()
+    seed_by_place(module, adapter.layers(), plan, shared)
     if spec.axis_size("tp") > 1:
-        partial = apply_tensor_parallel(
-            module, device_mesh["tp"], adapter.tensor_parallel_plan() if plan is None else plan
-        )
+        partial = apply_tensor_parallel(module, device_mesh["tp"], plan)
         if options.sequence_parallel:
-            over_tokens = apply_sequence_parallel(module, device_mesh["tp"], token_sharded(adapter))
+            over_tokens = apply_sequence_parallel(module, device_mesh["tp"], shared)
             partial = tuple(dict.fromkeys((*partial, *over_tokens)))
     tied = shared_parameters(module)
     if runs is not None:

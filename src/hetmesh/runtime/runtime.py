@@ -14,6 +14,7 @@ from hetmesh.boundary import World
 from hetmesh.boundary.watchdog import timed_out
 from hetmesh.errors import BoundaryError, BoundaryTimeout
 from hetmesh.graph import ModuleGraph, Stage, stage_graph
+from hetmesh.parallel.random_state import device_module
 from hetmesh.runtime.step import LoadBatch, Loss, Observe, StepRunner
 from hetmesh.schedule import Action, Kind, Schedule
 
@@ -36,12 +37,14 @@ class Runtime:
         loss: the summed loss.
         dtypes: of the rows that each module emits, and so of their gradients.
         lowering: of boundary transfers; see `hetmesh.boundary.lowering`.
+        seed: of everything random; see `hetmesh.parallel.random_state`.
         finish: called after the last action of a training step, when all gradients of this rank's stages are summed
             over their lanes.
 
     Build it on every rank of the job: it creates the process groups that boundaries may need.
 
     Attributes:
+        device_module: whose generator is seeded beside the CPU's; None where the device is the CPU.
         recording: set it to a list to have the actions of the next steps recorded.
     """
 
@@ -55,18 +58,31 @@ class Runtime:
         loss: Loss,
         dtypes: Mapping[str, torch.dtype],
         lowering: str = "auto",
+        seed: int = 0,
         finish: Callable[[], None] | None = None,
     ) -> None:
         self.world, self.graph, self.modules = world, graph, modules
         self.reducers, self.loss, self.dtypes, self.lowering = reducers, loss, dtypes, lowering
-        self.finish = finish
+        self.finish, self.seed = finish, seed
+        self.device_module = device_module(world.device)
         self.recording: Recording | None = None
         stages = stage_graph(graph)
         for edge in stages.edges:
             world.group(sorted({*stages.ranks_of(edge.source), *stages.ranks_of(edge.destination)}))
 
-    def run(self, schedule: Schedule, plan: BatchPlan, load_batch: LoadBatch, observe: Observe | None = None) -> Tensor:
+    def run(
+        self,
+        schedule: Schedule,
+        plan: BatchPlan,
+        load_batch: LoadBatch,
+        observe: Observe | None = None,
+        *,
+        step: int = 0,
+    ) -> Tensor:
         """Run one step on this rank.
+
+        Args:
+            step: its number; what is random differs from step to step, and is the same if a step is run again.
 
         Returns:
             The summed loss of this rank's lane over all microbatches, detached, float64 on the CPU; 0 on ranks
@@ -75,7 +91,7 @@ class Runtime:
         Raises:
             BoundaryTimeout: a wait outlasted the timeout; names boundary or action, microbatch and rank.
         """
-        step = StepRunner(self, schedule, plan, load_batch, observe)
+        runner = StepRunner(self, schedule, plan, load_batch, observe, step)
         reductions = []
         with torch.set_grad_enabled(schedule.training):
             for action in schedule.of_rank(self.world.rank):
@@ -85,7 +101,7 @@ class Runtime:
                         assert isinstance(action.target, Stage)
                         reductions.append((action, self.reducers[action.target]()))
                     else:
-                        step.execute(action)
+                        runner.execute(action)
                 if self.recording is not None:
                     self.recording.append((action, started, time.perf_counter()))
             for action, finish in reductions:
@@ -93,8 +109,8 @@ class Runtime:
                     finish()
             if schedule.training and self.finish is not None:
                 self.finish()
-            step.drain()
-        return step.loss_sum
+            runner.drain()
+        return runner.loss_sum
 
     @contextmanager
     def _guarded(self, action: Action) -> Iterator[None]:

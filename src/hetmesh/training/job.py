@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -34,6 +33,7 @@ from hetmesh.parallel import (
     Options,
     ParallelModule,
     TiedParameter,
+    check_replicas,
     parallelize,
     start_reduction,
     sum_tied_parameters,
@@ -116,12 +116,6 @@ def _check_options(recipe: Recipe, name: str, adapter: Adapter) -> None:
         )
     if recipe.schedule == "zero_bubble":
         _check_zero_bubble(recipe, name, options)
-    config: Any = getattr(adapter, "config", None)
-    if recipe.graph[name].mesh.axis_size("tp") > 1 and getattr(config, "attention_dropout", None):
-        raise RecipeError(
-            f"modules.{name}.config.attention_dropout = {config.attention_dropout}: with tensor parallelism every rank "
-            "would drop the same positions of its heads; set it to 0, or tensor_parallel_degree to 1"
-        )
 
 
 def _check_zero_bubble(recipe: Recipe, name: str, options: Options) -> None:
@@ -173,7 +167,7 @@ class Job:
     root: Root
     parallel: Mapping[str, ParallelModule]  # the modules of this rank on their meshes
     runtime: Runtime
-    counted_elsewhere: frozenset[int] = frozenset()  # ids of parameters that are copies of another stage's
+    tied: tuple[TiedParameter, ...] = ()  # parameters of which another pipeline stage holds a copy
 
     @classmethod
     def assemble(cls, recipe: Recipe, world: World) -> Job:
@@ -216,13 +210,13 @@ class Job:
             reducers=reducers,
             loss=sum_cross_entropy,
             dtypes=dtypes,
+            seed=recipe.debug.seed,
             finish=partial(sum_tied_parameters, tied, world),
         )
         prepare = make_prepare(recipe, graph, adapters)
         loader = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed)
-        elsewhere = frozenset(id(copy.parameter) for copy in tied if not copy.first)
         root = Root((name, each.module) for name, each in modules.items())
-        return cls(recipe, world, graph, adapters, loader, root, modules, runtime, elsewhere)
+        return cls(recipe, world, graph, adapters, loader, root, modules, runtime, tuple(tied))
 
     def plan(self, samples: Sequence[SampleMeta]) -> BatchPlan:
         """The batch plan of a global batch; equal on every rank."""
@@ -231,6 +225,15 @@ class Job:
     def schedule(self, plan: BatchPlan, *, training: bool = True) -> Schedule:
         """The schedule of a step."""
         return recipe_schedule(self.recipe, self.graph, plan.num_microbatches, training)
+
+    @property
+    def counted_elsewhere(self) -> frozenset[int]:
+        """Ids of the parameters whose first copy another stage holds."""
+        return frozenset(id(copy.parameter) for copy in self.tied if not copy.first)
+
+    def check_replicas(self, step: int) -> None:
+        """Raise ReplicaError on all ranks if replicas of a parameter are not equal after `step` steps. Collective."""
+        check_replicas(self.parallel, self.tied, self.world, step)
 
     @property
     def sink_lane(self) -> int:

@@ -112,7 +112,7 @@ class Trainer:
             self.optimizers[0].zero_grad()
         schedule = self.job.schedule(plan)
         recorded = self.recorder.begin(self.step + 1)
-        loss_sum = self.job.runtime.run(schedule, plan, feed)
+        loss_sum = self.job.runtime.run(schedule, plan, feed, step=self.step)
         computed = time.perf_counter()
 
         targets = max(plan.num_targets, 1)
@@ -127,6 +127,8 @@ class Trainer:
             self.optimizers[0].step()
             self.optimizers[1].step()
         self.step += 1
+        if (every := self.recipe.debug.check_replicas) and self.step % every == 0:
+            self.job.check_replicas(self.step)
         seconds = time.perf_counter() - started
         if recorded:
             self.recorder.end(self.step, schedule, plan, computed)
