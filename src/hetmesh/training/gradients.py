@@ -26,12 +26,24 @@ def scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 
 @torch.no_grad()
-def squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The squared 2-norm of this rank's parts of the gradients of `parameters`. Float64, 0-d."""
-    grads = _local(parameters)
-    if not grads:
-        return torch.zeros((), dtype=torch.float64)
-    return torch.stack(torch._foreach_norm(grads, 2)).double().square().sum().cpu()
+def squared_norm(parameters: Iterable[nn.Parameter], others: Iterable[nn.Parameter] = ()) -> Tensor:
+    """The squared 2-norm of this rank's parts of the gradients of `parameters`, on whatever devices they lie. Float64,
+    0-d, on the CPU.
+
+    Args:
+        others: parameters that another rank counts. Their gradients add nothing, unless one of them is not finite: then
+            the result is not either, so that the sum over all ranks is one verdict on every gradient of every rank.
+    """
+    factors = [(gradient, 1.0) for gradient in _local(parameters)] + [(gradient, 0.0) for gradient in _local(others)]
+    devices: dict[torch.device, list[tuple[Tensor, float]]] = {}  # gradients of offloaded modules lie on the CPU
+    for gradient, factor in factors:
+        devices.setdefault(gradient.device, []).append((gradient, factor))
+    total = torch.zeros((), dtype=torch.float64)
+    for members in devices.values():
+        norms = torch.stack(torch._foreach_norm([gradient for gradient, _ in members], 2))
+        counts = torch.tensor([factor for _, factor in members], dtype=torch.float64)
+        total += norms.to("cpu", torch.float64).square() @ counts  # 0 * inf and 0 * nan are nan
+    return total
 
 
 def counted(modules: Iterable[ParallelModule], rank: int, elsewhere: Collection[int] = ()) -> list[nn.Parameter]:
