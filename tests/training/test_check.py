@@ -3,13 +3,17 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from hetmesh.errors import RecipeError
-from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.training.check import check_recipe, count_parameters, ranks_text
+from hetmesh.training.job import describe
+from hetmesh.training.modules import full_module
 
 TEXT = """
 [modules]
@@ -104,3 +108,54 @@ def test_parameters_are_counted_without_being_made():
 )
 def test_ranks_text(ranks, text):
     assert ranks_text(ranks) == text
+
+
+@dataclass
+class Normalised(Adapter):
+    norm: nn.Module = field(default_factory=nn.Identity)
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), self.norm)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm1d(4),
+        nn.BatchNorm2d(4, track_running_stats=False),
+        nn.LazyBatchNorm3d(),
+        nn.SyncBatchNorm(4),
+        nn.InstanceNorm1d(4, track_running_stats=True),
+    ],
+)
+def test_layers_that_depend_on_the_batch_of_a_lane_are_refused(norm):
+    refused = re.escape(f"modules.vision.model = 'siglip': its layers ['1'] are {type(norm).__name__}, whose result")
+    adapters = {"vision": Normalised(norm=norm), "projector": Adapter(), "llm": Adapter()}
+    with pytest.raises(RecipeError, match=refused):
+        check_recipe(parse_recipe(TEXT), adapters)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4), nn.RMSNorm(4)])
+def test_layers_that_treat_every_sample_alone_are_not(norm):
+    check_recipe(parse_recipe(TEXT), {"vision": Normalised(norm=norm), "projector": Adapter(), "llm": Adapter()})
+
+
+class BatchNormEncoder(nn.Module):
+    """A user's encoder as a recipe may name it."""
+
+    out_features, rows_per_item = 8, 1
+
+    def __init__(self, media_shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.scale = float(torch.ones(1).item())  # cannot be built without memory
+        self.project, self.norm = nn.Linear(media_shape[-1], 8), nn.BatchNorm1d(8)
+
+
+def test_they_are_refused_before_training_where_check_cannot_build_the_module():
+    recipe = load_recipe(
+        Path(__file__).parents[2] / "recipes" / "digits_single.toml",
+        ("--modules.vision.model", f"{__name__}:BatchNormEncoder", "--modules.vision.config={}"),
+    )
+    _, adapters, _ = describe(recipe)
+    with pytest.raises(RecipeError, match=r"modules.vision.model = .*BatchNormEncoder.*\['norm'\] are BatchNorm1d"):
+        full_module(recipe, adapters["vision"], "vision")

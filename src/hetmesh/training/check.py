@@ -7,8 +7,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from hetmesh.errors import RecipeError
+from hetmesh.models.batch_statistics import check_batch_statistics
 from hetmesh.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ def check_recipe(
         for name, adapter in adapters.items():
             _check_tensor_parallel(recipe, name, adapter.tensor_parallel_sizes())
             _check_weights(recipe, name, adapter)
+            if (module := _without_memory(adapter)) is not None:
+                check_batch_statistics(name, recipe.modules[name].model, module)
     if placeholders is not None:
         _check_placeholders(recipe, placeholders)
     parameters = {} if adapters is None else {name: count_parameters(a) for name, a in adapters.items()}
@@ -47,12 +51,16 @@ def check_recipe(
 
 def count_parameters(adapter: Adapter) -> int | None:
     """Parameters of the module, counted without allocating them; None for a module that cannot be built that way."""
+    module = _without_memory(adapter)
+    return None if module is None else sum(p.numel() for p in module.parameters())
+
+
+def _without_memory(adapter: Adapter) -> nn.Module | None:
     try:
         with torch.device("meta"):
-            module = adapter.build()
+            return adapter.build()
     except Exception:  # a user's constructor may compute with its weights
         return None
-    return sum(p.numel() for p in module.parameters())
 
 
 def _check_weights(recipe: Recipe, name: str, adapter: Adapter) -> None:
