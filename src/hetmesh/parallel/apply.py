@@ -141,7 +141,7 @@ def parallelize(
     partial: tuple[str, ...] = ()
     plan = adapter.tensor_parallel_plan() if plan is None else plan
     shared = token_sharded(adapter) if options.sequence_parallel else ()
-    seed_by_place(module, adapter.layers(), plan, shared)
+    seed_by_place(module, adapter.layers(), plan, shared, split=spec.axis_size("tp") > 1)
     if spec.axis_size("tp") > 1:
         partial = apply_tensor_parallel(module, device_mesh["tp"], plan)
         if options.sequence_parallel:

@@ -129,7 +129,12 @@ def draws(module: nn.Module) -> bool:
 
 
 def seed_by_place(
-    module: nn.Module, layers: Sequence[str], plan: Mapping[str, str | ParallelStyle], shared: Sequence[str] = ()
+    module: nn.Module,
+    layers: Sequence[str],
+    plan: Mapping[str, str | ParallelStyle],
+    shared: Sequence[str] = (),
+    *,
+    split: bool = False,
 ) -> None:
     """Seed the generators where the layers of `module` begin and end, and where values become sharded and whole again.
     In every layout alike, also without tensor parallelism, so that all draw the same. Nothing where nothing is random.
@@ -138,6 +143,8 @@ def seed_by_place(
         layers: FQNs of layers in execution order; those of other pipeline stages may be missing.
         plan: the tensor parallel plan: FQN pattern -> style.
         shared: FQNs of the parts whose tokens ranks along `tp` share (sequence parallelism).
+        split: whether there are several ranks along `tp`. If not, torch.compile makes one graph of a layer, which then
+            draws on from where the layer began: something else than without torch.compile.
     """
     if not draws(module):
         return
@@ -148,29 +155,39 @@ def seed_by_place(
             named[name].register_forward_pre_hook(_Event(name, within))
             named[name].register_forward_hook(_Event(f"{name} end", within))
     for pattern, style in plan.items():
-        split = _split(style)
-        for name in matching(module, pattern) if split is not None else ():
+        kind = _kind(style)
+        for name in matching(module, pattern) if kind is not None else ():
             within = _within(name, shared)
             wrapper = name.removesuffix(f".{_WRAPPED}")  # is the linear layer itself, unless peft has wrapped it
-            named[wrapper].register_forward_hook(_Event(f"{wrapper} end", within or split == "colwise"))
+            event = _Event(f"{wrapper} end", within or kind == "colwise", traced=not split)
+            named[wrapper].register_forward_hook(event)
             for fqn, part in named[wrapper].named_modules(prefix=wrapper):
                 if isinstance(part, _DROPOUT):
-                    part.register_forward_pre_hook(_Event(fqn, within or split == "rowwise"))
+                    part.register_forward_pre_hook(_Event(fqn, within or kind == "rowwise", traced=not split))
 
 
 class _Event:
-    """A hook that seeds the generators from the place where it occurs."""
+    """A hook that seeds the generators from the place where it occurs.
 
-    def __init__(self, name: str, sharded: bool) -> None:
-        self.name, self.sharded = name, sharded
+    Args:
+        traced: whether torch.compile may trace past it; the code then draws on from where its layer began.
+    """
 
-    @torch.compiler.disable
+    def __init__(self, name: str, sharded: bool, traced: bool = False) -> None:
+        self.name, self.sharded, self.traced = name, sharded, traced
+
     def __call__(self, *_: Any) -> None:
-        if _current is not None:
-            _current.seed(self.name, self.sharded)
+        if not (self.traced and torch.compiler.is_compiling()):
+            _seed(self.name, self.sharded)
 
 
-def _split(style: str | ParallelStyle | None) -> str | None:
+@torch.compiler.disable
+def _seed(event: str, sharded: bool) -> None:
+    if _current is not None:
+        _current.seed(event, sharded)
+
+
+def _kind(style: str | ParallelStyle | None) -> str | None:
     if isinstance(style, RowwiseParallel):
         return "rowwise"
     if isinstance(style, ColwiseParallel):

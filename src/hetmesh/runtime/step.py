@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu
 
 from hetmesh.balance import BatchPlan, edge_layouts
 from hetmesh.boundary import Exchange, Label
@@ -17,6 +16,7 @@ from hetmesh.layout import TransferPlan, plan_transfer
 from hetmesh.parallel.random_state import Place, entering
 from hetmesh.parallel.stages import PREVIOUS
 from hetmesh.runtime.backward import SplitBackward, backward
+from hetmesh.runtime.offload import activations_on_host
 from hetmesh.schedule import Action, Kind, Schedule
 
 if TYPE_CHECKING:
@@ -120,7 +120,8 @@ class StepRunner:
     def _kept(self, stage: Stage) -> AbstractContextManager[object]:
         if stage not in self.schedule.offload:
             return nullcontext()
-        return save_on_cpu(pin_memory=self.runtime.world.device.type == "cuda")
+        parameters = self.runtime.modules[stage].parameters()
+        return activations_on_host(parameters, pin_memory=self.runtime.world.device.type == "cuda")
 
     def _outputs_and_gradients(self, stage: Stage, m: int) -> tuple[list[Tensor], list[Tensor | None]]:
         """The outputs of a forward, on their autograd graph, and their gradients; no gradient for the loss."""
