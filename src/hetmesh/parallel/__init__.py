@@ -9,7 +9,6 @@ from hetmesh.parallel.gradient_axes import ParameterAxes, gradient_axes
 from hetmesh.parallel.gradient_sums import sum_gradients
 from hetmesh.parallel.gradients import local_gradient, local_part
 from hetmesh.parallel.linear import Colwise, Rowwise
-from hetmesh.parallel.options import Options
 from hetmesh.parallel.random_state import Place, entering, seed_by_place
 from hetmesh.parallel.replicas import check_replicas
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
@@ -24,7 +23,6 @@ __all__ = [
     "AdaptedModule",
     "Colwise",
     "ContextAttention",
-    "Options",
     "ParallelModule",
     "ParameterAxes",
     "Place",

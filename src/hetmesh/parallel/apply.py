@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hetmesh.errors import LayoutError
+from hetmesh.graph.module_options import DEFAULT, ModuleOptions
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.blocks import blocks
@@ -19,7 +20,6 @@ from hetmesh.parallel.compile import apply_compile
 from hetmesh.parallel.fully_shard import apply_fully_shard
 from hetmesh.parallel.gradient_axes import SUM_ORDER, ParameterAxes, gradient_axes
 from hetmesh.parallel.gradient_sums import start_sum, sum_gradients
-from hetmesh.parallel.options import Options
 from hetmesh.parallel.random_state import seed_by_place
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.stages import prune, shared_parameters, view
@@ -119,7 +119,7 @@ def parallelize(
     spec: MeshSpec,
     device_mesh: DeviceMesh,
     plan: Mapping[str, Any] | None = None,
-    options: Options = Options(),  # noqa: B008
+    options: ModuleOptions = DEFAULT,
     runs: Sequence[Sequence[str]] | None = None,
 ) -> ParallelModule:
     """Shard `module` in place as `spec` says; only members call it. Nothing is sent: every rank holds the same full
@@ -127,7 +127,7 @@ def parallelize(
 
     Args:
         plan: the tensor parallel plan; None takes the adapter's own.
-        options: what else the recipe asks for.
+        options: how it runs; its parameters keep the dtype that they have.
         runs: the layers of each pipeline stage that this rank holds, in order; None: all layers as one stage.
 
     Raises:
