@@ -13,6 +13,7 @@ from hetmesh.errors import ReplicaError
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.testing.parity import ParityError, compare, reference, run
 from hetmesh.training.job import Job
+from hetmesh.training.trainer import Trainer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 pytestmark = pytest.mark.slow
@@ -119,3 +120,30 @@ def test_replicas_that_differ_are_named_with_module_ranks_and_step(pool, name):
         f"{name} (module {module!r}, {axis}: ranks [1] differ from ranks [0])"
     )
     assert pool(2).run(drifted, made, "llm.model.layers.0.mlp.up_proj.weight", 1.0) == [None, None]  # its own shard
+
+
+def trained(rank, recipe):
+    """What the trainer says on each rank, of which one has changed a parameter before the first of two steps."""
+    trainer = Trainer(recipe, World.current())
+    if rank == 1:
+        with torch.no_grad():
+            dict(trainer.job.root.named_parameters())["llm.model.norm.weight"][0] += 1.0
+    said = []
+    try:
+        for _ in range(2):
+            try:
+                trainer.train_step()
+                said.append("")
+            except ReplicaError as error:
+                said.append(str(error))
+    finally:
+        trainer.reporter.close()
+    return said
+
+
+def test_the_trainer_checks_every_so_many_steps(pool, tmp_path):
+    made = recipe("--debug.check_replicas=2", f"--job.dump_folder={tmp_path}", tables=COLOCATED)
+    for first, second in pool(2).run(trained, made):
+        assert first == ""
+        assert second.startswith("debug.check_replicas: after step 2 replicas of ")
+        assert "llm.model.norm.weight (module 'llm', tp: ranks [1] differ from ranks [0])" in second or "more" in second
