@@ -39,7 +39,7 @@ from hetmesh.training.transfer_costs import transfer_costs
 
 if TYPE_CHECKING:
     from hetmesh.models import Adapter
-    from hetmesh.training.recipe import Recipe
+    from hetmesh.recipe.recipe import Recipe
 
 _TOUCHED = {"AdamW": 8, "Adam": 8, "SGD": 4}  # elements read and written per parameter: norm, scaling and update
 
