@@ -1,7 +1,8 @@
-"""Graphs for drawn recipes: tiny models of every kind, wired in every way. One function per graph, one table of them."""
+"""Graphs for drawn recipes: tiny models of every kind, wired in every way."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,9 +98,9 @@ def whisper(draw: st.DrawFn, draft: Draft, name: str) -> None:
     layers = draw(st.integers(1, 2))
     draft.table("modules")[name] = {
         "model": "whisper",
-        "config": {"d_model": 8, "encoder_layers": layers, "encoder_attention_heads": 2, "encoder_ffn_dim": 10},
+        "config": {"d_model": 8, "encoder_layers": layers, "encoder_attention_heads": 4, "encoder_ffn_dim": 10},
     }
-    draft.heads[name] = 2
+    draft.heads[name] = 4
     draft.layers[name] = ("conv1", *(f"layers.{i}" for i in range(layers)), "layer_norm")
 
 
@@ -138,7 +139,7 @@ def _decoder(draft: Draft) -> None:
 
 def wire(draft: Draft, *names: str, at: str) -> None:
     """Boundaries along `names`; the last one ends at the placeholder `at` of the LLM."""
-    for source, destination in zip(names, names[1:], strict=False):
+    for source, destination in itertools.pairwise(names):
         draft.tables.setdefault("boundaries", []).append({"from": source, "to": destination})
     draft.tables["boundaries"][-1]["at"] = at
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -109,9 +110,7 @@ def stages(draw: st.DrawFn, draft: Draft) -> None:
             count = pp * draw(st.sampled_from([n for n in (1, 2) if n * pp <= len(layers)]))
             cuts = draw(st.permutations(range(1, len(layers))))[: count - 1]
             ends = [0, *sorted(cuts), len(layers)]
-            table["module_fqns_per_model_part"] = [
-                list(layers[a:b]) for a, b in zip(ends, ends[1:], strict=False)
-            ]
+            table["module_fqns_per_model_part"] = [list(layers[a:b]) for a, b in itertools.pairwise(ends)]
 
 
 def batches(draw: st.DrawFn, draft: Draft) -> None:

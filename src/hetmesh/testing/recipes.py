@@ -15,9 +15,9 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.testing.recipe_graphs import GRAPHS, Draft
 from hetmesh.testing.recipe_pieces import PIECES, POLICIES
-from hetmesh.training.recipe import Recipe, parse_recipe
 
 
 @dataclass(frozen=True)
