@@ -86,6 +86,8 @@ def recipe_step_costs(
         {s: built[s].reduce for s in stages.stages if s in stages.trainable_stages},
         _optimizer(recipe, modules.values(), machine),
         _static_bytes(recipe, modules.values()),
+        busy_slowdown=machine.busy_slowdown,
+        ranks_per_node=machine.ranks_per_node,
     )
 
 
