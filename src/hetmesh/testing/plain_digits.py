@@ -58,7 +58,9 @@ class PlainModel(nn.Module):
     def loss(self, question: Question) -> Tensor:
         """The summed cross-entropy of the answer's tokens."""
         images = iter(question.images)
-        pieces, ids, items = [], [], []
+        pieces: list[Tensor] = []
+        ids: list[int] = []
+        items: list[int] = []  # which image a token is of, counted from 1; text counts on
         for token in question.tokens:
             rows = self.llm.model.embed_tokens(torch.tensor([token]))
             if token == self.image_token:
@@ -111,7 +113,7 @@ def train(
         with torch.no_grad():
             for p in model.parameters():
                 if p.grad is not None:
-                    p -= lr * p.grad
+                    p.add_(p.grad, alpha=-lr)
     return losses, first, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -136,5 +138,5 @@ def _exact(llm: Any, theta: float) -> None:
 
     for module in llm.modules():
         if isinstance(module, Qwen3RMSNorm):
-            module.forward = norm.__get__(module)  # type: ignore[method-assign]
+            module.forward = norm.__get__(module)
     llm.model.rotary_emb.forward = rotary
