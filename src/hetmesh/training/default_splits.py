@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from hetmesh.cost import ModuleShape, Rates, Work, module_times, partition
 from hetmesh.cost.partition import runs
 from hetmesh.errors import RecipeError
-from hetmesh.training.modules import module_options
-
-if TYPE_CHECKING:
-    from hetmesh.recipe.recipe import Recipe
+from hetmesh.graph import ModuleSpec
 
 
 def default_splits(
-    recipe: Recipe,
-    name: str,
+    module: ModuleSpec,
     shape: ModuleShape,
     stages: int,
     *,
@@ -24,7 +19,7 @@ def default_splits(
     work: Work,
     together: Sequence[str] = (),
 ) -> tuple[tuple[str, ...], ...]:
-    """The layers of each stage of module `name`.
+    """The layers of each stage of `module`.
 
     The slowest stage, forward and backward of what is trained, is as fast as possible (`hetmesh.cost.partition`).
     Layers without FLOPs (embeddings, norms) go with the layer before them, the first ones with the layer after them,
@@ -43,11 +38,11 @@ def default_splits(
     if not 1 <= stages <= most:
         shared = f", of which {list(together)} share a stage" if together else ""
         raise RecipeError(
-            f"parallelism.{name}: {stages} pipeline stages for {len(layers)} layers{shared}; valid are 1 to {most}"
+            f"parallelism.{module.name}: {stages} pipeline stages for {len(layers)} layers{shared}; valid are 1 to "
+            f"{most}"
         )
-    options = module_options(recipe, name)
-    again = layers if options.activation_checkpoint == "full" else []
-    times = module_times(shape, work, Rates(1.0), upstream=upstream_trainable, recompute=again)
+    recomputed = layers if module.options.activation_checkpoint == "full" else []
+    times = module_times(shape, work, Rates(1.0), upstream=upstream_trainable, recompute=recomputed)
     costs = [times[layer].forward + times[layer].backward for layer in layers]
     units = _joined(_units(costs), len(together))
     if len(units) < stages:

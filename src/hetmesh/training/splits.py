@@ -94,7 +94,7 @@ def _default(
         )
     upstream = any(graph.needs_gradient(b) for b in graph.inputs(module.name))
     first = getattr(adapter, "first_layers", ())
-    return default_splits(recipe, module.name, shape, count, upstream_trainable=upstream, work=TYPICAL, together=first)
+    return default_splits(module, shape, count, upstream_trainable=upstream, work=TYPICAL, together=first)
 
 
 TYPICAL = Work(rows=2048, pairs=2048 * 512, targets=512)
