@@ -7,6 +7,7 @@ end to end. It shares models and data with the run under test, and nothing else:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 
@@ -21,6 +22,8 @@ from hetmesh.graph import output_key
 from hetmesh.models import lora_plan
 from hetmesh.parallel import Place, entering, local_gradient, seed_by_place
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.testing.dense_masks import dense_mask, masked
+from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.feed import Feed
 from hetmesh.training.gradients import scale
@@ -84,7 +87,11 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
         for name in graph.order:
             inputs = {b.key: outputs[b.key] for b in graph.inputs(name)}
             batch = adapters[name].collate(samples, metas, placeholders=source.placeholders, pad_id=source.pad_id)
-            with entering(Place(recipe.debug.seed, number, name, m)):
+            kind = recipe.modules[name].attention_mask
+            sees: AbstractContextManager[None] = nullcontext()
+            if kind != "causal":
+                sees = masked(modules[name], dense_mask(kind, metas, batch["input_ids"].shape[1]))
+            with sees, entering(Place(recipe.debug.seed, number, name, m)):
                 result = adapters[name].forward(modules[name], batch, inputs)
             named = {"": result} if isinstance(result, Tensor) else result
             outputs |= {output_key(name, output): rows for output, rows in named.items()}
@@ -129,6 +136,27 @@ def run(
     if fault is None:
         job.check_replicas(steps)
     return outcome
+
+
+def check(
+    pool: WorkerPool, recipe: Recipe, steps: int = 3, *, timeout: float = 120.0, microbatches: bool = False
+) -> float:
+    """Run `recipe` in the workers of `pool` and compare it with one process; returns the largest error.
+
+    Args:
+        microbatches: as in `reference`; for recipes with dropout.
+
+    Raises:
+        ParityError: it differs.
+        Exception: what a worker raised; a `WorkerError` if it hung or died.
+    """
+    ranks = pool.run(run_as, recipe, steps, timeout=timeout)
+    return compare(reference(recipe, steps, microbatches=microbatches), ranks, TOLERANCE[recipe.training.dtype])
+
+
+def run_as(rank: int, recipe: Recipe, steps: int, fault: Callable[[Job], None] | None = None) -> Outcome:
+    """`run` in worker `rank` of a `WorkerPool`."""
+    return run(recipe, World.current(), steps, fault=fault)
 
 
 def _descend(parameters: Mapping[str, nn.Parameter], step: Callable[[], float], steps: int, lr: float) -> Outcome:
