@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from hetmesh._processes import no_blas_threads
 from hetmesh.cli.check import add_arguments, checked
 from hetmesh.errors import HetmeshError, RecipeError
 from hetmesh.training.recipe import Recipe, load_recipe
@@ -18,12 +19,13 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Train; returns the exit status."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _join(args.recipe, overrides)
-    recipe = load_recipe(args.recipe, overrides)
-    import torch
+    with no_blas_threads():
+        recipe = load_recipe(args.recipe, overrides)
+        import torch
 
     from hetmesh.cli.launch import launch, threads_per_worker
 
-    torch.set_num_threads(1)  # workers are forked from this process: it must not have started a thread pool by then
+    torch.set_num_threads(1)  # workers are forked from this process: it must not have started a thread by then
     _announce(recipe, checked(recipe))
     if recipe.world_size > 1:
         return launch(recipe)
