@@ -9,11 +9,11 @@ from torch.distributed.tensor import Replicate, Shard
 
 from hetmesh.errors import RecipeError
 from hetmesh.layout import Layout, MeshSpec, RowSplit
+from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report import as_text, explain, save_picture
 from hetmesh.report.explain import cell, layout_text, minimal_elements
 from hetmesh.report.values import BoundaryView, Traffic
 from hetmesh.testing.bounds import minimal_bytes
-from hetmesh.training.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -20,7 +20,7 @@ from hetmesh._processes import threads
 from hetmesh.cli import FAILURE, INTERRUPTED
 from hetmesh.cli.workers import Interrupted, Method, Workers
 from hetmesh.errors import LaunchError
-from hetmesh.training.recipe import Recipe
+from hetmesh.recipe.recipe import Recipe
 
 # What the first step would import in every worker at once. The first DTensor operation alone imports ~300 modules.
 # Two of them are private: a name that a later torch drops costs only time.

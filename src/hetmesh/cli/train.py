@@ -13,7 +13,7 @@ from hetmesh.cli import FAILURE, USAGE_ERROR
 from hetmesh.cli.check import add_arguments, checked
 from hetmesh.cli.launchers import SLURM, TORCHRUN, Place, find_place
 from hetmesh.errors import HetmeshError, LaunchError, RecipeError
-from hetmesh.training.recipe import Recipe, load_recipe
+from hetmesh.recipe.recipe import Recipe, load_recipe
 
 __all__ = ["add_arguments", "run"]
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from hetmesh.balance import BatchPlan, in_order
+from hetmesh.balance import BatchPlan, boundary_layouts, plan_batch
 from hetmesh.boundary.lowering import choose
 from hetmesh.cost import ModuleShape, imbalance, lane_work, module_flops, static_memory, total_work
 from hetmesh.data.loader import Loader
 from hetmesh.graph import BoundarySpec, ModuleGraph
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, plan_transfer
+from hetmesh.recipe.recipe import Recipe
 from hetmesh.report.values import BoundaryView, ModuleView, RecipeView, Traffic
 from hetmesh.training.check import check_recipe
 from hetmesh.training.job import describe, make_prepare
 from hetmesh.training.module_shapes import compute_dtype, module_shapes
 from hetmesh.training.modules import DTYPES
-from hetmesh.training.recipe import Recipe
 
 BACKENDS = ("gloo", "nccl")
 SHORT = {"dp_replicate": "dp", "dp_shard": "fsdp"}
@@ -35,7 +35,7 @@ def explain(recipe: Recipe) -> RecipeView:
     batch = recipe.batch
     prepare = make_prepare(recipe, graph, adapters)
     drawn = Loader(source, batch.global_batch_size, prepare, seed=recipe.debug.seed).batch(0)
-    plan = in_order(graph, [d.meta for d in drawn], batch.microbatch_size)
+    plan = plan_batch(graph, [d.meta for d in drawn], batch.microbatch_size)
     shapes = module_shapes(recipe, adapters)
     itemsize = DTYPES[recipe.training.dtype].itemsize
     return RecipeView(
@@ -100,7 +100,7 @@ def _training(shape: ModuleShape | None, graph: ModuleGraph, name: str) -> str:
 
 
 def _boundary(plan: BatchPlan, boundary: BoundarySpec, itemsize: int) -> BoundaryView:
-    shape, src, dst = plan.layouts(boundary, 0)
+    shape, src, dst = boundary_layouts(plan, boundary, 0)
     forward = plan_transfer(shape, src, dst)
     backward = None
     if plan.graph.needs_gradient(boundary):
