@@ -26,6 +26,8 @@ def trainer(monkeypatch):
     monkeypatch.setitem(sys.modules, "hetmesh.training.trainer", module)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     return module
 
 
