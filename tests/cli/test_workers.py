@@ -22,6 +22,10 @@ def fail(rank):
     time.sleep(600)
 
 
+def fail_at_length(rank):
+    raise ValueError("x" * 1_000_000)
+
+
 def ignore_sigterm(rank, ready):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.write(ready, b"x")
@@ -60,6 +64,11 @@ def test_an_exception_ends_the_others():
     assert "in fail" in failure.traceback
     assert [process.exitcode for process in processes] == [1, -signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_long_report_does_not_wait_for_a_reader():
+    with Workers("spawn", 1, fail_at_length) as started:
+        assert started.join().message.startswith("ValueError: xxx")
 
 
 def test_who_does_not_heed_sigterm_is_killed():

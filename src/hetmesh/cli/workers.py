@@ -24,6 +24,8 @@ Method = Literal["fork", "spawn"]
 SIGNALS = tuple(getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, n))
 GRACE = 0.3  # s; after a failure: time for what caused it to be reported
 PATIENCE = 5.0  # s; the same where all that is known is that a connection was lost: a large process dies slowly
+LOOK = 1.0  # s between two looks at who has ended: a sentinel may be held by what a worker started
+MOST = 20_000  # characters of a message or a traceback: a report fits into the buffer of a pipe
 TERMINATE = 5.0  # s from SIGTERM to SIGKILL
 LOST_PEER = re.compile(r"connection (was )?(reset|closed|refused)|broken pipe|socket closed|socket timeout", re.I)
 
@@ -86,24 +88,26 @@ class Workers:
     def __enter__(self) -> Workers:
         if self._method == "fork" and threads() > 1:
             raise RuntimeError(f"{threads()} threads in the process that forks: a lock of theirs would stay locked")
-        context = multiprocessing.get_context(self._method)
-        with _blocked(SIGNALS):  # a worker between the fork and its first line must not run the parent's handlers
-            try:
-                for rank in range(self._count):
-                    ours, theirs = context.Pipe(duplex=False)
-                    process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-                        target=_worker, args=(rank, os.getpid(), theirs, self._function, self._args)
-                    )
-                    process.start()
-                    theirs.close()
-                    self._running[rank] = process, ours
-                for number in SIGNALS:
-                    if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup
-                        self._handlers[number] = signal.signal(number, _interrupt)
-            except BaseException:
-                self.end()
-                raise
+        try:
+            with _blocked(SIGNALS):  # a worker between the fork and its first line must not run the parent's handlers
+                self._start()
+        except BaseException:  # of a signal that waited for the last line, say
+            self.__exit__()
+            raise
         return self
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context(self._method)
+        for rank in range(self._count):
+            ours, theirs = context.Pipe(duplex=False)
+            args = (rank, os.getpid(), theirs, self._function, self._args)
+            process: BaseProcess = context.Process(target=_worker, args=args)  # type: ignore[attr-defined]
+            process.start()
+            theirs.close()
+            self._running[rank] = process, ours
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup
+                self._handlers[number] = signal.signal(number, _interrupt)
 
     def join(self) -> Failure | None:
         """Wait for all workers; after a failure, only until its cause is known."""
@@ -121,19 +125,23 @@ class Workers:
 
     def _wait(self, seconds: float | None, failures: list[Failure]) -> bool:
         """Wait for any worker to end and add what it died of; False: none did."""
-        ranks = {process.sentinel: rank for rank, (process, _) in self._running.items()}
-        ready = wait(list(ranks), seconds)
-        for sentinel in ready:
-            rank = ranks[sentinel]  # type: ignore[index]
+        deadline = None if seconds is None else time.monotonic() + seconds
+        ended: list[int] = []
+        while not ended:
+            left = LOOK if deadline is None else max(0.0, min(LOOK, deadline - time.monotonic()))
+            wait([process.sentinel for process, _ in self._running.values()], left)
+            ended = [rank for rank, (process, _) in self._running.items() if process.exitcode is not None]
+            if not ended and deadline is not None and time.monotonic() >= deadline:
+                return False
+        for rank in ended:
             process, connection = self._running.pop(rank)
-            process.join()
-            if connection.poll():
-                with contextlib.suppress(EOFError, OSError):  # it ended without a word
+            with contextlib.suppress(EOFError, OSError):  # it ended without a word
+                if connection.poll():
                     failures.append(Failure(rank, *connection.recv()))
                     continue
             if process.exitcode:
                 failures.append(Failure(rank, how_it_ended(process.exitcode)))
-        return bool(ready)
+        return True
 
     def end(self) -> None:
         """End all workers: SIGTERM, and SIGKILL for who does not heed it."""
@@ -193,7 +201,7 @@ def _worker(rank: int, parent: int, report: Connection, function: Callable[..., 
         raise
     except BaseException as error:
         message = f"{type(error).__name__}: {error}".strip()
-        report.send((message, "".join(traceback.format_exception(error))))
+        report.send((message[:MOST], "".join(traceback.format_exception(error))[-MOST:]))
         sys.exit(1)
 
 

@@ -130,11 +130,11 @@ class Checkpointer:
         path = self.folder / f"step-{step}"
         with self._patience():
             try:
-                saved = opened(self.world, path)
+                saved, sums = opened(self.world, path)
                 state = self._state(root, optimizers, extra)
                 state = {k: v for k, v in state.items() if k in saved or not _optional(k, saved)}
                 self._check_fit(path, state, saved)
-                read_into(self.world, path, state)
+                read_into(self.world, path, state, sums)
             except CheckpointError as error:
                 others = [s for s in self.steps() if s < step]
                 hint = f"remove the folder to resume from step-{others[-1]}" if others else _GO
@@ -264,30 +264,30 @@ def saved_tensors(path: Path) -> dict[str, Any]:
     return checksums.read_metadata(path).state_dict_metadata
 
 
-def opened(world: World, path: Path) -> dict[str, Any]:
-    """What the checkpoint at `path` holds, by name, once its index is known to be what was written. Collective.
+def opened(world: World, path: Path) -> tuple[dict[str, Any], dict[checksums.Part, int]]:
+    """What the checkpoint at `path` holds, by name, and the checksums of its parts, once its index is known to be what
+    was written. Collective.
 
     Raises:
         CheckpointError: it is not; on every rank.
     """
-    error, saved = "", {}
+    error, saved, sums = "", {}, {}
     try:
-        checksums.read_manifest(path)
+        sums = checksums.read_manifest(path)
         saved = saved_tensors(path)
     except CheckpointError as problem:
         error = str(problem)
     _raise_first(world, path, [error] if error else [])
-    return saved
+    return saved, sums
 
 
-def read_into(world: World, path: Path, state: dict[str, Any]) -> None:
+def read_into(world: World, path: Path, state: dict[str, Any], sums: Mapping[checksums.Part, int]) -> None:
     """Read the values of `state` from the checkpoint at `path`, in place, after all of its bytes have been compared
     with their checksums, a share on each rank. Collective.
 
     Raises:
         CheckpointError: it cannot be read, or has changed; nothing is read then. On every rank.
     """
-    sums = checksums.read_manifest(path)
     mine = checksums.share(list(sums), world.rank, world.size)
     wrong = checksums.damaged(path, {part: sums[part] for part in mine})
     _raise_first(world, path, [f"checkpoint {path} is damaged: {text}" for text in wrong])

@@ -33,7 +33,7 @@ def load_weights(world: World, root: Root, path: Path, exclude: Sequence[str] = 
     """
     if not (path / COMPLETE).is_file():
         raise RecipeError(f"{KEY} = {str(path)!r}: no complete checkpoint there; name a folder such as .../step-800")
-    saved = opened(world, path)
+    saved, sums = opened(world, path)
     state: dict[str, Any] = {}
     left_out: set[str] = set()
     for name, tensor in root.state_dict().items():
@@ -53,4 +53,4 @@ def load_weights(world: World, root: Root, path: Path, exclude: Sequence[str] = 
     if wrong:
         more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
         raise RecipeError(f"{KEY} = {str(path)!r} does not fit this recipe: {'; '.join(wrong[:_SHOWN])}{more}")
-    read_into(world, path, state)  # in place: these are the parameters
+    read_into(world, path, state, sums)  # in place: these are the parameters
