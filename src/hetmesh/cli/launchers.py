@@ -13,6 +13,7 @@ from hetmesh.errors import LaunchError
 TORCHRUN = "torchrun"
 SLURM = "srun"
 MPI = "mpirun"
+PMI = "mpiexec"
 _HOST = "127.0.0.1"
 _PORTS = range(20000, 30000)  # below those that systems hand out by themselves
 # Launcher -> its names for rank, world size, rank on this machine, processes on this machine.
@@ -25,7 +26,7 @@ _VARIABLES = {
         "MV2_COMM_WORLD_LOCAL_RANK",
         "MV2_COMM_WORLD_LOCAL_SIZE",
     ),
-    "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    PMI: ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "flux run": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
 }
 _JOB_IDS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid", "FLUX_JOB_ID")
@@ -78,8 +79,8 @@ def find_place(env: Mapping[str, str]) -> Place | None:
         if launcher == TORCHRUN or names[0] not in env or names[1] not in env:
             continue
         rank, size, local_rank, local_size = _numbers(launcher, env)
-        if slurm is not None and slurm.size == size:  # srun --mpi=pmi2 sets both; its own variables say more
-            return slurm
+        if launcher == PMI and slurm is not None and slurm.size == size and not slurm.note:
+            return slurm  # srun --mpi=pmi2 sets both; its own variables say more
         return _place(launcher, env, rank, size, local_rank, local_size) if size > 1 else None
     if slurm is not None:
         return slurm if slurm.size > 1 else None
