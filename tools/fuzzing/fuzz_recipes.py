@@ -53,6 +53,7 @@ class Pools:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options beside --n and --seed."""
     parser.add_argument("--part", default="1/1", metavar="I/K", help="run only every K-th of the drawn recipes, from I")
+    parser.add_argument("--verbose", action="store_true", help="a line per recipe")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that one recipe may take")
 
 
@@ -71,13 +72,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 pools.close()
                 print(f"{i} of {len(mine)} recipes, {len(failures)} failed", file=sys.stderr, flush=True)
             error = problem(pools, case, args.timeout)
+            if args.verbose:
+                print(f"recipe {i}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
             if error is None:
                 features.update(case.features)
                 plain += has_plain_form(case.recipe)
                 continue
+            print(f"recipe {i}: {_line(error)}", file=sys.stderr, flush=True)
             minimal = simplest(case, partial(_fails, pools, args.timeout, type(error)))
             failures.append({"error": _line(error), "recipe": case.text, "minimal": minimal.text})
-            print(f"recipe {i}: {_line(error)}\n{minimal.text}", file=sys.stderr, flush=True)
+            print(f"smallest that fails so:\n\n{minimal.text}", file=sys.stderr, flush=True)
     finally:
         pools.close()
     return {
