@@ -62,9 +62,12 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _parsed(path: Path, text: str) -> dict[str, Any]:
     try:
-        return json.loads(text)
+        found = json.loads(text)
     except ValueError as error:
         raise RecipeError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise RecipeError(f"{path}: cannot be read: it must hold a JSON object, got {text[:60]!r}")
+    return found
 
 
 def _shown(value: Any) -> str:
