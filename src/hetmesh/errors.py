@@ -32,3 +32,12 @@ class BoundaryTimeout(HetmeshError, TimeoutError):
 
 class ReplicaError(HetmeshError, RuntimeError):
     """Replicas of a parameter are no longer equal. The message names the parameter, its module, ranks and the step."""
+
+
+class LaunchError(HetmeshError, RuntimeError):
+    """How this process was started does not make a job: the launcher's variables contradict each other or the machine,
+    or other processes did not come. The message names the variables."""
+
+
+class CheckpointError(HetmeshError, OSError):
+    """A checkpoint cannot be written or read, or its bytes have changed. The message names the file and what to do."""
