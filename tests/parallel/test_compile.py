@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.compile import apply_compile, missing_compiler
-from hetmesh.parallel.random_state import Place, entering, seed_by_place
+from hetmesh.parallel.random_state import RandomPlace, entering, seed_by_place
 
 
 def test_without_a_compiler_modules_run_uncompiled_and_it_says_so(monkeypatch):
@@ -42,9 +42,9 @@ def graphs_and_gradients(mode: str, backend: str = "aot_eager"):
     apply_compile(blocks, backend, "cpu")
     gradients = []
     for _ in range(2):
-        with entering(Place(seed=0, step=0, module="llm", microbatch=0)):
+        with entering(RandomPlace(seed=0, step=0, module="llm", microbatch=0)):
             output = blocks(torch.ones(2, 8))
-        with entering(Place(seed=0, step=0, module="vision", microbatch=0)):
+        with entering(RandomPlace(seed=0, step=0, module="vision", microbatch=0)):
             output.square().sum().backward()
         gradients.append([p.grad.clone() for p in blocks.parameters()])
         blocks.zero_grad()

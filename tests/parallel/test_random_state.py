@@ -11,9 +11,9 @@ from torch.nn.functional import dropout
 
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
-from hetmesh.parallel.random_state import Place, draws, entering, seed_by_place
+from hetmesh.parallel.random_state import RandomPlace, draws, entering, seed_by_place
 
-HERE = Place(seed=1, step=2, module="llm", microbatch=3, lane=4)
+HERE = RandomPlace(seed=1, step=2, module="llm", microbatch=3, lane=4)
 
 
 class Block(nn.Module):
@@ -54,7 +54,7 @@ def made(kind=Block, checkpoint="none"):
     return module
 
 
-def drawn(place: Place) -> list[list[torch.Tensor]]:
+def drawn(place: RandomPlace) -> list[list[torch.Tensor]]:
     module = made()
     torch.rand(place.step + 7 * place.lane)  # what else happened in this process
     with entering(place):
@@ -152,7 +152,7 @@ def test_sequence_parallelism_makes_all_that_a_layer_draws_that_of_its_share():
 
 def test_a_rank_is_at_its_coordinates():
     mesh = MeshSpec.make([3, 1, 0, 2, 7, 6, 5, 4], dp_replicate=2, cp=2, tp=2)
-    place = Place.of_rank(2, mesh, 0, seed=0, step=0, module="llm", m=0)
+    place = RandomPlace.of_rank(2, mesh, 0, seed=0, step=0, module="llm", m=0)
     assert (place.lane, place.share, place.shard) == (0, 1, 1)
 
 

@@ -9,7 +9,7 @@ from hetmesh.parallel.gradient_axes import ParameterAxes, gradient_axes
 from hetmesh.parallel.gradient_sums import sum_gradients
 from hetmesh.parallel.gradients import local_gradient, local_part
 from hetmesh.parallel.linear import Colwise, Rowwise
-from hetmesh.parallel.random_state import Place, entering, seed_by_place
+from hetmesh.parallel.random_state import RandomPlace, entering, seed_by_place
 from hetmesh.parallel.replicas import check_replicas
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.tensor_parallel import (
@@ -25,7 +25,7 @@ __all__ = [
     "ContextAttention",
     "ParallelModule",
     "ParameterAxes",
-    "Place",
+    "RandomPlace",
     "Rowwise",
     "TiedParameter",
     "apply_activation_checkpoint",

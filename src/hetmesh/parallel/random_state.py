@@ -33,7 +33,7 @@ class DeviceModule(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class RandomPlace:
     """Where something random is drawn: a stage's module on one rank, in one microbatch of one step.
 
     Attributes:
@@ -51,7 +51,7 @@ class Place:
     shard: int = 0
 
     @classmethod
-    def of_rank(cls, rank: int, mesh: MeshSpec, lane: int, *, seed: int, step: int, module: str, m: int) -> Place:
+    def of_rank(cls, rank: int, mesh: MeshSpec, lane: int, *, seed: int, step: int, module: str, m: int) -> RandomPlace:
         """The place of a member of `mesh`, the mesh of its stage."""
         coordinate = dict(zip(mesh.axes, mesh.coordinate(rank) or (), strict=True))
         return cls(seed, step, module, m, lane, coordinate.get("cp", 0), coordinate.get("tp", 0))
@@ -61,7 +61,7 @@ class _Visit:
     """One run of a stage at a place; how often each event has occurred, so that a layer that is called twice draws
     something else the second time."""
 
-    def __init__(self, place: Place, device: DeviceModule | None, counts: Mapping[str, int]) -> None:
+    def __init__(self, place: RandomPlace, device: DeviceModule | None, counts: Mapping[str, int]) -> None:
         self.place, self.device, self.counts = place, device, dict(counts)
         key = f"{place.seed} {place.step} {place.module} {place.microbatch} {place.lane} {place.share}"
         self.key = blake2b(key.encode(), digest_size=16).digest()
@@ -81,7 +81,7 @@ _current: _Visit | None = None
 
 
 @contextmanager
-def entering(place: Place, device: DeviceModule | None = None) -> Iterator[None]:
+def entering(place: RandomPlace, device: DeviceModule | None = None) -> Iterator[None]:
     """Everything random inside is drawn as `place` says.
 
     Args:

@@ -13,7 +13,7 @@ from hetmesh.balance import BatchPlan, edge_layouts
 from hetmesh.boundary import Exchange, Label
 from hetmesh.graph import Edge, Stage
 from hetmesh.layout import TransferPlan, plan_transfer
-from hetmesh.parallel.random_state import Place, entering
+from hetmesh.parallel.random_state import RandomPlace, entering
 from hetmesh.parallel.stages import PREVIOUS
 from hetmesh.runtime.backward import SplitBackward, backward
 from hetmesh.runtime.offload import activations_on_host
@@ -108,12 +108,12 @@ class StepRunner:
             result = self.runtime.modules[stage](batch, inputs)
         return {"": result} if isinstance(result, Tensor) else result
 
-    def _place(self, stage: Stage, m: int) -> Place:
+    def _place(self, stage: Stage, m: int) -> RandomPlace:
         runtime, spec = self.runtime, self.plan.graph[stage.module]
         rank = runtime.world.rank
         lane = spec.lane_of(rank)
         assert lane is not None
-        return Place.of_rank(
+        return RandomPlace.of_rank(
             rank, spec.stage_mesh(stage.index), lane, seed=runtime.seed, step=self.step, module=stage.module, m=m
         )
 

@@ -20,7 +20,7 @@ from hetmesh.data.loader import DrawnSample, Loader
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import output_key
 from hetmesh.models import lora_plan
-from hetmesh.parallel import Place, entering, local_gradient, seed_by_place
+from hetmesh.parallel import RandomPlace, entering, local_gradient, seed_by_place
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.testing.dense_masks import dense_mask, masked
 from hetmesh.testing.pool import WorkerPool
@@ -91,7 +91,7 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
             sees: AbstractContextManager[None] = nullcontext()
             if kind != "causal":
                 sees = masked(modules[name], dense_mask(kind, metas, batch["input_ids"].shape[1]))
-            with sees, entering(Place(recipe.debug.seed, number, name, m)):
+            with sees, entering(RandomPlace(recipe.debug.seed, number, name, m)):
                 result = adapters[name].forward(modules[name], batch, inputs)
             named = {"": result} if isinstance(result, Tensor) else result
             outputs |= {output_key(name, output): rows for output, rows in named.items()}
