@@ -44,7 +44,7 @@ BusyRounds = tuple[list[float], list[float]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    parser.add_argument("--steps", type=int, default=21, help="measured steps of each cut (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=15, help="measured steps of each cut (default %(default)s)")
     parser.add_argument("--width", type=int, default=256, help="of encoder and LLM (default %(default)s)")
     parser.add_argument("--layers", type=int, default=3, help="of encoder and LLM each (default %(default)s)")
     parser.add_argument("--microbatches", type=int, default=64, help="per step (default %(default)s)")
