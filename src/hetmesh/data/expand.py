@@ -103,8 +103,8 @@ def expand(
     targets = [(shifted(start), min(shifted(stop - 1) + 1, end)) for start, stop in meta.targets]
     expanded = SampleMeta(meta.id, end, kept, tuple([(a, b) for a, b in targets if a < b]))
     if module_rows is not None:
-        rows = MappingProxyType(dict(module_rows(expanded)))
-        expanded = SampleMeta(meta.id, end, kept, expanded.targets, rows)
+        emitted = MappingProxyType(dict(module_rows(expanded)))
+        expanded = SampleMeta(meta.id, end, kept, expanded.targets, emitted)
     if position_ids is not None and (positions := position_ids(expanded)) is not None:
         expanded = replace(expanded, position_ids=positions)
     return Expansion(expanded, meta.media[len(kept) :], total - end)
