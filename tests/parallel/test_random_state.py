@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.nn.functional import dropout
 
+from hetmesh.graph import ModuleSpec
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
-from hetmesh.parallel.random_state import RandomPlace, draws, entering, seed_by_place
+from hetmesh.parallel.random_state import RandomPlace, draws, entering, random_place, seed_by_place
 
 HERE = RandomPlace(seed=1, step=2, module="llm", microbatch=3, lane=4)
 
@@ -152,8 +153,9 @@ def test_sequence_parallelism_makes_all_that_a_layer_draws_that_of_its_share():
 
 def test_a_rank_is_at_its_coordinates():
     mesh = MeshSpec.make([3, 1, 0, 2, 7, 6, 5, 4], dp_replicate=2, cp=2, tp=2)
-    place = RandomPlace.of_rank(2, mesh, 0, seed=0, step=0, module="llm", m=0)
-    assert (place.lane, place.share, place.shard) == (0, 1, 1)
+    spec = ModuleSpec("llm", mesh, ("layer",))
+    assert random_place(spec, 0, 2, 7) == RandomPlace(7, "llm", lane=0, share=1, shard=1)
+    assert random_place(spec, 0, 6, 7) == RandomPlace(7, "llm", lane=1, share=0, shard=1)
 
 
 def test_modules_that_draw_nothing_are_left_alone():

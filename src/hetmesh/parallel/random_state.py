@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from hetmesh.layout.mesh import MeshSpec
+from hetmesh.graph import ModuleSpec
 from hetmesh.parallel.tensor_parallel import matching
 
 _LIBRARIES = ("torch", "transformers", "peft", "hetmesh")
@@ -43,18 +43,19 @@ class RandomPlace:
     """
 
     seed: int
-    step: int
     module: str
-    microbatch: int
+    step: int = 0
+    microbatch: int = 0
     lane: int = 0
     share: int = 0
     shard: int = 0
 
-    @classmethod
-    def of_rank(cls, rank: int, mesh: MeshSpec, lane: int, *, seed: int, step: int, module: str, m: int) -> RandomPlace:
-        """The place of a member of `mesh`, the mesh of its stage."""
-        coordinate = dict(zip(mesh.axes, mesh.coordinate(rank) or (), strict=True))
-        return cls(seed, step, module, m, lane, coordinate.get("cp", 0), coordinate.get("tp", 0))
+
+def random_place(spec: ModuleSpec, stage: int, rank: int, seed: int) -> RandomPlace:
+    """Where `rank` draws for a stage of a module: in the first microbatch of the first step."""
+    mesh, lane = spec.stage_mesh(stage), spec.lane_of(rank)
+    coordinate = dict(zip(mesh.axes, mesh.coordinate(rank) or (), strict=True))
+    return RandomPlace(seed, spec.name, lane=lane or 0, share=coordinate.get("cp", 0), shard=coordinate.get("tp", 0))
 
 
 class _Visit:

@@ -14,7 +14,7 @@ from hetmesh.boundary import World
 from hetmesh.boundary.watchdog import timed_out
 from hetmesh.errors import BoundaryError, BoundaryTimeout
 from hetmesh.graph import ModuleGraph, Stage, stage_graph
-from hetmesh.parallel.random_state import device_module
+from hetmesh.parallel.random_state import device_module, random_place
 from hetmesh.runtime.step import LoadBatch, Loss, Observe, StepRunner
 from hetmesh.schedule import Action, Kind, Schedule
 
@@ -43,6 +43,7 @@ class Runtime:
     Build it on every rank of the job: it creates the process groups that boundaries may need.
 
     Attributes:
+        places: per stage of this rank, where it draws random numbers.
         device_module: whose generator is seeded beside the CPU's; None where the device is the CPU.
         recording: set it to a list to have the actions of the next steps recorded.
     """
@@ -61,7 +62,8 @@ class Runtime:
     ) -> None:
         self.world, self.graph, self.modules = world, graph, modules
         self.reducers, self.loss, self.lowering = reducers, loss, lowering
-        self.finish, self.seed = finish, seed
+        self.finish = finish
+        self.places = {stage: random_place(graph[stage.module], stage.index, world.rank, seed) for stage in modules}
         self.device_module = device_module(world.device)
         self.recording: Recording | None = None
         stages = stage_graph(graph)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from hetmesh.balance import BatchPlan, edge_layouts
 from hetmesh.boundary import Exchange, Label
 from hetmesh.graph import Edge, Stage
 from hetmesh.layout import TransferPlan, plan_transfer
-from hetmesh.parallel.random_state import RandomPlace, entering
+from hetmesh.parallel.random_state import entering
 from hetmesh.parallel.stages import PREVIOUS
 from hetmesh.runtime.backward import SplitBackward, backward
 from hetmesh.runtime.offload import activations_on_host
@@ -105,18 +106,10 @@ class StepRunner:
         self.outputs[stage, m] = outputs
 
     def _run(self, stage: Stage, m: int, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Outputs:
-        with entering(self._place(stage, m), self.runtime.device_module):  # computed again, it draws the same again
+        place = replace(self.runtime.places[stage], step=self.step, microbatch=m)
+        with entering(place, self.runtime.device_module):  # computed again, it draws the same again
             result = self.runtime.modules[stage](batch, inputs)
         return {"": result} if isinstance(result, Tensor) else result
-
-    def _place(self, stage: Stage, m: int) -> RandomPlace:
-        runtime, spec = self.runtime, self.plan.graph[stage.module]
-        rank = runtime.world.rank
-        lane = spec.lane_of(rank)
-        assert lane is not None
-        return RandomPlace.of_rank(
-            rank, spec.stage_mesh(stage.index), lane, seed=runtime.seed, step=self.step, module=stage.module, m=m
-        )
 
     def _kept(self, stage: Stage) -> AbstractContextManager[object]:
         if stage not in self.schedule.offload:

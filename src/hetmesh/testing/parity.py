@@ -91,7 +91,7 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
             sees: AbstractContextManager[None] = nullcontext()
             if kind != "causal":
                 sees = masked(modules[name], dense_mask(kind, metas, batch["input_ids"].shape[1]))
-            with sees, entering(RandomPlace(recipe.debug.seed, number, name, m)):
+            with sees, entering(RandomPlace(recipe.debug.seed, name, number, m)):
                 result = adapters[name].forward(modules[name], batch, inputs)
             named = {"": result} if isinstance(result, Tensor) else result
             outputs |= {output_key(name, output): rows for output, rows in named.items()}
