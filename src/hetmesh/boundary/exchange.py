@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import pack
 from hetmesh.boundary.log import Label
-from hetmesh.boundary.lowering import choose
+from hetmesh.boundary.transport import choose
 from hetmesh.boundary.world import World
 from hetmesh.errors import BoundaryError
 from hetmesh.layout import Piece, Step, TransferPlan
@@ -29,7 +29,7 @@ class Exchange:
         local: this rank's share of the source layout; None on ranks outside it.
         dtype: of the elements, equal on all ranks.
         label: names the transfer in logs and errors.
-        lowering: `auto`, `p2p`, `all_to_all` or `dtensor`.
+        transport: `auto`, `p2p`, `all_to_all` or `dtensor`.
         tag: equal on all ranks for this transfer and different from others in flight (gloo matches by it; NCCL
             matches by order, so exchanges between a pair of ranks must start in the same order on both).
 
@@ -46,11 +46,11 @@ class Exchange:
         dtype: torch.dtype,
         label: Label,
         *,
-        lowering: str = "auto",
+        transport: str = "auto",
         tag: int = 0,
     ) -> None:
         self.world, self.plan, self.label, self.dtype, self.tag = world, plan, label, dtype, tag
-        self.lowering = choose(plan, world.backend, lowering)
+        self.transport = choose(plan, world.backend, transport)
         self._check_local(local)
         self._local = local
         self._result: Tensor | None = None
@@ -76,7 +76,7 @@ class Exchange:
         if self.plan.is_identity:  # nothing to do: the same memory on both sides
             self._result, self._local = self._local, None
             return self
-        if self.lowering == "dtensor":
+        if self.transport == "dtensor":
             self._result = self._redistribute()
             return self
         local = self._local
@@ -105,7 +105,7 @@ class Exchange:
 
     def _post(self, step: Step, local: Tensor | None) -> _PendingStep:
         pending = _PendingStep(self, step, local)
-        pending.post(self.lowering)
+        pending.post(self.transport)
         return pending
 
     def _redistribute(self) -> Tensor | None:
@@ -159,8 +159,8 @@ class _PendingStep:
         self._keep: list[Tensor] = []
         self._done = False
 
-    def post(self, lowering: str) -> None:
-        if lowering == "all_to_all":
+    def post(self, transport: str) -> None:
+        if transport == "all_to_all":
             self._post_all_to_all()
         else:
             self._post_p2p()

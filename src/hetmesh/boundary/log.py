@@ -26,15 +26,15 @@ class Message:
     Attributes:
         op: `sent` or `received`; collectives are logged once, as received.
         peer: the other rank; None for a collective.
-        bytes: size of the buffer handed to the transport.
-        kind: the lowering: `p2p`, `all_to_all` or `dtensor`.
+        bytes: size of the buffer that carries it.
+        transport: `p2p`, `all_to_all` or `dtensor`; `all_gather` or `reduce_scatter` for a gathered chunk of keys.
     """
 
     label: Label
     op: Literal["sent", "received"]
     peer: int | None
     bytes: int
-    kind: str
+    transport: str
 
 
 class CommunicationLog:
@@ -45,9 +45,9 @@ class CommunicationLog:
         self._received: dict[tuple[str, str], int] = {}
         self._waited: dict[str, float] = {}
 
-    def add(self, label: Label, op: Literal["sent", "received"], peer: int | None, size: int, kind: str) -> None:
+    def add(self, label: Label, op: Literal["sent", "received"], peer: int | None, size: int, transport: str) -> None:
         """Record one message of `size` bytes."""
-        self._messages.append(Message(label, op, peer, size, kind))
+        self._messages.append(Message(label, op, peer, size, transport))
         if op == "received":
             key = (label.boundary, label.direction)
             self._received[key] = self._received.get(key, 0) + size

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary.exchange import Exchange, contiguous_stride
 from hetmesh.boundary.log import Label
-from hetmesh.boundary.lowering import check_lowering, choose
+from hetmesh.boundary.transport import check_transport, choose
 from hetmesh.boundary.world import World
 from hetmesh.errors import BoundaryError
 from hetmesh.layout import Layout, MeshSpec, Placement, TransferPlan, plan_gradient, plan_transfer
@@ -33,7 +33,7 @@ def redistribute(
     dtype: torch.dtype | None = None,
     requires_grad: bool = True,
     grad_placements: Sequence[Placement] | None = None,
-    lowering: str = "auto",
+    transport: str = "auto",
     name: str | None = None,
 ) -> Tensor | DTensor | None:
     """Bring a tensor from its layout to layout `dst`, on any ranks, differentiably. Every rank of the job calls it.
@@ -50,7 +50,7 @@ def redistribute(
         grad_placements: placements on `dst.mesh` of the gradient that this rank's code produces for a local result.
             By default the gradient of a replica counts as the whole gradient; pass `Partial()` for an axis along
             which each replica produces a summand.
-        lowering: `auto`, `p2p`, `all_to_all` or `dtensor`; equal on all ranks.
+        transport: `auto`, `p2p`, `all_to_all` or `dtensor`; equal on all ranks.
         name: how logs and errors call this boundary.
 
     Returns:
@@ -63,7 +63,7 @@ def redistribute(
         BoundaryTimeout: a peer did not answer in time.
     """
     world = World.current()
-    check_lowering(lowering)
+    check_transport(transport)
     label = Label(name or f"redistribute {world.transfers}")
     src, shape, dtype = _complete(world, label, x, src, shape, dtype)
     plan = plan_transfer(shape, src, dst, ranks_per_node=world.ranks_per_node)
@@ -79,8 +79,8 @@ def redistribute(
     back = plan_gradient(shape, grad_layout, src, ranks_per_node=world.ranks_per_node)
     requires_grad = requires_grad and torch.is_grad_enabled()
     # The adjoint of a collective that torch does well may be one that it emulates: a forced dtensor holds forward only.
-    lowerings = (lowering, "auto" if lowering == "dtensor" else lowering)
-    crossing = _Crossing(world, plan, back, label, dtype, lowerings, requires_grad)
+    transports = (transport, "auto" if transport == "dtensor" else transport)
+    crossing = _Crossing(world, plan, back, label, dtype, transports, requires_grad)
     crossing.prepare()
     mesh = world.device_mesh(dst.mesh) if dst.is_dtensor else None
     local = x.to_local() if isinstance(x, DTensor) else x
@@ -133,13 +133,13 @@ class _Crossing:
     back: TransferPlan
     label: Label
     dtype: torch.dtype
-    lowerings: tuple[str, str]
+    transports: tuple[str, str]
     requires_grad: bool
 
     def prepare(self) -> None:
         """Build process groups and meshes here, where every rank passes: building them is collective."""
-        for plan, lowering in zip((self.plan, self.back), self.lowerings, strict=True):
-            chosen = choose(plan, self.world.backend, lowering)
+        for plan, transport in zip((self.plan, self.back), self.transports, strict=True):
+            chosen = choose(plan, self.world.backend, transport)
             if chosen == "all_to_all":
                 for step in plan.steps:
                     self.world.group(sorted({*step.src.mesh.ranks, *step.dst.mesh.ranks}))
@@ -150,9 +150,9 @@ class _Crossing:
         """Carry out the transfer or its adjoint on this rank."""
         plan = self.plan if forward else self.back
         label = self.label if forward else replace(self.label, direction="backward")
-        lowering = self.lowerings[0 if forward else 1]
+        transport = self.transports[0 if forward else 1]
         tag = self.world.next_tag()
-        return Exchange(self.world, plan, local, self.dtype, label, lowering=lowering, tag=tag).start().finish()
+        return Exchange(self.world, plan, local, self.dtype, label, transport=transport, tag=tag).start().finish()
 
     def stand_in(self) -> Tensor:
         """The zero-row tensor that stands for the result on ranks outside the destination."""

@@ -112,7 +112,7 @@ class World:
         """Watch the body, a wait for `whom`, and say what was waited for if it lasts too long.
 
         Raises:
-            BoundaryTimeout: the transport gave up.
+            BoundaryTimeout: the backend gave up.
         """
         try:
             with self.watchdog.watching(f"{what}: rank {self.rank}, waiting for {whom}"):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from hetmesh.balance import BatchPlan, in_order
-from hetmesh.boundary.lowering import choose
+from hetmesh.boundary.transport import choose
 from hetmesh.cost import ModuleShape, imbalance, lane_work, module_flops, static_memory, total_work
 from hetmesh.data.loader import Loader
 from hetmesh.graph import BoundarySpec, ModuleGraph

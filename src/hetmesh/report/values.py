@@ -54,7 +54,7 @@ class Traffic:
         bytes: that the plan moves between ranks.
         bound: the fewest that any plan could: what each rank must end up with and does not hold, counted from the
             layouts alone.
-        transport: the lowering chosen on each backend.
+        transport: how the bytes are carried, by backend.
     """
 
     bytes: int

@@ -172,7 +172,7 @@ class Step:
                 local,
                 runtime.dtypes[(edge if forward else edge.reversed).source.module],
                 Label(edge_name(edge if forward else edge.reversed), m, "forward" if forward else "backward"),
-                lowering=runtime.lowering,
+                transport=runtime.transport,
                 tag=2 * len(self._forward_edges) * m + self.tags[edge],
             )
             self.exchanges[edge, m] = exchange.start()

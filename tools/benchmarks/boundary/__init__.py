@@ -77,7 +77,7 @@ def _entry(pool: WorkerPool, transfer: Transfer, rounds: int) -> dict[str, Any]:
         "name": transfer.name,
         "direction": transfer.direction,
         "tensor_bytes": transfer.bytes,
-        "lowering": records[0].lowering,
+        "transport": records[0].transport,
         "bytes": received,
         "bound": bound,
         "bytes_over_bound": 1.0 if received == bound else received / bound if bound else math.inf,
@@ -97,7 +97,7 @@ def table(result: dict[str, Any]) -> str:
     lines += [
         f"{e['name']:{width}} {e['direction']:8} {e['bytes'] / 1e6:6.1f} {e['bytes_over_bound']:6.2f} "
         f"{e['ms_planned']:7.1f} {e['ms_gather']:7.1f} {e['ms_leader']:7.1f} {e['time_ratio_vs_gather']:6.2f}"
-        f"{'*' if e['has_target'] else ' '} {e['lowering']}"
+        f"{'*' if e['has_target'] else ' '} {e['transport']}"
         for e in result["scenarios"]
     ]
     for ranks, times in result["plan_cases"].items():

@@ -17,7 +17,7 @@ from functools import partial
 
 from torch.distributed.tensor import Replicate, Shard
 
-from hetmesh.boundary.lowering import choose
+from hetmesh.boundary.transport import choose
 from hetmesh.layout import Interval, Layout, MeshSpec, Placement, RowSplit, plan_transfer
 
 FEATURES = 1024

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.boundary.scenarios import LANE_AXES, Transfer
 from hetmesh.boundary import Exchange, Label, World, pack
-from hetmesh.boundary.lowering import choose
+from hetmesh.boundary.transport import choose
 from hetmesh.layout import Intervals, Layout, plan_gradient, plan_transfer
 from hetmesh.layout.intervals import coalesce, extent
 
@@ -35,23 +35,61 @@ class Strategy(Protocol):
 class Planned:
     """hetmesh: the exact plan, by the transport that hetmesh chooses (or the one given)."""
 
-    def __init__(self, world: World, transfer: Transfer, lowering: str = "auto") -> None:
+    def __init__(self, world: World, transfer: Transfer, transport: str = "auto") -> None:
         self.world = world
         forward = transfer.direction == "forward"
         make: Callable = plan_transfer if forward else plan_gradient
         self.label = Label(transfer.name, 0, "forward" if forward else "backward")
         self.plan = make(transfer.shape, transfer.src, transfer.dst, ranks_per_node=world.ranks_per_node)
-        self.lowering = choose(self.plan, world.backend, lowering)
+        self.transport = choose(self.plan, world.backend, transport)
         for step in self.plan.steps:
             world.group(sorted({*step.src.mesh.ranks, *step.dst.mesh.ranks}))
-        if self.lowering == "dtensor":
+        if self.transport == "dtensor":
             world.device_mesh(transfer.src.mesh)
 
     def run(self, local: Tensor | None) -> Tensor | None:
         """One exchange, as the runtime does it."""
         tag = self.world.next_tag()
-        exchange = Exchange(self.world, self.plan, local, torch.float32, self.label, lowering=self.lowering, tag=tag)
+        exchange = Exchange(self.world, self.plan, local, torch.float32, self.label, transport=self.transport, tag=tag)
         return exchange.start().finish()
+
+
+class Bare:
+    """The messages of hetmesh's plan and nothing else: the same pieces, packed beforehand, by `isend` and `irecv`.
+
+    Every buffer exists and has been touched before; nothing is packed, put in place, kept locally or summed, and no
+    result is made. No library can be faster with the same messages.
+    """
+
+    def __init__(self, world: World, transfer: Transfer) -> None:
+        self.world = world
+        plan = Planned(world, transfer).plan
+        rank, size = world.rank, world.size
+        self.steps = []
+        for step in plan.steps:
+            receives = [(p.src, torch.full((p.numel,), -1.0)) for p in step.received(rank) if p.src != rank]
+            sends = [(p.dst, torch.full((p.numel,), float(rank))) for p in step.sent(rank)]
+            # Peers in rotated order, so that the ranks do not all send to the same one first.
+            receives.sort(key=lambda message: (rank - message[0]) % size)
+            sends.sort(key=lambda message: (message[0] - rank) % size)
+            self.steps.append((receives, sends))
+
+    def run(self, local: Tensor | None) -> None:
+        """Post receives, then sends; wait. A Partial source's summands come first, then what has been summed."""
+        for receives, sends in self.steps:
+            tag = self.world.next_tag()
+            works = [dist.irecv(buffer, peer, tag=tag) for peer, buffer in receives]
+            works += [dist.isend(buffer, peer, tag=tag) for peer, buffer in sends]
+            for work in works:
+                assert work is not None
+                work.wait()
+
+
+    def check(self) -> None:
+        """Raise AssertionError unless every message has arrived whole."""
+        for receives, _ in self.steps:
+            for peer, buffer in receives:
+                assert bool((buffer == float(peer)).all()), f"rank {self.world.rank} lacks what {peer} sent"
 
 
 class GatherBroadcast:

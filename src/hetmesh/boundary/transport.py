@@ -12,8 +12,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from hetmesh.errors import BoundaryError
 from hetmesh.layout import Layout, Step, TransferPlan
 
-Lowering = Literal["auto", "p2p", "all_to_all", "dtensor"]
-"""How a plan is carried out. Pieces that a rank already holds are copied locally under every lowering."""
+Transport = Literal["auto", "p2p", "all_to_all", "dtensor"]
+"""How a plan is carried out. Pieces that a rank already holds are copied locally under every transport."""
 
 
 @dataclass(frozen=True)
@@ -48,26 +48,26 @@ _COUNT_LIMIT = 16
 _ITEMSIZE = 4  # bytes; close enough for choosing
 
 
-def check_lowering(lowering: str) -> None:
-    """Raise BoundaryError for a name that is no lowering."""
-    if lowering not in get_args(Lowering):
-        raise BoundaryError(f"lowering {lowering!r} is unknown; valid are {', '.join(get_args(Lowering))}")
+def check_transport(transport: str) -> None:
+    """Raise BoundaryError for a name that is no transport."""
+    if transport not in get_args(Transport):
+        raise BoundaryError(f"transport {transport!r} is unknown; valid are {', '.join(get_args(Transport))}")
 
 
 @lru_cache(maxsize=128)
-def choose(plan: TransferPlan, backend: str, lowering: str = "auto") -> str:
-    """The lowering of `plan`: the given one where it can carry the plan, else the cheapest.
+def choose(plan: TransferPlan, backend: str, transport: str = "auto") -> str:
+    """The transport of `plan`: the given one where it can carry the plan, else the cheapest.
 
     Raises:
         BoundaryError: `dtensor` is asked for where DTensor.redistribute would be wrong or emulated.
     """
-    if lowering == "dtensor" and not can_use_dtensor(plan.src, plan.dst, plan.shape, backend):
+    if transport == "dtensor" and not can_use_dtensor(plan.src, plan.dst, plan.shape, backend):
         raise BoundaryError(
             f"DTensor.redistribute cannot carry {plan.src} -> {plan.dst} on {backend}: it needs one shared mesh, even "
-            "shards and one changing axis whose collective is not emulated; use lowering='p2p' or 'auto'"
+            "shards and one changing axis whose collective is not emulated; use transport='p2p' or 'auto'"
         )
-    if lowering != "auto":
-        return lowering
+    if transport != "auto":
+        return transport
     if plan.is_identity:
         return "p2p"  # of no messages
     if can_use_dtensor(plan.src, plan.dst, plan.shape, backend):
