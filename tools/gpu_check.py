@@ -82,7 +82,7 @@ def measure(name: str, file: str, overrides: dict[str, Any], steps: int, device:
     """Step time and MFU of both loops on the same samples."""
     from benchmarks.overhead import PlainLoop
     from hetmesh.boundary import init
-    from hetmesh.training.recipe import load_recipe
+    from hetmesh.recipe.recipe import load_recipe
     from hetmesh.training.trainer import Trainer
 
     with tempfile.TemporaryDirectory() as folder:

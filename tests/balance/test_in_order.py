@@ -4,7 +4,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from hetmesh.balance import BatchPlan, in_order
+from hetmesh.balance import BatchPlan, boundary_layouts
+from hetmesh.balance.in_order import in_order
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec, SampleMeta
 from hetmesh.layout import MeshSpec, plan_transfer
@@ -40,14 +41,14 @@ def test_every_sample_is_handled_once_by_every_module(rows, encoder_lanes, llm_l
     assert plan.num_targets == len(rows)
     assert plan.num_tokens == sum(5 + n for n in rows)
     for m in range(plan.num_microbatches):
-        shape, src, dst = plan.layouts(EDGE, m)
+        shape, src, dst = boundary_layouts(plan, EDGE, m)
         assert shape == (sum(rows[i] for lane in plan.lanes["llm"][m] for i in lane), 4)
         plan_transfer(shape, src, dst)  # every row that the LLM keeps has a source
 
 
 def test_the_worked_example():
     plan = in_order(graph(3, 2), metas([2, 0, 1, 3]), 2)
-    shape, src, dst = plan.layouts(EDGE, 0)
+    shape, src, dst = boundary_layouts(plan, EDGE, 0)
     assert shape == (6, 4)
     assert [src.local_shape(shape, rank)[0] for rank in range(3)] == [2, 1, 3]  # samples 0-1, 2, 3
     assert [dst.local_shape(shape, rank)[0] for rank in range(4)] == [2, 2, 4, 4]  # samples 0-1 and 2-3, each on tp 2
@@ -64,4 +65,4 @@ def test_samples_lost_or_repeated_are_named():
 def test_a_sample_without_row_counts_is_named():
     plan = in_order(graph(1, 1), [SampleMeta("lonely", 3)], 1)
     with pytest.raises(GraphError, match="'lonely' has no row count for module 'vision'"):
-        plan.layouts(EDGE, 0)
+        boundary_layouts(plan, EDGE, 0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hetmesh.balance import BatchPlan, in_order
+from hetmesh.balance import BatchPlan, plan_batch
 from hetmesh.cost import (
     LayerShape,
     ModuleShape,
@@ -81,7 +81,7 @@ def test_work_of_a_sample():
 
 def plan(counts: list[int], encoders: int, microbatch_size: int) -> BatchPlan:
     samples = [sample(str(i), (4,) * n, 3) for i, n in enumerate(counts)]
-    return in_order(graph(encoders, 1), samples, microbatch_size)
+    return plan_batch(graph(encoders, 1), samples, microbatch_size)
 
 
 def test_lane_work_adds_up_to_the_batch():

@@ -7,9 +7,9 @@ import pytest
 from hetmesh.boundary import World
 from hetmesh.cost import static_memory
 from hetmesh.parallel import local_part
+from hetmesh.recipe.recipe import load_recipe
 from hetmesh.training.job import Job, describe
 from hetmesh.training.module_shapes import module_shapes
-from hetmesh.training.recipe import load_recipe
 
 pytestmark = pytest.mark.slow
 

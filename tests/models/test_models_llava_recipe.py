@@ -14,8 +14,8 @@ import torch
 from hetmesh.boundary import World
 from hetmesh.cli.check import checked
 from hetmesh.errors import RecipeError
+from hetmesh.recipe.recipe import Recipe, load_recipe, parse_recipe
 from hetmesh.testing.parity import TOLERANCE, compare, reference, run
-from hetmesh.training.recipe import Recipe, load_recipe, parse_recipe
 
 TEMPLATE = Path(__file__).parents[2] / "recipes" / "llava_style.toml"
 SIZE = 28

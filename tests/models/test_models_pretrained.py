@@ -22,10 +22,10 @@ from hetmesh.data.source import Sample
 from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.parallel import local_part
+from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.testing.parity import TOLERANCE, compare, reference, run
 from hetmesh.training.job import Job, describe, make_prepare
 from hetmesh.training.modules import loaded_module
-from hetmesh.training.recipe import Recipe, parse_recipe
 
 VOCAB, MEDIA = 40, 1
 IMAGE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}

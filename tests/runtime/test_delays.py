@@ -8,10 +8,10 @@ import torch
 
 from hetmesh.boundary import World
 from hetmesh.parallel import local_gradient
-from hetmesh.runtime.step import Step
+from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.runtime.step import StepRunner
 from hetmesh.training.feed import Feed
 from hetmesh.training.job import Job
-from hetmesh.training.recipe import parse_recipe
 
 RECIPE = """
 [modules.vision]
@@ -68,7 +68,7 @@ def delayed_steps(rank, recipe, runs):
     job = Job.assemble(recipe, world)
     drawn = next(job.loader)
     plan = job.plan([d.meta for d in drawn])
-    schedule, execute = job.schedule(plan), Step.execute
+    schedule, execute = job.schedule(plan), StepRunner.execute
     parameters = list(job.root.parameters())
 
     def gradients():
@@ -83,7 +83,7 @@ def delayed_steps(rank, recipe, runs):
         execute(step, action)
 
     truth, equal = gradients(), []
-    Step.execute = slow
+    StepRunner.execute = slow
     try:
         for i in range(runs):
             chance = random.Random(1000 * i + rank)
@@ -91,7 +91,7 @@ def delayed_steps(rank, recipe, runs):
             others = gradients()
             equal.append(all(a is b or torch.equal(a, b) for a, b in zip(truth, others, strict=True)))
     finally:
-        Step.execute = execute
+        StepRunner.execute = execute
     return equal
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hetmesh.balance import in_order
+from hetmesh.balance import plan_batch
 from hetmesh.boundary import World, init
 from hetmesh.errors import BoundaryError, BoundaryTimeout, SampleError
 from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec, SampleMeta, Stage, stage_graph
@@ -85,7 +85,7 @@ def make(world, ranks, modules=MODULES, load=values):
         dtypes=dict.fromkeys(MODULES, torch.float64),
     )
     samples = [SampleMeta(f"s{i}", 4, targets=((3, 4),), rows=dict.fromkeys(MODULES, n)) for i, n in enumerate(ROWS)]
-    plan = in_order(graph, samples, 1)
+    plan = plan_batch(graph, samples, 1)
     schedule = sequential(stage_graph(graph), plan.num_microbatches, True)
 
     def load_batch(stage, m):

@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from hetmesh.errors import RecipeError
+from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.training.check import check_recipe, count_parameters, ranks_text
-from hetmesh.training.recipe import parse_recipe
 
 TEXT = """
 [modules]

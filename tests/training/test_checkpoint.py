@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import World, init
 from hetmesh.errors import RecipeError
+from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.training.checkpoint import Checkpointer, saved_tensors
 from hetmesh.training.optimizers import Root, make_optimizers
-from hetmesh.training.recipe import load_recipe, parse_recipe
 from hetmesh.training.trainer import Trainer
 
 RECIPES = Path(__file__).parents[2] / "recipes"

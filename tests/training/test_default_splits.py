@@ -6,8 +6,8 @@ import pytest
 
 from hetmesh.cost import LayerShape, ModuleShape, WeightShape, Work
 from hetmesh.errors import RecipeError
+from hetmesh.recipe.recipe import load_recipe
 from hetmesh.training.default_splits import default_splits
-from hetmesh.training.recipe import load_recipe
 
 RECIPE = load_recipe(Path(__file__).parents[2] / "recipes" / "digits.toml")
 WORK = Work(100, 1000, 10)

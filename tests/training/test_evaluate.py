@@ -9,12 +9,12 @@ from torch import nn
 from hetmesh.boundary import World, init
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.loader import Loader
+from hetmesh.recipe.recipe import load_recipe
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.testing.sources import RandomMedia
 from hetmesh.training.evaluate import Evaluation, evaluate, show
 from hetmesh.training.job import Job, describe, make_prepare
 from hetmesh.training.modules import full_module
-from hetmesh.training.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SAMPLES = 37  # no multiple of the batch size

@@ -10,11 +10,11 @@ from hetmesh.boundary import World
 from hetmesh.errors import RecipeError
 from hetmesh.graph import Stage
 from hetmesh.models.lora import add_lora, base_name, is_adapter
+from hetmesh.recipe.recipe import load_recipe
 from hetmesh.testing.parity import compare, reference, run
 from hetmesh.training.feed import Feed
 from hetmesh.training.initial_load import load_weights
 from hetmesh.training.job import Job
-from hetmesh.training.recipe import load_recipe
 from hetmesh.training.trainer import Trainer
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from hetmesh.boundary import World
+from hetmesh.recipe.recipe import load_recipe
 from hetmesh.testing.parity import reference
 from hetmesh.training.feed import Feed
 from hetmesh.training.gradients import clip_factor, counted, reduce_over_ranks, scale, squared_norm
 from hetmesh.training.job import Job
-from hetmesh.training.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetmesh.balance import in_order
+from hetmesh.balance import plan_batch
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.loader import Loader
 from hetmesh.data.source import Sample
 from hetmesh.errors import SampleError
 from hetmesh.graph import Stage
 from hetmesh.graph.sample import MediaItem, SampleMeta
+from hetmesh.recipe.recipe import load_recipe
 from hetmesh.training.feed import Feed
 from hetmesh.training.job import describe, make_prepare
-from hetmesh.training.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 IMAGE, TEXT = 1, 5
@@ -105,7 +105,7 @@ def load_everything(bad):
     source = OneBad(bad)
     loader = Loader(source, 4, make_prepare(recipe, graph, adapters))
     drawn = next(loader)
-    plan = in_order(graph, [d.meta for d in drawn], recipe.batch.microbatch_size)
+    plan = plan_batch(graph, [d.meta for d in drawn], recipe.batch.microbatch_size)
     return [
         Feed(loader, drawn, plan, adapters, rank)(Stage(name), m)
         for name in graph.order

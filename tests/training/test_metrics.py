@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from hetmesh.errors import RecipeError
+from hetmesh.recipe.recipe import load_recipe
 from hetmesh.training.loggers import Loggers, require_wandb
 from hetmesh.training.meter import Measured, StepCost, measure_peak
 from hetmesh.training.metrics import Reporter, StepMetrics, amount, flat
-from hetmesh.training.recipe import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 COST = StepCost({"vision": 3_000_000, "llm": 5_000_000_000}, {"vision": 0.01, "llm": 0.2}, 0.12, {"vision": 1.25})

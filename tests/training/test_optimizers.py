@@ -7,8 +7,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hetmesh.boundary import init
 from hetmesh.layout import MeshSpec
+from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.training.optimizers import Root, learning_rate, make_optimizers
-from hetmesh.training.recipe import parse_recipe
 
 TEXT = """
 [modules]

@@ -7,12 +7,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from hetmesh.balance import boundary_layouts
 from hetmesh.boundary import World
+from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.testing import faults
 from hetmesh.testing.bounds import minimal_elements
 from hetmesh.testing.parity import TOLERANCE, ParityError, compare, reference, run
 from hetmesh.training.job import Job
-from hetmesh.training.recipe import load_recipe, parse_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -237,7 +238,9 @@ def received_bytes(rank, recipe):
     received, needed = {}, {}
     for boundary in job.graph.boundaries:
         received[boundary.name] = world.log.bytes_received(boundary.name, "forward")
-        each = [minimal_elements(*plan.layouts(boundary, m)).get(rank, 0) for m in range(plan.num_microbatches)]
+        each = [
+            minimal_elements(*boundary_layouts(plan, boundary, m)).get(rank, 0) for m in range(plan.num_microbatches)
+        ]
         needed[boundary.name] = 8 * sum(each)
     return received, needed
 

@@ -3,9 +3,10 @@
 import pytest
 from test_parity_pipeline import recipe, table
 
+from hetmesh.attention.in_transformers import counter
+from hetmesh.balance import boundary_layouts
 from hetmesh.boundary import World
 from hetmesh.errors import RecipeError
-from hetmesh.parallel.context_registry import counter
 from hetmesh.testing.bounds import minimal_elements
 from hetmesh.testing.parity import compare, reference, run
 from hetmesh.training.job import Job, describe
@@ -77,7 +78,7 @@ def rows_and_outcome(rank, recipe):
     outcome = run(recipe, world, steps=2)
     job = Job.assemble(recipe, world)
     plan = job.plan([d.meta for d in next(job.loader)])
-    layouts = (plan.layouts(job.graph.inputs("llm")[0], m) for m in range(plan.num_microbatches))
+    layouts = (boundary_layouts(plan, job.graph.inputs("llm")[0], m) for m in range(plan.num_microbatches))
     return outcome, [dst.local_shape(shape, rank)[0] for shape, _, dst in layouts]
 
 
@@ -102,7 +103,7 @@ def received(rank, recipe):
     job = Job.assemble(recipe, world)
     plan = job.plan([d.meta for d in next(job.loader)])
     boundary = job.graph.inputs("llm")[0]
-    layouts = [plan.layouts(boundary, m) for m in range(plan.num_microbatches)]
+    layouts = [boundary_layouts(plan, boundary, m) for m in range(plan.num_microbatches)]
     needed = sum(minimal_elements(*each).get(rank, 0) for each in layouts)
     return world.log.bytes_received(boundary.name, "forward"), 8 * needed
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from hetmesh.balance import in_order
+from hetmesh.balance import boundary_layouts, plan_batch
 from hetmesh.boundary import World
 from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError
 from hetmesh.graph import Stage
+from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import faults
 from hetmesh.testing.bounds import minimal_elements
 from hetmesh.testing.parity import Outcome, ParityError, compare, reference, run
 from hetmesh.training.job import Job, describe, make_prepare
-from hetmesh.training.recipe import parse_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -121,7 +121,7 @@ def received(rank, recipe):
     job = Job.assemble(recipe, world)
     plan = job.plan([d.meta for d in next(job.loader)])
     boundary = job.graph.inputs("llm")[0]
-    layouts = [plan.layouts(boundary, m) for m in range(plan.num_microbatches)]
+    layouts = [boundary_layouts(plan, boundary, m) for m in range(plan.num_microbatches)]
     needed = sum(minimal_elements(*each).get(rank, 0) for each in layouts)
     return world.log.bytes_received(boundary.name, "forward"), 8 * needed, 80 * sum(shape[0] for shape, *_ in layouts)
 
@@ -143,7 +143,7 @@ def lanes_with_images(recipe) -> list[list[bool]]:
     loader = Loader(source, recipe.batch.global_batch_size, make_prepare(recipe, graph, adapters), seed=0)
     found = []
     for _ in range(3):
-        plan = in_order(graph, [d.meta for d in next(loader)], recipe.batch.microbatch_size)
+        plan = plan_batch(graph, [d.meta for d in next(loader)], recipe.batch.microbatch_size)
         found += [[any(plan.samples[i].media for i in lane) for lane in lanes] for lanes in plan.lanes["vision"]]
     return found
 

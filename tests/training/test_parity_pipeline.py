@@ -5,9 +5,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from hetmesh.boundary import World
+from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import faults
 from hetmesh.testing.parity import ParityError, compare, reference, run
-from hetmesh.training.recipe import parse_recipe
 
 MODEL = """
 [modules.vision]

@@ -7,7 +7,7 @@ from torch import nn
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration
 
-from hetmesh.balance import in_order
+from hetmesh.balance import plan_batch
 from hetmesh.boundary import World
 from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError
@@ -15,12 +15,12 @@ from hetmesh.graph import stage_graph
 from hetmesh.models import MODELS
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.multimodal_rope import multimodal_positions
+from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import faults
 from hetmesh.testing.parity import ParityError, compare, reference, run
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.job import describe, make_prepare
 from hetmesh.training.modules import loaded_module
-from hetmesh.training.recipe import parse_recipe
 
 RECIPE = """
 [modules.vision]
@@ -111,7 +111,7 @@ def test_every_case_has_several_images_in_a_lane_and_none(case):
     given = CASES[case]
     source, adapters, graph = describe(given)
     loader = Loader(source, given.batch.global_batch_size, make_prepare(given, graph, adapters), seed=given.debug.seed)
-    plan = in_order(graph, [d.meta for d in next(loader)], given.batch.microbatch_size)
+    plan = plan_batch(graph, [d.meta for d in next(loader)], given.batch.microbatch_size)
     counts = {sum(len(plan.samples[i].media) for i in lane) for lanes in plan.lanes["vision"] for lane in lanes}
     assert 0 in counts
     assert max(counts) > 1

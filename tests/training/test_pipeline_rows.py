@@ -5,17 +5,17 @@ import torch
 from test_parity_pipeline import MODEL, TWO_ENCODERS, recipe, table
 from torch import nn
 
-from hetmesh.balance import in_order
+from hetmesh.balance import edge_layouts, plan_batch
 from hetmesh.boundary import World
 from hetmesh.cost import StageCost, StepCosts
 from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError
 from hetmesh.graph import Stage
+from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.schedule import Kind
 from hetmesh.simulate import Timeline, bubbles, simulate
 from hetmesh.training.feed import Feed
 from hetmesh.training.job import Job, describe, make_prepare, recipe_schedule
-from hetmesh.training.recipe import load_recipe, parse_recipe
 
 
 class Saved(nn.Module):
@@ -106,9 +106,9 @@ def test_every_microbatch_has_its_own_shape_and_every_rank_knows_it():
     source, adapters, graph = describe(given)
     prepare = make_prepare(given, graph, adapters)
     drawn = Loader(source, 5, prepare, seed=0).batch(0)
-    plan = in_order(graph, [d.meta for d in drawn], 1)
+    plan = plan_batch(graph, [d.meta for d in drawn], 1)
     schedule = recipe_schedule(given, graph, 5)
-    shapes = {e: [plan.edge_layouts(e, m)[0] for m in range(5)] for e in schedule.stages.edges}
+    shapes = {e: [edge_layouts(plan, e, m)[0] for m in range(5)] for e in schedule.stages.edges}
     inside = next(e for e in shapes if e.internal and e.source.module == "llm")
     assert len(set(shapes[inside])) > 1
     for m in range(5):

@@ -9,9 +9,9 @@ from torch import nn
 
 from hetmesh.boundary import World
 from hetmesh.errors import RecipeError
+from hetmesh.recipe.recipe import load_recipe
 from hetmesh.testing.parity import reference, run
 from hetmesh.training.job import describe
-from hetmesh.training.recipe import load_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_overlapping.toml"
 SMALL = ("--training.local_batch_size", "8", "--parallelism.llm.pipeline_parallel_microbatch_size", "4")

@@ -6,10 +6,10 @@ import pytest
 
 from hetmesh.cost import Profile, Work, layer_kind
 from hetmesh.data.loader import Loader
+from hetmesh.recipe.recipe import load_recipe
 from hetmesh.training.job import describe, make_prepare
 from hetmesh.training.module_shapes import module_shapes
 from hetmesh.training.profile import profile_recipe, sample_shapes
-from hetmesh.training.recipe import load_recipe
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
 

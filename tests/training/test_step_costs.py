@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from hetmesh.balance import in_order
+from hetmesh.balance import plan_batch, row_space
 from hetmesh.cost import Coefficients, HeldOut, Machine, Profile, layer_kind
 from hetmesh.data.loader import Loader
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import Activation, Edge, ModuleGraph, Stage, stage_graph
 from hetmesh.layout import MeshSpec
+from hetmesh.recipe.recipe import load_recipe
 from hetmesh.schedule import POLICIES
 from hetmesh.training.job import describe, make_prepare
 from hetmesh.training.module_shapes import module_shapes
-from hetmesh.training.recipe import load_recipe
 from hetmesh.training.step_costs import recipe_step_costs
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -30,7 +30,7 @@ def setup(name, *overrides, splits=None):
         graph = ModuleGraph(modules, graph.boundaries)
     prepare = make_prepare(recipe, graph, adapters)
     drawn = Loader(source, recipe.batch.global_batch_size, prepare, seed=0).batch(0)
-    plan = in_order(graph, [d.meta for d in drawn], recipe.batch.microbatch_size)
+    plan = plan_batch(graph, [d.meta for d in drawn], recipe.batch.microbatch_size)
     schedule = POLICIES["sequential"](stage_graph(graph), plan.num_microbatches, True)
     return recipe, plan, schedule, {"graph": graph, "adapters": adapters}
 
@@ -63,7 +63,7 @@ def test_every_stage_microbatch_and_transfer_has_a_cost(digits):
 def test_bytes_are_those_of_the_plan(digits):
     costs, plan, schedule = digits
     edge = next(e for e in schedule.stages.edges if e.source == VISION)
-    rows = plan.row_space(plan.graph.boundaries[0], 0).total
+    rows = row_space(plan, plan.graph.boundaries[0], 0).total
     assert costs.transfers[edge, 0].bytes == rows * 64 * 4  # each of ranks 2 and 3 takes all rows
     assert costs.transfers[edge, 0].seconds == pytest.approx(rows * 64 * 4 / 1e9)
 

@@ -11,11 +11,11 @@ from torch import nn
 
 from hetmesh.boundary import World, init
 from hetmesh.data.loader import Loader
+from hetmesh.recipe.recipe import load_recipe
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.job import describe, make_prepare
 from hetmesh.training.metrics import Reporter, StepMetrics
 from hetmesh.training.modules import full_module
-from hetmesh.training.recipe import load_recipe
 from hetmesh.training.trainer import Trainer
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -7,8 +7,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import World
+from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing.precision import exact_dtypes
-from hetmesh.training.recipe import parse_recipe
 from hetmesh.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow

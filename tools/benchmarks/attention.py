@@ -23,10 +23,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.boundary import World
 from hetmesh.context import Mask, assign, loads
 from hetmesh.context.families import families
-from hetmesh.parallel.context_attention import ContextAttention
 from hetmesh.testing.pool import WorkerPool
 
 POLICIES = ("contiguous", "balanced")

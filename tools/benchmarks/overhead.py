@@ -25,9 +25,9 @@ from torch.nn.utils.rnn import pad_sequence
 from hetmesh.boundary import World
 from hetmesh.data.loader import Loader
 from hetmesh.models import build_module
+from hetmesh.recipe.recipe import Recipe, load_recipe
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.training.job import describe
-from hetmesh.training.recipe import Recipe, load_recipe
 from hetmesh.training.trainer import Trainer
 
 WARM_UP = 3  # steps

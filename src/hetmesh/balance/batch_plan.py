@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from hetmesh.balance.tokens import share_tokens
 from hetmesh.context import Mask
+from hetmesh.context.share_tokens import share_tokens
+from hetmesh.context.token_owners import LaneTokens
 from hetmesh.errors import GraphError
-from hetmesh.graph import BoundarySpec, Edge, ModuleGraph, ModuleSpec, RowSpace, SampleMeta
-from hetmesh.graph.rows import lane_layout, owner_layout
-from hetmesh.graph.tokens import LaneTokens, cut_out
-from hetmesh.layout import Intervals, Layout, RowSplit
+from hetmesh.graph import ModuleGraph, SampleMeta
 
 Lanes = tuple[tuple[int, ...], ...]
 """Sample indices per lane, in the order in which the lane processes them."""
@@ -71,49 +68,6 @@ class BatchPlan:
         """Indices of the samples that one lane handles in one microbatch."""
         return self.lanes[module][microbatch][lane]
 
-    def row_space(self, boundary: BoundarySpec, microbatch: int) -> RowSpace:
-        """The rows that the source of `boundary` emits in `microbatch`, by ascending sample index."""
-        handled = tuple(sorted(i for lane in self.lanes[boundary.source][microbatch] for i in lane))
-        return RowSpace(handled, tuple(self._rows(boundary, i) for i in handled))
-
-    def _rows(self, boundary: BoundarySpec, index: int) -> int:
-        sample = self.samples[index]
-        if boundary.source not in sample.rows:
-            raise GraphError(f"sample {sample.id!r} has no row count for module {boundary.source!r}; expand it first")
-        return sample.rows[boundary.source]
-
-    def layouts(self, boundary: BoundarySpec, microbatch: int) -> tuple[tuple[int, int], Layout, Layout]:
-        """Global shape `[rows, features]` and the layouts on both sides of `boundary` in `microbatch`: on the last
-        stage of its source and on the stage of its destination where it ends."""
-        space = self.row_space(boundary, microbatch)
-        source = self.graph[boundary.source]
-        layout = self._source(source, microbatch, space)
-        return (space.total, source.features), layout, self._destination(boundary, microbatch, space, layout)
-
-    def _source(self, source: ModuleSpec, microbatch: int, space: RowSpace) -> Layout:
-        lanes, mesh = self.lanes[source.name][microbatch], source.stage_mesh(-1)
-        if not source.token_axes:
-            return space.layout(mesh, lanes)
-        kept: list[Intervals] = []
-        for lane, samples in enumerate(lanes):
-            rows, tokens = space.intervals(samples), self.lane_tokens(source.name, microbatch, lane)
-            for share in tokens.shares:
-                spans = [cut_out(rows, a // source.tokens_per_row, b // source.tokens_per_row) for a, b in share]
-                kept.append(tuple(itertools.chain(*spans)))
-        return owner_layout(mesh, source.token_axes, RowSplit(0, tuple(kept)))
-
-    def _destination(self, boundary: BoundarySpec, microbatch: int, space: RowSpace, layout: Layout) -> Layout:
-        source, module = self.graph[boundary.source], self.graph[boundary.destination]
-        stage = self.graph.destination_stage(boundary)
-        lanes, mesh = self.lanes[module.name][microbatch], module.stage_mesh(stage)
-        if not module.token_axes or boundary.at is None:
-            same = mesh == source.stage_mesh(-1) and lanes == self.lanes[source.name][microbatch]
-            same = same and not source.token_axes
-            return layout if same else space.layout(mesh, lanes)
-        tokens = [self.lane_tokens(module.name, microbatch, lane) for lane in range(len(lanes))]
-        own = [[(i, self.samples[i]) for i in lane] for lane in lanes]
-        return space.token_layout(module, own, boundary.at, tokens, stage)
-
     @cached_property
     def _shared_tokens(self) -> dict[tuple[str, int, int], tuple[LaneTokens, Mask | None]]:
         return {}
@@ -135,24 +89,3 @@ class BatchPlan:
         mask = self._tokens(module, microbatch, lane)[1]
         assert mask is not None
         return mask
-
-    def edge_layouts(self, edge: Edge, microbatch: int) -> tuple[tuple[int, int], Layout, Layout]:
-        """As `layouts`, of a forward edge between stages: of a boundary, or of two stages of one module, whose
-        activations lie alike on both sides."""
-        if not edge.internal:
-            boundary = self.graph.boundary(edge.source.module, edge.destination.module, edge.output)
-            return self.layouts(boundary, microbatch)
-        module = self.graph[edge.source.module]
-        assert module.activation is not None
-        lanes = self.lanes[module.name][microbatch]
-        meshes = (module.stage_mesh(edge.source.index), module.stage_mesh(edge.destination.index))
-        if module.token_axes:
-            tokens = [self.lane_tokens(module.name, microbatch, lane) for lane in range(len(lanes))]
-            counts = [own.rows(i) for own in tokens for i in range(len(own.shares) * own.parts)]
-            split = RowSplit.counts(0, counts)
-            src, dst = (owner_layout(mesh, module.token_axes, split) for mesh in meshes)
-        else:
-            counts = [module.activation_rows([self.samples[i] for i in lane]) for lane in lanes]
-            split = RowSplit.counts(0, counts)
-            src, dst = (lane_layout(mesh, split) for mesh in meshes)
-        return (sum(counts), module.activation.features), src, dst

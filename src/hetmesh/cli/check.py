@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from hetmesh.training.recipe import Recipe, load_recipe
+from hetmesh.recipe.recipe import Recipe, load_recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

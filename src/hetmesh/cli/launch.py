@@ -24,7 +24,7 @@ from pathlib import Path
 
 from hetmesh import errors
 from hetmesh.cli import FAILURE, INTERRUPTED
-from hetmesh.training.recipe import Recipe
+from hetmesh.recipe.recipe import Recipe
 
 # What the first step would import in every worker at once. The first DTensor operation alone imports ~300 modules.
 # Two of them are private: a name that a later torch drops costs only time.

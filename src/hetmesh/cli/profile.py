@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetmesh.training.recipe import load_recipe
+from hetmesh.recipe.recipe import load_recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

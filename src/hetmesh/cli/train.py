@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from hetmesh.cli.check import add_arguments, checked
 from hetmesh.errors import HetmeshError, RecipeError
-from hetmesh.training.recipe import Recipe, load_recipe
+from hetmesh.recipe.recipe import Recipe, load_recipe
 
 __all__ = ["add_arguments", "run"]
 

@@ -18,7 +18,7 @@ from hetmesh.data.check import check_meta, check_sample
 from hetmesh.data.conversations import ConversationsSource
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.expand import Expansion, ItemRows, ModuleRows, expand, expand_tokens
-from hetmesh.data.loader import Drawn, Loader
+from hetmesh.data.loader import DrawnSample, Loader
 from hetmesh.data.registry import SOURCES, make_source
 from hetmesh.data.source import QuestionSource, Sample, Source
 from hetmesh.data.synthetic import SyntheticSource
@@ -27,7 +27,7 @@ __all__ = [
     "SOURCES",
     "ConversationsSource",
     "DigitsSource",
-    "Drawn",
+    "DrawnSample",
     "Expansion",
     "ItemRows",
     "Loader",

@@ -19,7 +19,7 @@ from hetmesh.graph.sample import SampleMeta
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnSample:
     """One sample of a global batch, before its payload is loaded.
 
     Attributes:
@@ -85,7 +85,7 @@ class Loader:
             first += len(positions)
         return tuple(found)
 
-    def batch(self, step: int) -> tuple[Drawn, ...]:
+    def batch(self, step: int) -> tuple[DrawnSample, ...]:
         """The global batch at `step`: the same on every rank, and no payload is loaded.
 
         Raises:
@@ -93,13 +93,13 @@ class Loader:
         """
         return tuple(self.draw(index) for index in self.indices(step))
 
-    def draw(self, index: int) -> Drawn:
+    def draw(self, index: int) -> DrawnSample:
         """The prepared metadata of source sample `index`."""
         given = self.source.meta(index)
         result = self.prepare(given)
-        return Drawn(index, given, result.meta, len(result.dropped_media), result.dropped_tokens)
+        return DrawnSample(index, given, result.meta, len(result.dropped_media), result.dropped_tokens)
 
-    def load(self, drawn: Iterable[Drawn]) -> list[Sample]:
+    def load(self, drawn: Iterable[DrawnSample]) -> list[Sample]:
         """The expanded payloads of the samples asked for, in that order.
 
         Raises:
@@ -107,7 +107,7 @@ class Loader:
         """
         return [self._load(d) for d in drawn]
 
-    def _load(self, drawn: Drawn) -> Sample:
+    def _load(self, drawn: DrawnSample) -> Sample:
         source = self.source
         sample = expand_tokens(source.load(drawn.index), drawn.given, drawn.meta, source.placeholders)
         low, high = sample.tokens.numpy().min(), sample.tokens.numpy().max()
@@ -118,10 +118,10 @@ class Loader:
             )
         return sample
 
-    def __iter__(self) -> Iterator[tuple[Drawn, ...]]:
+    def __iter__(self) -> Iterator[tuple[DrawnSample, ...]]:
         return self
 
-    def __next__(self) -> tuple[Drawn, ...]:
+    def __next__(self) -> tuple[DrawnSample, ...]:
         """The global batch of the current step, which then advances. Never ends."""
         batch = self.batch(self.step)
         self.step += 1

@@ -9,9 +9,7 @@ from functools import cached_property
 from torch.distributed.tensor import Replicate
 
 from hetmesh.errors import GraphError
-from hetmesh.graph.module_graph import LANE_AXES, ModuleSpec
-from hetmesh.graph.sample import SampleMeta
-from hetmesh.graph.tokens import LaneTokens, owned_rows
+from hetmesh.graph.module_graph import LANE_AXES
 from hetmesh.layout import Intervals, Layout, MeshSpec, RowSplit
 
 
@@ -46,28 +44,6 @@ class RowSpace:
             return tuple(self._spans[sample] for sample in samples)
         except KeyError as error:
             raise GraphError(f"sample {error.args[0]} is not in the row space of samples {self.samples}") from None
-
-    def token_layout(
-        self,
-        module: ModuleSpec,
-        lanes: Sequence[Sequence[tuple[int, SampleMeta]]],
-        at: str,
-        tokens: Sequence[LaneTokens],
-        stage: int = 0,
-    ) -> Layout:
-        """As `layout` of one stage, but the ranks of a lane that share its tokens share the rows too: each gets those
-        whose placeholders `at` it keeps.
-
-        Args:
-            lanes: index and metadata of the samples of each lane, in order.
-            tokens: of each lane.
-        """
-        intervals = []
-        for lane, own in zip(lanes, tokens, strict=True):
-            samples = [sample for _, sample in lane]
-            starts = [self._spans[index][0] for index, _ in lane]
-            intervals += [owned_rows(samples, starts, at, own, i) for i in range(len(own.shares) * own.parts)]
-        return owner_layout(module.stage_mesh(stage), module.token_axes, RowSplit(0, tuple(intervals)))
 
     def layout(self, mesh: MeshSpec, lanes: Sequence[Sequence[int]]) -> Layout:
         """The rows on the mesh of a stage, whose lane i holds the samples `lanes[i]`: split over lanes only.

@@ -294,6 +294,26 @@ def _plan(shape: tuple[int, ...], src: Layout, dst: Layout, adjoint: bool, node:
     return TransferPlan(shape, src, dst, steps)
 
 
+def missing_elements(shape: tuple[int, ...], src: Layout, dst: Layout) -> int:
+    """The fewest elements that must cross between ranks: what each destination rank keeps and does not hold.
+
+    Counted from the intervals of both layouts, rank by rank, without any plan. Neither layout may be Partial.
+    """
+    if src.partial_axes or dst.partial_axes:
+        raise LayoutError(f"elements that summands lack are not counted: {src} -> {dst}")
+    missing = 0
+    for rank in dst.mesh.ranks:
+        kept = dst.intervals(shape, rank)
+        missing += math.prod(map(extent, kept))
+        if rank in src.mesh:
+            held = src.intervals(shape, rank)
+            missing -= math.prod(
+                sum(max(0, min(b, d) - max(a, c)) for a, b in keep for c, d in rows)
+                for keep, rows in zip(kept, held, strict=True)
+            )
+    return missing
+
+
 class _Loads:
     """Which of several ranks is least loaded (then lowest), on the asking rank's node if it has one there.
 

@@ -2,12 +2,12 @@
 
 from hetmesh.models.adapter import Adapter, AdapterRequest, BoundaryLike, ModuleLike, SampleLike
 from hetmesh.models.build import build_empty, build_module
-from hetmesh.models.further_outputs import with_further_boundaries
 from hetmesh.models.load import check_weights, load_weights, stand_ins
 from hetmesh.models.lora import add_lora, lora_plan
 from hetmesh.models.multimodal_rope import sample_positions
 from hetmesh.models.registry import MODELS, make_adapters, pretrained_of
 from hetmesh.models.row_counts import module_rows, placeholder_rows
+from hetmesh.models.side_outputs import with_further_boundaries
 
 __all__ = [
     "MODELS",

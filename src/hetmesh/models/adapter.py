@@ -58,7 +58,7 @@ class Adapter(Protocol):
     * sequence parallelism: `token_sharded` (FQNs of the submodules that work on a share of the tokens);
     * samples in one row, and context parallelism: `use_packed(module)`; of an encoder also `tokens_per_row` and
       `share(batch, kept)`;
-    * outputs beside the rows: `further_outputs` (names), and on the other side `layer_of_output(name)`;
+    * outputs beside the rows: `side_outputs` (names), and on the other side `layer_of_output(name)`;
     * multimodal RoPE: `position_ids(meta, grids)` of the LLM, `item_grid(shape)` of its encoders.
     """
 
@@ -128,7 +128,7 @@ class Adapter(Protocol):
 
         Returns:
             Rows `[n, out_features]`, in sample order then position order; from the sink, logits `[num_targets, vocab]`
-            in the order of `batch["targets"]`. With further outputs (`further_outputs`) all by name, the rows as `""`.
+            in the order of `batch["targets"]`. With side outputs (`side_outputs`) all by name, the rows as `""`.
         """
         ...
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from hetmesh.attention.in_transformers import use_in
 from hetmesh.errors import BoundaryError, RecipeError
 from hetmesh.graph.module_graph import Activation
 from hetmesh.graph.sample import SampleMeta
@@ -16,7 +17,6 @@ from hetmesh.models.adapter import AdapterRequest, SampleLike
 from hetmesh.models.collate import collate_tokens
 from hetmesh.models.config_keys import positive_int, transformers_config
 from hetmesh.models.pretrained import prefixes
-from hetmesh.parallel.context_registry import use_in
 from hetmesh.parallel.stages import PREVIOUS, is_absent
 from hetmesh.parallel.tokens import tokens_of
 

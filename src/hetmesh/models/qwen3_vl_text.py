@@ -21,7 +21,7 @@ from hetmesh.parallel.tokens import tokens_of
 
 TIED = "tie_word_embeddings"
 FEATURE = "deepstack."
-"""How the further outputs of the encoder begin; their number is that of the layer."""
+"""How the side outputs of the encoder begin; their number is that of the layer."""
 
 
 class Qwen3VLTextAdapter(CausalLMAdapter):
@@ -59,7 +59,7 @@ class Qwen3VLTextAdapter(CausalLMAdapter):
         return plan if self.config.tie_word_embeddings else {**plan, **self.model_class._tp_plan}
 
     def layer_of_output(self, output: str) -> str | None:
-        """The layer behind which a further output of the encoder is added to its tokens; None: there is none."""
+        """The layer behind which a side output of the encoder is added to its tokens; None: there is none."""
         index = output.removeprefix(FEATURE)
         known = output.startswith(FEATURE) and index.isdigit() and int(index) < self.config.num_hidden_layers
         return f"model.layers.{index}" if known else None

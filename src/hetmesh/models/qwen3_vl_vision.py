@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from hetmesh.attention.in_transformers import WHOLE, use_in
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.layout import Intervals
@@ -18,7 +19,6 @@ from hetmesh.models.collate import media_items
 from hetmesh.models.config_keys import positive_int, transformers_config
 from hetmesh.models.encoder import check_encoder
 from hetmesh.models.pretrained import Names, prefixes
-from hetmesh.parallel.context_registry import WHOLE, use_in
 
 SIZES = (
     "hidden_size",
@@ -93,7 +93,7 @@ class Qwen3VLVisionAdapter:
         return self.config.out_hidden_size
 
     @property
-    def further_outputs(self) -> tuple[str, ...]:
+    def side_outputs(self) -> tuple[str, ...]:
         return tuple(f"deepstack.{i}" for i in range(len(self.config.deepstack_visual_indexes)))
 
     @property
@@ -108,7 +108,7 @@ class Qwen3VLVisionAdapter:
 
     def layers(self) -> tuple[str, ...]:
         blocks = (f"blocks.{i}" for i in range(self.config.depth))
-        mergers = (f"deepstack_merger_list.{i}" for i in range(len(self.further_outputs)))
+        mergers = (f"deepstack_merger_list.{i}" for i in range(len(self.side_outputs)))
         return ("patch_embed", "pos_embed", *blocks, *mergers, "merger")
 
     def tensor_parallel_plan(self) -> Mapping[str, Any]:
@@ -205,7 +205,7 @@ class Qwen3VLVisionAdapter:
             places = {key: value.to(patches.device) for key, value in self._places([(1, 1, 1)]).items()}
         extra = {"attention_state": batch["attention"]} if "attention" in batch else {}
         out = module(patches, **places, **extra, return_dict=True)
-        features = zip(self.further_outputs, out.deepstack_features or (), strict=True)
+        features = zip(self.side_outputs, out.deepstack_features or (), strict=True)
         return {"": out.pooler_output[:rows], **{name: each[:rows] for name, each in features}}
 
 

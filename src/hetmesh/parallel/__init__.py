@@ -1,9 +1,9 @@
 """One module on its mesh: tensor, sequence and sharded data parallelism, checkpointing, and gradients as sums."""
 
+from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.apply import AdaptedModule, ParallelModule, parallelize, reduce_gradients, start_reduction
 from hetmesh.parallel.compile import apply_compile
-from hetmesh.parallel.context_attention import ContextAttention
 from hetmesh.parallel.data_parallel import sum_gradients
 from hetmesh.parallel.fully_shard import apply_fully_shard
 from hetmesh.parallel.gradients import holds_first_replica, local_gradient, local_part
@@ -15,7 +15,7 @@ from hetmesh.parallel.tensor_parallel import (
     check_tensor_parallel_degree,
     tensor_parallel_degrees,
 )
-from hetmesh.parallel.tied import TiedCopies, sum_tied_copies, tied_copies
+from hetmesh.parallel.tied import TiedParameter, sum_tied_parameters, tied_parameters
 
 __all__ = [
     "AdaptedModule",
@@ -24,7 +24,7 @@ __all__ = [
     "Options",
     "ParallelModule",
     "Rowwise",
-    "TiedCopies",
+    "TiedParameter",
     "apply_activation_checkpoint",
     "apply_compile",
     "apply_fully_shard",
@@ -38,7 +38,7 @@ __all__ = [
     "reduce_gradients",
     "start_reduction",
     "sum_gradients",
-    "sum_tied_copies",
+    "sum_tied_parameters",
     "tensor_parallel_degrees",
-    "tied_copies",
+    "tied_parameters",
 ]

@@ -26,7 +26,7 @@ from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
 from hetmesh.parallel.tokens import token_sharded
 
 
-class Adapter(Protocol):
+class ParallelAdapter(Protocol):
     """What this room asks of an adapter (`hetmesh.models.Adapter` has more)."""
 
     def layers(self) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ class AdaptedModule(nn.Module):
     """
 
     def __init__(
-        self, adapter: Adapter, module: nn.Module, compute_dtype: torch.dtype, autocast: str | None = None
+        self, adapter: ParallelAdapter, module: nn.Module, compute_dtype: torch.dtype, autocast: str | None = None
     ) -> None:
         super().__init__()
         self.adapter = adapter
@@ -110,7 +110,7 @@ class ParallelModule:
 
 
 def parallelize(
-    adapter: Adapter,
+    adapter: ParallelAdapter,
     module: nn.Module,
     spec: MeshSpec,
     device_mesh: DeviceMesh,

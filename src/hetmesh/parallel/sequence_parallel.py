@@ -1,7 +1,7 @@
 """Sequence parallelism: between attention and MLP each tensor-parallel rank keeps a share of the tokens.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.2.2.
-The flat tokens `[B * S, features]` are cut into equal contiguous shares, the last padded (`graph.tokens.TokenShares`),
+The flat tokens `[B * S, features]` are cut into equal contiguous shares, the last padded (`context.token_owners`),
 so any lengths are exact. Norms and residuals run on `[1, share, features]`. Attention and MLP gather all tokens where
 they start and reduce-scatter where they end: as many bytes as the two all-reduces that they replace.
 """
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hetmesh._torch_compat import all_gather_single, reduce_scatter_single
-from hetmesh.graph.tokens import TokenShares
+from hetmesh.context.token_owners import TokenShares
 from hetmesh.parallel.collectives import leave
 from hetmesh.parallel.linear import ColwiseLinear, RowwiseLinear
 from hetmesh.parallel.tokens import AllTokens

@@ -19,7 +19,7 @@ from hetmesh.parallel.gradients import local_gradient, local_part, set_local_gra
 
 
 @dataclass(frozen=True, eq=False)
-class TiedCopies:
+class TiedParameter:
     """A parameter of this rank and who holds the other copy.
 
     Attributes:
@@ -34,9 +34,9 @@ class TiedCopies:
     first: bool
 
 
-def tied_copies(
+def tied_parameters(
     spec: ModuleSpec, own: Sequence[Stage], parallel: ParallelModule, groups: Mapping[int, dist.ProcessGroup]
-) -> list[TiedCopies]:
+) -> list[TiedParameter]:
     """The tied parameters of this rank, by name; none where both stages live on it.
 
     Args:
@@ -55,10 +55,12 @@ def tied_copies(
             shared.append((name, parameter, False))
         elif own[0].index == 0 and name in parallel.tied:
             shared.append((name, parameter, True))
-    return [TiedCopies(f"{spec.name}.{name}", p, groups[rank], first) for name, p, first in shared if p.requires_grad]
+    return [
+        TiedParameter(f"{spec.name}.{name}", p, groups[rank], first) for name, p, first in shared if p.requires_grad
+    ]
 
 
-def sum_tied_copies(copies: Sequence[TiedCopies], world: World) -> None:
+def sum_tied_parameters(copies: Sequence[TiedParameter], world: World) -> None:
     """Give both copies the sum of their gradients. Called when the gradients are summed over lanes."""
     for copy in sorted(copies, key=lambda copy: copy.name):
         own = local_gradient(copy.parameter)

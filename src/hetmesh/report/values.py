@@ -68,7 +68,7 @@ class BoundaryView:
 
     Attributes:
         at: the placeholder whose tokens the rows replace.
-        layer: the layer behind which a further output of the source is added to those tokens.
+        layer: the layer behind which a side output of the source is added to those tokens.
         shape: rows and features.
         source_layout, destination_layout: in words, one phrase per mesh axis.
         forward, backward: what moves; no backward where nothing upstream is trainable.

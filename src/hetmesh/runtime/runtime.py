@@ -14,7 +14,7 @@ from hetmesh.boundary import World
 from hetmesh.boundary.watchdog import timed_out
 from hetmesh.errors import BoundaryError, BoundaryTimeout
 from hetmesh.graph import ModuleGraph, Stage, stage_graph
-from hetmesh.runtime.step import LoadBatch, Loss, Observe, Step
+from hetmesh.runtime.step import LoadBatch, Loss, Observe, StepRunner
 from hetmesh.schedule import Action, Kind, Schedule
 
 Reducer = Callable[[], Callable[[], None]]
@@ -75,7 +75,7 @@ class Runtime:
         Raises:
             BoundaryTimeout: a wait outlasted the timeout; names boundary or action, microbatch and rank.
         """
-        step = Step(self, schedule, plan, load_batch, observe)
+        step = StepRunner(self, schedule, plan, load_batch, observe)
         reductions = []
         with torch.set_grad_enabled(schedule.training):
             for action in schedule.of_rank(self.world.rank):

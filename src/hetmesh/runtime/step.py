@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
-from hetmesh.balance import BatchPlan
+from hetmesh.balance import BatchPlan, edge_layouts
 from hetmesh.boundary import Exchange, Label
 from hetmesh.graph import Edge, Stage
 from hetmesh.layout import TransferPlan, plan_transfer
@@ -34,7 +34,7 @@ Observe = Callable[[int, Tensor, Mapping[str, Tensor]], None]
 """(microbatch, detached output of the sink, its batch): called after each forward of the sink."""
 
 
-class Step:
+class StepRunner:
     """One rank's state of one step; see `Runtime.run`."""
 
     def __init__(
@@ -181,7 +181,7 @@ class Step:
     def _transfer_plan(self, edge: Edge, m: int, forward: bool) -> TransferPlan:
         edge = edge if forward else edge.reversed
         if (edge, m) not in self.plans:
-            shape, src, dst = self.plan.edge_layouts(edge, m)
+            shape, src, dst = edge_layouts(self.plan, edge, m)
             self.plans[edge, m] = plan_transfer(shape, src, dst, ranks_per_node=self.runtime.world.ranks_per_node)
         plan = self.plans[edge, m]
         return plan if forward else plan.transpose()

@@ -18,12 +18,12 @@ from hetmesh.data.loader import Loader
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import output_key
 from hetmesh.parallel import local_gradient
+from hetmesh.recipe.recipe import Recipe
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.feed import Feed
 from hetmesh.training.gradients import scale
 from hetmesh.training.job import Job, describe, make_prepare
 from hetmesh.training.modules import loaded_module
-from hetmesh.training.recipe import Recipe
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 """Largest relative error, by `[training] dtype`."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hetmesh.errors import RecipeError
-from hetmesh.training.recipe import Recipe
+from hetmesh.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
     from hetmesh.layout.mesh import MeshSpec

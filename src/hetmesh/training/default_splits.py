@@ -10,7 +10,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.training.modules import module_options
 
 if TYPE_CHECKING:
-    from hetmesh.training.recipe import Recipe
+    from hetmesh.recipe.recipe import Recipe
 
 
 def default_splits(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hetmesh.balance import BatchPlan
-from hetmesh.data.loader import Drawn, Loader
+from hetmesh.data.loader import DrawnSample, Loader
 from hetmesh.data.source import Sample
 from hetmesh.graph import Stage
 from hetmesh.models.adapter import Adapter
@@ -21,7 +21,7 @@ class Feed:
     """
 
     def __init__(
-        self, loader: Loader, drawn: Sequence[Drawn], plan: BatchPlan, adapters: Mapping[str, Adapter], rank: int
+        self, loader: Loader, drawn: Sequence[DrawnSample], plan: BatchPlan, adapters: Mapping[str, Adapter], rank: int
     ) -> None:
         self.loader, self.drawn, self.plan, self.adapters, self.rank = loader, drawn, plan, adapters, rank
         self._samples: dict[int, Sample] = {}

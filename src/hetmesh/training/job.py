@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hetmesh.balance import BatchPlan, in_order
+from hetmesh.balance import BatchPlan, plan_batch
 from hetmesh.boundary import World
 from hetmesh.data.expand import Expansion, expand
 from hetmesh.data.loader import Loader
@@ -30,14 +30,14 @@ from hetmesh.models import (
     sample_positions,
     with_further_boundaries,
 )
-from hetmesh.parallel import Options, TiedCopies, parallelize, start_reduction, sum_tied_copies, tied_copies
+from hetmesh.parallel import Options, TiedParameter, parallelize, start_reduction, sum_tied_parameters, tied_parameters
 from hetmesh.parallel.tokens import token_sharded
+from hetmesh.recipe.recipe import Recipe
 from hetmesh.runtime import Reducer, Runtime
 from hetmesh.schedule import POLICIES, PolicyOptions, Schedule
 from hetmesh.training.loss import sum_cross_entropy
 from hetmesh.training.modules import DTYPES, full_module, module_options
 from hetmesh.training.optimizers import Root
-from hetmesh.training.recipe import Recipe
 from hetmesh.training.splits import split_modules
 
 
@@ -176,7 +176,7 @@ class Job:
         modules: dict[str, nn.Module] = {}
         adapted: dict[Stage, nn.Module] = {}
         reducers: dict[Stage, Reducer] = {}
-        tied: list[TiedCopies] = []
+        tied: list[TiedParameter] = []
         for name in graph.order:
             own, mesh = _own_stages(world, graph[name])
             tied_groups = _tied_groups(world, graph[name])
@@ -201,7 +201,7 @@ class Job:
             adapted |= zip(own, parallel.stages, strict=True)
             trained = ((i, stage) for i, stage in enumerate(own) if stage in stages.trainable_stages)
             reducers |= {stage: partial(start_reduction, parallel, i) for i, stage in trained}
-            tied += tied_copies(graph[name], own, parallel, tied_groups)
+            tied += tied_parameters(graph[name], own, parallel, tied_groups)
         runtime = Runtime(
             world,
             graph,
@@ -209,7 +209,7 @@ class Job:
             reducers=reducers,
             loss=sum_cross_entropy,
             dtypes=dtypes,
-            finish=partial(sum_tied_copies, tied, world),
+            finish=partial(sum_tied_parameters, tied, world),
         )
         prepare = make_prepare(recipe, graph, adapters)
         loader = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed)
@@ -218,7 +218,7 @@ class Job:
 
     def plan(self, samples: Sequence[SampleMeta]) -> BatchPlan:
         """The batch plan of a global batch; equal on every rank."""
-        return in_order(self.graph, samples, self.recipe.batch.microbatch_size)
+        return plan_batch(self.graph, samples, self.recipe.batch.microbatch_size)
 
     def schedule(self, plan: BatchPlan, *, training: bool = True) -> Schedule:
         """The schedule of a step."""

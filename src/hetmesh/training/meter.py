@@ -18,8 +18,8 @@ from hetmesh.cost import find_machine, imbalance, lane_work, load_machine, modul
 from hetmesh.training.module_shapes import compute_dtype, module_shapes
 
 if TYPE_CHECKING:
+    from hetmesh.recipe.recipe import Recipe
     from hetmesh.training.job import Job
-    from hetmesh.training.recipe import Recipe
 
 DIRECTIONS = ("forward", "backward")
 _SMALLEST, _LARGEST = 64, 1024  # of the square matrix product that stands for a CPU's peak

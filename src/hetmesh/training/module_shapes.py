@@ -13,7 +13,7 @@ from hetmesh.models.module_shape import module_shape
 from hetmesh.training.modules import DTYPES, full_module, module_options
 
 if TYPE_CHECKING:
-    from hetmesh.training.recipe import Recipe
+    from hetmesh.recipe.recipe import Recipe
 
 
 def module_shapes(recipe: Recipe, adapters: Mapping[str, Adapter]) -> dict[str, ModuleShape | None]:

@@ -8,9 +8,9 @@ from torch import nn
 from hetmesh.errors import RecipeError
 from hetmesh.models import Adapter, add_lora, build_empty, build_module, load_weights, pretrained_of, stand_ins
 from hetmesh.parallel import Options
-from hetmesh.training.meshes import splits_tokens, table_of
-from hetmesh.training.recipe import Recipe
-from hetmesh.training.recipe_sections import ModuleParallelism
+from hetmesh.recipe.meshes import splits_tokens, table_of
+from hetmesh.recipe.recipe import Recipe
+from hetmesh.recipe.sections import ModuleParallelism
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

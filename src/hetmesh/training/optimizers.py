@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hetmesh import _titan
-from hetmesh.training.recipe import Recipe
+from hetmesh.recipe.recipe import Recipe
 
 
 class Root(nn.Module):

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hetmesh._torch_compat import fake_process_group
 from hetmesh.cost import LayerShape, Observation, Profile, Work, computed_work, fit, layer_kind
-from hetmesh.data.loader import Drawn, Loader
+from hetmesh.data.loader import DrawnSample, Loader
 from hetmesh.models import lora_plan
 from hetmesh.models.module_shape import HEAD, module_shape
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
@@ -37,7 +37,7 @@ from hetmesh.training.modules import loaded_module
 if TYPE_CHECKING:
     from hetmesh.graph import ModuleGraph
     from hetmesh.models import Adapter
-    from hetmesh.training.recipe import Recipe
+    from hetmesh.recipe.recipe import Recipe
 
 _LEAST_ROUNDS = 3
 _MOST_ROUNDS = 25
@@ -53,7 +53,7 @@ class ShapeOf:
         held_out: it is not fitted, but what the fit is judged by.
     """
 
-    drawn: tuple[Drawn, ...]
+    drawn: tuple[DrawnSample, ...]
     held_out: bool
 
 
@@ -154,7 +154,7 @@ def _calls(
 
 
 def _inputs(
-    recipe: Recipe, graph: ModuleGraph, adapter: Adapter, name: str, loader: Loader, drawn: Sequence[Drawn]
+    recipe: Recipe, graph: ModuleGraph, adapter: Adapter, name: str, loader: Loader, drawn: Sequence[DrawnSample]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The module's own inputs, and random rows in place of its producers'."""
     metas, dtype = [d.meta for d in drawn], compute_dtype(recipe, name)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from hetmesh.balance import in_order
+from hetmesh.balance import plan_batch
 from hetmesh.cost import Profile, load_machine
 from hetmesh.data.loader import Loader
+from hetmesh.recipe.recipe import Recipe
 from hetmesh.simulate import Timeline, simulate
 from hetmesh.training.check import check_recipe
 from hetmesh.training.job import describe, make_prepare, recipe_schedule
-from hetmesh.training.recipe import Recipe
 from hetmesh.training.step_costs import recipe_step_costs
 
 
@@ -26,7 +26,7 @@ def simulate_recipe(recipe: Recipe, *, machine: str | None = None, profile: str 
     check_recipe(recipe, adapters, source.placeholders)
     prepare = make_prepare(recipe, graph, adapters)
     drawn = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed).batch(0)
-    plan = in_order(graph, [d.meta for d in drawn], recipe.batch.microbatch_size)
+    plan = plan_batch(graph, [d.meta for d in drawn], recipe.batch.microbatch_size)
     schedule = recipe_schedule(recipe, graph, plan.num_microbatches)
     fitted = profile or recipe.profiling.profile
     costs = recipe_step_costs(

@@ -10,13 +10,13 @@ from hetmesh.cost import ModuleShape, Work
 from hetmesh.errors import GraphError, RecipeError
 from hetmesh.graph import ModuleGraph, ModuleSpec
 from hetmesh.models.adapter import Adapter
+from hetmesh.recipe.meshes import table_of
+from hetmesh.recipe.sections import ModuleParallelism
 from hetmesh.training.default_splits import default_splits
-from hetmesh.training.meshes import table_of
 from hetmesh.training.module_shapes import module_shape_of
-from hetmesh.training.recipe_sections import ModuleParallelism
 
 if TYPE_CHECKING:
-    from hetmesh.training.recipe import Recipe
+    from hetmesh.recipe.recipe import Recipe
 
 Runs = tuple[tuple[str, ...], ...]
 """Layers of each stage."""

@@ -39,7 +39,7 @@ from hetmesh.training.transfer_costs import transfer_costs
 
 if TYPE_CHECKING:
     from hetmesh.models import Adapter
-    from hetmesh.training.recipe import Recipe
+    from hetmesh.recipe.recipe import Recipe
 
 _TOUCHED = {"AdamW": 8, "Adam": 8, "SGD": 4}  # elements read and written per parameter: norm, scaling and update
 
@@ -86,6 +86,8 @@ def recipe_step_costs(
         {s: built[s].reduce for s in stages.stages if s in stages.trainable_stages},
         _optimizer(recipe, modules.values(), machine),
         _static_bytes(recipe, modules.values()),
+        busy_slowdown=machine.busy_slowdown,
+        ranks_per_node=machine.ranks_per_node,
     )
 
 

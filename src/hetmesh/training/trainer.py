@@ -13,6 +13,7 @@ from hetmesh.boundary import World, init
 from hetmesh.data.registry import make_source
 from hetmesh.data.source import Source
 from hetmesh.errors import RecipeError
+from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.checkpoint import Checkpointer
 from hetmesh.training.evaluate import Evaluation, evaluate, show
 from hetmesh.training.feed import Feed
@@ -22,7 +23,6 @@ from hetmesh.training.job import Job
 from hetmesh.training.meter import Meter, StepCost
 from hetmesh.training.metrics import Reporter, StepMetrics
 from hetmesh.training.optimizers import learning_rate, make_optimizers
-from hetmesh.training.recipe import Recipe
 from hetmesh.training.timeline import StepRecorder
 
 

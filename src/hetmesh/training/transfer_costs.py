@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from hetmesh.balance import BatchPlan
+from hetmesh.balance import BatchPlan, edge_layouts
 from hetmesh.cost import Machine, TransferCost
 from hetmesh.cost.collectives import link
 from hetmesh.graph import Edge
@@ -14,7 +14,7 @@ from hetmesh.schedule import Schedule
 from hetmesh.training.module_shapes import compute_dtype
 
 if TYPE_CHECKING:
-    from hetmesh.training.recipe import Recipe
+    from hetmesh.recipe.recipe import Recipe
 
 _SAMPLED = 32  # destination ranks whose bytes are counted; more are sampled evenly (lanes repeat along a mesh)
 
@@ -29,7 +29,7 @@ def transfer_costs(
     for edge in schedule.stages.edges:
         itemsize = compute_dtype(recipe, edge.source.module).itemsize
         for m in range(schedule.microbatches):
-            shape, src, dst = plan.edge_layouts(edge, m)
+            shape, src, dst = edge_layouts(plan, edge, m)
             forward = plan_transfer(shape, src, dst, ranks_per_node=per_node)
             costs[edge, m] = _transfer(forward, itemsize, machine)
             if schedule.training and edge in schedule.stages.gradient_edges:

@@ -84,7 +84,6 @@ class Bare:
                 assert work is not None
                 work.wait()
 
-
     def check(self) -> None:
         """Raise AssertionError unless every message has arrived whole."""
         for receives, _ in self.steps:

@@ -29,10 +29,10 @@ from hetmesh.boundary import World
 from hetmesh.cost import Rates, computed_work, frozen_blind, module_times, partition
 from hetmesh.cost.partition import runs
 from hetmesh.data.loader import Loader
+from hetmesh.recipe.recipe import Recipe
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.training.job import describe, make_prepare
 from hetmesh.training.module_shapes import module_shapes
-from hetmesh.training.recipe import Recipe
 from hetmesh.training.trainer import Trainer
 
 WARM_UP = 1  # step

@@ -18,14 +18,14 @@ from typing import Any
 from benchmarks.schedule.predict import step_costs, with_links
 from benchmarks.schedule.recipes import CONFIGURATIONS, Configuration
 from benchmarks.schedule.stages import Measured, measure, profile
-from hetmesh.balance import in_order
+from hetmesh.balance import plan_batch
 from hetmesh.cost import Profile
 from hetmesh.data.loader import Loader
+from hetmesh.recipe.recipe import Recipe
 from hetmesh.schedule import Schedule
 from hetmesh.simulate import Timeline, average_bubbles, simulate
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.training.job import describe, make_prepare, recipe_schedule
-from hetmesh.training.recipe import Recipe
 from hetmesh.training.step_costs import recipe_step_costs
 
 NAMES = tuple(c.name for c in CONFIGURATIONS)
@@ -74,7 +74,7 @@ def _compare(
     loader = Loader(
         source, recipe.batch.global_batch_size, make_prepare(recipe, graph, adapters), seed=recipe.debug.seed
     )
-    plan = in_order(graph, [d.meta for d in loader.batch(0)], recipe.batch.microbatch_size)
+    plan = plan_batch(graph, [d.meta for d in loader.batch(0)], recipe.batch.microbatch_size)
     schedule = recipe_schedule(recipe, graph, plan.num_microbatches)
     costs = step_costs(measured, plan, schedule)
     predicted, (real, seconds) = simulate(schedule, costs), _median_step(schedule, measured)

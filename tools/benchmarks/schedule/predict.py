@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.schedule.stages import Measured
-from hetmesh.balance import BatchPlan
+from hetmesh.balance import BatchPlan, edge_layouts
 from hetmesh.cost import Observation, Profile, StageCost, StepCosts, TransferCost, computed_work, fit
 from hetmesh.cost.fitted import PARTS, non_negative_least_squares
 from hetmesh.graph import Edge, Stage
@@ -78,7 +78,7 @@ def _transfers(
     costs = {}
     for edge in schedule.stages.edges:
         for m in range(schedule.microbatches):
-            shape, src, dst = plan.edge_layouts(edge, m)
+            shape, src, dst = edge_layouts(plan, edge, m)
             forward = plan_transfer(shape, src, dst)
             for each, way in ((edge, forward), (edge.reversed, forward.transpose())):
                 received = max(way.bytes_received(rank, 4) for rank in way.dst.mesh.ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetmesh.training.recipe import Recipe, parse_recipe
+from hetmesh.recipe.recipe import Recipe, parse_recipe
 
 _MODEL = """
 [modules.vision]

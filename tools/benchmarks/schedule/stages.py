@@ -12,18 +12,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hetmesh.balance import in_order
+from hetmesh.balance import edge_layouts, plan_batch
 from hetmesh.boundary import World
 from hetmesh.cost import Profile, computed_work
 from hetmesh.graph import Stage
+from hetmesh.recipe.recipe import Recipe
 from hetmesh.runtime import Recording
-from hetmesh.runtime.step import Step
+from hetmesh.runtime.step import StepRunner
 from hetmesh.schedule import Action, Kind
 from hetmesh.schedule.actions import backward_kinds
 from hetmesh.training.feed import Feed
 from hetmesh.training.job import Job, recipe_schedule
 from hetmesh.training.profile import profile_recipe
-from hetmesh.training.recipe import Recipe
 
 PARTS = {
     Kind.FORWARD: "forward",
@@ -109,12 +109,12 @@ class Probe:
         job, rank = self.job, self.rank
         spec = job.graph[stage.module]
         drawn = self.others[: size * job.graph.sink.num_lanes]
-        plan = in_order(job.graph, [d.meta for d in drawn], size)
+        plan = plan_batch(job.graph, [d.meta for d in drawn], size)
         schedule = recipe_schedule(job.recipe, job.graph, 1)
         stages = schedule.stages
-        step = Step(job.runtime, schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank), None)
+        step = StepRunner(job.runtime, schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank), None)
         for edge in stages.inputs(stage):
-            shape, _, layout = plan.edge_layouts(edge, 0)
+            shape, _, layout = edge_layouts(plan, edge, 0)
             rows = torch.randn(layout.local_shape(shape, rank), dtype=job.runtime.dtypes[edge.source.module])
             step.leaves[edge, 0] = rows.requires_grad_(edge in stages.gradient_edges)
         lane = spec.lane_of(rank)
@@ -164,7 +164,7 @@ class Probe:
         """One step with `size` samples per microbatch: what was recorded, and its end."""
         job = self.job
         drawn = self.drawn[: job.recipe.batch.num_microbatches * size]
-        plan = in_order(job.graph, [d.meta for d in drawn], size)
+        plan = plan_batch(job.graph, [d.meta for d in drawn], size)
         feed = Feed(job.loader, drawn, plan, job.adapters, self.rank)
         recording = job.runtime.recording = []
         dist.barrier()

@@ -8,8 +8,8 @@ from functools import partial
 from types import MappingProxyType
 
 from hetmesh.context import Mask, Sees, assign, causal, of_sample, packed, text_with_instances
+from hetmesh.context.token_owners import LaneTokens
 from hetmesh.graph import ModuleSpec, SampleMeta
-from hetmesh.graph.tokens import LaneTokens
 
 BLOCK = 128
 """Query rows that an attention kernel works on together; shorter sequences are cut more finely."""

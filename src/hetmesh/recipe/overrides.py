@@ -8,7 +8,7 @@ from typing import Any
 import tomli
 
 from hetmesh.errors import RecipeError
-from hetmesh.training.recipe_keys import unknown
+from hetmesh.recipe.keys import unknown
 
 
 def parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[tuple[str, ...], Any]]:

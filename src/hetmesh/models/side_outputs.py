@@ -1,4 +1,4 @@
-"""Further outputs: features of a module beside its rows, which its consumer adds behind some of its layers.
+"""Side outputs: features of a module beside its rows, which its consumer adds behind some of its layers.
 
 DeepStack (arXiv:2406.04334), as Qwen3-VL has it: layers inside the vision tower give features too, one per image token,
 which the first layers of the LLM take. Each is a boundary of its own, straight to the pipeline stage that holds its
@@ -14,15 +14,15 @@ from hetmesh.graph.module_graph import BoundarySpec
 from hetmesh.models.adapter import Adapter
 
 
-def further_outputs(adapter: Adapter) -> tuple[str, ...]:
+def side_outputs(adapter: Adapter) -> tuple[str, ...]:
     """Names of the outputs of a module beside its rows, as the attribute of its adapter says; most have none."""
-    return getattr(adapter, "further_outputs", ())
+    return getattr(adapter, "side_outputs", ())
 
 
 def with_further_boundaries(
     boundaries: Sequence[BoundarySpec], adapters: Mapping[str, Adapter]
 ) -> tuple[BoundarySpec, ...]:
-    """The boundaries of a recipe, each followed by those of the further outputs of its source.
+    """The boundaries of a recipe, each followed by those of the side outputs of its source.
 
     Raises:
         RecipeError: the destination has no layer that takes an output.
@@ -30,7 +30,7 @@ def with_further_boundaries(
     found: list[BoundarySpec] = []
     for b in boundaries:
         found.append(b)
-        for output in further_outputs(adapters[b.source]):
+        for output in side_outputs(adapters[b.source]):
             takes = getattr(adapters[b.destination], "layer_of_output", None)
             layer = takes(output) if takes is not None else None
             if layer is None:

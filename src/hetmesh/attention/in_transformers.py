@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.errors import BoundaryError
-from hetmesh.parallel.context_attention import ContextAttention
 
 NAME = "hetmesh_context"
 """The name in the registry."""

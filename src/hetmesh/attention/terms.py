@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hetmesh.parallel.context_blocks import PartialMasks
+from hetmesh.attention.key_blocks import PartialMasks
 
 
 def fold(x: Tensor, kv_heads: int) -> Tensor:

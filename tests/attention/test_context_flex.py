@@ -6,12 +6,12 @@ Its backward is tested with a forward that autograd can go through on a CPU.
 import pytest
 import torch
 
+from hetmesh.attention import flex as context_flex
+from hetmesh.attention.flex import flex_backward, flex_forward
+from hetmesh.attention.kernels import cpu_backward, cpu_forward
+from hetmesh.attention.plan import plan_attention
+from hetmesh.attention.terms import Running, Saved, Terms
 from hetmesh.context import assign, text_with_instances
-from hetmesh.parallel import context_flex
-from hetmesh.parallel.context_flex import flex_backward, flex_forward
-from hetmesh.parallel.context_kernels import cpu_backward, cpu_forward
-from hetmesh.parallel.context_plan import plan_attention
-from hetmesh.parallel.context_terms import Running, Saved, Terms
 
 MASK = text_with_instances(520, [(30, 200), (260, 420)])
 

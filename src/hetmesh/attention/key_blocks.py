@@ -73,7 +73,7 @@ class Buffer:
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class KernelCalls:
     """All calls of one rank's rows on one buffer.
 
     Attributes:
@@ -115,23 +115,23 @@ class PartialMasks:
 
 
 @dataclass(frozen=True, eq=False)
-class Lists:
+class KeyIntervals:
     """Intervals of key positions, each of a query block."""
 
     block: np.ndarray
     starts: np.ndarray
     stops: np.ndarray
 
-    def take(self, index: np.ndarray) -> Lists:
+    def take(self, index: np.ndarray) -> KeyIntervals:
         """Chosen intervals."""
-        return Lists(self.block[index], self.starts[index], self.stops[index])
+        return KeyIntervals(self.block[index], self.starts[index], self.stops[index])
 
-    def clip(self, low: np.ndarray, high: np.ndarray) -> Lists:
+    def clip(self, low: np.ndarray, high: np.ndarray) -> KeyIntervals:
         """Cut to [low, high) of each interval."""
-        cut = Lists(self.block, np.maximum(self.starts, low), np.minimum(self.stops, high))
+        cut = KeyIntervals(self.block, np.maximum(self.starts, low), np.minimum(self.stops, high))
         return cut.take(np.flatnonzero(cut.starts < cut.stops))
 
-    def without(self, other: Lists, stride: int) -> Lists:
+    def without(self, other: KeyIntervals, stride: int) -> KeyIntervals:
         """What is left of it when `other`, a part of it, is taken away; positions are below `stride`."""
         edges = np.concatenate([self.starts, other.stops, self.stops, other.starts])
         edges += stride * np.concatenate([self.block, other.block, self.block, other.block])
@@ -140,7 +140,7 @@ class Lists:
         edges, left = edges[order], step[order].cumsum()
         held = np.flatnonzero((left[:-1] > 0) & (edges[1:] > edges[:-1])) if len(edges) else order
         block = edges[held] // stride
-        return Lists(block, edges[held] - block * stride, edges[held + 1] - block * stride)
+        return KeyIntervals(block, edges[held] - block * stride, edges[held + 1] - block * stride)
 
     def inside(self, buffer: Buffer) -> Iterator[tuple[int, Intervals, Intervals]]:
         """For each block with keys in the buffer, ascending: the block, their buffer rows, their positions."""
@@ -173,8 +173,8 @@ class Blocks:
     starts: np.ndarray
     stops: np.ndarray
     rows: np.ndarray
-    full: Lists
-    partial: Lists
+    full: KeyIntervals
+    partial: KeyIntervals
 
     @classmethod
     def make(cls, mask: Mask, runs: Intervals, window: int | None) -> Blocks:
@@ -187,7 +187,7 @@ class Blocks:
         lists = []
         for keys in (tile_intervals(mask, edges, 1), full_tiles(mask, edges, 1)):
             group = np.repeat(np.arange(len(edges) - 1), np.diff(keys.first))
-            lists.append(Lists(group // 2, keys.starts, keys.stops).take(np.flatnonzero(group % 2 == 0)))
+            lists.append(KeyIntervals(group // 2, keys.starts, keys.stops).take(np.flatnonzero(group % 2 == 0)))
         seen, full = lists
         if window is not None:
             a, b = starts[seen.block], stops[seen.block]
@@ -196,7 +196,7 @@ class Blocks:
             full = full.clip(b - window, a + window)
         return cls(runs, starts, stops, rows, full, seen.without(full, mask.length + 1))
 
-    def work(self, buffer: Buffer) -> Work:
+    def work(self, buffer: Buffer) -> KernelCalls:
         """What its rows compute on the keys of a buffer. What neighbouring blocks see alike makes one call: the kernel
         takes a sixth less time per pair for 512 rows than for 128."""
         calls: list[Call] = []
@@ -218,7 +218,7 @@ class Blocks:
                 Call(self._span(block), coalesce([k for k, _ in part]), (queries, tuple(p for _, p in part)))
                 for part in _slices(list(zip(keys, positions, strict=True)))
             ]
-        return Work(self.runs, buffer, tuple(calls))
+        return KernelCalls(self.runs, buffer, tuple(calls))
 
     def _span(self, block: int) -> Interval:
         row = int(self.rows[block])

@@ -12,10 +12,10 @@ import tomli
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from hetmesh.errors import RecipeError
-from hetmesh.training import recipe_sections as sections
-from hetmesh.training.batch_sizes import BatchSizes, batch_sizes
-from hetmesh.training.recipe_keys import check_keys, unknown, valid_keys
-from hetmesh.training.recipe_overrides import apply_override, parse_overrides
+from hetmesh.recipe import sections as sections
+from hetmesh.recipe.batch_sizes import BatchSizes, batch_sizes
+from hetmesh.recipe.keys import check_keys, unknown, valid_keys
+from hetmesh.recipe.overrides import apply_override, parse_overrides
 
 if TYPE_CHECKING:
     from hetmesh.graph.module_graph import ModuleGraph
@@ -34,7 +34,7 @@ class Recipe(sections.Section):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, ignored_types=(cached_property,))
 
     modules: Annotated[Mapping[str, sections.Module], Field(min_length=1), AfterValidator(sections.freeze)]
-    job: sections.Job = sections.Job()
+    job: sections.JobKeys = sections.JobKeys()
     boundaries: tuple[sections.Boundary, ...] = ()
     parallelism: sections.Parallelism = sections.Parallelism()
     data: sections.Data = sections.Data()
@@ -60,7 +60,7 @@ class Recipe(sections.Section):
 
     def graph_with(self, layers: Mapping[str, Sequence[str]]) -> ModuleGraph:
         """The static module graph with each module's layer names, as its adapter gives them."""
-        from hetmesh.training.meshes import module_graph
+        from hetmesh.recipe.meshes import module_graph
 
         return module_graph(self, layers)
 

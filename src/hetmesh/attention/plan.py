@@ -13,11 +13,11 @@ from functools import lru_cache
 
 import numpy as np
 
+from hetmesh.attention.key_blocks import BLOCK, Blocks, Buffer, KernelCalls, PartialMasks
 from hetmesh.context import Mask, needed_keys, tile_intervals
 from hetmesh.context.sources import merge, ragged
 from hetmesh.layout import Intervals, RowSplit
 from hetmesh.layout.intervals import coalesce, extent
-from hetmesh.parallel.context_blocks import BLOCK, Blocks, Buffer, PartialMasks, Work
 
 _NEARLY_ALL = 0.9
 """Share of all rows of others from which on gathering is preferred, where collectives are fast. On gloo it never is:
@@ -38,7 +38,7 @@ class Planned:
     taken: RowSplit
     served: RowSplit
     places: Intervals
-    work: Work
+    work: KernelCalls
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class Gathered:
 
     start: int
     rows: int
-    work: Work
+    work: KernelCalls
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class AttentionPlan:
 
     shares: RowSplit
     rows: int
-    own: Work
+    own: KernelCalls
     chunks: tuple[Planned | Gathered, ...]
     masks: PartialMasks
 

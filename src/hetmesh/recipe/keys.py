@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hetmesh.errors import RecipeError
-from hetmesh.training import recipe_sections as sections
+from hetmesh.recipe import sections as sections
 
 SECTIONS: Mapping[str, type[sections.Section]] = {
-    "job": sections.Job,
+    "job": sections.JobKeys,
     "modules": sections.Module,  # one table per module
     "boundaries": sections.Boundary,  # an array of tables
     "parallelism": sections.ModuleParallelism,  # flat, and one table per module

@@ -11,8 +11,8 @@ from hetmesh.graph.module_graph import BoundarySpec, ModuleGraph, ModuleSpec
 from hetmesh.layout.mesh import MeshSpec
 
 if TYPE_CHECKING:
-    from hetmesh.training.recipe import Recipe
-    from hetmesh.training.recipe_sections import ModuleParallelism
+    from hetmesh.recipe.recipe import Recipe
+    from hetmesh.recipe.sections import ModuleParallelism
 
 DEGREE_OF_AXIS: Mapping[str, str] = {
     "pp": "pipeline_parallel_degree",

@@ -3,8 +3,8 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
+from hetmesh.context.token_owners import LaneTokens, TokenShares, cut_out, owned_rows
 from hetmesh.graph.sample import MediaItem, SampleMeta
-from hetmesh.graph.tokens import LaneTokens, TokenShares, cut_out, owned_rows
 
 
 @given(total=st.integers(0, 40), parts=st.integers(1, 7))

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from hetmesh.attention import in_transformers
+from hetmesh.attention.context_attention import ContextAttention
+from hetmesh.attention.in_transformers import register, using
 from hetmesh.context import assign, causal, join, text_with_instances
 from hetmesh.errors import BoundaryError
-from hetmesh.parallel import context_registry
-from hetmesh.parallel.context_attention import ContextAttention
-from hetmesh.parallel.context_registry import register, using
 
 LAYERS = 3
 
@@ -50,7 +50,7 @@ def gradients(model):
 def test_a_model_equals_its_own_attention_and_every_layer_is_counted():
     x, positions = embeddings(2, 12), torch.arange(12).expand(2, 12)
     ours, theirs = decoder(register()), decoder("sdpa")
-    context_registry.counter.clear()
+    in_transformers.counter.clear()
     with using(ContextAttention(join([causal(12)] * 2), name="llm cp attention")):
         y = run(ours, x, positions)
     expected = run(theirs, x, positions)
@@ -58,7 +58,7 @@ def test_a_model_equals_its_own_attention_and_every_layer_is_counted():
     y.square().sum().backward()
     expected.square().sum().backward()
     assert all(torch.allclose(a, b, atol=1e-11) for a, b in zip(gradients(ours), gradients(theirs), strict=True))
-    assert context_registry.counter == {("llm cp attention", layer): 1 for layer in range(LAYERS)}
+    assert in_transformers.counter == {("llm cp attention", layer): 1 for layer in range(LAYERS)}
 
 
 def test_autocast():
@@ -97,7 +97,7 @@ def shared(rank, shares, checkpoint):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
     at = torch.tensor([row for a, b in shares[rank] for row in range(a, b)], dtype=torch.int64)
-    context_registry.counter.clear()
+    in_transformers.counter.clear()
     state = ContextAttention(MASK, shares, range(len(shares)), name="llm cp attention", chunk=128)
     with using(state):
         used = at if len(at) else torch.zeros(1, dtype=torch.int64)
@@ -105,7 +105,7 @@ def shared(rank, shares, checkpoint):
         y.square().sum().backward()
     for gradient in gradients(model):
         torch.distributed.all_reduce(gradient)
-    return y.detach(), gradients(model), dict(context_registry.counter)
+    return y.detach(), gradients(model), dict(in_transformers.counter)
 
 
 @pytest.mark.slow

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from hetmesh.attention.key_blocks import BLOCK, Buffer, KernelCalls, PartialMasks
+from hetmesh.attention.terms import Running, Saved, Terms
 from hetmesh.context.rule import ALWAYS, BEFORE, NEVER, reach
-from hetmesh.parallel.context_blocks import BLOCK, Buffer, PartialMasks, Work
-from hetmesh.parallel.context_terms import Running, Saved, Terms
 
 
-def flex_forward(running: Running, q: Tensor, kv: Tensor, work: Work, terms: Terms) -> None:
+def flex_forward(running: Running, q: Tensor, kv: Tensor, work: KernelCalls, terms: Terms) -> None:
     """As `cpu_forward`."""
     if work.calls:
         out, logsumexp = _attend(q, kv, work, terms)
         running.add(slice(None), out, logsumexp)
 
 
-def flex_backward(saved: Saved, kv: Tensor, work: Work, terms: Terms, dq: Tensor, dkv: Tensor) -> None:
+def flex_backward(saved: Saved, kv: Tensor, work: KernelCalls, terms: Terms, dq: Tensor, dkv: Tensor) -> None:
     """As `cpu_backward`."""
     if not work.calls:
         return
@@ -43,7 +43,7 @@ def flex_backward(saved: Saved, kv: Tensor, work: Work, terms: Terms, dq: Tensor
     dkv += to_kv
 
 
-def _attend(q: Tensor, kv: Tensor, work: Work, terms: Terms) -> tuple[Tensor, Tensor]:
+def _attend(q: Tensor, kv: Tensor, work: KernelCalls, terms: Terms) -> tuple[Tensor, Tensor]:
     """Folded attention on one buffer, and its logsumexp (natural, -inf for rows that see nothing)."""
     heads, folded, width = q.shape
     rows, group = folded // terms.group, terms.group
@@ -70,7 +70,7 @@ def _kernel(device: str) -> Callable:
 
 
 @lru_cache(maxsize=64)
-def block_mask(work: Work, masks: PartialMasks, rows: int, keys: int, device: torch.device) -> BlockMask:
+def block_mask(work: KernelCalls, masks: PartialMasks, rows: int, keys: int, device: torch.device) -> BlockMask:
     """The blocks of 128 x 128 that calls touch; those that calls without a mask fill need no mask."""
     area = np.zeros((-(-rows // BLOCK), -(-keys // BLOCK)), np.int64)
     touched = np.zeros(area.shape, bool)
@@ -98,7 +98,7 @@ def _overlap(run: tuple[int, int], blocks: int) -> np.ndarray:
     return np.diff(edges)
 
 
-def _visible(work: Work, masks: PartialMasks, rows: int, keys: int, device: torch.device) -> Callable:
+def _visible(work: KernelCalls, masks: PartialMasks, rows: int, keys: int, device: torch.device) -> Callable:
     """The visibility rule on rows and keys of the buffer, through a table of all pairs of segments."""
     mask = masks.mask
     index = np.arange(len(mask.segments))

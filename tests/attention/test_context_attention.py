@@ -8,11 +8,11 @@ import pytest
 import torch
 from random_contexts import random_mask, random_shares
 
+from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.boundary import World
 from hetmesh.context import POLICIES, Mask, assign, causal, dense, visible
 from hetmesh.context.families import families
 from hetmesh.errors import BoundaryError, LayoutError
-from hetmesh.parallel.context_attention import ContextAttention
 
 
 @dataclasses.dataclass(frozen=True)

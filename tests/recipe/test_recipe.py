@@ -8,8 +8,8 @@ import pytest
 from pydantic import BaseModel
 
 from hetmesh.errors import RecipeError
-from hetmesh.training.recipe import Recipe, load_recipe, parse_recipe
-from hetmesh.training.recipe_keys import NOT_IMPLEMENTED, SECTIONS, valid_keys
+from hetmesh.recipe.keys import NOT_IMPLEMENTED, SECTIONS, valid_keys
+from hetmesh.recipe.recipe import Recipe, load_recipe, parse_recipe
 
 DESIGN = """
 [job]

@@ -96,7 +96,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
 
 
-class Job(Section):
+class JobKeys(Section):
     """`[job]`: what the run is and where its results go."""
 
     dump_folder: str = "./outputs"
@@ -123,7 +123,7 @@ class Module(Section):
     there. `media` is the kind of media an encoder reads; where absent, the placeholder that its rows end up at. `plan`
     adds to or replaces entries of the adapter's tensor-parallel plan (parameter name pattern -> style). `lr` and
     `weight_decay` override `[optimizer]`, `activation_checkpoint` the mode of its table, `mixed_precision_param`
-    `[training]`. `attention_mask` is what tokens of the LLM see of each other (`hetmesh.balance.tokens.MASKS`).
+    `[training]`. `attention_mask` is what tokens of the LLM see of each other (`hetmesh.context.share_tokens.MASKS`).
     """
 
     model: str  # an adapter's name, or "package.module:Class"

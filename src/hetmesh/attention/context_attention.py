@@ -1,7 +1,7 @@
 """Context-parallel attention: the ranks of a group share one sequence, and each computes the rows that it keeps.
 
 Exact, forward and backward, for any mask of `hetmesh.context` and any assignment of rows, uneven and empty ones
-included. Keys and values of other ranks stream through in chunks (see context_plan.py), some on their way while one is
+included. Keys and values of other ranks stream through in chunks (see plan.py), some on their way while one is
 computed, and are fetched again in the backward: what a rank holds does not grow with the number of ranks.
 """
 
@@ -15,16 +15,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hetmesh.attention.fetch import Finish, Wires, fetch, give_back
+from hetmesh.attention.kernels import kernel_for
+from hetmesh.attention.key_blocks import KernelCalls
+from hetmesh.attention.plan import AttentionPlan, Gathered, Planned, plan_attention, prefers_gathering
+from hetmesh.attention.terms import Running, Saved, Terms, fold, unfold
 from hetmesh.boundary import World
 from hetmesh.context import Mask
 from hetmesh.errors import BoundaryError, LayoutError
 from hetmesh.layout import Intervals, MeshSpec
 from hetmesh.layout.intervals import extent
-from hetmesh.parallel.context_blocks import Work
-from hetmesh.parallel.context_fetch import Finish, Wires, fetch, give_back
-from hetmesh.parallel.context_kernels import kernel_for
-from hetmesh.parallel.context_plan import AttentionPlan, Gathered, Planned, plan_attention, prefers_gathering
-from hetmesh.parallel.context_terms import Running, Saved, Terms, fold, unfold
 
 Fetch = Literal["auto", "planned", "all_gather"]
 """How keys and values come: what each rank needs, everything, or the cheaper of the two."""
@@ -140,7 +140,7 @@ class ContextAttention:
 
     def stream(
         self, plan: AttentionPlan, kv: Tensor, direction: Literal["forward", "backward"]
-    ) -> Iterator[tuple[int, Tensor, Work]]:
+    ) -> Iterator[tuple[int, Tensor, KernelCalls]]:
         """The own keys (-1), then every chunk by number: its buffer and work. The next are already on their way."""
 
         def start(number: int) -> Finish:

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from hetmesh.errors import RecipeError
 from hetmesh.layout.mesh import MeshSpec
-from hetmesh.training.batch_sizes import batch_sizes
-from hetmesh.training.meshes import module_meshes, world_size
-from hetmesh.training.recipe import parse_recipe
-from hetmesh.training.recipe_sections import parse_ranks
+from hetmesh.recipe.batch_sizes import batch_sizes
+from hetmesh.recipe.meshes import module_meshes, world_size
+from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.recipe.sections import parse_ranks
 
 MODULES = """
 [modules]

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from hetmesh._torch_compat import cpu_flash_attention, cpu_flash_attention_backward
+from hetmesh.attention.key_blocks import Call, KernelCalls
+from hetmesh.attention.terms import Running, Saved, Terms
 from hetmesh.layout import Intervals
-from hetmesh.parallel.context_blocks import Call, Work
-from hetmesh.parallel.context_terms import Running, Saved, Terms
 
 
-def cpu_forward(running: Running, q: Tensor, kv: Tensor, work: Work, terms: Terms) -> None:
+def cpu_forward(running: Running, q: Tensor, kv: Tensor, work: KernelCalls, terms: Terms) -> None:
     """Add the keys and values of a buffer `[keys, 2, key heads, features]` to `running`."""
     taken = _Taken(kv)
     for call in work.calls:
@@ -34,7 +34,7 @@ def cpu_forward(running: Running, q: Tensor, kv: Tensor, work: Work, terms: Term
         running.add(rows, out[0], logsumexp[0])
 
 
-def cpu_backward(saved: Saved, kv: Tensor, work: Work, terms: Terms, dq: Tensor, dkv: Tensor) -> None:
+def cpu_backward(saved: Saved, kv: Tensor, work: KernelCalls, terms: Terms, dq: Tensor, dkv: Tensor) -> None:
     """Add the gradients of the queries and of the buffer to `dq` and `dkv`, which have their shapes."""
     taken = _Taken(kv)
     for call in work.calls:
@@ -82,14 +82,14 @@ def _bias(call: Call, terms: Terms, q: Tensor) -> tuple[Tensor | None, Tensor | 
 class Kernel(NamedTuple):
     """Local attention on one kind of device."""
 
-    forward: Callable[[Running, Tensor, Tensor, Work, Terms], None]
-    backward: Callable[[Saved, Tensor, Work, Terms, Tensor, Tensor], None]
+    forward: Callable[[Running, Tensor, Tensor, KernelCalls, Terms], None]
+    backward: Callable[[Saved, Tensor, KernelCalls, Terms, Tensor, Tensor], None]
 
 
 def kernel_for(device: torch.device) -> Kernel:
     """The kernel of a device: on CUDA flex_attention, elsewhere blocks of scaled_dot_product_attention."""
     if device.type == "cuda":
-        from hetmesh.parallel.context_flex import flex_backward, flex_forward
+        from hetmesh.attention.flex import flex_backward, flex_forward
 
         return Kernel(flex_forward, flex_backward)
     return Kernel(cpu_forward, cpu_backward)

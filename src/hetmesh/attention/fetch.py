@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetmesh._torch_compat import all_gather_single, reduce_scatter_single
+from hetmesh.attention.plan import Gathered, Planned
 from hetmesh.boundary import Exchange, Label, World
 from hetmesh.errors import BoundaryError
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, plan_gradient, plan_transfer
-from hetmesh.parallel.context_plan import Gathered, Planned
 
 Finish = Callable[[], Tensor]
 """Waits for what is in flight and returns it."""

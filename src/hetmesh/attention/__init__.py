@@ -1,0 +1,1 @@
+"""Context-parallel attention: plan of tiles, fetch of keys and values, kernels, and its place in transformers."""
