@@ -28,3 +28,7 @@ class BoundaryError(HetmeshError, RuntimeError):
 class BoundaryTimeout(HetmeshError, TimeoutError):
     """A wait outlasted its timeout. The message names boundary, microbatch and rank. The process group cannot be
     used afterwards: end the job and resume it from its last checkpoint."""
+
+
+class WorldError(HetmeshError, RuntimeError):
+    """This process cannot join the job as it was started: its ranks, devices or environment do not fit."""

@@ -75,6 +75,11 @@ def choose(plan: TransferPlan, backend: str, transport: str = "auto") -> str:
     return "all_to_all" if all(_prefers_all_to_all(step, backend) for step in plan.steps) else "p2p"
 
 
+def may_use_all_to_all(ranks: int, transport: str) -> bool:
+    """Whether a transfer among so many ranks can end up as an all-to-all, which needs a process group of them."""
+    return transport == "all_to_all" or (transport == "auto" and 1 < ranks <= _COUNT_LIMIT)
+
+
 def can_use_dtensor(src: Layout, dst: Layout, shape: tuple[int, ...], backend: str) -> bool:
     """Whether torch's own redistribute does the same with the same bytes: one even collective on one axis."""
     if src.mesh != dst.mesh or not (src.is_dtensor and dst.is_dtensor) or src == dst:

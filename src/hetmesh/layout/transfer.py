@@ -23,6 +23,7 @@ from hetmesh.errors import LayoutError
 from hetmesh.layout.cells import Cells
 from hetmesh.layout.intervals import Intervals, extent
 from hetmesh.layout.layout import Layout
+from hetmesh.layout.numbers import check_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +265,7 @@ def plan_transfer(
         LayoutError: a placement does not fit the shape, source coordinates overlap, or the destination keeps rows
             that no source rank holds.
     """
-    plan = _plan(tuple(shape), src, dst, False, ranks_per_node)
+    plan = _plan(check_shape(shape), src, dst, False, ranks_per_node)
     plan.steps[-1].check()
     return plan
 
@@ -277,7 +278,7 @@ def plan_gradient(
 
     `gradient` is `dst.gradient()` or, where each replica holds only a summand of it, the same with Partial instead.
     """
-    return _plan(tuple(shape), gradient, src.gradient(), True, ranks_per_node)
+    return _plan(check_shape(shape), gradient, src.gradient(), True, ranks_per_node)
 
 
 def _plan(shape: tuple[int, ...], src: Layout, dst: Layout, adjoint: bool, node: int | None) -> TransferPlan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hetmesh.balance import BatchPlan, boundary_layouts, plan_batch
+from hetmesh.boundary.groups import ends_are_tied, job_groups, most_on_a_rank
 from hetmesh.boundary.transport import choose
 from hetmesh.cost import ModuleShape, imbalance, lane_work, module_flops, static_memory, total_work
 from hetmesh.data.loader import Loader
@@ -37,6 +38,7 @@ def explain(recipe: Recipe) -> RecipeView:
     plan = plan_batch(graph, [d.meta for d in drawn], batch.microbatch_size)
     shapes = module_shapes(recipe, adapters)
     itemsize = DTYPES[recipe.training.dtype].itemsize
+    groups = job_groups(graph, recipe.world_size, lambda spec: ends_are_tied(spec, shapes[spec.name]))
     return RecipeView(
         description=recipe.job.description,
         ranks=recipe.world_size,
@@ -50,6 +52,8 @@ def explain(recipe: Recipe) -> RecipeView:
         dtype=recipe.training.dtype,
         optimizer=recipe.optimizer.name,
         modules=tuple(_module(recipe, plan, name, shapes[name], itemsize) for name in recipe.modules),
+        process_groups=len(groups),
+        process_groups_per_rank=most_on_a_rank(groups),
         boundaries=tuple(_boundary(plan, b, compute_dtype(recipe, b.source).itemsize) for b in graph.boundaries),
     )
 

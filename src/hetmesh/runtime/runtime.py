@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
+from hetmesh.boundary.groups import edge_groups
 from hetmesh.boundary.watchdog import timed_out
 from hetmesh.errors import BoundaryError, BoundaryTimeout
 from hetmesh.graph import ModuleGraph, Stage, stage_graph
@@ -61,9 +62,9 @@ class Runtime:
         self.reducers, self.loss, self.dtypes, self.transport = reducers, loss, dtypes, transport
         self.finish = finish
         self.recording: Recording | None = None
-        stages = stage_graph(graph)
-        for edge in stages.edges:
-            world.group(sorted({*stages.ranks_of(edge.source), *stages.ranks_of(edge.destination)}))
+        world.connect()
+        for ranks in edge_groups(stage_graph(graph), transport):
+            world.group(ranks)
 
     def run(self, schedule: Schedule, plan: BatchPlan, load_batch: LoadBatch, observe: Observe | None = None) -> Tensor:
         """Run one step on this rank.

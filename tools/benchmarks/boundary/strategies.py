@@ -41,7 +41,7 @@ class Planned:
         make: Callable = plan_transfer if forward else plan_gradient
         self.label = Label(transfer.name, 0, "forward" if forward else "backward")
         self.plan = make(transfer.shape, transfer.src, transfer.dst, ranks_per_node=world.ranks_per_node)
-        self.transport = choose(self.plan, world.backend, transport)
+        self.transport = choose(self.plan, world.backend.name, transport)
         for step in self.plan.steps:
             world.group(sorted({*step.src.mesh.ranks, *step.dst.mesh.ranks}))
         if self.transport == "dtensor":
@@ -57,38 +57,44 @@ class Planned:
 class Bare:
     """The messages of hetmesh's plan and nothing else: the same pieces, packed beforehand, by `isend` and `irecv`.
 
-    Every buffer exists and has been touched before; nothing is packed, put in place, kept locally or summed, and no
-    result is made. No library can be faster with the same messages.
+    What is sent lies packed before any time is taken; each message is received into a new tensor, as a result must be.
+    Nothing is packed, put in place, kept locally or summed, and no result is made: with the same messages nobody who
+    delivers one can be faster.
     """
 
     def __init__(self, world: World, transfer: Transfer) -> None:
         self.world = world
-        plan = Planned(world, transfer).plan
         rank, size = world.rank, world.size
         self.steps = []
-        for step in plan.steps:
-            receives = [(p.src, torch.full((p.numel,), -1.0)) for p in step.received(rank) if p.src != rank]
+        for step in Planned(world, transfer).plan.steps:
+            receives = [(p.src, p.numel) for p in step.received(rank) if p.src != rank]
             sends = [(p.dst, torch.full((p.numel,), float(rank))) for p in step.sent(rank)]
             # Peers in rotated order, so that the ranks do not all send to the same one first.
-            receives.sort(key=lambda message: (rank - message[0]) % size)
             sends.sort(key=lambda message: (message[0] - rank) % size)
             self.steps.append((receives, sends))
 
-    def run(self, local: Tensor | None) -> None:
-        """Post receives, then sends; wait. A Partial source's summands come first, then what has been summed."""
+    @property
+    def messages(self) -> int:
+        """How many this rank sends and receives."""
+        return sum(len(messages) for step in self.steps for messages in step)
+
+    def run(self, local: Tensor | None) -> list[tuple[int, Tensor]]:
+        """Post receives, then sends; wait. A Partial source's summands come first, then what has been summed.
+
+        Returns:
+            What arrived: source rank and message.
+        """
+        arrived = []
         for receives, sends in self.steps:
             tag = self.world.next_tag()
-            works = [dist.irecv(buffer, peer, tag=tag) for peer, buffer in receives]
+            buffers = [(peer, torch.empty(numel)) for peer, numel in receives]
+            works = [dist.irecv(buffer, peer, tag=tag) for peer, buffer in buffers]
             works += [dist.isend(buffer, peer, tag=tag) for peer, buffer in sends]
             for work in works:
                 assert work is not None
                 work.wait()
-
-    def check(self) -> None:
-        """Raise AssertionError unless every message has arrived whole."""
-        for receives, _ in self.steps:
-            for peer, buffer in receives:
-                assert bool((buffer == float(peer)).all()), f"rank {self.world.rank} lacks what {peer} sent"
+            arrived += buffers
+        return arrived
 
 
 class GatherBroadcast:
