@@ -129,8 +129,9 @@ def _reduce_scatter(wires: Wires, chunk: Gathered, gradient: Tensor, label: Labe
 
 def _finish(wires: Wires, work: dist.Work, result: Tensor, label: Label) -> Finish:
     def finish() -> Tensor:
-        with wires.world.waiting(label):
-            work.wait()
+        world = wires.world
+        with world.waiting(label):
+            world.backend.wait(work, world.timeout, world.watchdog, label)
         return result
 
     return finish

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 
@@ -130,8 +131,9 @@ class _Pending:
         self.world, self.label, self.dtype = exchange.world, exchange.label, exchange.dtype
         self.program: Program = program(step, self.world.rank)
         self.local = None if local is None else local.contiguous()
+        self.base = 0 if self.local is None else self.local.storage_offset()
         self.buffers: list[Tensor] = []  # to be handed back
-        self.arrived: list[tuple[Part, Tensor]] = []  # messages that are not their place in the result
+        self.arrived: list[tuple[Part, Tensor, int]] = []  # not in place: the buffer, and where they begin in it
         self.receives: Posted = []
         self.sends: Posted = []
         self._done = False
@@ -139,8 +141,9 @@ class _Pending:
         self.out = self._result()
         if exchange.transport == "all_to_all":
             self._post_all_to_all(step)
-        else:
-            self._post_p2p(exchange.tag)
+        elif self.program.messages:
+            self.receives, self.sends = self.world.backend.post(self._places(), self._messages(), exchange.tag)
+            self.world.log.add_messages(self.label, self.program.messages, self.dtype.itemsize, "p2p")
         if not self.program.order:  # summands wait, so that sums do not depend on arrival
             self._put_own()
 
@@ -150,17 +153,38 @@ class _Pending:
         new = torch.empty if self.program.fills else torch.zeros
         return new(self.program.result_shape, dtype=self.dtype, device=self.world.device)
 
-    def _post_p2p(self, tag: int) -> None:
-        if not (self.program.receives or self.program.sends):
-            return
-        expected = [(part.peer, self._place(part)) for part in self.program.receives]
-        self.receives, self.sends = self.world.backend.post(expected, self._messages(), tag)
-        self.world.log.add_messages(self.label, self.program.messages, self.dtype.itemsize, "p2p")
+    def _buffer(self, numel: int) -> Tensor:
+        buffer = self.world.buffers.take(numel, self.dtype)
+        self.buffers.append(buffer)
+        return buffer
+
+    def _places(self) -> list[tuple[int, Tensor]]:
+        """Where messages arrive: in the result where their place is one run of it, else in a buffer."""
+        places = []
+        buffer = self._buffer(self.program.received_packed) if self.program.received_packed else None
+        for part in self.program.receives:
+            if part.flat:
+                assert self.out is not None
+                place = part.blocks[0].of(self.out)
+            else:
+                assert buffer is not None
+                place = buffer[part.start : part.start + part.numel]
+                self.arrived.append((part, buffer, part.start))
+            places.append((part.peer, self._counted(place, part)))
+        return places
 
     def _messages(self) -> Iterator[tuple[int, Tensor]]:
-        """What to send; each is packed when it is asked for."""
+        """What to send: the place in the source where that is one run of it, else packed when it is asked for."""
+        buffer = self._buffer(self.program.sent_packed) if self.program.sent_packed else None
         for part in self.program.sends:
-            yield part.peer, self._packed(part)
+            assert self.local is not None
+            if part.flat:
+                message = part.blocks[0].of(self.local, self.base)
+            else:
+                assert buffer is not None
+                message = buffer[part.start : part.start + part.numel]
+                self._pack(part, buffer, part.start)
+            yield part.peer, self._counted(message, part)
 
     def _post_all_to_all(self, step: Step) -> None:
         ranks = sorted({*step.src.mesh.ranks, *step.dst.mesh.ranks})
@@ -171,40 +195,19 @@ class _Pending:
         expected = {part.peer: part for part in self.program.receives}
         sizes_in = [sent[r].numel if r in sent else 0 for r in ranks]
         sizes_out = [expected[r].numel if r in expected else 0 for r in ranks]
-        flat_in, flat_out = self._buffer(sum(sizes_in)), self._buffer(sum(sizes_out))
-        for rank, message in zip(ranks, flat_in.split(sizes_in), strict=True):
+        all_in, all_out = sum(sizes_in), sum(sizes_out)
+        buffer_in, buffer_out = self._buffer(all_in), self._buffer(all_out)
+        for rank, start in zip(ranks, itertools.accumulate(sizes_in, initial=0), strict=False):
             if rank in sent:
-                self._pack(sent[rank], message)
+                self._pack(sent[rank], buffer_in, start)
+        flat_in, flat_out = buffer_in[:all_in], buffer_out[:all_out]
         work = dist.all_to_all_single(flat_out, flat_in, sizes_out, sizes_in, group=group, async_op=True)
         self.world.log.add(self.label, "received", None, flat_out.nbytes, "all_to_all")
-        for rank, message in zip(ranks, flat_out.split(sizes_out), strict=True):
+        for rank, start in zip(ranks, itertools.accumulate(sizes_out, initial=0), strict=False):
             if rank in expected:
-                self.arrived.append((expected[rank], message))
+                self.arrived.append((expected[rank], buffer_out, start))
         assert work is not None
         self.receives.append((None, work))
-
-    def _buffer(self, numel: int) -> Tensor:
-        buffer = self.world.buffers.take(numel, self.dtype)
-        self.buffers.append(buffer)
-        return buffer[:numel]
-
-    def _place(self, part: Part) -> Tensor:
-        """Where a message arrives: its place in the result where that is one run, else a buffer."""
-        if part.flat and not self.program.order:
-            assert self.out is not None
-            return self._counted(part.blocks[0].of(self.out), part)
-        message = self._buffer(part.numel)
-        self.arrived.append((part, message))
-        return message
-
-    def _packed(self, part: Part) -> Tensor:
-        """What is sent: the place in the source itself where that is one run, else a buffer."""
-        assert self.local is not None
-        if part.flat:
-            return self._counted(part.blocks[0].of(self.local), part)
-        message = self._buffer(part.numel)
-        self._pack(part, message)
-        return message
 
     def _counted(self, message: Tensor, part: Part) -> Tensor:
         # A shorter message lands silently in a longer buffer and a longer one ends the process: count before posting.
@@ -212,21 +215,21 @@ class _Pending:
             raise BoundaryError(f"{self.label}: buffer of {message.numel()} elements for a piece of {part.numel}")
         return message
 
-    def _pack(self, part: Part, message: Tensor) -> None:
+    def _pack(self, part: Part, buffer: Tensor, start: int) -> None:
         assert self.local is not None
         for block, at in zip(part.blocks, part.packed, strict=True):
-            at.of(message).copy_(block.of(self.local))
+            at.of(buffer, start).copy_(block.of(self.local, self.base))
 
-    def _put(self, part: Part, message: Tensor, *, add: bool = False) -> None:
+    def _put(self, part: Part, buffer: Tensor, start: int, *, add: bool = False) -> None:
         assert self.out is not None
         for block, at in zip(part.blocks, part.packed, strict=True):
-            _move(at.of(message), block.of(self.out), add)
+            _move(at.of(buffer, start), block.of(self.out), add)
 
     def _put_own(self, *, add: bool = False) -> None:
         for held, kept in self.program.own:
             assert self.local is not None
             assert self.out is not None
-            _move(held.of(self.local), kept.of(self.out), add)
+            _move(held.of(self.local, self.base), kept.of(self.out), add)
 
     def receive(self) -> Tensor | None:
         """Wait for what this rank receives and put it in place."""
@@ -234,10 +237,10 @@ class _Pending:
             return self.out
         self._wait(self.receives)
         if not self.program.order:
-            for part, message in self.arrived:
-                self._put(part, message)
+            for part, buffer, start in self.arrived:
+                self._put(part, buffer, start)
         else:
-            messages = {part.peer: (part, message) for part, message in self.arrived}
+            messages = {arrived[0].peer: arrived for arrived in self.arrived}
             add = not self.program.fills
             for rank in self.program.order:
                 if rank == self.world.rank:
@@ -265,13 +268,13 @@ class _Pending:
     def _wait(self, works: Posted) -> None:
         if not works:
             return
-        world, wait, watch = self.world, self.world.backend.wait, self.world.watchdog.watching(self)
+        world, wait = self.world, self.world.backend.wait
         started = time.perf_counter()
         try:
-            for peer, work in works:
-                self._peer = peer
-                with watch:
+            with world.watchdog.watching(self):
+                for self._peer, work in works:
                     wait(work, world.timeout, world.watchdog, self)
+                    world.watchdog.progress()
         except RuntimeError as error:
             if timed_out(error):
                 raise BoundaryTimeout(f"{self.label}: {world.waited(self._whom)}") from error

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from hetmesh.boundary.log import Counted
@@ -28,9 +27,9 @@ class Block:
     stride: tuple[int, ...]
     offset: int
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """The view of a contiguous tensor, of any shape."""
-        return torch.as_strided(tensor, self.size, self.stride, tensor.storage_offset() + self.offset)
+    def of(self, tensor: Tensor, base: int = 0) -> Tensor:
+        """The view of a contiguous tensor of any shape, which begins at element `base` of its storage."""
+        return tensor.as_strided(self.size, self.stride, base + self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +42,7 @@ class Part:
         blocks: where it lies in the local tensor, in order.
         packed: the same blocks in the message, whose elements ascend along each dim.
         flat: whether it is one contiguous run of the local tensor, which can be the message itself.
+        start: where the message begins among those that are not, which share one buffer.
     """
 
     peer: int
@@ -50,6 +50,7 @@ class Part:
     blocks: tuple[Block, ...]
     packed: tuple[Block, ...]
     flat: bool
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class Program:
         own: what it holds and keeps: pairs of blocks of both tensors.
         order: where pieces are added, their source ranks in the plan's order, this one among them; else empty.
         messages: what the log counts: `received` or `sent`, the other rank, elements.
+        received_packed, sent_packed: elements of the buffers that messages share which are not in place themselves.
     """
 
     source_shape: tuple[int, ...] | None
@@ -75,6 +77,8 @@ class Program:
     own: tuple[tuple[Block, Block], ...]
     order: tuple[int, ...]
     messages: tuple[Counted, ...]
+    received_packed: int
+    sent_packed: int
 
 
 # As many as there are plans in the cache of `plan_transfer`, there and back, of up to two steps.
@@ -87,12 +91,15 @@ def program(step: Step, rank: int) -> Program:
     received = step.received(rank)
     covered = [piece.numel for piece in received]
     turned = max(max(step.src.mesh.ranks), max(step.dst.mesh.ranks)) + 1
-    receives = tuple(
-        _part(piece, piece.src, kept, result_shape)
-        for piece in sorted(received, key=lambda piece: piece.src)
-        if piece.src != rank
+    receives, received_packed = _one_behind_another(
+        (
+            _part(piece, piece.src, kept, result_shape)
+            for piece in sorted(received, key=lambda piece: piece.src)
+            if piece.src != rank
+        ),
+        in_place=not step.summed,
     )
-    sends = tuple(
+    sends, sent_packed = _one_behind_another(
         _part(piece, piece.dst, held, source_shape)
         for piece in sorted(step.sent(rank), key=lambda piece: (piece.dst - rank) % turned)
     )
@@ -111,7 +118,23 @@ def program(step: Step, rank: int) -> Program:
         tuple(own),
         tuple(piece.src for piece in received) if step.summed else (),
         (*(("received", p.peer, p.numel) for p in receives), *(("sent", p.peer, p.numel) for p in sends)),
+        received_packed,
+        sent_packed,
     )
+
+
+def _one_behind_another(parts: Iterable[Part], *, in_place: bool = True) -> tuple[tuple[Part, ...], int]:
+    """The parts with their places in one buffer, and its elements.
+
+    Args:
+        in_place: whether those that are one run of the tensor do without.
+    """
+    placed, start = [], 0
+    for part in parts:
+        flat = part.flat and in_place
+        placed.append(replace(part, flat=flat, start=0 if flat else start))
+        start += 0 if flat else part.numel
+    return tuple(placed), start
 
 
 def _common(

@@ -70,6 +70,10 @@ class Watchdog:
         """
         return _Watch(self, what, timeout)
 
+    def progress(self) -> None:
+        """The time of what is being watched begins anew."""
+        self._since = time.monotonic()
+
     def expect(self, work: Completes, what: object) -> None:
         """Look after a work for which this process does not wait; its time counts from now."""
         self._start()
