@@ -131,7 +131,7 @@ class _Pending:
         self.world, self.label, self.dtype = exchange.world, exchange.label, exchange.dtype
         self.program: Program = program(step, self.world.rank)
         self.local = None if local is None else local.contiguous()
-        self.base = 0 if self.local is None else self.local.storage_offset()
+        self.base = 0 if self.local is None else int(self.local.storage_offset())
         self.buffers: list[Tensor] = []  # to be handed back
         self.arrived: list[tuple[Part, Tensor, int]] = []  # not in place: the buffer, and where they begin in it
         self.receives: Posted = []

@@ -35,7 +35,6 @@ class Runtime:
             a tensor, or several outputs by name (`BoundarySpec.output`).
         reducers: per such stage with something trainable, the REDUCE action.
         loss: the summed loss.
-        dtypes: of the rows that each module emits, and so of their gradients.
         transport: how boundary transfers are carried; see `hetmesh.boundary.transport`.
         finish: called after the last action of a training step, when all gradients of this rank's stages are summed
             over their lanes.
@@ -54,12 +53,11 @@ class Runtime:
         *,
         reducers: Mapping[Stage, Reducer],
         loss: Loss,
-        dtypes: Mapping[str, torch.dtype],
         transport: str = "auto",
         finish: Callable[[], None] | None = None,
     ) -> None:
         self.world, self.graph, self.modules = world, graph, modules
-        self.reducers, self.loss, self.dtypes, self.transport = reducers, loss, dtypes, transport
+        self.reducers, self.loss, self.transport = reducers, loss, transport
         self.finish = finish
         self.recording: Recording | None = None
         world.connect()

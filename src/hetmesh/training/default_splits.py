@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hetmesh.cost import ModuleShape, Rates, Work, module_times, partition
 from hetmesh.cost.partition import runs
 from hetmesh.errors import RecipeError
-from hetmesh.training.modules import module_options
-
-if TYPE_CHECKING:
-    from hetmesh.recipe.recipe import Recipe
+from hetmesh.graph import ModuleSpec
 
 
 def default_splits(
-    recipe: Recipe, name: str, shape: ModuleShape, stages: int, *, upstream_trainable: bool, work: Work
+    module: ModuleSpec, shape: ModuleShape, stages: int, *, upstream_trainable: bool, work: Work
 ) -> tuple[tuple[str, ...], ...]:
-    """The layers of each stage of module `name`.
+    """The layers of each stage of `module`.
 
     The slowest stage, forward and backward of what is trained, is as fast as possible (`hetmesh.cost.partition`).
     Layers without FLOPs (embeddings, norms) go with the layer before them, the first ones with the layer after them,
@@ -32,11 +27,11 @@ def default_splits(
     layers = [layer.name for layer in shape.layers if layer.name]
     if not 1 <= stages <= len(layers):
         raise RecipeError(
-            f"parallelism.{name}: {stages} pipeline stages for {len(layers)} layers; valid are 1 to {len(layers)}"
+            f"parallelism.{module.name}: {stages} pipeline stages for {len(layers)} layers; valid are 1 to "
+            f"{len(layers)}"
         )
-    options = module_options(recipe, name)
-    again = layers if options.activation_checkpoint == "full" else []
-    times = module_times(shape, work, Rates(1.0), upstream=upstream_trainable, recompute=again)
+    recomputed = layers if module.options.activation_checkpoint == "full" else []
+    times = module_times(shape, work, Rates(1.0), upstream=upstream_trainable, recompute=recomputed)
     costs = [times[layer].forward + times[layer].backward for layer in layers]
     units = _units(costs)
     if len(units) < stages:

@@ -93,7 +93,7 @@ def _default(
             "each stage in module_fqns_per_model_part"
         )
     upstream = any(graph.needs_gradient(b) for b in graph.inputs(module.name))
-    runs = default_splits(recipe, module.name, shape, count, upstream_trainable=upstream, work=TYPICAL)
+    runs = default_splits(module, shape, count, upstream_trainable=upstream, work=TYPICAL)
     first = getattr(adapter, "first_layers", ())
     return (
         (*first, *(layer for layer in runs[0] if layer not in first)),
