@@ -235,11 +235,9 @@ class _Pending:
         """Wait for what this rank receives and put it in place."""
         if self._done:
             return self.out
-        self._wait(self.receives)
-        if not self.program.order:
-            for part, buffer, start in self.arrived:
-                self._put(part, buffer, start)
-        else:
+        # Put in place one by one, while the others are on their way; sums in the plan's order, when all are there.
+        self._wait(self.receives, {} if self.program.order else {each[0].peer: each for each in self.arrived})
+        if self.program.order:
             messages = {arrived[0].peer: arrived for arrived in self.arrived}
             add = not self.program.fills
             for rank in self.program.order:
@@ -254,7 +252,7 @@ class _Pending:
     def finish(self) -> Tensor | None:
         """Wait for everything."""
         out = self.receive()
-        self._wait(self.sends)
+        self._wait(self.sends, {})
         for buffer in self.buffers:
             self.world.buffers.give(buffer)
         self.buffers.clear()
@@ -265,21 +263,28 @@ class _Pending:
         """Whether all messages have gone through."""
         return all(work.is_completed() for _, work in [*self.receives, *self.sends])
 
-    def _wait(self, works: Posted) -> None:
+    def _wait(self, works: Posted, places: dict[int, tuple[Part, Tensor, int]]) -> None:
+        """Wait for works, and put in place what each of them brought: by its peer, or all that one work brought."""
         if not works:
             return
         world, wait = self.world, self.world.backend.wait
-        started = time.perf_counter()
+        waited = 0.0
         try:
             with world.watchdog.watching(self):
-                for self._peer, work in works:
+                for peer, work in works:
+                    self._peer, started = peer, time.perf_counter()
                     wait(work, world.timeout, world.watchdog, self)
+                    waited += time.perf_counter() - started
                     world.watchdog.progress()
+                    if peer is not None and peer in places:
+                        self._put(*places.pop(peer))
         except RuntimeError as error:
             if timed_out(error):
                 raise BoundaryTimeout(f"{self.label}: {world.waited(self._whom)}") from error
             raise BoundaryError(f"{self.label}: rank {world.rank} lost {self._whom}: {error}") from error
-        world.log.add_wait(self.label, time.perf_counter() - started)
+        world.log.add_wait(self.label, waited)
+        for place in places.values():
+            self._put(*place)
 
     @property
     def _whom(self) -> str:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -19,8 +20,7 @@ from hetmesh.layout import Intervals, Piece, Step
 from hetmesh.layout.intervals import extent, locate
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """A rectangular part of a contiguous tensor."""
 
     size: tuple[int, ...]
@@ -32,8 +32,7 @@ class Block:
         return tensor.as_strided(self.size, self.stride, base + self.offset)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One piece on one side.
 
     Attributes:
@@ -50,7 +49,7 @@ class Part:
     blocks: tuple[Block, ...]
     packed: tuple[Block, ...]
     flat: bool
-    start: int = 0
+    start: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +90,10 @@ def program(step: Step, rank: int) -> Program:
     received = step.received(rank)
     covered = [piece.numel for piece in received]
     turned = max(max(step.src.mesh.ranks), max(step.dst.mesh.ranks)) + 1
-    receives, received_packed = _one_behind_another(
-        (
-            _part(piece, piece.src, kept, result_shape)
-            for piece in sorted(received, key=lambda piece: piece.src)
-            if piece.src != rank
-        ),
-        in_place=not step.summed,
-    )
-    sends, sent_packed = _one_behind_another(
-        _part(piece, piece.dst, held, source_shape)
-        for piece in sorted(step.sent(rank), key=lambda piece: (piece.dst - rank) % turned)
-    )
+    taken = sorted(((piece.src, piece) for piece in received if piece.src != rank), key=lambda item: item[0])
+    given = sorted(((p.dst, p) for p in step.sent(rank)), key=lambda item: (item[0] - rank) % turned)
+    receives, received_packed = _parts(taken, kept, result_shape, in_place=not step.summed)
+    sends, sent_packed = _parts(given, held, source_shape)
     own = [
         pair
         for piece in received
@@ -123,18 +114,50 @@ def program(step: Step, rank: int) -> Program:
     )
 
 
-def _one_behind_another(parts: Iterable[Part], *, in_place: bool = True) -> tuple[tuple[Part, ...], int]:
-    """The parts with their places in one buffer, and its elements.
+def _parts(
+    pieces: Iterable[tuple[int, Piece]], local: Sequence[Intervals], shape: tuple[int, ...], *, in_place: bool = True
+) -> tuple[tuple[Part, ...], int]:
+    """Where pieces lie in a local tensor of `shape` that holds the intervals `local`, and in a buffer that they share.
 
     Args:
-        in_place: whether those that are one run of the tensor do without.
+        pieces: with the rank on the other side.
+        in_place: whether those that are one run of the tensor do without a place in the buffer.
+
+    Returns:
+        The parts, and the elements of the buffer.
     """
-    placed, start = [], 0
-    for part in parts:
-        flat = part.flat and in_place
-        placed.append(replace(part, flat=flat, start=0 if flat else start))
-        start += 0 if flat else part.numel
-    return tuple(placed), start
+    parts, start, strides = [], 0, contiguous_stride(shape)
+    for peer, piece in pieces:
+        ranges = [locate(rows, wanted) for rows, wanted in zip(local, piece.index, strict=True)]
+        extents = tuple([extent(rows) for rows in ranges])
+        numel = math.prod(extents)
+        if all(len(rows) == 1 for rows in ranges):
+            offset = sum([rows[0][0] * stride for rows, stride in zip(ranges, strides, strict=True)])
+            flat = _is_run(extents, strides)
+            size, stride = ((numel,), (1,)) if flat else (extents, strides)  # one dim will do
+            blocks: tuple[Block, ...] = (Block(size, stride, offset),)
+            packed: tuple[Block, ...] = (Block(size, contiguous_stride(size), 0),)
+        else:
+            flat = False
+            blocks, packed = _several(ranges, extents, shape)
+        flat = flat and in_place
+        parts.append(Part(peer, numel, blocks, packed, flat, 0 if flat else start))
+        start += 0 if flat else numel
+    return tuple(parts), start
+
+
+def _several(
+    ranges: Sequence[Intervals], extents: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+    """A piece that is not one block, in its tensor and in its message."""
+    behind = [list(itertools.accumulate((b - a for a, b in rows), initial=0)) for rows in ranges]
+    blocks, packed = [], []
+    for choice in itertools.product(*(range(len(rows)) for rows in ranges)):
+        edges = [rows[i] for rows, i in zip(ranges, choice, strict=True)]
+        size = tuple(b - a for a, b in edges)
+        blocks.append(_block([a for a, _ in edges], size, shape))
+        packed.append(_block([rows[i] for rows, i in zip(behind, choice, strict=True)], size, extents))
+    return tuple(blocks), tuple(packed)
 
 
 def _common(
@@ -175,24 +198,6 @@ def _pairs(a: Intervals, b: Intervals) -> Iterator[tuple[int, int, int]]:
 def _block(starts: Sequence[int], size: tuple[int, ...], shape: tuple[int, ...]) -> Block:
     strides = contiguous_stride(shape)
     return Block(size, strides, sum(a * stride for a, stride in zip(starts, strides, strict=True)))
-
-
-def _part(piece: Piece, peer: int, local: Sequence[Intervals], shape: tuple[int, ...]) -> Part:
-    """Where a piece lies in a local tensor of `shape` that holds the intervals `local`."""
-    ranges = [locate(rows, wanted) for rows, wanted in zip(local, piece.index, strict=True)]
-    extents = tuple(map(extent, ranges))
-    numel = math.prod(extents)
-    behind = [list(itertools.accumulate((b - a for a, b in rows), initial=0)) for rows in ranges]
-    blocks, packed = [], []
-    for choice in itertools.product(*(range(len(rows)) for rows in ranges)):
-        edges = [rows[i] for rows, i in zip(ranges, choice, strict=True)]
-        size = tuple(b - a for a, b in edges)
-        blocks.append(_block([a for a, _ in edges], size, shape))
-        packed.append(_block([rows[i] for rows, i in zip(behind, choice, strict=True)], size, extents))
-    flat = len(blocks) == 1 and _is_run(blocks[0].size, blocks[0].stride)
-    if flat:  # one dim will do
-        blocks, packed = [Block((numel,), (1,), blocks[0].offset)], [Block((numel,), (1,), 0)]
-    return Part(peer, numel, tuple(blocks), tuple(packed), flat)
 
 
 def _is_run(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
