@@ -10,8 +10,8 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -80,10 +80,20 @@ class Program:
     sent_packed: int
 
 
-# As many as there are plans in the cache of `plan_transfer`, there and back, of up to two steps.
-@lru_cache(maxsize=512)
+_programs: WeakKeyDictionary[Step, dict[int, Program]] = WeakKeyDictionary()  # they live as long as their plans
+
+
 def program(step: Step, rank: int) -> Program:
-    """The program of `rank` for one step."""
+    """The program of `rank` for one step; made once."""
+    of_step = _programs.get(step)
+    if of_step is None:
+        of_step = _programs[step] = {}
+    if rank not in of_step:
+        of_step[rank] = _make(step, rank)
+    return of_step[rank]
+
+
+def _make(step: Step, rank: int) -> Program:
     held = step.src.intervals(step.shape, rank) if rank in step.src.mesh else ()
     kept = step.dst.intervals(step.shape, rank) if rank in step.dst.mesh else ()
     source_shape, result_shape = tuple(map(extent, held)), tuple(map(extent, kept))
