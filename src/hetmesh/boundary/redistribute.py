@@ -70,14 +70,20 @@ def redistribute(
         LayoutError: the layouts cannot be joined, or name ranks that this job does not have.
         BoundaryTimeout: a peer did not answer in time.
     """
+    world = World.current()
+    transfers = world.transfers
     try:
-        return _redistribute(x, dst, src, shape, dtype, requires_grad, grad_placements, transport, name, microbatch)
-    except BaseException:
-        pending.drop()  # this step has failed
+        return _redistribute(
+            world, x, dst, src, shape, dtype, requires_grad, grad_placements, transport, name, microbatch
+        )
+    except BaseException:  # this step has failed
+        pending.drop()
+        world.transfers = transfers
         raise
 
 
 def _redistribute(
+    world: World,
     x: Tensor | DTensor | None,
     dst: Layout,
     src: Layout | None,
@@ -89,7 +95,6 @@ def _redistribute(
     name: str | None,
     microbatch: int,
 ) -> Tensor | DTensor | None:
-    world = World.current()
     shape = check_arguments(x, dst, src, shape, dtype, requires_grad, transport, name, microbatch)
     label = Label(f"redistribute {world.transfers}" if name is None else name, microbatch)
     for layout in (dst, src):
@@ -112,7 +117,8 @@ def _redistribute(
     back = plan_gradient(shape, grad_layout, src, ranks_per_node=world.ranks_per_node)
     # The adjoint of a collective that torch does well may be one that it emulates: a forced dtensor holds forward only.
     transports = (transport, "auto" if transport == "dtensor" else transport)
-    crossing = _Crossing(world, plan, back, label, dtype, transports)
+    # Both tags now: a backward that fails on some ranks must not put those of the next step out of order.
+    crossing = _Crossing(world, plan, back, label, dtype, transports, (world.next_tag(), world.next_tag()))
     crossing.prepare()
     mesh = world.device_mesh(dst.mesh) if dst.is_dtensor else None
     local = x.to_local() if isinstance(x, DTensor) else x
@@ -192,6 +198,7 @@ class _Crossing:
     label: Label
     dtype: torch.dtype
     transports: tuple[str, str]
+    tags: tuple[int, int]
 
     def prepare(self) -> None:
         """Build process groups and meshes here, where every rank passes: building them is collective."""
@@ -208,7 +215,7 @@ class _Crossing:
         plan = self.plan if forward else self.back
         label = self.label if forward else replace(self.label, direction="backward")
         transport = self.transports[0 if forward else 1]
-        tag = self.world.next_tag()
+        tag = self.tags[0 if forward else 1]
         return Exchange(self.world, plan, local, self.dtype, label, transport=transport, tag=tag).start().finish()
 
     def forward(self, local: Tensor | None) -> Tensor:
