@@ -15,7 +15,7 @@ from hetmesh._torch_compat import fake_process_group
 from hetmesh.boundary import Backend, Exchange, Label, Nccl, World, init
 from hetmesh.boundary.watchdog import GRACE, Watchdog
 from hetmesh.boundary.world import _device_type
-from hetmesh.errors import WorldError
+from hetmesh.errors import LaunchError
 from hetmesh.layout import Layout, MeshSpec, plan_transfer
 
 PLAN = plan_transfer((4, 2), *(Layout(MeshSpec.make([rank], a=1), (Replicate(),)) for rank in (1, 0)))  # to rank 0
@@ -84,7 +84,7 @@ def test_init_connects_before_anything_is_sent():
         world = init(backend=backend, timeout=7, init_timeout=9)
         assert (backend.connected, backend.batches) == ([torch.device("cpu")], [])
         assert world.timeout == world.watchdog.timeout == 7
-        with pytest.raises(WorldError, match="twice"):
+        with pytest.raises(LaunchError, match="twice"):
             init()
         world.watchdog.close()
         World.current().close()
@@ -154,5 +154,5 @@ def test_fewer_gpus_than_ranks_are_an_error_and_not_the_cpu(monkeypatch, gpus, r
     if "GPU" not in found:
         assert _device_type(wanted) == found
     else:
-        with pytest.raises(WorldError, match=rf"{ranks} ranks run on this machine, which has {found}"):
+        with pytest.raises(LaunchError, match=rf"{ranks} ranks run on this machine, which has {found}"):
             _device_type(wanted)

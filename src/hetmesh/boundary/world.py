@@ -19,7 +19,7 @@ from hetmesh.boundary.backend import Backend, Nccl
 from hetmesh.boundary.buffers import Buffers
 from hetmesh.boundary.log import CommunicationLog
 from hetmesh.boundary.watchdog import Watchdog, timed_out
-from hetmesh.errors import BoundaryError, BoundaryTimeout, LayoutError, WorldError
+from hetmesh.errors import BoundaryError, BoundaryTimeout, LaunchError, LayoutError
 from hetmesh.layout import Layout, MeshSpec
 
 _current: World | None = None
@@ -46,7 +46,7 @@ class World:
 
     def __init__(self, *, timeout: float = 300.0, backend: Backend | None = None) -> None:
         if not dist.is_initialized():
-            raise WorldError("torch.distributed is not initialised; call hetmesh.init() or init_process_group first")
+            raise LaunchError("torch.distributed is not initialised; call hetmesh.init() or init_process_group first")
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.backend = Backend.of(dist.get_backend()) if backend is None else backend
@@ -207,11 +207,11 @@ def init(
         The World of this process. `World.close()` ends it.
 
     Raises:
-        WorldError: there is a World already, or this machine has fewer GPUs than local ranks.
+        LaunchError: there is a World already, or this machine has fewer GPUs than local ranks.
     """
     global _current
     if _current is not None:
-        raise WorldError("hetmesh.init() was called twice; close the first World before")
+        raise LaunchError("hetmesh.init() was called twice; close the first World before")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if backend is None and dist.is_initialized():
         backend = Backend.of(dist.get_backend())
@@ -233,14 +233,14 @@ def init(
 
 
 def _device_type(wanted: str | None) -> str:
-    """`cpu` or `cuda`. Raises WorldError where not every local rank can have a GPU of its own."""
+    """`cpu` or `cuda`. Raises LaunchError where not every local rank can have a GPU of its own."""
     if wanted not in (None, "cpu", "cuda"):
-        raise WorldError(f"device {wanted!r} is unknown; valid are cpu and cuda")
+        raise LaunchError(f"device {wanted!r} is unknown; valid are cpu and cuda")
     if wanted == "cpu" or (wanted is None and not torch.cuda.is_available()):
         return "cpu"
     local_size, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if gpus < local_size:
-        raise WorldError(
+        raise LaunchError(
             f"{local_size} ranks run on this machine, which has {_number(gpus)}: start as many ranks as there are "
             "GPUs, choose device='cpu', or hide the GPUs (CUDA_VISIBLE_DEVICES='')"
         )
