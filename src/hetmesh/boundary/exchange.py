@@ -233,10 +233,14 @@ class _Pending:
 
     def receive(self) -> Tensor | None:
         """Wait for what this rank receives and put it in place."""
-        if self._done:
-            return self.out
+        if not self._done:
+            self._arrive(self.receives)
+        return self.out
+
+    def _arrive(self, works: Posted) -> None:
+        """Wait for works, all receives among them, and complete the result."""
         # Put in place one by one, while the others are on their way; sums in the plan's order, when all are there.
-        self._wait(self.receives, {} if self.program.order else {each[0].peer: each for each in self.arrived})
+        self._wait(works, {} if self.program.order else {each[0].peer: each for each in self.arrived})
         if self.program.order:
             messages = {arrived[0].peer: arrived for arrived in self.arrived}
             add = not self.program.fills
@@ -247,17 +251,18 @@ class _Pending:
                     self._put(*messages[rank], add=add)
                 add = True
         self._done = True
-        return self.out
 
     def finish(self) -> Tensor | None:
         """Wait for everything."""
-        out = self.receive()
-        self._wait(self.sends, {})
+        if self._done:
+            self._wait(self.sends, {})
+        else:
+            self._arrive([*self.receives, *self.sends])
         for buffer in self.buffers:
             self.world.buffers.give(buffer)
         self.buffers.clear()
         self.local = None
-        return out
+        return self.out
 
     def completed(self) -> bool:
         """Whether all messages have gone through."""

@@ -215,7 +215,7 @@ class TransferPlan:
     dst: Layout
     steps: tuple[Step, ...]
 
-    @property
+    @cached_property
     def is_identity(self) -> bool:
         """Whether every rank's share is the same on both sides, so that nothing is moved, copied or summed."""
         return self.src == self.dst and not self.src.partial_axes and not self.steps[0].summed
