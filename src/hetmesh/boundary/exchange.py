@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary.backend import Posted
 from hetmesh.boundary.log import Label
-from hetmesh.boundary.program import Part, Program, contiguous_stride, program
+from hetmesh.boundary.rank_step import LocalPiece, RankStep, contiguous_stride, rank_step
 from hetmesh.boundary.transport import choose
 from hetmesh.boundary.watchdog import timed_out
 from hetmesh.boundary.world import World
@@ -57,7 +57,7 @@ class Exchange:
         self._pending: _Pending | None = None
 
     def _check_local(self, local: Tensor | None) -> None:
-        want = program(self.plan.steps[0], self.world.rank).source_shape
+        want = rank_step(self.plan.steps[0], self.world.rank).source_shape
         if (local is None) != (want is None):
             need = "is not in the source mesh and must pass None" if want is None else "must pass its share"
             raise BoundaryError(f"{self.label}: rank {self.world.rank} {need} of {self.plan.src}")
@@ -125,15 +125,15 @@ class Exchange:
 
 
 class _Pending:
-    """One step in flight: the program of this rank, begun."""
+    """One step in flight: what this rank does in it, begun."""
 
     def __init__(self, exchange: Exchange, step: Step, local: Tensor | None) -> None:
         self.world, self.label, self.dtype = exchange.world, exchange.label, exchange.dtype
-        self.program: Program = program(step, self.world.rank)
+        self.step: RankStep = rank_step(step, self.world.rank)
         self.local = None if local is None else local.contiguous()
         self.base = 0 if self.local is None else int(self.local.storage_offset())
         self.buffers: list[Tensor] = []  # to be handed back
-        self.arrived: list[tuple[Part, Tensor, int]] = []  # not in place: the buffer, and where they begin in it
+        self.arrived: list[tuple[LocalPiece, Tensor, int]] = []  # not in place: the buffer, and where they begin in it
         self.receives: Posted = []
         self.sends: Posted = []
         self._done = False
@@ -141,17 +141,17 @@ class _Pending:
         self.out = self._result()
         if exchange.transport == "all_to_all":
             self._post_all_to_all(step)
-        elif self.program.messages:
+        elif self.step.messages:
             self.receives, self.sends = self.world.backend.post(self._places(), self._messages(), exchange.tag)
-            self.world.log.add_messages(self.label, self.program.messages, self.dtype.itemsize, "p2p")
-        if not self.program.order:  # summands wait, so that sums do not depend on arrival
+            self.world.log.add_messages(self.label, self.step.messages, self.dtype.itemsize, "p2p")
+        if not self.step.order:  # summands wait, so that sums do not depend on arrival
             self._put_own()
 
     def _result(self) -> Tensor | None:
-        if self.program.result_shape is None:
+        if self.step.result_shape is None:
             return None
-        new = torch.empty if self.program.fills else torch.zeros
-        return new(self.program.result_shape, dtype=self.dtype, device=self.world.device)
+        new = torch.empty if self.step.fills else torch.zeros
+        return new(self.step.result_shape, dtype=self.dtype, device=self.world.device)
 
     def _buffer(self, numel: int) -> Tensor:
         buffer = self.world.buffers.take(numel, self.dtype)
@@ -161,8 +161,8 @@ class _Pending:
     def _places(self) -> list[tuple[int, Tensor]]:
         """Where messages arrive: in the result where their place is one run of it, else in a buffer."""
         places = []
-        buffer = self._buffer(self.program.received_packed) if self.program.received_packed else None
-        for part in self.program.receives:
+        buffer = self._buffer(self.step.received_packed) if self.step.received_packed else None
+        for part in self.step.receives:
             if part.flat:
                 assert self.out is not None
                 place = part.blocks[0].of(self.out)
@@ -175,8 +175,8 @@ class _Pending:
 
     def _messages(self) -> Iterator[tuple[int, Tensor]]:
         """What to send: the place in the source where that is one run of it, else packed when it is asked for."""
-        buffer = self._buffer(self.program.sent_packed) if self.program.sent_packed else None
-        for part in self.program.sends:
+        buffer = self._buffer(self.step.sent_packed) if self.step.sent_packed else None
+        for part in self.step.sends:
             assert self.local is not None
             if part.flat:
                 message = part.blocks[0].of(self.local, self.base)
@@ -191,8 +191,8 @@ class _Pending:
         group = self.world.group(ranks)
         if group is None:
             return
-        sent = {part.peer: part for part in self.program.sends}
-        expected = {part.peer: part for part in self.program.receives}
+        sent = {part.peer: part for part in self.step.sends}
+        expected = {part.peer: part for part in self.step.receives}
         sizes_in = [sent[r].numel if r in sent else 0 for r in ranks]
         sizes_out = [expected[r].numel if r in expected else 0 for r in ranks]
         all_in, all_out = sum(sizes_in), sum(sizes_out)
@@ -209,24 +209,24 @@ class _Pending:
         assert work is not None
         self.receives.append((None, work))
 
-    def _counted(self, message: Tensor, part: Part) -> Tensor:
+    def _counted(self, message: Tensor, part: LocalPiece) -> Tensor:
         # A shorter message lands silently in a longer buffer and a longer one ends the process: count before posting.
         if message.numel() != part.numel:
             raise BoundaryError(f"{self.label}: buffer of {message.numel()} elements for a piece of {part.numel}")
         return message
 
-    def _pack(self, part: Part, buffer: Tensor, start: int) -> None:
+    def _pack(self, part: LocalPiece, buffer: Tensor, start: int) -> None:
         assert self.local is not None
         for block, at in zip(part.blocks, part.packed, strict=True):
             at.of(buffer, start).copy_(block.of(self.local, self.base))
 
-    def _put(self, part: Part, buffer: Tensor, start: int, *, add: bool = False) -> None:
+    def _put(self, part: LocalPiece, buffer: Tensor, start: int, *, add: bool = False) -> None:
         assert self.out is not None
         for block, at in zip(part.blocks, part.packed, strict=True):
             _move(at.of(buffer, start), block.of(self.out), add)
 
     def _put_own(self, *, add: bool = False) -> None:
-        for held, kept in self.program.own:
+        for held, kept in self.step.own:
             assert self.local is not None
             assert self.out is not None
             _move(held.of(self.local, self.base), kept.of(self.out), add)
@@ -240,11 +240,11 @@ class _Pending:
     def _arrive(self, works: Posted) -> None:
         """Wait for works, all receives among them, and complete the result."""
         # Put in place one by one, while the others are on their way; sums in the plan's order, when all are there.
-        self._wait(works, {} if self.program.order else {each[0].peer: each for each in self.arrived})
-        if self.program.order:
+        self._wait(works, {} if self.step.order else {each[0].peer: each for each in self.arrived})
+        if self.step.order:
             messages = {arrived[0].peer: arrived for arrived in self.arrived}
-            add = not self.program.fills
-            for rank in self.program.order:
+            add = not self.step.fills
+            for rank in self.step.order:
                 if rank == self.world.rank:
                     self._put_own(add=add)
                 else:
@@ -268,7 +268,7 @@ class _Pending:
         """Whether all messages have gone through."""
         return all(work.is_completed() for _, work in [*self.receives, *self.sends])
 
-    def _wait(self, works: Posted, places: dict[int, tuple[Part, Tensor, int]]) -> None:
+    def _wait(self, works: Posted, places: dict[int, tuple[LocalPiece, Tensor, int]]) -> None:
         """Wait for works, and put in place what each of them brought: by its peer, or all that one work brought."""
         if not works:
             return

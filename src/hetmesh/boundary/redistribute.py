@@ -19,7 +19,7 @@ from hetmesh.boundary import pending
 from hetmesh.boundary.arguments import check_arguments
 from hetmesh.boundary.exchange import Exchange
 from hetmesh.boundary.log import Label
-from hetmesh.boundary.program import contiguous_stride
+from hetmesh.boundary.rank_step import contiguous_stride
 from hetmesh.boundary.transport import choose
 from hetmesh.boundary.world import World
 from hetmesh.errors import BoundaryError

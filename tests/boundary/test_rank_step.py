@@ -1,4 +1,4 @@
-"""Programs carried out by `Exchange` for all ranks in one process: a backend that keeps messages in a dictionary."""
+"""What ranks do in a step, by `Exchange` for all of them in one process: a backend that keeps messages in a dictionary."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 
 from hetmesh._torch_compat import fake_process_group
 from hetmesh.boundary import Backend, Exchange, Label, World
-from hetmesh.boundary.program import program
+from hetmesh.boundary.rank_step import rank_step
 from hetmesh.layout import Layout, MeshSpec, RowSplit, plan_gradient, plan_transfer
 from hetmesh.testing import executor, strategies
 
@@ -58,7 +58,7 @@ def carry_out(world, plan, local):
 
 @settings(max_examples=100)
 @given(pair=strategies.layout_pairs(SIZE))
-def test_programs_do_what_plans_say(world, pair):
+def test_ranks_do_what_plans_say(world, pair):
     there = plan_transfer(pair.shape, pair.src, pair.dst)
     back = plan_gradient(pair.shape, pair.dst.gradient(), pair.src)
     assume(len(there.steps) == len(back.steps) == 1)
@@ -75,19 +75,19 @@ def test_messages_are_the_place_itself_where_that_is_one_run():
     rows, features = (Layout(MeshSpec.make(range(4), dp=4), (Shard(dim),)) for dim in (0, 1))
     shape = (8, 8)
     moved = Layout(MeshSpec.make([3, 2, 1, 0], dp=4), (Shard(0),))
-    there = program(plan_transfer(shape, rows, moved).steps[0], 0)
+    there = rank_step(plan_transfer(shape, rows, moved).steps[0], 0)
     assert (there.receives[0].flat, there.sends[0].flat, there.received_packed, there.sent_packed) == (True, True, 0, 0)
-    across = program(plan_transfer(shape, rows, features).steps[0], 0)
+    across = rank_step(plan_transfer(shape, rows, features).steps[0], 0)
     assert [part.start for part in across.sends] == [0, 4, 8]
     assert (across.sent_packed, across.received_packed) == (12, 0)  # what arrives are rows of a narrower tensor
     assert [part.peer for part in across.sends] == [1, 2, 3]  # rank 1 begins with 2
-    assert [part.peer for part in program(plan_transfer(shape, rows, features).steps[0], 1).sends] == [2, 3, 0]
+    assert [part.peer for part in rank_step(plan_transfer(shape, rows, features).steps[0], 1).sends] == [2, 3, 0]
     apart = Layout(MeshSpec.make([1], dp=1), (RowSplit(0, (((0, 1), (6, 7)),)),))
-    (part,) = program(plan_transfer(shape, Layout(MeshSpec.make([0], dp=1), (Shard(0),)), apart).steps[0], 0).sends
+    (part,) = rank_step(plan_transfer(shape, Layout(MeshSpec.make([0], dp=1), (Shard(0),)), apart).steps[0], 0).sends
     assert ([block.offset for block in part.blocks], [block.offset for block in part.packed]) == ([0, 48], [0, 8])
 
 
-def test_a_program_is_made_once():
+def test_what_a_rank_does_is_made_once():
     layout = Layout(MeshSpec.make(range(2), dp=2), (Shard(0),))
     step = plan_transfer((4, 4), layout, Layout(layout.mesh, (Shard(1),))).steps[0]
-    assert program(step, 0) is program(step, 0)
+    assert rank_step(step, 0) is rank_step(step, 0)

@@ -1,4 +1,4 @@
-"""Program: what one rank does in one step of a plan, computed once: whom it hears, whom it tells, from where, to where.
+"""RankStep: what one rank does in one step of a plan, computed once: whom it hears and tells, from where, to where.
 
 A plan speaks of global intervals. Here they are blocks of this rank's contiguous tensors (sizes, strides, offset), so
 that carrying out a plan again costs one torch call per block and no arithmetic.
@@ -32,7 +32,7 @@ class Block(NamedTuple):
         return tensor.as_strided(self.size, self.stride, base + self.offset)
 
 
-class Part(NamedTuple):
+class LocalPiece(NamedTuple):
     """One piece on one side.
 
     Attributes:
@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class RankStep:
     """What one rank does in one step.
 
     Attributes:
@@ -71,8 +71,8 @@ class Program:
     source_shape: tuple[int, ...] | None
     result_shape: tuple[int, ...] | None
     fills: bool
-    receives: tuple[Part, ...]
-    sends: tuple[Part, ...]
+    receives: tuple[LocalPiece, ...]
+    sends: tuple[LocalPiece, ...]
     own: tuple[tuple[Block, Block], ...]
     order: tuple[int, ...]
     messages: tuple[Counted, ...]
@@ -80,20 +80,20 @@ class Program:
     sent_packed: int
 
 
-_programs: WeakKeyDictionary[Step, dict[int, Program]] = WeakKeyDictionary()  # they live as long as their plans
+_made: WeakKeyDictionary[Step, dict[int, RankStep]] = WeakKeyDictionary()  # they live as long as their plans
 
 
-def program(step: Step, rank: int) -> Program:
-    """The program of `rank` for one step; made once."""
-    of_step = _programs.get(step)
+def rank_step(step: Step, rank: int) -> RankStep:
+    """What `rank` does in `step`; made once."""
+    of_step = _made.get(step)
     if of_step is None:
-        of_step = _programs[step] = {}
+        of_step = _made[step] = {}
     if rank not in of_step:
         of_step[rank] = _make(step, rank)
     return of_step[rank]
 
 
-def _make(step: Step, rank: int) -> Program:
+def _make(step: Step, rank: int) -> RankStep:
     held = step.src.intervals(step.shape, rank) if rank in step.src.mesh else ()
     kept = step.dst.intervals(step.shape, rank) if rank in step.dst.mesh else ()
     source_shape, result_shape = tuple(map(extent, held)), tuple(map(extent, kept))
@@ -110,7 +110,7 @@ def _make(step: Step, rank: int) -> Program:
         if piece.src == rank
         for pair in _common(piece, held, source_shape, kept, result_shape)
     ]
-    return Program(
+    return RankStep(
         source_shape if rank in step.src.mesh else None,
         result_shape if rank in step.dst.mesh else None,
         sum(covered[:1] if step.summed else covered) == math.prod(result_shape),
@@ -126,7 +126,7 @@ def _make(step: Step, rank: int) -> Program:
 
 def _parts(
     pieces: Iterable[tuple[int, Piece]], local: Sequence[Intervals], shape: tuple[int, ...], *, in_place: bool = True
-) -> tuple[tuple[Part, ...], int]:
+) -> tuple[tuple[LocalPiece, ...], int]:
     """Where pieces lie in a local tensor of `shape` that holds the intervals `local`, and in a buffer that they share.
 
     Args:
@@ -151,7 +151,7 @@ def _parts(
             flat = False
             blocks, packed = _several(ranges, extents, shape)
         flat = flat and in_place
-        parts.append(Part(peer, numel, blocks, packed, flat, 0 if flat else start))
+        parts.append(LocalPiece(peer, numel, blocks, packed, flat, 0 if flat else start))
         start += 0 if flat else numel
     return tuple(parts), start
 
