@@ -1,4 +1,4 @@
-"""What ranks do in a step, by `Exchange` for all of them in one process: a backend that keeps messages in a dictionary."""
+"""What ranks do in a step, by `Exchange`, for all of them in one process: a backend that keeps messages in a dict."""
 
 from dataclasses import dataclass, field
 
