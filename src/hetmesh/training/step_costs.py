@@ -27,7 +27,7 @@ from hetmesh.cost import (
     upstream_flags,
 )
 from hetmesh.cost.collectives import gradient_sum_time, shard_gather_time, tensor_parallel_time
-from hetmesh.cost.memory import local_elements
+from hetmesh.cost.memory import tensor_parallel_elements
 from hetmesh.errors import RecipeError
 from hetmesh.graph import ModuleGraph, Stage
 from hetmesh.layout import MeshSpec
@@ -210,7 +210,7 @@ class _StageModel:
         found: dict[str, tuple[str, int, bool]] = {}
         for layer, _ in self.layers:
             for weight in layer.weights:
-                elements = local_elements(weight, (self.mesh.axis_size("tp"), 1), (0, 0))
+                elements = tensor_parallel_elements(weight, self.mesh.axis_size("tp"))
                 found.setdefault(weight.name, (layer.name, elements, weight.trainable))
         return list(found.values())
 
@@ -286,14 +286,8 @@ def _static_bytes(recipe: Recipe, modules: Iterable[_Module]) -> dict[int, int]:
 
 
 def _held(recipe: Recipe, modules: Iterable[_Module]) -> Iterator[tuple[int, _Module, StaticMemory]]:
-    """What each rank holds of each module, with the stages of its place in the pipeline."""
+    """What each rank holds of each module."""
     for module in modules:
-        pp = module.mesh.axis_size("pp")
-        for coordinate in range(pp):
-            names = {layer for run in module.splits[coordinate::pp] for layer in run} | (
-                {""} if coordinate == 0 else set()
-            )
-            part = ModuleShape(module.shape.name, tuple(x for x in module.shape.layers if x.name in names))
-            mesh = module.mesh.slice("pp", coordinate)
-            memory = static_memory(part, mesh, module.parameter_itemsize, recipe.optimizer.name)
-            yield from ((rank, module, held) for rank, held in memory.items())
+        splits = module.splits if len(module.splits) > 1 else ()
+        memory = static_memory(module.shape, module.mesh, module.parameter_itemsize, recipe.optimizer.name, splits)
+        yield from ((rank, module, held) for rank, held in memory.items())
