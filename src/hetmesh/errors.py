@@ -28,3 +28,12 @@ class BoundaryError(HetmeshError, RuntimeError):
 class BoundaryTimeout(HetmeshError, TimeoutError):
     """A wait outlasted its timeout. The message names boundary, microbatch and rank. The process group cannot be
     used afterwards: end the job and resume it from its last checkpoint."""
+
+
+class LaunchError(HetmeshError, RuntimeError):
+    """How this process was started does not make a job: the launcher's variables contradict each other or the machine,
+    or other processes did not come. The message names the variables."""
+
+
+class CheckpointError(HetmeshError, OSError):
+    """A checkpoint cannot be written or read, or its bytes have changed. The message names the file and what to do."""

@@ -30,8 +30,9 @@ def test_a_device_finds_its_machine(reported, name):
 
 def test_a_file_of_ones_own(tmp_path):
     path = tmp_path / "mine.toml"
-    path.write_text("[peak_flops]\nfloat32 = 5e10\n")
+    path.write_text("busy_slowdown = [1, 1.5]\n[peak_flops]\nfloat32 = 5e10\n")
     machine = load_machine(str(path))
+    assert machine.busy_slowdown == (1.0, 1.5)
     assert (machine.name, machine.peak("float32"), machine.memory_bytes) == ("mine", 5e10, 0)
 
 
@@ -43,6 +44,11 @@ def test_a_file_of_ones_own(tmp_path):
         ("[peak_flops]\nfloat32 = 'fast'", "peak_flops.float32 must be a number"),
         ("memory_bytes = -1", "memory_bytes must be a number of at least 0"),
         ("memory_bytes", "not valid TOML"),
+        ("busy_slowdown = 1.2", "busy_slowdown must be a list of numbers, got 1.2"),
+        ("busy_slowdown = [1, true]", "busy_slowdown must be a list of numbers"),
+        ("busy_slowdown = [1.0, nan]", "busy_slowdown must be a list of numbers"),
+        ("busy_slowdown = [1.1, 1.2]", "busy_slowdown must begin with 1 and never fall"),
+        ("busy_slowdown = [1, 1.3, 1.2]", "busy_slowdown must begin with 1 and never fall"),
     ],
 )
 def test_what_is_wrong_with_a_file(tmp_path, text, message):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 from graphs import module
@@ -174,6 +175,63 @@ def test_classes_agree_with_looking_at_every_interval(case):
             assert getattr(held, name) == pytest.approx(seconds[name]), name
         gaps = bubble_spans(timeline, row)
         assert sum(stop - start for _, start, stop in gaps) == pytest.approx(held.idle - held.tp)
+
+
+@settings(max_examples=150)
+@given(
+    case=cases(),
+    slowdown=st.sampled_from([(1.0, 1.5), (1.0, 1.25, 2.0, 2.0, 4.0), (1.0, 1.0, 1.1)]),
+    ranks_per_node=st.sampled_from([0, 1, 2, 4]),
+    overlap=st.booleans(),
+)
+def test_every_action_gets_its_work_done_at_the_pace_that_its_busy_neighbours_leave(
+    case, slowdown, ranks_per_node, overlap
+):
+    schedule, alone = case
+    costs = replace(alone, busy_slowdown=slowdown, ranks_per_node=ranks_per_node)
+    timeline, before = simulate(schedule, costs, overlap=overlap), simulate(schedule, alone, overlap=overlap)
+    assert timeline.makespan >= before.makespan - 1e-9 or ranks_per_node != 0
+    seconds = {(s.row, s.kind, s.target, s.microbatch): s.stop - s.start for s in before.spans()}
+    spans = list(timeline.spans())
+    working = [s for s in spans if s.kind not in ("GATHER", "REDUCE")]
+    points = sorted({t for s in spans for t in (s.start, s.stop)})
+    done = dict.fromkeys(seconds, 0.0)
+    stage_rows: dict[tuple[str, str, int], list[int]] = {}  # an action over several rows goes on at one pace
+    for s in working:
+        stage_rows.setdefault((s.kind, s.target, s.microbatch), []).append(s.row)
+    for start, stop in itertools.pairwise(points):
+        running = [s for s in working if s.start <= start and stop <= s.stop]
+        busy: dict[int, int] = {}
+        for s in running:
+            for rank in timeline.rows[s.row]:
+                node = rank // ranks_per_node if ranks_per_node else 0
+                busy[node] = busy.get(node, 0) + 1
+        for s in running:
+            together = stage_rows[s.kind, s.target, s.microbatch] if s.target else [s.row]
+            ranks = [rank for row in together for rank in timeline.rows[row]]
+            most = max(busy[rank // ranks_per_node if ranks_per_node else 0] for rank in ranks)
+            key = (s.row, s.kind, s.target, s.microbatch)
+            done[key] += (stop - start) / slowdown[min(most, len(slowdown)) - 1]
+    for s in spans:
+        key = (s.row, s.kind, s.target, s.microbatch)
+        got = done[key] if s in working else s.stop - s.start
+        assert got == pytest.approx(seconds[key], abs=1e-9), s
+
+
+@settings(max_examples=100)
+@given(case=cases(), overlap=st.booleans())
+def test_a_slowdown_of_one_leaves_every_second_as_it_is(case, overlap):
+    schedule, costs = case
+    nearly = replace(costs, busy_slowdown=(1.0, 1.0, 1.0 + 1e-13))
+    spans = [
+        (list(each.spans()), list(each.spans(transfers=True)))
+        for each in (simulate(schedule, costs, overlap=overlap), simulate(schedule, nearly, overlap=overlap))
+    ]
+    for some, others in zip(*spans, strict=True):
+        assert [(s.kind, s.target, s.microbatch, s.row) for s in some] == [
+            (s.kind, s.target, s.microbatch, s.row) for s in others
+        ]
+        assert [(s.start, s.stop) for s in others] == [pytest.approx((s.start, s.stop), abs=1e-9) for s in some]
 
 
 @settings(max_examples=25)

@@ -1,5 +1,7 @@
 """Simulated timelines against what can be computed by hand."""
 
+from dataclasses import replace
+
 import pytest
 from graphs import encoder_and_llm, equal_costs, module, pipeline
 
@@ -215,3 +217,31 @@ def test_ranks_with_more_stages_than_others_still_overlap():
     costs = {(s, i): cost for s, cost in zip(stages.stages, each, strict=True) for i in range(m)}
     bound = (m - 1) * 12 + 24  # the slowest rank, and the way of one microbatch
     assert simulate(POLICIES["1f1b"](stages, m), StepCosts(costs)).makespan <= 1.1 * bound
+
+
+def test_busy_ranks_slow_each_other_down():
+    # Two stages of 2 and 4 seconds per direction; the second goes on alone once the first has nothing to do.
+    stages = pipeline(2)
+    first, second = stages.stages
+    costs = StepCosts(
+        {(first, m): StageCost(2.0) for m in range(2)} | {(second, m): StageCost(4.0) for m in range(2)},
+        busy_slowdown=(1.0, 1.5),
+    )
+    timeline = simulate(one_f_one_b(stages, 2, False), costs)
+    spans = {(s.target, s.microbatch): (s.start, s.stop) for s in timeline.spans()}
+    # F0 alone; then F1 of the first beside F0 of the second, both at 1/1.5, then 2 of its 4 seconds are left.
+    assert spans == {
+        ("llm.0", 0): (0, 2),
+        ("llm.0", 1): (2, 5),
+        ("llm.1", 0): (2, 7),
+        ("llm.1", 1): (7, 11),
+    }
+    apart = simulate(one_f_one_b(stages, 2, False), replace(costs, ranks_per_node=1))
+    assert apart.makespan == 2 + 4 + 4
+
+
+def test_optimizers_of_busy_ranks_slow_each_other_down():
+    stages = pipeline(2)
+    costs = replace(equal_costs(stages, 1, ONE_TWO), optimizer={0: 1.0, 1: 3.0}, busy_slowdown=(1.0, 2.0))
+    # 6 seconds, then both until 1 second of work is done at half the speed, then the other's 2 that are left.
+    assert simulate(one_f_one_b(stages, 1), costs).makespan == 6 + 2 + 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -34,6 +35,8 @@ class Machine:
         node_bandwidth: bytes/s that a device can send to others of its node, one direction.
         network_bandwidth: the same to other nodes.
         ranks_per_node: consecutive ranks that share a node; 0: all ranks do.
+        busy_slowdown: how many times as long work takes while 1, 2, ... ranks of a node compute; with more ranks, the
+            last. Empty: devices do not slow each other down.
         efficiency: the fraction of the peak that the matrix products of a layer reach. 0.46 lets a model of this kind
             meet the published seconds of Optimus's balanced baseline (arXiv 2408.03505, 3072 H100-class GPUs).
         operation_overhead: seconds that one operation (a product, a norm, attention) takes beyond its FLOPs and bytes,
@@ -50,6 +53,7 @@ class Machine:
     node_bandwidth: float = 0.0
     network_bandwidth: float = 0.0
     ranks_per_node: int = 0
+    busy_slowdown: tuple[float, ...] = ()
     efficiency: float = 0.46
     operation_overhead: float = 0.0
     node_latency: float = 0.0
@@ -90,17 +94,25 @@ def _machine(path: Path, table: Mapping[str, Any]) -> Machine:
     peaks = table.get("peak_flops", {})
     if not isinstance(peaks, dict):
         raise RecipeError(f"machine {path}: peak_flops must be a table of dtypes and FLOP/s, got {peaks!r}")
-    numbers = {k: v for k, v in table.items() if k not in ("source", "devices", "peak_flops")}
+    numbers = {k: v for k, v in table.items() if k not in ("source", "devices", "peak_flops", "busy_slowdown")}
     for key, value in {**numbers, **{f"peak_flops.{k}": v for k, v in peaks.items()}}.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise RecipeError(f"machine {path}: {key} must be a number of at least 0, got {value!r}")
     if numbers.get("efficiency") == 0:
         raise RecipeError(f"machine {path}: efficiency must be above 0")
+    slowdown = table.get("busy_slowdown", [])
+    if not isinstance(slowdown, list) or not all(
+        type(value) in (int, float) and math.isfinite(value) for value in slowdown
+    ):
+        raise RecipeError(f"machine {path}: busy_slowdown must be a list of numbers, got {slowdown!r}")
+    if slowdown and (slowdown[0] != 1 or slowdown != sorted(slowdown)):
+        raise RecipeError(f"machine {path}: busy_slowdown must begin with 1 and never fall, got {slowdown!r}")
     typed: dict[str, Any] = {k: int(v) if k in _INTEGERS else float(v) for k, v in numbers.items()}
     return Machine(
         path.stem,
         str(table.get("source", path)),
         MappingProxyType({k: float(v) for k, v in peaks.items()}),
         **typed,
+        busy_slowdown=tuple(map(float, slowdown)),
         devices=tuple(table.get("devices", ())),
     )

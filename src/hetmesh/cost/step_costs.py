@@ -64,6 +64,7 @@ class StepCosts:
         optimizer: per rank, seconds of normalising, clipping and the optimizer step.
         static_bytes: per rank, parameters, gradients and optimizer state.
         action_overhead: seconds that the runtime itself spends on each action.
+        busy_slowdown, ranks_per_node: see `Machine`. All other seconds are of ranks that have their node to themselves.
     """
 
     stages: Mapping[tuple[Stage, int], StageCost]
@@ -73,3 +74,5 @@ class StepCosts:
     optimizer: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     static_bytes: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
     action_overhead: float = 0.0
+    busy_slowdown: tuple[float, ...] = ()
+    ranks_per_node: int = 0

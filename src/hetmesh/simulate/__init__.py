@@ -1,6 +1,7 @@
 """Timelines: what a schedule takes, by simulation or from a recording, and where ranks wait. Pure values.
 
 program.py   a schedule and its costs as columns of integers and seconds, rank classes
+busy.py      how much longer actions take beside other busy ranks of their node
 engine.py    `simulate`: the columns -> Timeline, in one pass over the order
 timeline.py  Timeline: spans as columns, peak memory; from a recording, to and from JSON
 bubbles.py   idle time by class; lower bounds of a makespan

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from hetmesh.cost.step_costs import StepCosts
 from hetmesh.schedule import Schedule
+from hetmesh.simulate.busy import slowed_program
 from hetmesh.simulate.memory import peak_bytes
-from hetmesh.simulate.program import RECEIVE, Program, program
+from hetmesh.simulate.program import RECEIVE, Program
 from hetmesh.simulate.timeline import FORWARD, GATHER, OPTIMIZER, REDUCE, TRANSFER, Spans, Timeline
 
 
@@ -17,7 +18,8 @@ def simulate(schedule: Schedule, costs: StepCosts, *, overlap: bool = True) -> T
     outgoing and every rank's incoming link serve one transfer at a time, in the schedule's order. A RECV waits for the
     arrival. The parameters of a stage are gathered before its first forward, beside the wait for its input. Gradients
     are reduced beside later work of the same ranks. The optimizer starts on all ranks when the last of them has its
-    gradients, because the gradient's norm is over all.
+    gradients, because the gradient's norm is over all. Ranks of one node that compute at the same time slow each other
+    down by `costs.busy_slowdown` (`hetmesh.simulate.busy`).
 
     Args:
         overlap: False: a transfer takes the time of the ranks on both its sides, as a blocking send would.
@@ -25,7 +27,7 @@ def simulate(schedule: Schedule, costs: StepCosts, *, overlap: bool = True) -> T
     Raises:
         GraphError: there is no cost for a stage and microbatch.
     """
-    columns = program(schedule, costs)
+    columns = slowed_program(schedule, costs, overlap=overlap)
     run = _Run(columns, schedule.microbatches, overlap)
     run.actions()
     run.optimizer()

@@ -10,7 +10,8 @@ from hetmesh.cost.step_costs import StepCosts
 from hetmesh.errors import GraphError
 from hetmesh.graph import Stage
 from hetmesh.schedule import Schedule
-from hetmesh.simulate.program import RECEIVE, program
+from hetmesh.simulate.busy import slowed_program
+from hetmesh.simulate.program import RECEIVE
 from hetmesh.simulate.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, REDUCE, TRANSFER
 
 
@@ -32,12 +33,13 @@ def latest_starts(schedule: Schedule, costs: StepCosts, makespan: float) -> np.n
 
     A backward pass over dependencies, each rank's order, and the order of transfers on each link (Optimus, arXiv
     2408.03505, section 4.3). It works for any policy. Transfers are beside work, as
-    in `simulate(..., overlap=True)`. A RECV's latest start is the latest arrival.
+    in `simulate(..., overlap=True)`. Actions take the seconds of that simulation, though run later they may have other
+    ranks beside them (`StepCosts.busy_slowdown`). A RECV's latest start is the latest arrival.
 
     Raises:
         GraphError: there is no cost for a stage and microbatch, or `makespan` is too short for the schedule.
     """
-    p, count = program(schedule, costs), schedule.microbatches
+    p, count = slowed_program(schedule, costs), schedule.microbatches
     end = makespan - max(p.optimizer, default=0.0)
     rows = range(len(p.rows))
     work, wait = [end for _ in rows], [end for _ in rows]  # by when a row's work, and its waits, must be over
@@ -89,7 +91,7 @@ def dependency_points(schedule: Schedule, costs: StepCosts, makespan: float, sta
     Raises:
         GraphError: see `latest_starts`.
     """
-    p = program(schedule, costs)
+    p = slowed_program(schedule, costs)
     starts = latest_starts(schedule, costs, makespan)
     index = schedule.stages.stages.index(stage)
     forward = [0.0] * schedule.microbatches

@@ -1,0 +1,193 @@
+"""Ranks of one node that compute at the same time slow each other down: how much longer each action takes.
+
+Processor sharing: with k ranks of its node computing, an action goes on at 1 / slowdown(k) of its speed alone, and the
+rate changes whenever an action on the node starts or stops. An event loop over the dependencies of all actions finds
+the seconds of each; `engine` then walks over the order with them, as it does without any slowdown.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from hetmesh.cost.step_costs import StepCosts
+from hetmesh.schedule import Schedule
+from hetmesh.simulate.program import RECEIVE, Program, program
+from hetmesh.simulate.timeline import FORWARD, REDUCE, TRANSFER
+
+Load = tuple[tuple[int, int], ...]
+"""(node of the machine, how many of its ranks are busy) pairs."""
+
+
+def slowed_program(schedule: Schedule, costs: StepCosts, *, overlap: bool = True) -> Program:
+    """The columns of `schedule` under `costs`, with the seconds that actions take beside each other.
+
+    Forwards, backwards and the optimizer keep ranks busy. Transfers, gathers and reductions take what they take.
+
+    Args:
+        overlap: see `simulate`.
+
+    Raises:
+        GraphError: there is no cost for a stage and microbatch.
+    """
+    columns = program(schedule, costs)
+    if all(factor == 1.0 for factor in costs.busy_slowdown):
+        return columns
+    loads = [_load(ranks, costs.ranks_per_node) for ranks in columns.rows]
+    waiting, at = _dependencies(columns, schedule.microbatches, loads, overlap)
+    spent = waiting.run(costs.busy_slowdown)
+    seconds = [own if node is None else spent[node] for own, node in zip(columns.seconds, at, strict=True)]
+    optimizers = _Waiting()
+    for own, load in zip(columns.optimizer, loads, strict=True):
+        optimizers.add(own, load)
+    return replace(columns, seconds=seconds, optimizer=optimizers.run(costs.busy_slowdown))
+
+
+def _load(ranks: Iterable[int], ranks_per_node: int) -> Load:
+    return tuple(Counter(rank // ranks_per_node if ranks_per_node else 0 for rank in ranks).items())
+
+
+def _joined(loads: Iterable[Load]) -> Load:
+    total: Counter[int] = Counter()
+    for load in loads:
+        total.update(dict(load))
+    return tuple(total.items())
+
+
+@dataclass
+class _Running:
+    """Work under way: what is left of it at `since`, in seconds alone, and how much slower it goes."""
+
+    left: float
+    since: float
+    slow: float = 1.0
+    spent: float = 0.0
+
+    @property
+    def stop(self) -> float:
+        return self.since + self.left * self.slow
+
+    def change(self, now: float, slow: float) -> None:
+        """Go on at another speed."""
+        if slow != self.slow:
+            passed = now - self.since
+            self.left, self.spent = max(self.left - passed / self.slow, 0.0), self.spent + passed
+            self.since, self.slow = now, slow
+
+
+@dataclass
+class _Waiting:
+    """Things to do, each with what it comes after.
+
+    Attributes:
+        seconds: of each, alone.
+        loads: what each keeps busy; empty: it takes its seconds whatever else runs.
+        after: of each, what comes after it.
+        count: of each, how many others it waits for.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    after: list[list[int]] = field(default_factory=list)
+    count: list[int] = field(default_factory=list)
+
+    def add(self, seconds: float, load: Load = (), before: Collection[int] = ()) -> int:
+        """One more; its number."""
+        self.seconds.append(seconds)
+        self.loads.append(load)
+        self.after.append([])
+        self.count.append(len(before))
+        for other in before:
+            self.after[other].append(len(self.seconds) - 1)
+        return len(self.seconds) - 1
+
+    def run(self, slowdown: Sequence[float]) -> list[float]:
+        """What each takes, if each starts as soon as nothing holds it back."""
+        spent, count = list(self.seconds), list(self.count)
+        ready = [i for i, waits in enumerate(count) if not waits]
+        timed: list[tuple[float, int]] = []  # a heap of ends that nothing changes
+        running: dict[int, _Running] = {}
+        busy: Counter[int] = Counter()
+        now = 0.0
+        while ready or timed or running:
+            for i in ready:
+                if self.loads[i] and self.seconds[i]:
+                    running[i] = _Running(self.seconds[i], now)
+                    busy.update(dict(self.loads[i]))
+                else:
+                    heapq.heappush(timed, (now + self.seconds[i], i))
+            for i, work in running.items():
+                most = max(busy[node] for node, _ in self.loads[i])
+                work.change(now, slowdown[min(most, len(slowdown)) - 1])
+            now = min([work.stop for work in running.values()] + [stop for stop, _ in timed[:1]])
+            over = [i for i, work in running.items() if work.stop <= now]
+            for i in over:
+                work = running.pop(i)
+                spent[i] = work.spent + work.left * work.slow
+                busy.subtract(dict(self.loads[i]))
+            while timed and timed[0][0] <= now:
+                over.append(heapq.heappop(timed)[1])
+            ready = []
+            for i in over:
+                for other in self.after[i]:
+                    count[other] -= 1
+                    if not count[other]:
+                        ready.append(other)
+        return spent
+
+
+def _dependencies(
+    p: Program, microbatches: int, loads: Sequence[Load], overlap: bool
+) -> tuple[_Waiting, list[int | None]]:
+    """What each action waits for, by the rules of `engine`; and the number of each action that keeps ranks busy."""
+    waiting, at = _Waiting(), []
+    held = [_joined(loads[row] for row in rows) for rows in p.stage_rows]
+    rows = range(len(p.rows))
+    # What a row's next work waits for, what its last work was; of its links and reductions, what was last.
+    free: list[frozenset[int]] = [frozenset() for _ in rows]
+    idle, reduced, outgoing, incoming = (list(free) for _ in range(4))
+    arrivals: list[frozenset[int]] = [frozenset()] * (len(p.sources) * microbatches)
+    gather = list(p.gather)
+    for kind, target, m, seconds in zip(p.kinds, p.targets, p.microbatches, p.seconds, strict=True):
+        node = None
+        if kind == RECEIVE:
+            for row in p.stage_rows[p.destinations[target]]:
+                free[row] |= arrivals[target * microbatches + m]
+        elif kind == TRANSFER:
+            sources, destinations = p.stage_rows[p.sources[target]], p.stage_rows[p.destinations[target]]
+            before = [free[row] for row in sources]
+            if seconds and overlap:
+                before += [outgoing[row] for row in sources] + [incoming[row] for row in destinations]
+            elif seconds:
+                before += [free[row] for row in destinations]
+            sent = frozenset([waiting.add(seconds, before=frozenset().union(*before))])
+            arrivals[target * microbatches + m] = sent
+            if seconds and overlap:
+                _set(outgoing, sources, sent)
+                _set(incoming, destinations, sent)
+            elif seconds:
+                _set(free, (*sources, *destinations), sent)
+                _set(idle, (*sources, *destinations), sent)
+        elif kind == REDUCE:
+            own = p.stage_rows[target]
+            before = [free[row] | reduced[row] for row in own]
+            _set(reduced, own, frozenset([waiting.add(seconds, before=frozenset().union(*before))]))
+        else:
+            own = p.stage_rows[target]
+            before = [free[row] for row in own]
+            if kind == FORWARD and gather[target]:
+                gathered = waiting.add(gather[target], before=frozenset().union(*(idle[row] for row in own)))
+                before.append(frozenset([gathered]))
+                gather[target] = 0.0
+            node = waiting.add(seconds, held[target], frozenset().union(*before))
+            _set(free, own, frozenset([node]))
+            _set(idle, own, frozenset([node]))
+        at.append(node)
+    return waiting, at
+
+
+def _set(column: list[frozenset[int]], rows: Iterable[int], value: frozenset[int]) -> None:
+    for row in rows:
+        column[row] = value
