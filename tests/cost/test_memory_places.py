@@ -57,7 +57,9 @@ def held(rank, spec):
         mesh = DeviceMesh("cpu", stage.array.tolist(), mesh_dim_names=stage.axes)
         parallel = parallelize(Adapter(), Model(), stage, mesh, runs=RUNS[place::2])
         own = dict(parallel.module.named_parameters())
-        return tuple(sum(local_part(p).numel() for p in own.values() if p.requires_grad or not t) for t in (False, True))
+        return tuple(
+            sum(local_part(p).numel() for p in own.values() if p.requires_grad or not t) for t in (False, True)
+        )
     finally:
         dist.destroy_process_group()
 
