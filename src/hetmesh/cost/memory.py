@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetmesh.cost.shapes import ModuleShape, WeightShape
+from hetmesh.graph import ModuleSpec
 from hetmesh.layout import MeshSpec
 
 OPTIMIZER_COPIES: Mapping[str, int] = {"AdamW": 2, "Adam": 2, "SGD": 0}
@@ -66,6 +67,11 @@ def static_memory(
     for axis in ("pp", "tp", "dp_shard"):
         index = index * mesh.axis_size(axis) + coordinates.get(axis, 0)
     return dict(zip(mesh.ranks, map(cells.__getitem__, index.ravel().tolist()), strict=True))
+
+
+def module_memory(shape: ModuleShape, spec: ModuleSpec, optimizer: str) -> dict[int, StaticMemory]:
+    """`static_memory` of a module of a graph: its mesh, its stages, the dtype of its parameters."""
+    return static_memory(shape, spec.mesh, spec.options.parameter_dtype.itemsize, optimizer, spec.splits)
 
 
 def place_weights(
