@@ -58,9 +58,8 @@ def held(rank, spec):
         stage = spec.slice("pp", place)
         mesh = DeviceMesh("cpu", stage.array.tolist(), mesh_dim_names=stage.axes)
         parallel = parallelize(Adapter(), Model(), stage, mesh, runs=RUNS[place::2])
-        return tuple(
-            sum(local_part(p).numel() for p in own.values() if p.requires_grad or not t) for t in (False, True)
-        )
+        sizes = [(local_part(p).numel(), p.requires_grad) for p in parallel.module.parameters()]
+        return sum(n for n, _ in sizes), sum(n for n, trainable in sizes if trainable)
     finally:
         dist.destroy_process_group()
 

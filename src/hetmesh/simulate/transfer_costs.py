@@ -1,4 +1,4 @@
-"""What the transfers of a step cost: the bytes that ranks lack, over a machine's links. No transfer is planned for it."""
+"""What the transfers of a step cost: the bytes that ranks lack, over a machine's links. Nothing is planned for it."""
 
 from __future__ import annotations
 
