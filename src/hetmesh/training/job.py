@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -28,10 +27,9 @@ from hetmesh.models import (
     placeholder_rows,
     pretrained_of,
     sample_positions,
-    with_further_boundaries,
+    with_side_outputs,
 )
 from hetmesh.parallel import TiedParameter, parallelize, start_reduction, sum_tied_parameters, tied_parameters
-from hetmesh.parallel.tokens import token_sharded
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.runtime import Reducer, Runtime
 from hetmesh.schedule import POLICIES, PolicyOptions, Schedule
@@ -57,14 +55,14 @@ def describe(recipe: Recipe) -> tuple[Source, dict[str, Adapter], ModuleGraph]:
         replace(m, features=adapters[m.name].out_features or 0, tokens_per_row=_tokens_per_row(m, adapters))
         for m in graph.modules
     )
-    boundaries = with_further_boundaries(graph.boundaries, adapters)
+    boundaries = with_side_outputs(graph.boundaries, adapters)
     return source, adapters, split_modules(recipe, ModuleGraph(modules, boundaries), adapters)
 
 
 def _tokens_per_row(module: ModuleSpec, adapters: Mapping[str, Adapter]) -> int:
     """`ModuleSpec.tokens_per_row`; 0 where the ranks of a lane do not share the tokens of its media."""
     shares = module.media is not None and "cp" in module.token_axes
-    return getattr(adapters[module.name], "tokens_per_row", 0) if shares else 0
+    return adapters[module.name].abilities.tokens_per_row if shares else 0
 
 
 def _check_directories(recipe: Recipe) -> None:
@@ -89,17 +87,17 @@ def _check_options(recipe: Recipe, name: str, adapter: Adapter) -> None:
     options = recipe.graph[name].options
     if options.sequence_parallel:
         key = f"parallelism.{name}.enable_sequence_parallel"
-        if not token_sharded(adapter):
+        if not adapter.abilities.token_sharded:
             hint = "" if name == recipe.sink else f"; write the key in [parallelism.{recipe.sink}]"
             raise RecipeError(f"{key}: this {recipe.modules[name].model} cannot split its tokens{hint}")
         if recipe.modules[name].lora is not None:
             raise RecipeError(f"{key}: not together with modules.{name}.lora")
-    if recipe.graph[name].packed and not hasattr(adapter, "use_packed"):
+    if recipe.graph[name].packed and adapter.abilities.use_packed is None:
         key = "training.pack_samples" if recipe.training.pack_samples else f"parallelism.{name}.context_parallel_degree"
         if recipe.modules[name].attention_mask != "causal":
             key = f"modules.{name}.attention_mask"
         raise RecipeError(f"{key}: this {recipe.modules[name].model} cannot take its samples in one row")
-    shares = "cp" in recipe.graph[name].token_axes and (name == recipe.sink or hasattr(adapter, "tokens_per_row"))
+    shares = "cp" in recipe.graph[name].token_axes and (name == recipe.sink or adapter.abilities.tokens_per_row)
     if recipe.graph[name].mesh.axis_size("cp") > 1 and not shares:
         raise RecipeError(
             f"parallelism.{name}.context_parallel_degree: of the modules only {recipe.sink!r}, which reads tokens, and "
@@ -108,10 +106,10 @@ def _check_options(recipe: Recipe, name: str, adapter: Adapter) -> None:
         )
     if recipe.schedule == "zero_bubble":
         _check_zero_bubble(recipe, name, options)
-    config: Any = getattr(adapter, "config", None)
-    if recipe.graph[name].mesh.axis_size("tp") > 1 and getattr(config, "attention_dropout", None):
+    dropout = adapter.abilities.attention_dropout
+    if recipe.graph[name].mesh.axis_size("tp") > 1 and dropout:
         raise RecipeError(
-            f"modules.{name}.config.attention_dropout = {config.attention_dropout}: with tensor parallelism every rank "
+            f"modules.{name}.config.attention_dropout = {dropout}: with tensor parallelism every rank "
             "would drop the same positions of its heads; set it to 0, or tensor_parallel_degree to 1"
         )
 
@@ -184,12 +182,15 @@ class Job:
             module = full_module(recipe, adapters[name], name)
             if pretrained is None:
                 module = module.to(world.device)
-            if graph[name].packed or graph[name].tokens_per_row:
-                adapters[name].use_packed(module)  # type: ignore[attr-defined]
+            abilities = adapters[name].abilities
+            if (graph[name].packed or graph[name].tokens_per_row) and abilities.use_packed is not None:
+                abilities.use_packed(module)
             plan = lora_plan(module, {**adapters[name].tensor_parallel_plan(), **recipe.modules[name].plan})
             runs = [graph[name].stage_layers(stage.index) for stage in own] if graph[name].splits else None
             spec = graph[name].stage_mesh(own[0].index)
-            parallel = parallelize(adapters[name], module, spec, mesh, plan, graph[name].options, runs)
+            parallel = parallelize(
+                adapters[name], module, spec, mesh, plan, graph[name].options, runs, abilities.token_sharded
+            )
             if pretrained is not None:
                 device = "cpu" if graph[name].options.cpu_offload and parallel.summed_over_lanes else world.device
                 load_weights(adapters[name], parallel.module, pretrained, device, roots=parallel.stages)

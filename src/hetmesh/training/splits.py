@@ -41,7 +41,7 @@ def _split(recipe: Recipe, graph: ModuleGraph, module: ModuleSpec, adapter: Adap
     given = table.module_fqns_per_model_part
     if pp == 1 and given is None and table.pipeline_parallel_layers_per_stage is None:
         return module
-    activation = getattr(adapter, "activation", None)
+    activation = adapter.abilities.activation
     if activation is None:
         raise RecipeError(
             f"{key}.pipeline_parallel_degree = {pp}: a {recipe.modules[module.name].model} cannot be split into "
@@ -55,7 +55,7 @@ def _split(recipe: Recipe, graph: ModuleGraph, module: ModuleSpec, adapter: Adap
     if given is not None:
         runs = tuple(map(tuple, given))
     else:
-        layers = len(module.layers) - max(len(getattr(adapter, "first_layers", ())) - 1, 0)
+        layers = len(module.layers) - max(len(adapter.abilities.first_layers) - 1, 0)
         count = pp * _stages_per_rank(recipe, table, layers, pp)
         runs = _default(recipe, graph, module, adapter, shape, count, key)
     _check_first_stage(runs, adapter, key)
@@ -72,7 +72,7 @@ def _stages_per_rank(recipe: Recipe, table: ModuleParallelism, layers: int, pp: 
 
 
 def _check_first_stage(runs: Sequence[Sequence[str]], adapter: Adapter, key: str) -> None:
-    together = getattr(adapter, "first_layers", ())
+    together = adapter.abilities.first_layers
     if runs and not set(together) <= set(runs[0]):
         raise RecipeError(f"{key}.module_fqns_per_model_part: the first stage must hold all of {list(together)}")
 
@@ -94,7 +94,7 @@ def _default(
         )
     upstream = any(graph.needs_gradient(b) for b in graph.inputs(module.name))
     runs = default_splits(module, shape, count, upstream_trainable=upstream, work=TYPICAL)
-    first = getattr(adapter, "first_layers", ())
+    first = adapter.abilities.first_layers
     return (
         (*first, *(layer for layer in runs[0] if layer not in first)),
         *(tuple(layer for layer in run if layer not in first) for run in runs[1:]),
