@@ -57,8 +57,7 @@ def test_the_example_of_the_design_parses():
     assert recipe.modules["llm"].lr == 2e-3
     assert recipe.modules["vision"].config == {"hidden_size": 64, "num_hidden_layers": 2}
     assert (recipe.sink, recipe.world_size, recipe.lanes, recipe.schedule) == ("llm", 4, 1, "sequential")
-    assert recipe.graph["vision"].media == "image"
-    assert recipe.graph["projector"].media is None
+    assert recipe.wiring.media == {"vision": "image", "projector": None, "llm": None}
     assert (recipe.training.steps, recipe.optimizer.name, recipe.debug.seed) == (800, "AdamW", 0)
 
 
@@ -82,12 +81,6 @@ def test_config_tables_are_copies_that_libraries_may_change():
     assert hash(recipe)
 
 
-def test_layers_are_filled_in_by_adapters():
-    graph = parse_recipe(DESIGN).graph_with({"llm": ("model.embed_tokens", "lm_head")})
-    assert graph["llm"].layers == ("model.embed_tokens", "lm_head")
-    assert graph["vision"].layers == ()
-
-
 @pytest.mark.parametrize(
     ("overrides", "read", "expected"),
     [
@@ -95,14 +88,14 @@ def test_layers_are_filled_in_by_adapters():
         (("--training.steps=20",), lambda r: r.training.steps, 20),
         (("--modules.llm.lr", "1e-3"), lambda r: r.modules["llm"].lr, 1e-3),
         (("--optimizer.lr", "1"), lambda r: r.optimizer.lr, 1.0),
-        (("--parallelism.vision.ranks", "0-1"), lambda r: r.meshes()["vision"].ranks, (0, 1)),
-        (("--parallelism.vision.ranks=[1, 0]",), lambda r: r.meshes()["vision"].ranks, (1, 0)),
+        (("--parallelism.vision.ranks", "0-1"), lambda r: r.meshes["vision"].ranks, (0, 1)),
+        (("--parallelism.vision.ranks=[1, 0]",), lambda r: r.meshes["vision"].ranks, (1, 0)),
         (("--job.dump_folder", "/tmp/a b"), lambda r: r.job.dump_folder, "/tmp/a b"),
         (("--job.dump_folder", '"7"'), lambda r: r.job.dump_folder, "7"),
         (("--checkpoint.enable", "true"), lambda r: r.checkpoint.enable, True),
         (("--modules.vision.config.hidden_size", "32"), lambda r: r.modules["vision"].config["hidden_size"], 32),
         (("--data.options.size", "32"), lambda r: r.data.options, {"size": 32}),
-        (("--boundaries.1.at", "photo"), lambda r: r.graph["vision"].media, "photo"),
+        (("--boundaries.1.at", "photo"), lambda r: r.wiring.media["vision"], "photo"),
         (("--training.steps", "2", "--training.steps", "3"), lambda r: r.training.steps, 3),
         (("--training.global_batch_size=-1",), lambda r: r.batch.global_batch_size, 64),
     ],

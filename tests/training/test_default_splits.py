@@ -4,11 +4,8 @@ import pytest
 
 from hetmesh.cost import LayerShape, ModuleShape, WeightShape, Work
 from hetmesh.errors import RecipeError
-from hetmesh.graph import ModuleSpec
-from hetmesh.layout import MeshSpec
 from hetmesh.training.default_splits import default_splits
 
-MODULE = ModuleSpec("llm", MeshSpec.make([0], dp_replicate=1))
 WORK = Work(100, 1000, 10)
 
 
@@ -28,7 +25,7 @@ def llm(blocks, trainable=True, head=4):
 
 
 def cut(shape, stages, upstream=False, work=WORK):
-    return default_splits(MODULE, shape, stages, upstream_trainable=upstream, work=work)
+    return default_splits(shape, stages, upstream_trainable=upstream, work=work)
 
 
 def test_layers_without_flops_go_with_a_neighbour():

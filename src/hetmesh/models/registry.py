@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hetmesh.errors import RecipeError
+from hetmesh.errors import RecipeError, Refusals
 from hetmesh.models.adapter import Adapter, AdapterRequest, BoundaryLike, ModuleLike
 from hetmesh.models.clip import ClipAdapter
 from hetmesh.models.custom import make_custom
@@ -50,21 +50,28 @@ def make_adapters(
     A module that reads media and does not say which reads the one whose placeholders its rows end up in.
 
     Raises:
-        RecipeError: an unknown model or config key, a width that nothing determines, or widths that differ across a
-            boundary.
+        RecipeError: unknown models or config keys, of all modules; a width that nothing determines; or widths that
+            differ across boundaries.
     """
     _check_ends(modules, boundaries)
     made: dict[str, Adapter] = {}
+    refusals, refused = Refusals(), set[str]()
     progress = True
-    while progress and len(made) < len(modules):
+    while progress:
         progress = False
         for name in modules:
-            if name not in made:
+            if name in made or name in refused:
+                continue
+            before, adapter = len(refusals.said), None
+            with refusals.collect():
                 request = _request(name, modules, boundaries, vocab_size, media_shapes or {}, made)
                 adapter = _make(modules[name].model, request)
-                if adapter is not None:
-                    made[name] = adapter
-                    progress = True
+            if len(refusals.said) > before:
+                refused.add(name)
+            if adapter is not None:
+                made[name] = adapter
+                progress = True
+    refusals.finish()
     unresolved = [name for name in modules if name not in made]
     if unresolved:
         raise RecipeError(
@@ -74,10 +81,11 @@ def make_adapters(
     for b in boundaries:
         emitted, consumed = made[b.source].out_features, made[b.destination].in_features
         if emitted != consumed:
-            raise RecipeError(
+            refusals.add(
                 f"boundary {b.source}->{b.destination}: {b.source!r} emits rows of width {emitted}, "
                 f"{b.destination!r} consumes rows of width {consumed}; put a projector (model = 'mlp') between them"
             )
+    refusals.finish()
     return {name: made[name] for name in modules}
 
 
@@ -146,7 +154,7 @@ def pretrained_of(name: str, module: ModuleLike) -> Pretrained | None:
     Raises:
         RecipeError: it does not exist.
     """
-    path = getattr(module, "initial_load_path", None)
+    path = module.initial_load_path
     return Pretrained(Path(path).expanduser(), f"modules.{name}.initial_load_path") if path else None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hetmesh.errors import RecipeError
-from hetmesh.graph.module_graph import BoundarySpec
+from hetmesh.graph.topology import BoundarySpec
 from hetmesh.models.adapter import Adapter
 
 

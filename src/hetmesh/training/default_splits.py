@@ -5,13 +5,12 @@ from __future__ import annotations
 from hetmesh.cost import ModuleShape, Rates, Work, module_times, partition
 from hetmesh.cost.partition import runs
 from hetmesh.errors import RecipeError
-from hetmesh.graph import ModuleSpec
 
 
 def default_splits(
-    module: ModuleSpec, shape: ModuleShape, stages: int, *, upstream_trainable: bool, work: Work
+    shape: ModuleShape, stages: int, *, upstream_trainable: bool, work: Work, recomputed: bool = False
 ) -> tuple[tuple[str, ...], ...]:
-    """The layers of each stage of `module`.
+    """The layers of each stage of a module.
 
     The slowest stage, forward and backward of what is trained, is as fast as possible (`hetmesh.cost.partition`).
     Layers without FLOPs (embeddings, norms) go with the layer before them, the first ones with the layer after them,
@@ -19,6 +18,7 @@ def default_splits(
 
     Args:
         upstream_trainable: whether a module that feeds this one, directly or not, is trainable.
+        recomputed: whether the backward computes its blocks again.
         work: what a typical microbatch gives one lane to do: the balance of blocks and head depends on it.
 
     Raises:
@@ -27,11 +27,9 @@ def default_splits(
     layers = [layer.name for layer in shape.layers if layer.name]
     if not 1 <= stages <= len(layers):
         raise RecipeError(
-            f"parallelism.{module.name}: {stages} pipeline stages for {len(layers)} layers; valid are 1 to "
-            f"{len(layers)}"
+            f"parallelism.{shape.name}: {stages} pipeline stages for {len(layers)} layers; valid are 1 to {len(layers)}"
         )
-    recomputed = layers if module.options.activation_checkpoint == "full" else []
-    times = module_times(shape, work, Rates(1.0), upstream=upstream_trainable, recompute=recomputed)
+    times = module_times(shape, work, Rates(1.0), upstream=upstream_trainable, recompute=layers if recomputed else [])
     costs = [times[layer].forward + times[layer].backward for layer in layers]
     units = _units(costs)
     if len(units) < stages:
