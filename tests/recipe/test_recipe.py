@@ -88,8 +88,8 @@ def test_config_tables_are_copies_that_libraries_may_change():
         (("--training.steps=20",), lambda r: r.training.steps, 20),
         (("--modules.llm.lr", "1e-3"), lambda r: r.modules["llm"].lr, 1e-3),
         (("--optimizer.lr", "1"), lambda r: r.optimizer.lr, 1.0),
-        (("--parallelism.vision.ranks", "0-1"), lambda r: r.meshes["vision"].ranks, (0, 1)),
-        (("--parallelism.vision.ranks=[1, 0]",), lambda r: r.meshes["vision"].ranks, (1, 0)),
+        (("--parallelism.vision.ranks", "0-1"), lambda r: r.meshes()["vision"].ranks, (0, 1)),
+        (("--parallelism.vision.ranks=[1, 0]",), lambda r: r.meshes()["vision"].ranks, (1, 0)),
         (("--job.dump_folder", "/tmp/a b"), lambda r: r.job.dump_folder, "/tmp/a b"),
         (("--job.dump_folder", '"7"'), lambda r: r.job.dump_folder, "7"),
         (("--checkpoint.enable", "true"), lambda r: r.checkpoint.enable, True),
@@ -210,6 +210,7 @@ BAD: dict[str, tuple[str, str, str]] = {
         '"0..1"',
         "parallelism.vision.ranks = '0..1': '0..1' is no rank; write ranks as [0, 1]",
     ),
+    "rank range without end": ("[0, 1]", '"0-99999999999"', "'0-99999999999' is no rank"),
     "rank range backwards": ("[0, 1]", '"3-2"', "'3-2' is no rank"),
     "degrees do not multiply": (
         "data_parallel_replicate_degree = 2",

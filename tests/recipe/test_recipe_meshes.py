@@ -37,7 +37,7 @@ at = "audio"
 
 
 def meshes(text: str) -> dict[str, MeshSpec]:
-    return dict(parse_recipe(MODULES + text).meshes)
+    return dict(parse_recipe(MODULES + text).meshes())
 
 
 @pytest.mark.parametrize(
@@ -101,11 +101,11 @@ def test_all_means_every_rank_that_is_named():
 
 def test_run_wide_keys_give_no_layout():
     recipe = parse_recipe(MODULES + "[parallelism]\npipeline_parallel_microbatch_size = 2\nllm = {ranks = '0-1'}")
-    assert recipe.meshes["vision"] == MeshSpec.make([0, 1], dp_replicate=2)
+    assert recipe.meshes()["vision"] == MeshSpec.make([0, 1], dp_replicate=2)
     assert recipe.batch.microbatch_size == 2
     recipe = parse_recipe(MODULES + "[parallelism.llm]\npipeline_parallel_microbatch_size = 4\nranks = '0-1'")
     assert (recipe.batch.microbatch_size, recipe.batch.num_microbatches) == (4, 2)
-    assert recipe.meshes["vision"] == MeshSpec.make([0, 1], dp_replicate=2)
+    assert recipe.meshes()["vision"] == MeshSpec.make([0, 1], dp_replicate=2)
 
 
 def test_world_size_counts_idle_ranks():
@@ -175,3 +175,10 @@ def test_options_come_with_the_mesh_and_own_keys_go_first():
     assert options["projector"] == options["vision"] == replace(common, reshard_after_forward="never")
     assert options["llm"] == ModuleOptions("never", "none", sequence_parallel=True, compile_backend="eager")
     assert [options[name].row_dtype for name in ("llm", "vision")] == [torch.float32, torch.bfloat16]
+
+
+def test_degrees_beyond_any_job_are_refused():
+    """Not by running out of memory for a list of the ranks."""
+    text = '[modules.llm]\nmodel = "qwen3"\n[parallelism.llm]\ndata_parallel_shard_degree = 9223372036854775807'
+    with pytest.raises(RecipeError, match="the degrees need 9223372036854775807 ranks; there can be 1000000 at most"):
+        parse_recipe(text)

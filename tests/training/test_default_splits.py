@@ -49,3 +49,15 @@ def test_what_is_frozen_weighs_less():
     names = [f"b{i}" for i in range(6)]
     layers = tuple(LayerShape(n, (WeightShape(n, (8, 8), 1, i >= 4),)) for i, n in enumerate(names))
     assert [len(run) for run in cut(ModuleShape("m", layers), 2)] == [4, 2]  # 4 x 1 against 2 + 3
+
+
+def test_first_layers_that_share_a_stage_leave_none_empty():
+    """Whisper's convolutions cost something each, and yet share a stage with its positions."""
+
+    def cut_together(stages):
+        together = ("embed", "b0")
+        return default_splits(llm(2), stages, upstream_trainable=False, work=WORK, together=together)
+
+    assert cut_together(4) == (("embed", "b0"), ("b1",), ("norm",), ("head",))
+    with pytest.raises(RecipeError, match=r"for 5 layers, of which .* share a stage; valid are 1 to 4"):
+        cut_together(5)

@@ -83,6 +83,8 @@ class ModuleSpec:
             )
         if self.splits and tuple(layer for run in self.splits for layer in run) != self.layers:
             raise GraphError(f"module {self.name!r}: its stages must hold its layers in order, got {self.splits}")
+        if not all(self.splits):
+            raise GraphError(f"module {self.name!r}: every stage must hold a layer, got {self.splits}")
         if self.num_stages > 1 and self.activation is None:
             raise GraphError(f"module {self.name!r} cannot be split: what passes between its layers is not known")
 

@@ -9,7 +9,7 @@ from hetmesh.errors import RecipeError, Refusals
 from hetmesh.graph.topology import Topology
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.recipe.batch_sizes import divisors
-from hetmesh.recipe.sections import ModuleParallelism
+from hetmesh.recipe.sections import MOST_RANKS, ModuleParallelism
 
 DEGREE_OF_AXIS: Mapping[str, str] = {
     "pp": "pipeline_parallel_degree",
@@ -58,7 +58,10 @@ def _all_ranks(tables: Mapping[str, ModuleParallelism]) -> tuple[int, ...]:
     """What "all" stands for: every rank that some module names; where none does, as many as the degrees need."""
     if named := {rank for table in tables.values() for rank in table.ranks or ()}:
         return tuple(sorted(named))
-    return tuple(range(max((math.prod(d or 1 for d in _degrees(t).values()) for t in tables.values()), default=1)))
+    needed = max((math.prod(d or 1 for d in _degrees(t).values()) for t in tables.values()), default=1)
+    if needed > MOST_RANKS:
+        raise RecipeError(f"parallelism: the degrees need {needed} ranks; there can be {MOST_RANKS} at most")
+    return tuple(range(needed))
 
 
 def _degrees(table: ModuleParallelism) -> dict[str, int | None]:

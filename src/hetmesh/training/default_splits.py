@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hetmesh.cost import ModuleShape, Rates, Work, module_times, partition
 from hetmesh.cost.partition import runs
 from hetmesh.errors import RecipeError
 
 
 def default_splits(
-    shape: ModuleShape, stages: int, *, upstream_trainable: bool, work: Work, recomputed: bool = False
+    shape: ModuleShape,
+    stages: int,
+    *,
+    upstream_trainable: bool,
+    work: Work,
+    together: Sequence[str] = (),
+    recomputed: bool = False,
 ) -> tuple[tuple[str, ...], ...]:
     """The layers of each stage of a module.
 
@@ -18,24 +26,34 @@ def default_splits(
 
     Args:
         upstream_trainable: whether a module that feeds this one, directly or not, is trainable.
-        recomputed: whether the backward computes its blocks again.
         work: what a typical microbatch gives one lane to do: the balance of blocks and head depends on it.
+        together: the first layers, where they must share a stage.
+        recomputed: whether the backward computes its blocks again.
 
     Raises:
         RecipeError: more stages than layers.
     """
     layers = [layer.name for layer in shape.layers if layer.name]
-    if not 1 <= stages <= len(layers):
+    most = len(layers) - max(len(together) - 1, 0)
+    if not 1 <= stages <= most:
+        shared = f", of which {list(together)} share a stage" if together else ""
         raise RecipeError(
-            f"parallelism.{shape.name}: {stages} pipeline stages for {len(layers)} layers; valid are 1 to {len(layers)}"
+            f"parallelism.{shape.name}: {stages} pipeline stages for {len(layers)} layers{shared}; valid are 1 to "
+            f"{most}"
         )
     times = module_times(shape, work, Rates(1.0), upstream=upstream_trainable, recompute=layers if recomputed else [])
     costs = [times[layer].forward + times[layer].backward for layer in layers]
-    units = _units(costs)
+    units = _joined(_units(costs), len(together))
     if len(units) < stages:
-        units = [[i] for i in range(len(layers))]
+        units = _joined([[i] for i in range(len(layers))], len(together))
     counts = partition([sum(costs[i] for i in unit) for unit in units], stages)
     return tuple(tuple(layers[i] for unit in run for i in unit) for run in runs(units, counts))
+
+
+def _joined(units: list[list[int]], first: int) -> list[list[int]]:
+    """`units` with those that hold any of the `first` layers made one."""
+    ahead = [i for unit in units if unit[0] < first for i in unit]
+    return [*([ahead] if ahead else []), *(unit for unit in units if unit[0] >= first)]
 
 
 def _units(costs: list[float]) -> list[list[int]]:

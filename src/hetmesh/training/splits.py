@@ -86,16 +86,13 @@ def _default(recipe: Recipe, name: str, shape: ModuleShape | None, count: int, f
             f"{key}.pipeline_parallel_degree: the sizes of module {name!r} are not known; name the layers of "
             "each stage in module_fqns_per_model_part"
         )
-    runs = default_splits(
+    return default_splits(
         shape,
         count,
         upstream_trainable=any(recipe.modules[n].trainable for n in recipe.wiring.topology.upstream(name)),
         recomputed=module_options(recipe, name).activation_checkpoint == "full",
+        together=first,
         work=TYPICAL,
-    )
-    return (
-        (*first, *(layer for layer in runs[0] if layer not in first)),
-        *(tuple(layer for layer in run if layer not in first) for run in runs[1:]),
     )
 
 
