@@ -35,6 +35,15 @@ class BoundaryTimeout(HetmeshError, TimeoutError):
     used afterwards: end the job and resume it from its last checkpoint."""
 
 
+class LaunchError(HetmeshError, RuntimeError):
+    """How this process was started does not make a job: the launcher's variables contradict each other or the machine,
+    or other processes did not come. The message names the variables."""
+
+
+class CheckpointError(HetmeshError, OSError):
+    """A checkpoint cannot be written or read, or its bytes have changed. The message names the file and what to do."""
+
+
 class Refusals:
     """Collects what is wrong with a recipe, so that all of it is said at once, a line each."""
 

@@ -296,6 +296,7 @@ class Checkpoint(Section):
     folder: str = "checkpoint"
     interval: Size = 500  # steps
     keep_latest_k: Count = 10  # 0 keeps all
+    timeout_seconds: Seconds = 3600.0  # that writing or reading one may take, whatever [comm] says of a step
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     initial_load_path: str = ""  # a run's step folder, whose weights a new run starts from; nothing else is taken
     exclude_from_loading: tuple[str, ...] = ()  # modules (or prefixes of parameter names) that start afresh

@@ -61,7 +61,8 @@ class Trainer:
         self.optimizers = make_optimizers(recipe, self.job.root)
         self.lr = learning_rate(recipe)
         self.held_out = _held_out(recipe)
-        self.checkpointer = Checkpointer(world, self.folder / recipe.checkpoint.folder, recipe.checkpoint.keep_latest_k)
+        kept = recipe.checkpoint
+        self.checkpointer = Checkpointer(world, self.folder / kept.folder, kept.keep_latest_k, kept.timeout_seconds)
         self.step = self._resume() if recipe.checkpoint.enable else 0
         self.meter = Meter(self.job)
         self.recorder = StepRecorder(self.job, self.folder)
@@ -157,6 +158,7 @@ class Trainer:
         self.checkpointer.save(self.step, self.job.root, self.optimizers, self._position())
 
     def _resume(self) -> int:
+        self.checkpointer.prepare()
         step = self.checkpointer.latest()
         if step is None:
             return 0
