@@ -23,7 +23,7 @@ from hetmesh.training.job import Job
 from hetmesh.training.meter import Meter, StepCost
 from hetmesh.training.metrics import Reporter, StepMetrics
 from hetmesh.training.optimizers import learning_rate, make_optimizers
-from hetmesh.training.timeline import StepRecorder
+from hetmesh.training.recorder import StepRecorder
 
 
 def train(recipe: Recipe) -> dict[str, Any]:
