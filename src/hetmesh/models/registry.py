@@ -132,7 +132,7 @@ def _request(
     out_of = [b for b in boundaries if b.source == name]
     emitted = [made[b.source].out_features for b in into if b.source in made]
     consumed = [made[b.destination].in_features for b in out_of if b.destination in made]
-    media = modules[name].media if into or modules[name].media else _media(name, boundaries)
+    media = modules[name].media if into or modules[name].media else _placeholder_of(name, boundaries)
     return AdapterRequest(
         name=name,
         model=modules[name].model,
@@ -158,10 +158,10 @@ def pretrained_of(name: str, module: ModuleLike) -> Pretrained | None:
     return Pretrained(Path(path).expanduser(), f"modules.{name}.initial_load_path") if path else None
 
 
-def _media(name: str, boundaries: Sequence[BoundaryLike], seen: frozenset[str] = frozenset()) -> str | None:
+def _placeholder_of(name: str, boundaries: Sequence[BoundaryLike], seen: frozenset[str] = frozenset()) -> str | None:
     """The one placeholder that rows of `name` end up in, None if there are several or none."""
     found = set()
     for b in boundaries:
         if b.source == name and b.destination not in seen:
-            found.add(b.at if b.at is not None else _media(b.destination, boundaries, seen | {name}))
+            found.add(b.at if b.at is not None else _placeholder_of(b.destination, boundaries, seen | {name}))
     return found.pop() if len(found) == 1 else None

@@ -40,7 +40,7 @@ def three_phase(
         for groups in phases:
             order += list_schedule(stages, groups, nominal(stages), none, order)
     actions = with_messages(order, stages, none, last_backwards(order, stages, none) if training else ())
-    again = frozenset(others) & stages.backward_stages if training else none
+    recomputed = frozenset(others) & stages.backward_stages if training else none
     return validate(
         Schedule(
             stages,
@@ -49,7 +49,7 @@ def three_phase(
             training,
             none,
             caps,
-            recompute=again if options.recompute else none,
-            offload=again if options.offload else none,
+            recompute=recomputed if options.recompute else none,
+            offload=recomputed if options.offload else none,
         )
     )
