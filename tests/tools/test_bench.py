@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from hetmesh.cost import StageCost, StepCosts
+from hetmesh.graph import Stage
+
 TOOLS = Path(__file__).parents[2] / "tools"
 NAMES = sorted(
     {p.stem for p in (TOOLS / "benchmarks").glob("*.py")} - {"__init__"} | {"boundary", "frozen", "schedule"}
@@ -104,8 +107,8 @@ def test_the_time_target_is_for_large_tensors_without_sums_that_are_split(load):
 
 def test_a_round_lasts_from_the_start_to_the_last_end(load):
     measure = load("benchmarks.boundary.measure")
-    records = [measure.Record({"planned": [(1.0, 1.5), (3.0, 3.1)]}, {"planned": [0.5, 0.25]}, 0, "p2p")]
-    records += [measure.Record({"planned": [(1.0, 1.25), (3.0, 3.5)]}, {"planned": [0.25, 0.5]}, 0, "p2p")]
+    records = [measure.Record({"planned": [(1.0, 1.5), (3.0, 3.1)]}, {"planned": [0.5, 0.25]}, 0, "p2p", 1)]
+    records += [measure.Record({"planned": [(1.0, 1.25), (3.0, 3.5)]}, {"planned": [0.25, 0.5]}, 0, "p2p", 1)]
     assert [measure.duration(records, "planned", i) for i in range(2)] == [0.5, 0.5]
     assert [measure.cpu_seconds(records, "planned", i) for i in range(2)] == [0.75, 0.75]
 
@@ -135,6 +138,9 @@ def test_boundary_bytes_are_the_bound(load, young_heap):
     assert [e["bytes"] for e in result["scenarios"]] == [e["bound"] for e in result["scenarios"]]
     assert {e["direction"] for e in result["scenarios"]} == {"forward", "backward"}
     assert result["plan_ms_32"] == max(t["ms"] for t in result["plan_cases"]["32"].values())
+    assert result["median_time_ratio_vs_bare"] is None
+    assert result["small_time_ratio_vs_bare"] == max(e["time_ratio_vs_bare"] for e in result["scenarios"])
+    assert all(e["messages"] for e in result["scenarios"])
     assert result["link_costs"].keys() >= {"message_us", "collective_us", "copy_us_per_mb"}
     json.dumps(result, allow_nan=False)
     assert "small ragged" in boundary.table(result)
@@ -148,6 +154,9 @@ def test_large_boundaries_are_judged_by_time(load):
     ratios = [e["time_ratio_vs_gather"] for e in result["scenarios"] if e["has_target"]]
     assert len(ratios) == 2
     assert result["max_time_ratio_vs_gather"] == max(ratios)
+    bare = [e["time_ratio_vs_bare"] for e in result["scenarios"]]
+    assert result["max_time_ratio_vs_bare"] == max(bare) > 0
+    assert result["median_time_ratio_vs_bare"] == pytest.approx(sum(bare) / 2, abs=1e-3)
     assert result["max_bytes_over_bound"] == 1.0
 
 
@@ -166,6 +175,7 @@ def test_schedules_are_predicted_and_measured(load):
         assert 0 < case["measured_bubbles"] < 1
     assert result["max_prediction_error"] == max(c["error"] for c in result["configurations"])
     json.dumps(result, allow_nan=False)
+    assert all(case["busy_slowdown"] >= 1 for case in result["configurations"])
     assert "three_phase" in schedule.table(result)
 
 
@@ -182,9 +192,30 @@ def test_frozen_aware_and_blind_cuts_differ(load, monkeypatch):
     result = frozen.run(options(frozen, "--steps", "1", "--width", "16", "--microbatches", "6"))
     assert result["cuts"]["blind"][0] == [layer for layer in result["cuts"]["aware"][0] if "vision/" in layer]
     assert result["speedup_theory"] > 1
-    assert result["speedup_measured"] > 0
+    assert 1 < result["speedup_expected"] <= result["speedup_theory"]
+    assert result["speedup_over_expected"] == result["speedup_measured"] / result["speedup_expected"] > 0
     json.dumps(result, allow_nan=False)
     assert "theory" in frozen.table(result)
+
+
+@pytest.mark.slow
+def test_busy_ranks_are_measured_by_plain_code(load):
+    busy = load("benchmarks.busy")
+    result = busy.run(options(busy, "--rounds", "1", "--seconds", "0", "--width", "16", "--layers", "1"))
+    assert len(result["ranks"]) == len(result["busy_slowdown"]) == 2
+    assert result["busy_slowdown"][0] == 1.0 <= result["busy_slowdown"][1]
+    assert busy.table(result).startswith("busy_slowdown = [1.0, ")
+
+
+def test_what_busy_ranks_measured_becomes_a_slowdown_and_costs_alone(load):
+    busy = load("benchmarks.busy")
+    assert busy.busy_slowdown([([1.0, 3.0], [2.0, 3.0]), ([1.0], [1.05])]) == pytest.approx((1.0, 1.15))
+    assert busy.busy_slowdown([([1.0], [0.9])] * 3) == (1.0, 1.0, 1.0)
+    stage = Stage("llm")
+    costs = busy.apart(StepCosts({(stage, 0): StageCost(2.0, 1.0, 3.0, activation_bytes=7)}), (1.0, 2.0))
+    assert costs == StepCosts({(stage, 0): StageCost(1.0, 0.5, 1.5, activation_bytes=7)}, busy_slowdown=(1.0, 2.0))
+    assert busy.seconds_together([3.0, 1.0], (1.0, 1.5)) == 1.5 + 2
+    assert busy.seconds_together([3.0, 1.0, 2.0], (1.0, 1.5)) == 1.5 + 1.5 + 1
 
 
 def test_simulated_pairs_gain_from_knowing_what_is_frozen(load):
