@@ -105,7 +105,8 @@ def test_the_summary_says_what_the_recipe_does():
 
 def test_what_a_recipe_gives_or_has_no_use_for_is_no_default_to_mention():
     keys = ("--training.mixed_precision_param", "float32", "--activation_checkpoint.mode", "none")
-    recipe = parse_recipe(TEXT, (*keys, "--lr_scheduler.warmup_steps", "0"))
+    shards = ("--parallelism.vision.data_parallel_shard_degree", "1")
+    recipe = parse_recipe(TEXT, (*keys, *shards, "--lr_scheduler.warmup_steps", "0"))
     assert [line for line in summary(recipe, {}) if "torchtitan" in line] == [
         "note: not given, and not torchtitan's default: parallelism.llm.enable_sequence_parallel = False "
         "(torchtitan: True)"

@@ -12,6 +12,7 @@ from hetmesh.graph import Stage
 from hetmesh.models.lora import add_lora, base_name, is_adapter
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.testing.parity import compare, reference, run
+from hetmesh.training.describe import describe
 from hetmesh.training.feed import Feed
 from hetmesh.training.initial_load import load_initial_weights
 from hetmesh.training.job import Job
@@ -165,7 +166,7 @@ def test_weights_that_do_not_fit_are_named(pool4, tmp_path):
 
 
 def test_gradients_stop_where_nothing_upstream_is_trainable():
-    stages = recipe_of("digits", "--modules.vision.trainable=false").graph
+    _, _, stages = describe(recipe_of("digits", "--modules.vision.trainable=false"))
     assert not stages.backward_reaches("vision")
     assert stages.backward_reaches("projector")
     assert Stage("vision").index == 0

@@ -154,7 +154,7 @@ def pretrained_of(name: str, module: ModuleLike) -> Pretrained | None:
     Raises:
         RecipeError: it does not exist.
     """
-    path = module.initial_load_path
+    path = getattr(module, "initial_load_path", None)
     return Pretrained(Path(path).expanduser(), f"modules.{name}.initial_load_path") if path else None
 
 

@@ -55,7 +55,7 @@ def _precision(recipe: Recipe, refusals: Refusals) -> None:
     training = recipe.training
     if training.dtype == "float32":
         return
-    keys = {"training": training.mixed_precision_param}
+    keys: dict[str, str | None] = {"training": training.mixed_precision_param}
     keys |= {f"modules.{name}": module.mixed_precision_param for name, module in recipe.modules.items()}
     for table, computes in keys.items():
         if computes == "bfloat16":
