@@ -25,7 +25,6 @@ from hetmesh.parallel.random_state import seed_by_place
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.stages import prune, shared_parameters, view
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
-from hetmesh.parallel.tokens import token_sharded
 
 
 class ParallelAdapter(Protocol):
@@ -132,6 +131,7 @@ def parallelize(
     plan: Mapping[str, Any] | None = None,
     options: ModuleOptions = DEFAULT,
     runs: Sequence[Sequence[str]] | None = None,
+    token_sharded: Sequence[str] = (),
 ) -> ParallelModule:
     """Shard `module` in place as `spec` says; only members call it. Nothing is sent: every rank holds the same full
     weights beforehand (`hetmesh.models.build_module`), so any layout starts from those of one process.
@@ -140,6 +140,7 @@ def parallelize(
         plan: the tensor parallel plan; None takes the adapter's own.
         options: how it runs; its parameters keep the dtype that they have.
         runs: the layers of each pipeline stage that this rank holds, in order; None: all layers as one stage.
+        token_sharded: of sequence parallelism: FQNs of the submodules that work on a share of the tokens.
 
     Raises:
         LayoutError: the calling rank is no member, or `device_mesh` is not a handle of `spec`.
@@ -151,7 +152,7 @@ def parallelize(
         raise LayoutError(f"only members of {spec} hold its module; this rank is none")
     partial: tuple[str, ...] = ()
     plan = adapter.tensor_parallel_plan() if plan is None else plan
-    shared = token_sharded(adapter) if options.sequence_parallel else ()
+    shared = token_sharded if options.sequence_parallel else ()
     seed_by_place(module, adapter.layers(), plan, shared, split=spec.axis_size("tp") > 1)
     if spec.axis_size("tp") > 1:
         partial = apply_tensor_parallel(module, device_mesh["tp"], plan)
