@@ -25,10 +25,10 @@ def checked(recipe: Recipe) -> list[str]:
     """The summary of `recipe`, after every check that one process can make.
 
     Raises:
-        RecipeError: the first thing that is wrong.
+        RecipeError: everything that is wrong, a line each.
     """
-    from hetmesh.training.check import check_recipe
-    from hetmesh.training.job import describe
+    from hetmesh.training.describe import describe
+    from hetmesh.training.summary import summary
 
-    source, adapters, _ = describe(recipe)
-    return check_recipe(recipe, adapters, source.placeholders)
+    _, adapters, _ = describe(recipe)
+    return list(summary(recipe, adapters))

@@ -18,12 +18,12 @@ from hetmesh.training.checkpoint import Checkpointer
 from hetmesh.training.evaluate import Evaluation, evaluate, show
 from hetmesh.training.feed import Feed
 from hetmesh.training.gradients import clip_factor, counted, reduce_over_ranks, scale, squared_norm
-from hetmesh.training.initial_load import load_weights
+from hetmesh.training.initial_load import load_initial_weights
 from hetmesh.training.job import Job
 from hetmesh.training.meter import Meter, StepCost
 from hetmesh.training.metrics import Reporter, StepMetrics
 from hetmesh.training.optimizers import learning_rate, make_optimizers
-from hetmesh.training.timeline import StepRecorder
+from hetmesh.training.recorder import StepRecorder
 
 
 def train(recipe: Recipe) -> dict[str, Any]:
@@ -54,10 +54,9 @@ class Trainer:
         self.job = Job.assemble(recipe, world)
         if recipe.checkpoint.initial_load_path:
             source = Path(recipe.checkpoint.initial_load_path)
-            load_weights(world, self.job.root, source, recipe.checkpoint.exclude_from_loading)
+            load_initial_weights(world, self.job.root, source, recipe.checkpoint.exclude_from_loading)
         self.parameters = list(self.job.root.parameters())
-        modules = [(module, self.job.graph[name].mesh) for name, module in self.job.root.named_children()]
-        self.counted = counted(modules, world.rank, self.job.counted_elsewhere)
+        self.counted = counted(self.job.parallel.values(), world.rank, self.job.counted_elsewhere)
         self.optimizers = make_optimizers(recipe, self.job.root)
         self.lr = learning_rate(recipe)
         self.held_out = _held_out(recipe)
@@ -114,7 +113,7 @@ class Trainer:
             self.optimizers[0].zero_grad()
         schedule = self.job.schedule(plan)
         recorded = self.recorder.begin(self.step + 1)
-        loss_sum = self.job.runtime.run(schedule, plan, feed)
+        loss_sum = self.job.runtime.run(schedule, plan, feed, step=self.step)
         computed = time.perf_counter()
 
         targets = max(plan.num_targets, 1)
@@ -129,6 +128,8 @@ class Trainer:
             self.optimizers[0].step()
             self.optimizers[1].step()
         self.step += 1
+        if (every := self.recipe.debug.check_replicas) and self.step % every == 0:
+            self.job.check_replicas(self.step)
         seconds = time.perf_counter() - started
         if recorded:
             self.recorder.end(self.step, schedule, plan, computed)
