@@ -28,3 +28,13 @@ class BoundaryError(HetmeshError, RuntimeError):
 class BoundaryTimeout(HetmeshError, TimeoutError):
     """A wait outlasted its timeout. The message names boundary, microbatch and rank. The process group cannot be
     used afterwards: end the job and resume it from its last checkpoint."""
+
+
+class NonFiniteError(HetmeshError, ArithmeticError):
+    """The loss or a gradient of a step is infinite or not a number. No parameter was changed by that step; the message
+    names the step and the modules and ranks where it was seen."""
+
+
+class OutputError(HetmeshError, OSError):
+    """A file of a run cannot be written or is not what its name says. The message names the file; free some space or
+    give another folder."""

@@ -28,7 +28,9 @@ def checked(recipe: Recipe) -> list[str]:
         RecipeError: the first thing that is wrong.
     """
     from hetmesh.training.check import check_recipe
+    from hetmesh.training.held_out import held_out_source
     from hetmesh.training.job import describe
 
     source, adapters, _ = describe(recipe)
+    held_out_source(recipe)
     return check_recipe(recipe, adapters, source.placeholders)

@@ -42,10 +42,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
-        if not self.folder.is_dir():
-            return []
-        found = ((_STEP.fullmatch(path.name), path) for path in self.folder.iterdir())
-        return sorted(int(m.group(1)) for m, path in found if m and (path / COMPLETE).is_file())
+        return complete_steps(self.folder)
 
     def latest(self) -> int | None:
         """The newest complete step, as rank 0 sees it, on every rank. Collective."""
@@ -144,6 +141,23 @@ class Checkpointer:
             )
 
 
+def complete_steps(folder: Path) -> list[int]:
+    """Steps with a complete checkpoint in `folder`, ascending."""
+    if not folder.is_dir():
+        return []
+    found = ((_STEP.fullmatch(path.name), path) for path in folder.iterdir())
+    return sorted(int(m.group(1)) for m, path in found if m and (path / COMPLETE).is_file())
+
+
+def saved_value(path: Path, key: str) -> Any:
+    """One saved value that is no tensor; None if the checkpoint has none of that name. Not collective."""
+    if f"extra.{key}" not in saved_tensors(path):
+        return None
+    state: dict[str, Any] = {f"extra.{key}": None}
+    dcp.load(state, checkpoint_id=str(path), no_dist=True)
+    return state[f"extra.{key}"]
+
+
 def saved_tensors(path: Path) -> dict[str, Any]:
     """What a checkpoint holds, by name."""
     try:
@@ -153,9 +167,10 @@ def saved_tensors(path: Path) -> dict[str, Any]:
 
 
 def _optional(key: str, saved: Iterable[str]) -> bool:
-    """Whether a checkpoint may lack `key`: the random state of a rank that did not exist; the optimizer's state of a
-    parameter that never had a gradient (and none must be made up, for it would begin with another step count)."""
-    if key.startswith("random."):
+    """Whether a checkpoint may lack `key`: the random state of a rank that did not exist; the recipe that older ones do
+    not hold; the optimizer's state of a parameter that never had a gradient (and none must be made up, for it would
+    begin with another step count)."""
+    if key.startswith("random.") or key == "extra.run":
         return True
     prefix = "optimizer.state."
     parameter = key.removeprefix(prefix).rpartition(".")[0]

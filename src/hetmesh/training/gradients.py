@@ -27,12 +27,18 @@ def scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 
 @torch.no_grad()
-def squared_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The squared 2-norm of this rank's parts of the gradients of `parameters`. Float64, 0-d."""
-    grads = _local(parameters)
-    if not grads:
+def squared_norm(parameters: Iterable[nn.Parameter], others: Iterable[nn.Parameter] = ()) -> Tensor:
+    """The squared 2-norm of this rank's parts of the gradients of `parameters`. Float64, 0-d.
+
+    Args:
+        others: parameters that another rank counts. Their gradients add nothing, unless one of them is not finite: then
+            the result is not either, so that the sum over all ranks is one verdict on every gradient of every rank.
+    """
+    grads, silent = _local(parameters), _local(others)
+    if not grads and not silent:
         return torch.zeros((), dtype=torch.float64)
-    return torch.stack(torch._foreach_norm(grads, 2)).double().square().sum().cpu()
+    squares = torch.stack(torch._foreach_norm(grads + silent, 2)).double().square()
+    return (squares[: len(grads)].sum() + 0 * squares[len(grads) :].sum()).cpu()  # 0 * inf and 0 * nan are nan
 
 
 def counted(
