@@ -21,8 +21,13 @@ _PRELOAD = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the two processes that run tests, one runs all that need a worker pool: they share it."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the two processes that run tests, one runs all that need a worker pool: they share it. What is `exhaustive`
+    runs only where `-m` names it (as a default of `-m` it would be lost with every other `-m`)."""
+    if "exhaustive" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         if {"pool", "pool4", "pool8"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("pool"))

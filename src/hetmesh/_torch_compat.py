@@ -56,8 +56,11 @@ def one_gloo_device() -> Iterator[None]:
     theirs = distributed_c10d.ProcessGroupGloo
 
     class OnSharedDevice(theirs):  # type: ignore[misc, valid-type]
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
             options: Any = theirs._Options()  # type: ignore[attr-defined]
+            for name, value in more.items():  # torch 2.14 passes enable_reconfigure, which is an option too
+                if value:
+                    setattr(options, name, value)
             options._devices = _gloo_devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
             options._threads, options._timeout = 2 * len(options._devices), timeout
             super().__init__(store, rank, size, options)

@@ -4,6 +4,7 @@ import pytest
 
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, Edge, ModuleGraph, ModuleSpec, Stage, stage_graph
+from hetmesh.graph.module_graph import Activation
 from hetmesh.layout import MeshSpec
 
 ONE = MeshSpec.make([0], dp_replicate=1)
@@ -59,3 +60,9 @@ def test_lanes_are_all_data_parallel_axes_together():
     assert [module.lane_of(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert module.lane_of(9) is None
     assert ModuleSpec("m", MeshSpec.make([4, 5], tp=2)).num_lanes == 1
+
+
+def test_a_stage_without_layers_is_refused():
+    mesh = MeshSpec.make([0, 1], pp=2)
+    with pytest.raises(GraphError, match="every stage must hold a layer"):
+        ModuleSpec("m", mesh, ("a", "b"), splits=(("a", "b"), ()), activation=Activation(4))

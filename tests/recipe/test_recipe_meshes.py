@@ -1,12 +1,15 @@
 """Ranks and degrees of a recipe to meshes; batch arithmetic."""
 
 import math
+from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hetmesh.errors import RecipeError
+from hetmesh.graph import ModuleOptions
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.recipe.batch_sizes import batch_sizes
 from hetmesh.recipe.meshes import module_meshes, world_size
@@ -139,3 +142,36 @@ def test_batch_arithmetic(local, overall, micro, lanes):
 def test_the_batch_error_without_any_valid_local_size():
     with pytest.raises(RecipeError, match=r"3 x 4 = 12; nearest are \[12\]$"):
         batch_sizes(local_batch_size=3, global_batch_size=2, microbatch_size=None, lanes=4)
+
+
+def test_options_come_with_the_mesh_and_own_keys_go_first():
+    text = """
+    [training]
+    mixed_precision_param = "bfloat16"
+    [activation_checkpoint]
+    mode = "full"
+    [compile]
+    enable = true
+    backend = "eager"
+    [parallelism.llm]
+    ranks = "0-3"
+    tensor_parallel_degree = 2
+    enable_sequence_parallel = true
+    data_parallel_shard_degree = 2
+    fsdp_reshard_after_forward = "never"
+    [parallelism.audio]
+    ranks = [0]
+    """
+    own = 'llm = { model = "qwen3", activation_checkpoint = "none", mixed_precision_param = "float32" }'
+    recipe = parse_recipe(MODULES.replace('llm = { model = "qwen3" }', own) + text)
+    common = ModuleOptions(
+        activation_checkpoint="full",
+        parameter_dtype=torch.float32,
+        compute_dtype=torch.bfloat16,
+        compile_backend="eager",
+    )
+    options = {module.name: module.options for module in recipe.graph.modules}
+    assert options["audio"] == common
+    assert options["projector"] == options["vision"] == replace(common, reshard_after_forward="never")
+    assert options["llm"] == ModuleOptions("never", "none", sequence_parallel=True, compile_backend="eager")
+    assert [options[name].row_dtype for name in ("llm", "vision")] == [torch.float32, torch.bfloat16]

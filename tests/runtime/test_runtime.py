@@ -11,7 +11,7 @@ from torch import nn
 from hetmesh.balance import plan_batch
 from hetmesh.boundary import World, init
 from hetmesh.errors import BoundaryError, BoundaryTimeout, SampleError
-from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec, SampleMeta, Stage, stage_graph
+from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleOptions, ModuleSpec, SampleMeta, Stage, stage_graph
 from hetmesh.layout import MeshSpec
 from hetmesh.runtime import Runtime
 from hetmesh.schedule import sequential
@@ -66,7 +66,8 @@ def values(i):
 def make(world, ranks, modules=MODULES, load=values):
     """This rank's modules, and a function that runs one step. `source` feeds two modules, which feed the sink."""
     meshes = {name: MeshSpec.make(ranks[name], dp_replicate=len(ranks[name])) for name in MODULES}
-    specs = [ModuleSpec(name, mesh, features=WIDTH) for name, mesh in meshes.items()]
+    options = ModuleOptions(parameter_dtype=torch.float64)
+    specs = [ModuleSpec(name, mesh, features=WIDTH, options=options) for name, mesh in meshes.items()]
     graph = ModuleGraph(tuple(specs), tuple(BoundarySpec(*edge) for edge in EDGES))
     groups = {name: world.group(mesh.ranks) for name, mesh in meshes.items()}
     mine = {name: modules[name]() for name in MODULES if world.rank in meshes[name]}
@@ -82,7 +83,6 @@ def make(world, ranks, modules=MODULES, load=values):
         {Stage(name): module for name, module in mine.items()},
         reducers={Stage(name): partial(reduce, name) for name in mine},
         loss=lambda output, batch: output,
-        dtypes=dict.fromkeys(MODULES, torch.float64),
     )
     samples = [SampleMeta(f"s{i}", 4, targets=((3, 4),), rows=dict.fromkeys(MODULES, n)) for i, n in enumerate(ROWS)]
     plan = plan_batch(graph, samples, 1)

@@ -7,7 +7,8 @@ import pytest
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec, Stage, stage_graph
 from hetmesh.layout import MeshSpec
-from hetmesh.schedule import Action, Kind, sequential, validate
+from hetmesh.schedule import Action, Kind, one_f_one_b, sequential, validate
+from hetmesh.schedule.validate import peak_in_flight
 
 ONE = MeshSpec.make([0], dp_replicate=1)
 
@@ -67,3 +68,13 @@ def test_a_receive_before_its_send_is_refused():
     actions[send], actions[receive] = actions[receive], actions[send]
     with pytest.raises(GraphError, match="comes before"):
         validate(replace(schedule, actions=tuple(actions)))
+
+
+def test_a_consumer_of_several_outputs_releases_a_microbatch_once():
+    """A frozen encoder with side outputs: one forward of the LLM ends what all of them wait for."""
+    modules = (ModuleSpec("vision", ONE, trainable=False), ModuleSpec("llm", ONE))
+    boundaries = [BoundarySpec("vision", "llm", "image")] + [
+        BoundarySpec("vision", "llm", output=o) for o in ("a", "b")
+    ]
+    schedule = one_f_one_b(stage_graph(ModuleGraph(modules, tuple(boundaries))), 4)
+    assert peak_in_flight(schedule, Stage("vision")) <= 2

@@ -1,15 +1,14 @@
 """Where modules are cut by default."""
 
-from pathlib import Path
-
 import pytest
 
 from hetmesh.cost import LayerShape, ModuleShape, WeightShape, Work
 from hetmesh.errors import RecipeError
-from hetmesh.recipe.recipe import load_recipe
+from hetmesh.graph import ModuleSpec
+from hetmesh.layout import MeshSpec
 from hetmesh.training.default_splits import default_splits
 
-RECIPE = load_recipe(Path(__file__).parents[2] / "recipes" / "digits.toml")
+MODULE = ModuleSpec("llm", MeshSpec.make([0], dp_replicate=1))
 WORK = Work(100, 1000, 10)
 
 
@@ -29,7 +28,7 @@ def llm(blocks, trainable=True, head=4):
 
 
 def cut(shape, stages, upstream=False, work=WORK):
-    return default_splits(RECIPE, "llm", shape, stages, upstream_trainable=upstream, work=work)
+    return default_splits(MODULE, shape, stages, upstream_trainable=upstream, work=work)
 
 
 def test_layers_without_flops_go_with_a_neighbour():
@@ -53,3 +52,15 @@ def test_what_is_frozen_weighs_less():
     names = [f"b{i}" for i in range(6)]
     layers = tuple(LayerShape(n, (WeightShape(n, (8, 8), 1, i >= 4),)) for i, n in enumerate(names))
     assert [len(run) for run in cut(ModuleShape("m", layers), 2)] == [4, 2]  # 4 x 1 against 2 + 3
+
+
+def test_first_layers_that_share_a_stage_leave_none_empty():
+    """Whisper's convolutions cost something each, and yet share a stage with its positions."""
+
+    def cut_together(stages):
+        together = ("embed", "b0")
+        return default_splits(MODULE, llm(2), stages, upstream_trainable=False, work=WORK, together=together)
+
+    assert cut_together(4) == (("embed", "b0"), ("b1",), ("norm",), ("head",))
+    with pytest.raises(RecipeError, match=r"for 5 layers, of which .* share a stage; valid are 1 to 4"):
+        cut_together(5)

@@ -267,3 +267,15 @@ def test_sections_of_the_frequencies_must_fit_a_head():
     text = RECIPE.replace("head_dim = 8", f"head_dim = 8\n{llm}")
     with pytest.raises(RecipeError, match=r"must add up to head_dim / 2 = 4, got \[1, 1, 1\]"):
         describe(parse_recipe(text.format(policy="sequential", batch=4, tables="", vision="", llm="")))
+
+
+def test_without_features_the_tensor_parallel_plan_names_no_feature_layers():
+    plans = [
+        request(
+            "qwen3_vl_vision", {"hidden_size": 16, "num_heads": 2, "deepstack_visual_indexes": indexes}
+        ).tensor_parallel_plan()
+        for indexes in ([0], [])
+    ]
+    assert {name.split(".")[0] for name in plans[0]} - {name.split(".")[0] for name in plans[1]} == {
+        "deepstack_merger_list"
+    }

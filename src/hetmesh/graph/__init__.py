@@ -1,6 +1,7 @@
 """The static module graph, its stages, and the facts of samples that flow through it."""
 
 from hetmesh.graph.module_graph import LANE_AXES, Activation, BoundarySpec, ModuleGraph, ModuleSpec, output_key
+from hetmesh.graph.module_options import CheckpointMode, ModuleOptions, Reshard
 from hetmesh.graph.rows import RowSpace
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.graph.stages import Edge, Stage, StageGraph, boundary_edge, stage_graph
@@ -9,10 +10,13 @@ __all__ = [
     "LANE_AXES",
     "Activation",
     "BoundarySpec",
+    "CheckpointMode",
     "Edge",
     "MediaItem",
     "ModuleGraph",
+    "ModuleOptions",
     "ModuleSpec",
+    "Reshard",
     "RowSpace",
     "SampleMeta",
     "Stage",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hetmesh.errors import GraphError
+from hetmesh.graph.module_options import DEFAULT, ModuleOptions
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.layout.mesh import MeshSpec
 
@@ -54,6 +55,7 @@ class ModuleSpec:
             coordinate i modulo the size of the `pp` axis.
         activation: what passes between its stages; None for a module that is not split.
         frozen_layers: layers without a trainable parameter in a module that is trainable (LoRA adapts blocks only).
+        options: how it runs on its mesh.
     """
 
     name: str
@@ -70,6 +72,7 @@ class ModuleSpec:
     splits: tuple[tuple[str, ...], ...] = ()
     activation: Activation | None = None
     frozen_layers: frozenset[str] = frozenset()
+    options: ModuleOptions = DEFAULT
 
     def __post_init__(self) -> None:
         pp = self.mesh.axis_size("pp")
@@ -79,6 +82,8 @@ class ModuleSpec:
             )
         if self.splits and tuple(layer for run in self.splits for layer in run) != self.layers:
             raise GraphError(f"module {self.name!r}: its stages must hold its layers in order, got {self.splits}")
+        if not all(self.splits):
+            raise GraphError(f"module {self.name!r}: every stage must hold a layer, got {self.splits}")
         if self.num_stages > 1 and self.activation is None:
             raise GraphError(f"module {self.name!r} cannot be split: what passes between its layers is not known")
 

@@ -112,7 +112,8 @@ class Qwen3VLVisionAdapter:
         return ("patch_embed", "pos_embed", *blocks, *mergers, "merger")
 
     def tensor_parallel_plan(self) -> Mapping[str, Any]:
-        return TENSOR_PARALLEL_PLAN
+        features = self.config.deepstack_visual_indexes
+        return {name: style for name, style in TENSOR_PARALLEL_PLAN.items() if features or "deepstack" not in name}
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
         return {key: getattr(self.config, key) for key in ("intermediate_size", "hidden_size")}

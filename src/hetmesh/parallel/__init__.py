@@ -8,7 +8,6 @@ from hetmesh.parallel.data_parallel import sum_gradients
 from hetmesh.parallel.fully_shard import apply_fully_shard
 from hetmesh.parallel.gradients import holds_first_replica, local_gradient, local_part
 from hetmesh.parallel.linear import Colwise, Rowwise
-from hetmesh.parallel.options import Options
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.tensor_parallel import (
     apply_tensor_parallel,
@@ -21,7 +20,6 @@ __all__ = [
     "AdaptedModule",
     "Colwise",
     "ContextAttention",
-    "Options",
     "ParallelModule",
     "Rowwise",
     "TiedParameter",

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from hetmesh.graph.module_options import CheckpointMode
 from hetmesh.parallel.linear import RowwiseLinear
-from hetmesh.parallel.options import CheckpointMode
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 ATTENTION = "_scaled_dot_product_"

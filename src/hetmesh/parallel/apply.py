@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hetmesh.errors import LayoutError
 from hetmesh.graph.module_graph import LANE_AXES
+from hetmesh.graph.module_options import DEFAULT, ModuleOptions
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.blocks import blocks
 from hetmesh.parallel.compile import apply_compile
 from hetmesh.parallel.data_parallel import start_sum, sum_gradients
 from hetmesh.parallel.fully_shard import apply_fully_shard
-from hetmesh.parallel.options import Options
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.stages import prune, shared_parameters, view
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
@@ -115,7 +115,7 @@ def parallelize(
     spec: MeshSpec,
     device_mesh: DeviceMesh,
     plan: Mapping[str, Any] | None = None,
-    options: Options = Options(),  # noqa: B008
+    options: ModuleOptions = DEFAULT,
     runs: Sequence[Sequence[str]] | None = None,
 ) -> ParallelModule:
     """Shard `module` in place as `spec` says; only members call it. Nothing is sent: every rank holds the same full
@@ -123,7 +123,7 @@ def parallelize(
 
     Args:
         plan: the tensor parallel plan; None takes the adapter's own.
-        options: what else the recipe asks for.
+        options: how it runs; its parameters keep the dtype that they have.
         runs: the layers of each pipeline stage that this rank holds, in order; None: all layers as one stage.
 
     Raises:

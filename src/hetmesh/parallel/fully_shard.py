@@ -17,10 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hetmesh.graph.module_graph import LANE_AXES
-from hetmesh.parallel.options import Options
+from hetmesh.graph.module_options import ModuleOptions
 
 
-def apply_fully_shard(root: nn.Module, blocks: Iterable[nn.Module], device_mesh: DeviceMesh, options: Options) -> None:
+def apply_fully_shard(
+    root: nn.Module, blocks: Iterable[nn.Module], device_mesh: DeviceMesh, options: ModuleOptions
+) -> None:
     """Shard the parameters of `root` in place over the `dp_shard` axis of its mesh (with a `dp_replicate` axis: HSDP).
 
     Each of `blocks` is gathered by itself, right before its forward and backward. Everything else belongs to

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from hetmesh.errors import GraphError, RecipeError
 from hetmesh.graph.module_graph import BoundarySpec, ModuleGraph, ModuleSpec
+from hetmesh.graph.module_options import ModuleOptions
 from hetmesh.layout.mesh import MeshSpec
+from hetmesh.recipe.module_options import module_options
+from hetmesh.recipe.sections import ModuleParallelism
 
 if TYPE_CHECKING:
     from hetmesh.recipe.recipe import Recipe
-    from hetmesh.recipe.sections import ModuleParallelism
 
 DEGREE_OF_AXIS: Mapping[str, str] = {
     "pp": "pipeline_parallel_degree",
@@ -36,6 +38,7 @@ def module_graph(recipe: Recipe, layers: Mapping[str, Sequence[str]] | None = No
     """
     graph = _wiring(recipe)
     meshes = _meshes(recipe, graph)
+    _check_offload(recipe, meshes)
     modules = tuple(
         ModuleSpec(
             name,
@@ -47,6 +50,7 @@ def module_graph(recipe: Recipe, layers: Mapping[str, Sequence[str]] | None = No
             packed=name == graph.sink.name and packs(recipe, meshes[name]),
             attention_mask=module.attention_mask,
             assignment=_assignment(recipe, name),
+            options=_options(recipe, graph, meshes, name),
         )
         for name, module in recipe.modules.items()
     )
@@ -74,6 +78,20 @@ def packs(recipe: Recipe, mesh: MeshSpec) -> bool:
     mask is one that only hetmesh's own attention knows."""
     masked = any(module.attention_mask != "causal" for module in recipe.modules.values())
     return recipe.training.pack_samples or mesh.axis_size("cp") > 1 or masked
+
+
+def _options(recipe: Recipe, graph: ModuleGraph, meshes: Mapping[str, MeshSpec], name: str) -> ModuleOptions:
+    owner = table_of(recipe, graph, name)
+    table = ModuleParallelism() if owner is None else recipe.parallelism.modules[owner]
+    return module_options(recipe, name, table, splits_tokens(recipe, meshes, name))
+
+
+def _check_offload(recipe: Recipe, meshes: Mapping[str, MeshSpec]) -> None:
+    if recipe.training.enable_cpu_offload and all(mesh.axis_size("dp_shard") == 1 for mesh in meshes.values()):
+        raise RecipeError(
+            "training.enable_cpu_offload: it moves the shards of modules with a data_parallel_shard_degree above 1 to "
+            "the CPU, but no module has one"
+        )
 
 
 def _assignment(recipe: Recipe, name: str) -> str:

@@ -15,8 +15,7 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.report.values import BoundaryView, ModuleView, RecipeView, Traffic
 from hetmesh.training.check import check_recipe
 from hetmesh.training.job import describe, make_prepare
-from hetmesh.training.module_shapes import compute_dtype, module_shapes
-from hetmesh.training.modules import DTYPES
+from hetmesh.training.module_shapes import module_shapes
 
 BACKENDS = ("gloo", "nccl")
 SHORT = {"dp_replicate": "dp", "dp_shard": "fsdp"}
@@ -37,7 +36,6 @@ def explain(recipe: Recipe) -> RecipeView:
     drawn = Loader(source, batch.global_batch_size, prepare, seed=recipe.debug.seed).batch(0)
     plan = plan_batch(graph, [d.meta for d in drawn], batch.microbatch_size)
     shapes = module_shapes(recipe, adapters)
-    itemsize = DTYPES[recipe.training.dtype].itemsize
     return RecipeView(
         description=recipe.job.description,
         ranks=recipe.world_size,
@@ -50,17 +48,12 @@ def explain(recipe: Recipe) -> RecipeView:
         tokens=plan.num_tokens,
         dtype=recipe.training.dtype,
         optimizer=recipe.optimizer.name,
-        modules=tuple(_module(recipe, plan, name, shapes[name], itemsize) for name in recipe.modules),
-        boundaries=tuple(_boundary(plan, b, compute_dtype(recipe, b.source).itemsize) for b in graph.boundaries),
+        modules=tuple(_module(recipe, plan, name, shapes[name]) for name in recipe.modules),
+        boundaries=tuple(_boundary(plan, b, graph[b.source].options.row_dtype.itemsize) for b in graph.boundaries),
     )
 
 
-def dtype_name(recipe: Recipe, name: str) -> str:
-    """In what a module computes, e.g. `"bfloat16"`."""
-    return str(compute_dtype(recipe, name)).removeprefix("torch.")
-
-
-def _module(recipe: Recipe, plan: BatchPlan, name: str, shape: ModuleShape | None, itemsize: int) -> ModuleView:
+def _module(recipe: Recipe, plan: BatchPlan, name: str, shape: ModuleShape | None) -> ModuleView:
     spec, graph = plan.graph[name], plan.graph
     mesh = spec.mesh
     work = lane_work(plan, name)
@@ -74,10 +67,12 @@ def _module(recipe: Recipe, plan: BatchPlan, name: str, shape: ModuleShape | Non
         lanes=spec.num_lanes,
         cells={rank: cell(mesh, rank) for rank in mesh.ranks},
         training=_training(shape, graph, name),
-        dtype=dtype_name(recipe, name),
+        dtype=str(spec.options.row_dtype).removeprefix("torch."),
         parameters=shape.parameters if shape else None,
         trainable_parameters=shape.trainable_parameters if shape else None,
-        memory=static_memory(shape, mesh, itemsize, recipe.optimizer.name, spec.splits) if shape else {},
+        memory=static_memory(shape, mesh, spec.options.parameter_dtype.itemsize, recipe.optimizer.name, spec.splits)
+        if shape
+        else {},
         stages=spec.splits,
         work=whole,
         flops=module_flops(shape, whole, upstream=upstream) if shape else None,

@@ -34,7 +34,6 @@ class Runtime:
             a tensor, or several outputs by name (`BoundarySpec.output`).
         reducers: per such stage with something trainable, the REDUCE action.
         loss: the summed loss.
-        dtypes: of the rows that each module emits, and so of their gradients.
         lowering: of boundary transfers; see `hetmesh.boundary.lowering`.
         finish: called after the last action of a training step, when all gradients of this rank's stages are summed
             over their lanes.
@@ -53,12 +52,11 @@ class Runtime:
         *,
         reducers: Mapping[Stage, Reducer],
         loss: Loss,
-        dtypes: Mapping[str, torch.dtype],
         lowering: str = "auto",
         finish: Callable[[], None] | None = None,
     ) -> None:
         self.world, self.graph, self.modules = world, graph, modules
-        self.reducers, self.loss, self.dtypes, self.lowering = reducers, loss, dtypes, lowering
+        self.reducers, self.loss, self.lowering = reducers, loss, lowering
         self.finish = finish
         self.recording: Recording | None = None
         stages = stage_graph(graph)

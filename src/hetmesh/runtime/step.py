@@ -170,7 +170,7 @@ class StepRunner:
                 runtime.world,
                 self._transfer_plan(edge, m, forward),
                 local,
-                runtime.dtypes[(edge if forward else edge.reversed).source.module],
+                runtime.graph[(edge if forward else edge.reversed).source.module].options.row_dtype,
                 Label(edge_name(edge if forward else edge.reversed), m, "forward" if forward else "backward"),
                 lowering=runtime.lowering,
                 tag=2 * len(self._forward_edges) * m + self.tags[edge],

@@ -60,4 +60,5 @@ def releases(schedule: Schedule, stage: Stage, microbatch: int) -> tuple[Action,
     kinds = backward_kinds(stage, schedule.stages, schedule.split) if schedule.training else ()
     if kinds:
         return (Action(kinds[-1], stage, microbatch),)
-    return tuple(Action(Kind.FORWARD, e.destination, microbatch) for e in schedule.stages.outputs(stage))
+    consumers = dict.fromkeys(e.destination for e in schedule.stages.outputs(stage))  # one may read several outputs
+    return tuple(Action(Kind.FORWARD, consumer, microbatch) for consumer in consumers)

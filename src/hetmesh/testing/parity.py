@@ -7,6 +7,7 @@ end to end. It shares models and data with the run under test, and nothing else:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,8 @@ from hetmesh.errors import HetmeshError
 from hetmesh.graph import output_key
 from hetmesh.parallel import local_gradient
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.testing.dense_masks import dense_mask, masked
+from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.feed import Feed
 from hetmesh.training.gradients import scale
@@ -64,7 +67,12 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1) -> Outcome:
         for name in graph.order:
             inputs = {b.key: outputs[b.key] for b in graph.inputs(name)}
             batch = adapters[name].collate(samples, metas, placeholders=source.placeholders, pad_id=source.pad_id)
-            result = adapters[name].forward(modules[name], batch, inputs)
+            kind = recipe.modules[name].attention_mask
+            sees: AbstractContextManager[None] = nullcontext()
+            if kind != "causal":
+                sees = masked(modules[name], dense_mask(kind, metas, batch["input_ids"].shape[1]))
+            with sees:
+                result = adapters[name].forward(modules[name], batch, inputs)
             named = {"": result} if isinstance(result, Tensor) else result
             outputs |= {output_key(name, output): rows for output, rows in named.items()}
         loss = nn.functional.cross_entropy(outputs[graph.sink.name], batch["targets"], reduction="sum")
@@ -104,6 +112,22 @@ def run(
 
     with exact_dtypes(job.root):
         return _descend(parameters, step, steps, lr)
+
+
+def check(pool: WorkerPool, recipe: Recipe, steps: int = 3, *, timeout: float = 120.0) -> float:
+    """Run `recipe` in the workers of `pool` and compare it with one process; returns the largest error.
+
+    Raises:
+        ParityError: it differs.
+        Exception: what a worker raised; a `WorkerError` if it hung or died.
+    """
+    ranks = pool.run(run_as, recipe, steps, timeout=timeout)
+    return compare(reference(recipe, steps), ranks, TOLERANCE[recipe.training.dtype])
+
+
+def run_as(rank: int, recipe: Recipe, steps: int, fault: Callable[[Job], None] | None = None) -> Outcome:
+    """`run` in worker `rank` of a `WorkerPool`."""
+    return run(recipe, World.current(), steps, fault=fault)
 
 
 def _descend(parameters: Mapping[str, nn.Parameter], step: Callable[[], float], steps: int, lr: float) -> Outcome:

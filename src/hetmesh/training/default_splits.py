@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from hetmesh.cost import ModuleShape, Rates, Work, module_times, partition
 from hetmesh.cost.partition import runs
 from hetmesh.errors import RecipeError
-from hetmesh.training.modules import module_options
-
-if TYPE_CHECKING:
-    from hetmesh.recipe.recipe import Recipe
+from hetmesh.graph import ModuleSpec
 
 
 def default_splits(
-    recipe: Recipe, name: str, shape: ModuleShape, stages: int, *, upstream_trainable: bool, work: Work
+    module: ModuleSpec,
+    shape: ModuleShape,
+    stages: int,
+    *,
+    upstream_trainable: bool,
+    work: Work,
+    together: Sequence[str] = (),
 ) -> tuple[tuple[str, ...], ...]:
-    """The layers of each stage of module `name`.
+    """The layers of each stage of `module`.
 
     The slowest stage, forward and backward of what is trained, is as fast as possible (`hetmesh.cost.partition`).
     Layers without FLOPs (embeddings, norms) go with the layer before them, the first ones with the layer after them,
@@ -25,24 +28,33 @@ def default_splits(
     Args:
         upstream_trainable: whether a module that feeds this one, directly or not, is trainable.
         work: what a typical microbatch gives one lane to do: the balance of blocks and head depends on it.
+        together: the first layers, where they must share a stage.
 
     Raises:
         RecipeError: more stages than layers.
     """
     layers = [layer.name for layer in shape.layers if layer.name]
-    if not 1 <= stages <= len(layers):
+    most = len(layers) - max(len(together) - 1, 0)
+    if not 1 <= stages <= most:
+        shared = f", of which {list(together)} share a stage" if together else ""
         raise RecipeError(
-            f"parallelism.{name}: {stages} pipeline stages for {len(layers)} layers; valid are 1 to {len(layers)}"
+            f"parallelism.{module.name}: {stages} pipeline stages for {len(layers)} layers{shared}; valid are 1 to "
+            f"{most}"
         )
-    options = module_options(recipe, name)
-    again = layers if options.activation_checkpoint == "full" else []
-    times = module_times(shape, work, Rates(1.0), upstream=upstream_trainable, recompute=again)
+    recomputed = layers if module.options.activation_checkpoint == "full" else []
+    times = module_times(shape, work, Rates(1.0), upstream=upstream_trainable, recompute=recomputed)
     costs = [times[layer].forward + times[layer].backward for layer in layers]
-    units = _units(costs)
+    units = _joined(_units(costs), len(together))
     if len(units) < stages:
-        units = [[i] for i in range(len(layers))]
+        units = _joined([[i] for i in range(len(layers))], len(together))
     counts = partition([sum(costs[i] for i in unit) for unit in units], stages)
     return tuple(tuple(layers[i] for unit in run for i in unit) for run in runs(units, counts))
+
+
+def _joined(units: list[list[int]], first: int) -> list[list[int]]:
+    """`units` with those that hold any of the `first` layers made one."""
+    ahead = [i for unit in units if unit[0] < first for i in unit]
+    return [*([ahead] if ahead else []), *(unit for unit in units if unit[0] >= first)]
 
 
 def _units(costs: list[float]) -> list[list[int]]:

@@ -18,7 +18,7 @@ from hetmesh.data.loader import Loader
 from hetmesh.data.registry import make_source
 from hetmesh.data.source import Source
 from hetmesh.errors import RecipeError
-from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, SampleMeta, Stage, StageGraph, stage_graph
+from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleOptions, ModuleSpec, SampleMeta, Stage, StageGraph, stage_graph
 from hetmesh.models import (
     Adapter,
     load_weights,
@@ -30,13 +30,13 @@ from hetmesh.models import (
     sample_positions,
     with_further_boundaries,
 )
-from hetmesh.parallel import Options, TiedParameter, parallelize, start_reduction, sum_tied_parameters, tied_parameters
+from hetmesh.parallel import TiedParameter, parallelize, start_reduction, sum_tied_parameters, tied_parameters
 from hetmesh.parallel.tokens import token_sharded
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.runtime import Reducer, Runtime
 from hetmesh.schedule import POLICIES, PolicyOptions, Schedule
 from hetmesh.training.loss import sum_cross_entropy
-from hetmesh.training.modules import DTYPES, full_module, module_options
+from hetmesh.training.modules import full_module
 from hetmesh.training.optimizers import Root
 from hetmesh.training.splits import split_modules
 
@@ -86,7 +86,7 @@ def _check_directories(recipe: Recipe) -> None:
 
 def _check_options(recipe: Recipe, name: str, adapter: Adapter) -> None:
     """Raise RecipeError where a module cannot do what the recipe asks of it."""
-    options = module_options(recipe, name)
+    options = recipe.graph[name].options
     if options.sequence_parallel:
         key = f"parallelism.{name}.enable_sequence_parallel"
         if not token_sharded(adapter):
@@ -116,7 +116,7 @@ def _check_options(recipe: Recipe, name: str, adapter: Adapter) -> None:
         )
 
 
-def _check_zero_bubble(recipe: Recipe, name: str, options: Options) -> None:
+def _check_zero_bubble(recipe: Recipe, name: str, options: ModuleOptions) -> None:
     """Raise RecipeError for what a backward in two parts cannot be combined with."""
     key = 'parallelism.pipeline_parallel_schedule = "zero_bubble" splits the backward'
     if recipe.graph[name].mesh.axis_size("dp_shard") > 1:
@@ -170,8 +170,6 @@ class Job:
     def assemble(cls, recipe: Recipe, world: World) -> Job:
         """Build the modules of this rank, with the same weights on every layout, and everything around them."""
         source, adapters, graph = describe(recipe)
-        # Rows travel in the dtype in which their producer computes.
-        dtypes = {n: module_options(recipe, n).compute_dtype or DTYPES[recipe.training.dtype] for n in graph.order}
         stages = stage_graph(graph)
         modules: dict[str, nn.Module] = {}
         adapted: dict[Stage, nn.Module] = {}
@@ -191,11 +189,9 @@ class Job:
             plan = lora_plan(module, {**adapters[name].tensor_parallel_plan(), **recipe.modules[name].plan})
             runs = [graph[name].stage_layers(stage.index) for stage in own] if graph[name].splits else None
             spec = graph[name].stage_mesh(own[0].index)
-            parallel = parallelize(adapters[name], module, spec, mesh, plan, module_options(recipe, name), runs)
+            parallel = parallelize(adapters[name], module, spec, mesh, plan, graph[name].options, runs)
             if pretrained is not None:
-                device = (
-                    "cpu" if module_options(recipe, name).cpu_offload and parallel.summed_over_lanes else world.device
-                )
+                device = "cpu" if graph[name].options.cpu_offload and parallel.summed_over_lanes else world.device
                 load_weights(adapters[name], parallel.module, pretrained, device, roots=parallel.stages)
             modules[name] = parallel.module
             adapted |= zip(own, parallel.stages, strict=True)
@@ -208,7 +204,6 @@ class Job:
             adapted,
             reducers=reducers,
             loss=sum_cross_entropy,
-            dtypes=dtypes,
             finish=partial(sum_tied_parameters, tied, world),
         )
         prepare = make_prepare(recipe, graph, adapters)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
 from hetmesh.cost import find_machine, imbalance, lane_work, load_machine, module_flops, total_work
-from hetmesh.training.module_shapes import compute_dtype, module_shapes
+from hetmesh.training.module_shapes import module_shapes
 
 if TYPE_CHECKING:
     from hetmesh.recipe.recipe import Recipe
@@ -87,7 +87,7 @@ class Meter:
     def __init__(self, job: Job) -> None:
         self.job, self.graph, self.world = job, job.graph, job.world
         self.shapes = module_shapes(job.recipe, job.adapters)
-        dtypes = {name: compute_dtype(job.recipe, name) for name in job.graph.order}
+        dtypes = {name: job.graph[name].options.row_dtype for name in job.graph.order}
         found = {dtype: find_peak(job.recipe, job.world, dtype) for dtype in dict.fromkeys(dtypes.values())}
         self.peaks = {name: found[dtype] for name, dtype in dtypes.items()}
 

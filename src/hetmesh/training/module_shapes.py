@@ -10,7 +10,7 @@ import torch
 from hetmesh.cost import ModuleShape
 from hetmesh.models import Adapter, lora_plan
 from hetmesh.models.module_shape import module_shape
-from hetmesh.training.modules import DTYPES, full_module, module_options
+from hetmesh.training.modules import full_module
 
 if TYPE_CHECKING:
     from hetmesh.recipe.recipe import Recipe
@@ -30,8 +30,3 @@ def module_shape_of(recipe: Recipe, adapter: Adapter, name: str) -> ModuleShape 
         return None
     plan = lora_plan(module, {**adapter.tensor_parallel_plan(), **recipe.modules[name].plan})
     return module_shape(name, adapter, module, plan)
-
-
-def compute_dtype(recipe: Recipe, name: str) -> torch.dtype:
-    """The dtype in which a module computes, and in which its rows travel."""
-    return module_options(recipe, name).compute_dtype or DTYPES[recipe.training.dtype]

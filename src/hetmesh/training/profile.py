@@ -31,7 +31,6 @@ from hetmesh.models.module_shape import HEAD, module_shape
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
 from hetmesh.training.job import describe, make_prepare
 from hetmesh.training.loss import sum_cross_entropy
-from hetmesh.training.module_shapes import compute_dtype
 from hetmesh.training.modules import loaded_module
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def profile_recipe(recipe: Recipe, *, seconds: float = 45.0) -> Profile:
             for mesh in meshes:
                 calls += _calls(recipe, graph, adapters[name], name, loader, shapes, mesh)
         _measure_all(calls, seconds)
-    dtype = str(compute_dtype(recipe, graph.sink.name)).removeprefix("torch.")
+    dtype = str(graph.sink.options.row_dtype).removeprefix("torch.")
     fitted, held_out = ([o for c in calls if c.held_out is flag for o in c.observations()] for flag in (False, True))
     return fit(fitted, held_out, dtype=dtype)
 
@@ -157,7 +156,7 @@ def _inputs(
     recipe: Recipe, graph: ModuleGraph, adapter: Adapter, name: str, loader: Loader, drawn: Sequence[DrawnSample]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The module's own inputs, and random rows in place of its producers'."""
-    metas, dtype = [d.meta for d in drawn], compute_dtype(recipe, name)
+    metas, dtype = [d.meta for d in drawn], graph[name].options.row_dtype
     rows = {
         b.source: torch.randn(sum(meta.rows.get(b.source, 0) for meta in metas), adapter.in_features or 1, dtype=dtype)
         for b in graph.inputs(name)

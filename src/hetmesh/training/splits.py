@@ -93,12 +93,8 @@ def _default(
             "each stage in module_fqns_per_model_part"
         )
     upstream = any(graph.needs_gradient(b) for b in graph.inputs(module.name))
-    runs = default_splits(recipe, module.name, shape, count, upstream_trainable=upstream, work=TYPICAL)
     first = getattr(adapter, "first_layers", ())
-    return (
-        (*first, *(layer for layer in runs[0] if layer not in first)),
-        *(tuple(layer for layer in run if layer not in first) for run in runs[1:]),
-    )
+    return default_splits(module, shape, count, upstream_trainable=upstream, work=TYPICAL, together=first)
 
 
 TYPICAL = Work(rows=2048, pairs=2048 * 512, targets=512)

@@ -33,8 +33,7 @@ from hetmesh.graph import ModuleGraph, Stage
 from hetmesh.layout import MeshSpec
 from hetmesh.schedule import Schedule
 from hetmesh.training.meter import measure_peak
-from hetmesh.training.module_shapes import compute_dtype, module_shapes
-from hetmesh.training.modules import DTYPES, module_options
+from hetmesh.training.module_shapes import module_shapes
 from hetmesh.training.transfer_costs import transfer_costs
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def recipe_step_costs(
     }
     return StepCosts(
         costs,
-        transfer_costs(recipe, plan, schedule, machine),
+        transfer_costs(plan, schedule, machine),
         {s: built[s].gather for s in stages.stages},
         {s: built[s].reduce for s in stages.stages if s in stages.trainable_stages},
         _optimizer(recipe, modules.values(), machine),
@@ -133,8 +132,8 @@ def _module(
 ) -> _Module:
     if shape is None:
         raise RecipeError(f"modules.{name}: its costs are not known, since it cannot be built on the meta device")
-    spec, options = graph[name], module_options(recipe, name)
-    dtype = compute_dtype(recipe, name)
+    spec, options = graph[name], graph[name].options
+    dtype = options.row_dtype
     kind = str(dtype).removeprefix("torch.")
     rates = None
     if profile is None:
@@ -151,7 +150,7 @@ def _module(
         options.activation_checkpoint,
         options.reshard_after_forward,
         dtype.itemsize,
-        DTYPES[recipe.training.dtype].itemsize,
+        options.parameter_dtype.itemsize,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from hetmesh.balance import BatchPlan, edge_layouts
 from hetmesh.cost import Machine, TransferCost
@@ -11,23 +10,17 @@ from hetmesh.cost.collectives import link
 from hetmesh.graph import Edge
 from hetmesh.layout import TransferPlan, plan_transfer
 from hetmesh.schedule import Schedule
-from hetmesh.training.module_shapes import compute_dtype
-
-if TYPE_CHECKING:
-    from hetmesh.recipe.recipe import Recipe
 
 _SAMPLED = 32  # destination ranks whose bytes are counted; more are sampled evenly (lanes repeat along a mesh)
 
 
-def transfer_costs(
-    recipe: Recipe, plan: BatchPlan, schedule: Schedule, machine: Machine
-) -> dict[tuple[Edge, int], TransferCost]:
+def transfer_costs(plan: BatchPlan, schedule: Schedule, machine: Machine) -> dict[tuple[Edge, int], TransferCost]:
     """Per edge, forward and where a gradient flows reversed, and microbatch: the bytes of the rank that receives most,
     over the slowest link into it."""
     costs = {}
     per_node = machine.ranks_per_node or None
     for edge in schedule.stages.edges:
-        itemsize = compute_dtype(recipe, edge.source.module).itemsize
+        itemsize = plan.graph[edge.source.module].options.row_dtype.itemsize
         for m in range(schedule.microbatches):
             shape, src, dst = edge_layouts(plan, edge, m)
             forward = plan_transfer(shape, src, dst, ranks_per_node=per_node)

@@ -1,0 +1,44 @@
+"""The LLM's attention mask entry by entry, from the words of its recipe key: what masks as segments are tested by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetmesh.graph import SampleMeta
+
+
+def sees(kind: str, meta: SampleMeta, i: int, j: int) -> bool:
+    """Whether token i of a sample sees its token j under the mask `kind`."""
+    item_of = {t: n for n, item in enumerate(meta.media) for t in range(item.position, item.position + item.rows)}
+    if i in item_of and item_of[i] == item_of.get(j):
+        return kind != "causal" or j <= i
+    return j <= i and (kind != "isolated_media" or i not in item_of)
+
+
+def dense_mask(kind: str, metas: Sequence[SampleMeta], width: int) -> Tensor:
+    """The mask of samples padded to `width` tokens: bool `[samples, 1, width, width]`, True where a token is seen.
+    Padding sees itself."""
+    mask = torch.eye(width, dtype=torch.bool).repeat(len(metas), 1, 1, 1)
+    for row, meta in enumerate(metas):
+        for i in range(meta.tokens):
+            for j in range(meta.tokens):
+                mask[row, 0, i, j] = sees(kind, meta, i, j)
+    return mask
+
+
+@contextmanager
+def masked(module: nn.Module, mask: Tensor) -> Iterator[None]:
+    """While the context lasts, the decoder inside the LLM `module` (`module.model`) attends as `mask` says, through
+    transformers' own attention."""
+    decoder: Any = module.get_submodule("model")
+    forward = decoder.forward
+    decoder.forward = lambda **arguments: forward(**{**arguments, "attention_mask": mask})
+    try:
+        yield
+    finally:
+        decoder.__dict__.pop("forward", None)

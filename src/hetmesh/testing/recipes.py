@@ -1,0 +1,192 @@
+"""A hypothesis strategy of valid small recipes over every feature of hetmesh, and which features a recipe uses.
+
+To add a feature: one function in `recipe_pieces.PIECES` (or `recipe_graphs.GRAPHS`) that draws it, and one line in
+`FEATURES` that recognises it, so that runs say how often it was tried.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hetmesh.recipe.recipe import Recipe, parse_recipe
+from hetmesh.testing.recipe_graphs import GRAPHS, Draft
+from hetmesh.testing.recipe_pieces import PIECES, POLICIES
+
+
+@dataclass(frozen=True)
+class RecipeCase:
+    """One drawn recipe, as its TOML text: what a failure is reported by."""
+
+    text: str
+
+    @property
+    def recipe(self) -> Recipe:
+        """The parsed recipe.
+
+        Raises:
+            RecipeError: hetmesh refuses it, which for a drawn recipe is a finding.
+        """
+        return parse_recipe(self.text)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names of the `FEATURES` that it uses."""
+        recipe = self.recipe
+        return tuple(name for name, has in FEATURES.items() if has(recipe))
+
+
+@st.composite
+def recipes(draw: st.DrawFn, world: int = 4, *, graphs: tuple[str, ...] = tuple(GRAPHS)) -> RecipeCase:
+    """Recipes that train on at most `world` ranks in well under a second and that hetmesh documents as supported.
+
+    Args:
+        world: ranks 0 to world - 1; not every recipe uses all of them.
+        graphs: names of `GRAPHS` to choose from.
+    """
+    draft = Draft(world)
+    GRAPHS[draw(st.sampled_from(graphs))](draw, draft)
+    for piece in PIECES:
+        piece(draw, draft)
+    return RecipeCase(to_toml(draft.tables))
+
+
+def draw_recipes(count: int, seed: int, world: int = 4, *, graphs: tuple[str, ...] = tuple(GRAPHS)) -> list[RecipeCase]:
+    """`count` different recipes, the same for the same arguments.
+
+    They are drawn from random bytes, each for itself: hypothesis's own search varies what it drew before, so a hundred
+    of its examples hold some features fifty times and others never.
+    """
+    found: dict[RecipeCase, None] = {}
+
+    @settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(recipes(world, graphs=graphs))
+    def keep(case: RecipeCase) -> None:
+        if len(found) < count:
+            found.setdefault(case)
+
+    random = Random(f"{seed}/{world}")
+    while len(found) < count:
+        keep.hypothesis.fuzz_one_input(random.randbytes(4096))  # type: ignore[attr-defined]
+    return list(found)
+
+
+def to_toml(tables: Mapping[str, Any]) -> str:
+    """A recipe's tables as TOML text."""
+    lines: list[str] = []
+    _write(tables, "", lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def _write(table: Mapping[str, Any], path: str, lines: list[str]) -> None:
+    lines += [f"{key} = {_value(value)}" for key, value in table.items() if not _is_tables(value)]
+    for key, value in table.items():
+        name = f"{path}{key}"
+        if isinstance(value, Mapping):
+            lines += ["", f"[{name}]"]
+            _write(value, f"{name}.", lines)
+        elif _is_tables(value):
+            for each in value:
+                lines += ["", f"[[{name}]]"]
+                _write(each, f"{name}.", lines)
+
+
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, Mapping) or (isinstance(value, list) and any(isinstance(v, Mapping) for v in value))
+
+
+def _value(value: Any) -> str:
+    return json.dumps(value)  # of strings, numbers, booleans and lists of these JSON and TOML are one
+
+
+def _any_mesh(axis: str) -> Callable[[Recipe], bool]:
+    return lambda recipe: any(mesh.axis_size(axis) > 1 for mesh in recipe.meshes().values())
+
+
+def _models(*names: str) -> Callable[[Recipe], bool]:
+    return lambda recipe: any(module.model in names for module in recipe.modules.values())
+
+
+def _policy(name: str) -> Callable[[Recipe], bool]:
+    return lambda recipe: recipe.schedule == name
+
+
+def _key(key: str) -> Callable[[Recipe], bool]:
+    return lambda recipe: bool(recipe.schedule_key(key))
+
+
+def _layout_key(key: str) -> Callable[[Recipe], bool]:
+    return lambda recipe: any(getattr(table, key) for table in recipe.parallelism.modules.values())
+
+
+def _relation(holds: Callable[[set[int], set[int]], bool]) -> Callable[[Recipe], bool]:
+    def found(recipe: Recipe) -> bool:
+        meshes = recipe.meshes()
+        sink = set(meshes[recipe.sink].ranks)
+        return any(holds(set(mesh.ranks), sink) for name, mesh in meshes.items() if name != recipe.sink)
+
+    return found
+
+
+def _uneven_lanes(recipe: Recipe) -> bool:
+    lanes = [module.num_lanes for module in recipe.graph.modules]
+    return any(a % recipe.lanes and recipe.lanes % a for a in lanes)
+
+
+FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
+    "identical ranks": _relation(lambda a, b: a == b),
+    "disjoint ranks": _relation(lambda a, b: not a & b),
+    "overlapping ranks": _relation(lambda a, b: bool(a & b) and a != b),
+    "permuted ranks": lambda r: any(list(m.ranks) != sorted(m.ranks) for m in r.meshes().values()),
+    "lanes that do not divide": _uneven_lanes,
+    "data parallel": _any_mesh("dp_replicate"),
+    "FSDP": _any_mesh("dp_shard"),
+    "tensor parallel": _any_mesh("tp"),
+    "sequence parallel": _layout_key("enable_sequence_parallel"),
+    "context parallel": _any_mesh("cp"),
+    "encoder context parallel": lambda r: any(m.axis_size("cp") > 1 for n, m in r.meshes().items() if n != r.sink),
+    "pipeline": _any_mesh("pp"),
+    "encoder pipeline": lambda r: any(m.axis_size("pp") > 1 for n, m in r.meshes().items() if n != r.sink),
+    "layers per stage": _layout_key("pipeline_parallel_layers_per_stage"),
+    "layers by name": _layout_key("module_fqns_per_model_part"),
+    **{policy: _policy(policy) for policy in POLICIES},
+    "window": _key("three_phase_window"),
+    "recompute": _key("three_phase_recompute"),
+    "offload": _key("three_phase_offload"),
+    "early warm-up": _key("interleaved_early_warmup"),
+    "several microbatches": lambda r: r.batch.num_microbatches > 1,
+    "accumulation": lambda r: r.batch.global_batch_size > r.batch.local_batch_size * r.lanes,
+    "packing": lambda r: r.training.pack_samples,
+    "isolated_media": lambda r: r.modules[r.sink].attention_mask == "isolated_media",
+    "bidirectional_media": lambda r: r.modules[r.sink].attention_mask == "bidirectional_media",
+    "assignment": lambda r: any(t.context_parallel_assignment for t in r.parallelism.modules.values()),
+    "frozen encoder": lambda r: any(not m.trainable for n, m in r.modules.items() if n != r.sink),
+    "frozen LLM": lambda r: not r.modules[r.sink].trainable,
+    "LoRA": lambda r: any(m.lora is not None for m in r.modules.values()),
+    "checkpointing": lambda r: (
+        r.activation_checkpoint.mode != "none"
+        or any(m.activation_checkpoint not in (None, "none") for m in r.modules.values())
+    ),
+    "CPU offload": lambda r: r.training.enable_cpu_offload,
+    "fp32": lambda r: r.training.dtype == "float32",
+    "tied embeddings": lambda r: bool(r.modules[r.sink].config.get("tie_word_embeddings")),
+    "text-only batches": lambda r: r.data.options.get("text_only") == 1.0,
+    "several encoders": lambda r: len({b.at for b in r.boundaries if b.at}) > 1 and "second" not in r.modules,
+    "two consumers": lambda r: "second" in r.modules,
+    "no encoder": lambda r: len(r.modules) == 1,
+    "side outputs": lambda r: any(m.config.get("deepstack_visual_indexes") for m in r.modules.values()),
+    "digits": lambda r: r.data.source == "digits",
+    "siglip": _models("siglip"),
+    "clip": _models("clip"),
+    "whisper": _models("whisper"),
+    "qwen3": _models("qwen3"),
+    "llama": _models("llama"),
+    "qwen3_vl": _models("qwen3_vl_vision"),
+}
+"""Feature -> whether a recipe uses it."""

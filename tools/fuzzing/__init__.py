@@ -1,0 +1,1 @@
+"""What `tools/fuzz.py` runs, one module per kind of input."""

@@ -1,0 +1,170 @@
+"""Drawn recipes train to the last digits as one process does, and the digits model as a plain loop does.
+
+Every recipe runs three SGD steps in worker processes; loss, every gradient and all parameters are compared with one
+process in fp64 (error below 1e-10; the few fp32 recipes 1e-5). A failing recipe is made as small as it goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fuzzing.simplify import simplest
+from hetmesh.recipe.recipe import Recipe
+from hetmesh.testing import plain_digits
+from hetmesh.testing.parity import TOLERANCE, Outcome, compare, reference, run_as
+from hetmesh.testing.pool import WorkerPool
+from hetmesh.testing.recipes import FEATURES, RecipeCase, draw_recipes
+from hetmesh.training.job import describe
+from hetmesh.training.modules import loaded_module
+
+STEPS, LR = 3, 0.1
+PRELOAD = (
+    "hetmesh.training.job",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.siglip.modeling_siglip",
+)
+FRESH = 40  # recipes per start of the workers: every layout leaves its process groups behind
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Worker pools of 4 and 8 processes."""
+
+    four: WorkerPool
+    eight: WorkerPool
+
+    def __getitem__(self, world: int) -> WorkerPool:
+        return self.four if world <= 4 else self.eight
+
+    def close(self) -> None:
+        """End the workers; the next use starts new ones."""
+        self.four.close()
+        self.eight.close()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options beside --n and --seed."""
+    parser.add_argument("--part", default="1/1", metavar="I/K", help="run only every K-th of the drawn recipes, from I")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds that one recipe may take")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Draw, run and compare; a dict of counts and failures."""
+    part, parts = map(int, args.part.split("/"))
+    mine = list(cases(args.n, args.seed))[part - 1 :: parts]
+    pools = Pools(WorkerPool(4, preload=PRELOAD), WorkerPool(8, preload=PRELOAD))
+    features: Counter[str] = Counter()
+    failures: list[dict[str, Any]] = []
+    plain = 0
+    start = time.monotonic()
+    try:
+        for i, case in enumerate(mine):
+            if i and i % FRESH == 0:
+                pools.close()
+                print(f"{i} of {len(mine)} recipes, {len(failures)} failed", file=sys.stderr, flush=True)
+            error = problem(pools, case, args.timeout)
+            if error is None:
+                features.update(case.features)
+                plain += has_plain_form(case.recipe)
+                continue
+            minimal = simplest(case, partial(_fails, pools, args.timeout, type(error)))
+            failures.append({"error": _line(error), "recipe": case.text, "minimal": minimal.text})
+            print(f"recipe {i}: {_line(error)}\n{minimal.text}", file=sys.stderr, flush=True)
+    finally:
+        pools.close()
+    return {
+        "n": args.n,
+        "seed": args.seed,
+        "part": args.part,
+        "passed": len(mine) - len(failures),
+        "with_the_plain_loop": plain,
+        "seconds": round(time.monotonic() - start, 1),
+        "features": {name: features[name] for name in FEATURES},
+        "failures": failures,
+    }
+
+
+def cases(n: int, seed: int) -> Iterator[RecipeCase]:
+    """`n` recipes: of every four three for 4 processes and one for 8."""
+    large = n // 4
+    eight = iter(draw_recipes(large, seed, 8))
+    for i, case in enumerate(draw_recipes(n - large, seed, 4)):
+        yield case
+        if i % 3 == 2:
+            yield from [case for case in [next(eight, None)] if case is not None]
+    yield from eight
+
+
+def problem(pools: Pools, case: RecipeCase, timeout: float = 60.0) -> Exception | None:
+    """What is wrong with how a recipe trains; None where nothing is."""
+    try:
+        recipe = case.recipe
+        truth = reference(recipe, STEPS, LR)
+        ranks = pools[recipe.world_size].run(run_as, recipe, STEPS, timeout=timeout)
+        compare(truth, ranks, TOLERANCE[recipe.training.dtype])
+        if has_plain_form(recipe):
+            compare(plain_outcome(recipe), ranks, TOLERANCE[recipe.training.dtype])
+    except Exception as error:  # of any type: whatever comes out is the finding
+        return error
+    return None
+
+
+def has_plain_form(recipe: Recipe) -> bool:
+    """Whether `plain_digits` can train what the recipe trains."""
+    return recipe.data.source == "digits" and all(module.lora is None for module in recipe.modules.values())
+
+
+def plain_outcome(recipe: Recipe) -> Outcome:
+    """What the plain loop gives, from the weights that hetmesh draws, on the samples that it draws."""
+    source, adapters, _ = describe(recipe)
+    config = {name: module.config for name, module in recipe.modules.items()}
+    model = plain_digits.PlainModel(
+        config["vision"],
+        config["projector"].get("hidden_features", config["llm"]["hidden_size"]),
+        {**config["llm"], "vocab_size": source.vocab_size},
+        source.placeholders["image"],
+        recipe.modules["llm"].attention_mask,
+    )
+    for name, module in recipe.modules.items():
+        model.get_submodule(name).load_state_dict(loaded_module(recipe, adapters[name], name).state_dict())
+        model.get_submodule(name).requires_grad_(module.trainable)
+    steps = [list(_questions(recipe, source, step)) for step in range(STEPS)]
+    losses, gradients, parameters = plain_digits.train(model, steps, LR)
+    return Outcome(tuple(losses), gradients, parameters)
+
+
+def _questions(recipe: Recipe, source: Any, step: int) -> Iterator[plain_digits.Question]:
+    from hetmesh.data.loader import Loader
+
+    for index in Loader(source, recipe.batch.global_batch_size, seed=recipe.debug.seed).indices(step):
+        sample, meta = source.load(index), source.meta(index)
+        ((answer, _),) = meta.targets
+        yield plain_digits.Question(tuple(sample.tokens.tolist()), tuple(sample.media["image"]), answer)
+
+
+def _fails(pools: Pools, timeout: float, kind: type[Exception], case: RecipeCase) -> bool:
+    return type(problem(pools, case, timeout)) is kind
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result for people."""
+    lines = [f"{name:28} {count}" for name, count in result["features"].items()]
+    for failure in result["failures"]:
+        lines += ["", failure["error"], "", failure["minimal"]]
+    lines.append(
+        f"{result['passed']} recipes passed ({result['with_the_plain_loop']} of them also against the plain loop), "
+        f"{len(result['failures'])} failed, in {result['seconds']} s"
+    )
+    return "\n".join(lines)
