@@ -8,6 +8,7 @@ import pytest
 from hetmesh.boundary import init
 from hetmesh.errors import OutputError, RecipeError
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.training.checkpoint import COMPLETE
 from hetmesh.training.dump_folder import claim_folder
 from hetmesh.training.metrics import StepMetrics
 from hetmesh.training.reporter import Reporter
@@ -31,7 +32,7 @@ def recipe(folder, *overrides):
 def saved(folder, step, **summary):
     """What a run with checkpoints leaves, as far as the choice of a folder looks at it."""
     (folder / "checkpoint" / f"step-{step}").mkdir(parents=True)
-    (folder / "checkpoint" / f"step-{step}" / ".metadata").write_text("")
+    (folder / "checkpoint" / f"step-{step}" / COMPLETE).write_text("")
     (folder / "metrics.jsonl").write_text("".join(f'{{"step": {i}}}\n' for i in range(1, step + 3)))
     (folder / "recipe.json").write_text(json.dumps({"job": {"dump_folder": str(folder)}}))
     if summary:

@@ -40,6 +40,7 @@ def small(text, *overrides):
     return load_recipe(text, (*keys, "--job.dump_folder", str(text.parent / "run"), *SOURCE, *overrides))
 
 
+@pytest.mark.slow
 def test_samples_without_a_target_are_named_once_and_counted(world, text, capsys):
     Trainer(small(text, "--data.options.without_targets", "0.5"), world).run()
     lines = [json.loads(line) for line in (text.parent / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -51,6 +52,7 @@ def test_samples_without_a_target_are_named_once_and_counted(world, text, capsys
     assert out.count("add nothing to the loss") == 1
 
 
+@pytest.mark.slow
 def test_a_batch_without_any_target_is_an_error_that_names_samples(world, text):
     trainer = Trainer(small(text, "--data.options.without_targets", "1.0"), world)
     before = [p.clone() for p in trainer.parameters]
@@ -62,12 +64,14 @@ def test_a_batch_without_any_target_is_an_error_that_names_samples(world, text):
     assert all((a == b).all() for a, b in zip(before, trainer.parameters, strict=True))
 
 
+@pytest.mark.slow
 def test_targets_that_seq_len_cuts_are_told_with_the_key(world, text):
     source = ("--data.options.max_text", "30", "--data.options.text_only", "1.0", "--training.seq_len", "1")
     with pytest.raises(SampleError, match=r"\(training\.seq_len = 1 cuts the targets of 6\)"):
         Trainer(small(text, *source), world).run()
 
 
+@pytest.mark.slow
 def test_an_evaluation_without_any_target_is_an_error(world, text):
     trainer = Trainer(small(text), world)
     trainer.reporter.close()

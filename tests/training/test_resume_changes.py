@@ -1,6 +1,7 @@
 """What a resumed run takes from a changed recipe, from its first step on, and what it refuses by name."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -32,18 +33,27 @@ def recipe(folder, *overrides):
     return load_recipe(RECIPE, (*small, "--job.dump_folder", str(folder), *overrides))
 
 
-@pytest.fixture
-def saved(world, tmp_path):
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
     """A run's folder with a checkpoint of step 2."""
-    trainer = Trainer(recipe(tmp_path / "run"), world)
+    folder, world = tmp_path_factory.mktemp("made") / "run", init()
+    trainer = Trainer(recipe(folder), world)
     for _ in range(2):
         trainer.reporter.step(trainer.train_step())
     trainer.save()
     trainer.reporter.close()
-    return tmp_path / "run"
+    world.close()
+    return folder
 
 
-def test_changed_options_hold_from_the_first_resumed_step(world, saved):
+@pytest.fixture
+def saved(made, tmp_path):
+    """A copy of it for each test."""
+    return Path(shutil.copytree(made, tmp_path / "run"))
+
+
+@pytest.mark.slow
+def test_changed_options_hold_from_the_first_resumed_step(saved, world):
     """With a learning rate of 0 nothing moves; with weight decay alone parameters shrink by just that."""
     zero = ("--optimizer.lr", "0", "--modules.llm.lr", "0")
     still = Trainer(recipe(saved, *zero), world)
@@ -74,7 +84,8 @@ def test_changed_options_hold_from_the_first_resumed_step(world, saved):
         torch.testing.assert_close(p, before[name] * (1 - rate * 3 / 4 * 0.5), rtol=1e-5, atol=1e-7)
 
 
-def test_a_resumed_run_says_so_and_what_has_changed(world, saved, capsys):
+@pytest.mark.slow
+def test_a_resumed_run_says_so_and_what_has_changed(saved, world, capsys):
     Trainer(recipe(saved, "--optimizer.lr", "0.001", "--training.steps", "3"), world).run()
     out = capsys.readouterr().out
     assert f"resuming at step 2 of {saved}\n" in out
@@ -84,6 +95,7 @@ def test_a_resumed_run_says_so_and_what_has_changed(world, saved, capsys):
     assert [line["step"] for line in lines] == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -99,7 +111,7 @@ def test_a_resumed_run_says_so_and_what_has_changed(world, saved, capsys):
     ],
     ids=["optimizer", "dtype", "seed", "source", "batch size", "model"],
 )
-def test_what_cannot_change_is_refused_by_name(world, saved, override, message):
+def test_what_cannot_change_is_refused_by_name(saved, world, override, message):
     other = recipe(saved, *override)
     if override[0] == "--data.source":  # whose vocabulary would not fit either
         with pytest.raises(RecipeError, match=message):

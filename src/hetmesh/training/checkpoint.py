@@ -154,7 +154,9 @@ def saved_value(path: Path, key: str) -> Any:
     if f"extra.{key}" not in saved_tensors(path):
         return None
     state: dict[str, Any] = {f"extra.{key}": None}
-    dcp.load(state, checkpoint_id=str(path), no_dist=True)
+    with warnings.catch_warnings():  # that this is done by one process is meant so
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.load(state, checkpoint_id=str(path), no_dist=True)
     return state[f"extra.{key}"]
 
 
