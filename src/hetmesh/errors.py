@@ -38,3 +38,12 @@ class NonFiniteError(HetmeshError, ArithmeticError):
 class OutputError(HetmeshError, OSError):
     """A file of a run cannot be written or is not what its name says. The message names the file; free some space or
     give another folder."""
+
+
+class LaunchError(HetmeshError, RuntimeError):
+    """How this process was started does not make a job: the launcher's variables contradict each other or the machine,
+    or other processes did not come. The message names the variables."""
+
+
+class CheckpointError(HetmeshError, OSError):
+    """A checkpoint cannot be written or read, or its bytes have changed. The message names the file and what to do."""

@@ -7,10 +7,12 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from hetmesh.cli import main, split_overrides
-from hetmesh.cli.launch import Failure, first_failure, threads_per_worker
-from hetmesh.errors import BoundaryTimeout
+from hetmesh.cli.launch import start_method, threads_per_worker
+from hetmesh.cli.workers import Failure, first_cause
+from hetmesh.errors import BoundaryTimeout, LaunchError
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -24,6 +26,8 @@ def trainer(monkeypatch):
     monkeypatch.setitem(sys.modules, "hetmesh.training.trainer", module)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     return module
 
 
@@ -150,23 +154,29 @@ def test_threads_per_worker(monkeypatch):
     assert threads_per_worker(8) == 5
 
 
-def write_error(folder: Path, rank: int, message: str, time_ns: int) -> None:
-    file = folder / "run" / "attempt_0" / str(rank) / "error.json"
-    file.parent.mkdir(parents=True)
-    file.write_text(f'{{"message": {{"message": "{message}", "extraInfo": {{"py_callstack": "stack {rank} "}}}}}}')
-    os.utime(file, ns=(time_ns, time_ns))
-
-
-def test_the_first_cause_is_reported(tmp_path):
+def test_the_first_cause_is_reported():
     killed = Failure(3, "ended by signal SIGKILL (out of memory?)")
-    assert first_failure(tmp_path, killed) is killed
-    write_error(tmp_path, 2, "RuntimeError: Connection closed by peer [127.0.0.1]", 1000)
-    assert first_failure(tmp_path, killed) is killed
-    assert first_failure(tmp_path, Failure(2, "ended with 1")).rank == 2
+    closed = Failure(2, "RuntimeError: Connection closed by peer [127.0.0.1]", "stack 2 ")
     lost = "BoundaryError: boundary 'a->b', microbatch 0, forward: rank 5 lost rank 3: Connection closed by peer"
-    write_error(tmp_path, 5, lost, 500)
-    assert first_failure(tmp_path, killed) is killed
-    write_error(tmp_path, 1, "KeyError: 'x'", 3000)
-    assert str(first_failure(tmp_path, killed)) == "stack 1 error: rank 1: KeyError: 'x'"
-    write_error(tmp_path, 0, "SampleError: sample 'd7' has 2 images", 2000)
-    assert str(first_failure(tmp_path, killed)) == "error: rank 0: sample 'd7' has 2 images"
+    lost = Failure(5, lost, "stack 5 ")
+    assert first_cause([killed]) is killed
+    assert first_cause([lost, closed, killed]) is killed
+    assert first_cause([lost, closed]) is lost
+    bug = Failure(1, "KeyError: 'x'", "stack 1 ")
+    assert str(first_cause([lost, killed, bug])) == "stack 1 error: rank 1: KeyError: 'x'"
+    sample = Failure(0, "SampleError: sample 'd7' has 2 images", "stack 0 ")
+    assert str(first_cause([killed, sample, bug])) == "error: rank 0: sample 'd7' has 2 images"
+
+
+@pytest.mark.parametrize(("devices", "method"), [(0, "fork"), (4, "spawn"), (8, "spawn")])
+def test_how_workers_start(devices, method, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert start_method(4) == method
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_fewer_gpus_than_workers_is_an_error_and_not_the_cpu(devices, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    with pytest.raises(LaunchError, match=rf"the recipe has 4 ranks, and this machine {devices} CUDA devices?: "):
+        start_method(4)

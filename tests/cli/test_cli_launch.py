@@ -13,7 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
-import os, sys, time, types
+import os, sys, threading, time, types
+
+os.register_at_fork(before=lambda: print(f"forked with {len(os.listdir('/proc/self/task'))} threads", flush=True))
 
 def train(recipe):
     import torch, torch.distributed as dist
@@ -85,15 +87,16 @@ def test_a_bug_shows_its_traceback_once():
     assert_gone(out)
 
 
-@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_ending_the_command_ends_its_workers(kill):
     process = start("time.sleep(600)")
     assert process.stdout is not None
     out = ""
     while out.count("pid ") < 4:
         out += process.stdout.readline()
-    if kill == signal.SIGINT:
-        os.killpg(process.pid, kill)  # as Ctrl-C in a terminal does
+    if kill != signal.SIGKILL:
+        send = os.killpg if kill == signal.SIGINT else os.kill  # Ctrl-C in a terminal reaches the workers too
+        send(process.pid, kill)
         _, err = process.communicate(timeout=60)
         assert (process.returncode, err) == (130, "interrupted\n")
     else:
@@ -102,10 +105,11 @@ def test_ending_the_command_ends_its_workers(kill):
     assert_gone(out)
 
 
-def test_workers_start_and_end_cleanly():
+def test_workers_are_forked_from_one_thread_and_end_cleanly():
     process = start("pass")
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
     cores = len(os.sched_getaffinity(0))
-    assert re.findall(r"threads (\d+)", out) == [str(cores // 4 if cores > 4 else 1)] * 4
+    assert re.findall(r"pid \d+ threads (\d+)", out) == [str(cores // 4 if cores > 4 else 1)] * 4
     assert_gone(out)
+    assert set(re.findall(r"forked with (\d+) threads", out)) == {"1"}

@@ -217,6 +217,7 @@ BAD: dict[str, tuple[str, str, str]] = {
         '"0..1"',
         "parallelism.vision.ranks = '0..1': '0..1' is no rank; write ranks as [0, 1]",
     ),
+    "rank range without end": ("[0, 1]", '"0-99999999999"', "'0-99999999999' is no rank"),
     "rank range backwards": ("[0, 1]", '"3-2"', "'3-2' is no rank"),
     "degrees do not multiply": (
         "data_parallel_replicate_degree = 2",

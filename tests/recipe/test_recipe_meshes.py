@@ -175,3 +175,10 @@ def test_options_come_with_the_mesh_and_own_keys_go_first():
     assert options["projector"] == options["vision"] == replace(common, reshard_after_forward="never")
     assert options["llm"] == ModuleOptions("never", "none", sequence_parallel=True, compile_backend="eager")
     assert [options[name].row_dtype for name in ("llm", "vision")] == [torch.float32, torch.bfloat16]
+
+
+def test_degrees_beyond_any_job_are_refused():
+    """Not by running out of memory for a list of the ranks."""
+    text = '[modules.llm]\nmodel = "qwen3"\n[parallelism.llm]\ndata_parallel_shard_degree = 9223372036854775807'
+    with pytest.raises(RecipeError, match="the degrees need 9223372036854775807 ranks; there can be 1000000 at most"):
+        parse_recipe(text)

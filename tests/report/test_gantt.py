@@ -82,6 +82,13 @@ def test_a_run_folder_is_read_and_what_is_missing_is_named(timeline, tmp_path, c
     assert json.loads(capsys.readouterr().out)["measured"]["makespan"] == timeline.makespan
 
 
+@pytest.mark.parametrize("line", ["null", "3", "[]", "{"])
+def test_metrics_that_are_no_object_are_named(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(line)
+    with pytest.raises(RecipeError, match=r"metrics\.jsonl: cannot be read"):
+        read_run(tmp_path)
+
+
 def test_simulate_shows_a_recipe_s_step(capsys, tmp_path):
     machine = tmp_path / "machine.toml"
     machine.write_text("node_bandwidth = 1e9\n[peak_flops]\nfloat32 = 1e10\n")

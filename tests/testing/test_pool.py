@@ -20,6 +20,10 @@ def _sum(rank, x):
     return y
 
 
+def _threads_of_fork_server(rank):
+    return len(os.listdir(f"/proc/{os.getppid()}/task"))
+
+
 def _identity(rank, value):
     return rank, value
 
@@ -188,6 +192,11 @@ def test_close_leaves_no_process_and_the_pool_starts_again():
     assert process not in multiprocessing.active_children()
     assert pool.run(_identity, 2) == [(0, 2)]
     pool.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_workers_are_forked_from_a_process_with_one_thread(pool4):
+    assert pool4.run(_threads_of_fork_server) == [1] * 4
 
 
 def test_functions_without_a_name_are_refused():

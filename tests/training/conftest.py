@@ -20,7 +20,7 @@ def start_training() -> Iterator[Callable[..., subprocess.Popen]]:
         paths = (str(ROOT / "src"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))
         env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
         process = subprocess.Popen(
-            [sys.executable, "-m", "hetmesh.cli", "train", str(recipe), *overrides],
+            [sys.executable, "-m", "hetmesh", "train", str(recipe), *overrides],
             env=env | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

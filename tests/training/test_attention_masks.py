@@ -1,49 +1,13 @@
 """The LLM's attention mask as a recipe's choice, against transformers' own attention with a dense mask."""
 
 import pytest
-import torch
 from test_parity_pipeline import recipe, table
 
 from hetmesh.boundary import World
 from hetmesh.errors import RecipeError
+from hetmesh.graph import MediaItem, SampleMeta
 from hetmesh.testing import parity
-from hetmesh.training.job import describe
-
-
-def sees(kind, meta, i, j):
-    """Whether token i sees token j, from the words of the recipe key."""
-    item_of = {t: n for n, item in enumerate(meta.media) for t in range(item.position, item.position + item.rows)}
-    if i in item_of and item_of[i] == item_of.get(j):
-        return True
-    return j <= i and (kind == "bidirectional_media" or i not in item_of)
-
-
-class DenseMask:
-    """The LLM's adapter, but its model gets every sample's mask entry by entry."""
-
-    def __init__(self, adapter, kind):
-        self.adapter, self.kind = adapter, kind
-
-    def __getattr__(self, name):
-        return getattr(self.adapter, name)
-
-    def collate(self, samples, metas, **kwargs):
-        self.metas = metas
-        return self.adapter.collate(samples, metas, **kwargs)
-
-    def forward(self, module, batch, inputs):
-        rows, width = batch["input_ids"].shape
-        mask = torch.eye(width, dtype=torch.bool).repeat(rows, 1, 1, 1)
-        for row, meta in enumerate(self.metas):
-            for i in range(meta.tokens):
-                for j in range(meta.tokens):
-                    mask[row, 0, i, j] = sees(self.kind, meta, i, j)
-        hidden = module.model(
-            inputs_embeds=self.adapter._embed(module, batch["input_ids"], batch, inputs).view(rows, width, -1),
-            position_ids=batch["position_ids"],
-            attention_mask={"full_attention": mask},
-        ).last_hidden_state
-        return module.lm_head(hidden.flatten(0, 1)[batch["target_positions"]])
+from hetmesh.testing.dense_masks import dense_mask
 
 
 def on_this_rank(rank, recipe):
@@ -65,15 +29,10 @@ def masked(kind, *tables):
     ],
     ids=["packed", "context parallel", "and sequence parallel"],
 )
-def test_every_layout_applies_the_mask(pool4, monkeypatch, kind, llm):
+def test_every_layout_applies_the_mask(pool4, kind, llm):
     given = masked(kind, table("vision", "0-1"), llm)
 
-    def with_dense_mask(recipe):
-        source, adapters, graph = describe(recipe)
-        return source, {**adapters, "llm": DenseMask(adapters["llm"], kind)}, graph
-
-    monkeypatch.setattr(parity, "describe", with_dense_mask)
-    expected = parity.reference(given, steps=2)
+    expected = parity.reference(given, steps=2)  # with the mask entry by entry, `hetmesh.testing.dense_masks`
     parity.compare(expected, pool4.run(on_this_rank, given, timeout=120), 1e-10)
 
 
@@ -85,3 +44,19 @@ def test_only_the_llm_has_a_mask():
 def test_a_mask_that_is_none_is_refused():
     with pytest.raises(RecipeError, match=r"modules.llm.attention_mask"):
         masked("triangular")
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    {
+        "causal": ("1...", "11..", "111.", "1111"),
+        "isolated_media": ("1...", ".11.", ".11.", "1111"),
+        "bidirectional_media": ("1...", "111.", "111.", "1111"),
+    }.items(),
+)
+def test_the_dense_mask_is_what_the_key_says(kind, rows):
+    """Text, an image of two rows, text."""
+    meta = SampleMeta("a", 4, (MediaItem("image", (1, 8, 8), 1, rows=2),))
+    seen = dense_mask(kind, [meta], 5)[0, 0]
+    assert ["".join("1" if see else "." for see in row[:4]) for row in seen[:4].tolist()] == list(rows)
+    assert seen[4].tolist() == [False] * 4 + [True]  # padding

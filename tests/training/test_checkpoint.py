@@ -1,6 +1,10 @@
 """Checkpoints hold everything, give it back to the last bit, and refuse what does not fit."""
 
 import re
+import resource
+import shutil
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -9,8 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import World, init
-from hetmesh.errors import RecipeError
+from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
+from hetmesh.training import checksums
 from hetmesh.training.checkpoint import Checkpointer, saved_tensors
 from hetmesh.training.optimizers import Root, make_optimizers
 from hetmesh.training.trainer import Trainer
@@ -234,23 +239,173 @@ def test_what_nobody_would_read_is_named(world, tmp_path):
         checkpointer.load(1, *make(), {"position": 0})
 
 
-def test_damaged_files_are_one_error(world, tmp_path):
+def flip(file, at):
+    content = bytearray(file.read_bytes())
+    content[at] ^= 4
+    file.write_bytes(content)
+
+
+def test_every_changed_byte_is_found(world, tmp_path):
+    root, optimizers = make()
+    steps(root, optimizers, [True])
+    path = Checkpointer(world, tmp_path).save(1, root, optimizers, {"step": 1})
+    sums = checksums.read_manifest(path)
+    (file,) = path.glob("*.distcp")
+    assert sum(part.length for part in sums) == file.stat().st_size  # so none is outside all parts
+    for at in range(0, file.stat().st_size, 487):
+        flip(file, at)
+        (found,) = checksums.damaged(path, sums)
+        (part,) = (p for p in sums if p.offset <= at < p.offset + p.length)
+        assert found.startswith(f"{part.name} in {file.name}, bytes {part.offset} to ")
+        flip(file, at)
+    assert checksums.damaged(path, sums) == []
+    for name in (".metadata", "checksums.json"):
+        for at in range(0, (path / name).stat().st_size, 97):
+            flip(path / name, at)
+            with pytest.raises(CheckpointError, match=rf"step-1 is damaged: {re.escape(name)} "):
+                checksums.read_manifest(path)
+            flip(path / name, at)
+    assert checksums.read_manifest(path) == sums
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_each_part_is_verified_by_one_rank(count):
+    parts = [checksums.Part("__0_0.distcp", 10 * i, 10, f"model.llm.{i}") for i in range(100)]
+    shares = [checksums.share(parts, rank, count) for rank in range(count)]
+    assert sorted(part for some in shares for part in some) == parts
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def damage_cut(file):
+    file.write_bytes(file.read_bytes()[:100])
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (damage_cut, r"is damaged: \S+ in __0_0\.distcp, bytes \d+ to \d+, has changed \(and \d+ more\)"),
+        (lambda file: file.unlink(), r"is damaged: __0_0\.distcp is missing"),
+        (lambda file: flip(file, file.stat().st_size // 2), r"is damaged: \S+ in __0_0\.distcp, .* has changed"),
+        (lambda file: (file.parent / ".metadata").write_bytes(b"nothing"), r"is damaged: \.metadata has changed"),
+        (lambda file: (file.parent / ".metadata").unlink(), r"cannot be read: .*No such file.*metadata'"),
+        (lambda file: (file.parent / "checksums.json").write_text("{}"), r"is damaged: checksums.json is no list"),
+        (lambda file: (file.parent / "checksums.json").unlink(), r"has no checksums.json: it was copied in part"),
+    ],
+)
+def test_damaged_files_are_one_error_and_nothing_is_loaded(world, tmp_path, damage, says):
     checkpointer = Checkpointer(world, tmp_path)
-    checkpointer.save(1, *make(), {})
-    (data,) = (tmp_path / "step-1").glob("*.distcp")
-    data.write_bytes(data.read_bytes()[:100])
-    with pytest.raises(RecipeError, match=r"step-1 cannot be read: rank 0: ") as caught:
-        checkpointer.load(1, *make(), {})
-    assert "\n" not in str(caught.value)
-    (tmp_path / "step-1" / ".metadata").write_bytes(b"nothing")
-    with pytest.raises(RecipeError, match=r"step-1 cannot be read: \w+: "):
-        checkpointer.load(1, *make(), {})
+    root, optimizers = make()
+    checkpointer.save(1, root, optimizers, {})
+    checkpointer.save(2, root, optimizers, {})
+    damage(tmp_path / "step-2" / "__0_0.distcp")
+    other, others = make()
+    steps(other, others, [True])
+    before = everything(other, others)
+    hint = "restore it from a copy, or remove the folder to resume from step-1"
+    with pytest.raises(CheckpointError, match=rf"^checkpoint {re.escape(str(tmp_path))}/step-2 {says}.*; {hint}$"):
+        checkpointer.load(2, other, others, {})
+    assert different(before, everything(other, others)) == []
+    checkpointer.load(1, other, others, {})
+    assert world.timeout == 300  # of a step, as before
 
 
-def test_a_folder_that_cannot_be_written_is_an_ordinary_error(world, tmp_path):
+def save_beside_damage(rank, folder, cause):
+    """What each rank says when one file of four is damaged, when one rank is slow, when one rank's disk is full."""
+    world = World.current()
+    usual = world.timeout
+    world.set_timeout(0.5)
+    write = torch.save
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if cause == "slow" and rank == 1:
+            torch.save = lambda *args, **kwargs: (time.sleep(0.3), write(*args, **kwargs))
+        if cause == "full" and rank == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
+        checkpointer = Checkpointer(world, Path(folder), timeout=60.0)
+        checkpointer.prepare()
+        root = Root([(f"rank{rank}", nn.Linear(30, 2))])
+        checkpointer.save(1, root, None, {})
+        torch.save = write
+        if cause == "damage" and rank == 0:
+            file = Path(folder) / "step-1" / "__3_0.distcp"
+            flip(file, file.stat().st_size // 2)
+        torch.distributed.barrier()
+        checkpointer.load(1, root, None, {})
+    except CheckpointError as error:
+        return str(error), sorted(path.name for path in Path(folder).iterdir())
+    finally:
+        torch.save = write
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        world.set_timeout(usual)
+    return "", sorted(path.name for path in Path(folder).iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cause", "says", "left"),
+    [
+        ("slow", r"$", ["step-1"]),  # four tensors and values: longer than the timeout and than twice that
+        ("damage", r"checkpoint .*/step-1 is damaged: \S+ in __3_0\.distcp, .*; restore it from a copy", ["step-1"]),
+        ("full", r"checkpoint .*/step-1 cannot be written: rank 2: .*; [\d,]+ MiB are free there: make room", []),
+    ],
+)
+def test_what_befalls_one_rank_is_said_by_all(pool4, tmp_path, cause, says, left):
+    results = pool4.run(save_beside_damage, str(tmp_path), cause)
+    assert all(result[0] == results[0][0] for result in results)
+    assert re.match(says, results[0][0]), results[0][0]
+    assert results[0][1] == left
+
+
+def test_a_full_disk_leaves_the_older_checkpoint_and_no_half_one(world, tmp_path):
+    checkpointer = Checkpointer(world, tmp_path)
+    root, optimizers = make()
+    checkpointer.save(1, root, optimizers, {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (100, 3000):  # the first tensor does not fit; some do
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            with pytest.raises(CheckpointError, match=r"step-2 cannot be written: .*newest complete one is step-1$"):
+                checkpointer.save(2, root, optimizers, {})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    checkpointer.load(1, root, optimizers, {})
+    assert checkpointer.save(2, root, optimizers, {}) == tmp_path / "step-2"
+
+
+def test_folders_that_cannot_be_used_are_named_before_training(world, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(OSError, match=r"step-1 cannot be written: rank 0: "):
+    with pytest.raises(CheckpointError, match=r"checkpoints cannot be written to \S+/file: .*File exists"):
+        Checkpointer(world, tmp_path / "file").prepare()
+    with pytest.raises(CheckpointError, match=r"step-1 cannot be written: .*file"):
         Checkpointer(world, tmp_path / "file").save(1, *make(), {})
+    if sys.platform == "linux":  # also for root
+        with pytest.raises(CheckpointError, match="checkpoints cannot be written to /proc/checkpoint: "):
+            Checkpointer(world, Path("/proc/checkpoint")).prepare()
+    Checkpointer(world, tmp_path / "new" / "folder").prepare()
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+
+
+def test_foreign_names_are_no_checkpoints(world, tmp_path):
+    checkpointer = Checkpointer(world, tmp_path)
+    path = checkpointer.save(1, *make(), {})
+    (tmp_path / "step-2").write_text("a file")
+    for name in ("step-03", "step-4.partial", "step-5.old", "step-\u0663"):
+        shutil.copytree(path, tmp_path / name)
+    assert checkpointer.latest() == 1
+    shutil.copytree(path, tmp_path / "step-6")
+    (tmp_path / "step-6" / "checksums.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step-6 has no checksums.json: .*; restore it from a copy, or remove"):
+        checkpointer.latest()
+
+
+def test_a_step_that_is_saved_again_replaces_the_old_one(world, tmp_path):
+    checkpointer = Checkpointer(world, tmp_path)
+    root, optimizers = make()
+    checkpointer.save(1, root, optimizers, {"n": 1})
+    checkpointer.save(1, root, optimizers, {"n": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    assert checkpointer.load(1, root, optimizers, {"n": 0}) == {"n": 2}
 
 
 def test_the_newest_complete_ones_are_kept(world, tmp_path):

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _train(name: str, folder: Path, steps: int | None) -> dict[str, Any]:
-    command = [sys.executable, "-m", "hetmesh.cli", "train", str(ROOT / "recipes" / f"{name}.toml")]
+    command = [sys.executable, "-m", "hetmesh", "train", str(ROOT / "recipes" / f"{name}.toml")]
     command += [f"--job.dump_folder={folder}", "--validation.freq=0", "--validation.samples=384"]
     command += [f"--training.steps={steps}"] if steps else []
     environment = os.environ | {

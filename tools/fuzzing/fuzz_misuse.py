@@ -196,12 +196,14 @@ def commands(rng: random.Random, folder: Path) -> Iterator[Misuse]:
     places = [good, locked, folder, folder / "none.toml", good / "below.toml", Path("\0"), Path("x" * 300), Path("")]
     overrides = ["--a", "--.", "--training.", "--training.steps", "steps=3", "--training.steps=", "--=1", "--x.y=1"]
     overrides += ["--modules.nobody.lr=1", "--boundaries.7.at=x", "--boundaries.x.at=y", "--job.description.x=1"]
+    flags = [f"--{flag}={place}" for flag in ("png", "trace", "machine", "profile", "output") for place in places]
+    flags += ["--machine=h1000", "--seconds=x", "--png=x.gif", "--json=1", "--unknown"]
     verbs = ["check", "explain", "simulate", "report", "profile", "train", "chekc", ""]
     while True:
         verb, place = rng.choice(verbs), rng.choice(places)
-        if verb in ("train", "profile") and place == good:
+        if verb in ("train", "profile") and place in (good, locked):  # root reads both
             place = folder
-        given = [verb, str(place), *rng.sample(overrides, rng.randrange(3))]
+        given = [verb, str(place), *rng.sample(overrides, rng.randrange(2)), *rng.sample(flags, rng.randrange(2))]
         yield Misuse(" ".join(given), lambda given=given: hetmesh(given))
 
 

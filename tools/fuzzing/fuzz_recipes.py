@@ -1,7 +1,7 @@
 """Drawn recipes train to the last digits as one process does, and the digits model as a plain loop does.
 
 Every recipe runs three SGD steps in worker processes; loss, every gradient and all parameters are compared with one
-process in fp64 (error below 1e-10; the few fp32 recipes 1e-5). A failing recipe is made as small as it goes.
+process in fp64 (error below 1e-10; the few fp32 recipes 1e-4). A failing recipe is made as small as it goes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from hetmesh.training.job import describe
 from hetmesh.training.modules import loaded_module
 
 STEPS, LR = 3, 0.1
+# In fp32 a gradient that is mathematically zero is rounding alone: 6e-8 of its module's, over the floor of 1e-3.
+LIMITS = {**TOLERANCE, "float32": 1e-4}
 PRELOAD = (
     "hetmesh.training.job",
     "transformers.models.qwen3.modeling_qwen3",
@@ -53,6 +55,8 @@ class Pools:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options beside --n and --seed."""
     parser.add_argument("--part", default="1/1", metavar="I/K", help="run only every K-th of the drawn recipes, from I")
+    parser.add_argument("--tries", type=int, default=80, help="how many smaller recipes to try after a failure")
+    parser.add_argument("--verbose", action="store_true", help="a line per recipe")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that one recipe may take")
 
 
@@ -71,13 +75,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 pools.close()
                 print(f"{i} of {len(mine)} recipes, {len(failures)} failed", file=sys.stderr, flush=True)
             error = problem(pools, case, args.timeout)
+            if args.verbose:
+                print(f"recipe {i}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
             if error is None:
                 features.update(case.features)
                 plain += has_plain_form(case.recipe)
                 continue
-            minimal = simplest(case, partial(_fails, pools, args.timeout, type(error)))
+            print(f"recipe {i}: {_line(error)}", file=sys.stderr, flush=True)
+            minimal = simplest(case, partial(_fails, pools, args.timeout, type(error)), args.tries)
             failures.append({"error": _line(error), "recipe": case.text, "minimal": minimal.text})
-            print(f"recipe {i}: {_line(error)}\n{minimal.text}", file=sys.stderr, flush=True)
+            print(f"smallest that fails so:\n\n{minimal.text}", file=sys.stderr, flush=True)
     finally:
         pools.close()
     return {
@@ -109,9 +116,9 @@ def problem(pools: Pools, case: RecipeCase, timeout: float = 60.0) -> Exception 
         recipe = case.recipe
         truth = reference(recipe, STEPS, LR)
         ranks = pools[recipe.world_size].run(run_as, recipe, STEPS, timeout=timeout)
-        compare(truth, ranks, TOLERANCE[recipe.training.dtype])
+        compare(truth, ranks, LIMITS[recipe.training.dtype])
         if has_plain_form(recipe):
-            compare(plain_outcome(recipe), ranks, TOLERANCE[recipe.training.dtype])
+            compare(plain_outcome(recipe), ranks, LIMITS[recipe.training.dtype])
     except Exception as error:  # of any type: whatever comes out is the finding
         return error
     return None
@@ -141,13 +148,13 @@ def plain_outcome(recipe: Recipe) -> Outcome:
     return Outcome(tuple(losses), gradients, parameters)
 
 
-def _questions(recipe: Recipe, source: Any, step: int) -> Iterator[plain_digits.Question]:
+def _questions(recipe: Recipe, source: Any, step: int) -> Iterator[plain_digits.PlainSample]:
     from hetmesh.data.loader import Loader
 
     for index in Loader(source, recipe.batch.global_batch_size, seed=recipe.debug.seed).indices(step):
         sample, meta = source.load(index), source.meta(index)
         ((answer, _),) = meta.targets
-        yield plain_digits.Question(tuple(sample.tokens.tolist()), tuple(sample.media["image"]), answer)
+        yield plain_digits.PlainSample(tuple(sample.tokens.tolist()), tuple(sample.media["image"]), answer)
 
 
 def _fails(pools: Pools, timeout: float, kind: type[Exception], case: RecipeCase) -> bool:

@@ -20,19 +20,19 @@ DEGREES = (
 )
 
 
-def simplest(case: RecipeCase, fails: Callable[[RecipeCase], bool], tries: int = 120) -> RecipeCase:
-    """`case` with whatever can be left out left out. Greedy: the first smaller recipe that `fails` is gone on with."""
-    found = True
-    while found and tries > 0:
-        found = False
-        for tables in smaller(tomli.loads(case.text)):
-            candidate = RecipeCase(to_toml(tables))
-            tries -= 1
-            if fails(candidate):
-                case, found = candidate, True
-                break
-            if tries <= 0:
-                break
+def simplest(case: RecipeCase, fails: Callable[[RecipeCase], bool], tries: int = 80) -> RecipeCase:
+    """`case` with whatever can be left out left out. Greedy: of the smaller recipes the first that `fails` is gone on
+    with, from the change that made it on."""
+    position = 0
+    while tries > 0:
+        candidates = [RecipeCase(to_toml(tables)) for tables in smaller(tomli.loads(case.text))]
+        if position >= len(candidates):
+            break
+        tries -= 1
+        if fails(candidates[position]):
+            case = candidates[position]
+        else:
+            position += 1
     return case
 
 

@@ -1,4 +1,4 @@
-"""`hetmesh train RECIPE`: train on this machine with workers of its own, or as a worker that torchrun started."""
+"""`hetmesh train RECIPE`: train on this machine with workers of its own, or as one that a launcher started."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from hetmesh._processes import no_blas_threads
+from hetmesh.cli import FAILURE, USAGE_ERROR
 from hetmesh.cli.check import add_arguments, checked
-from hetmesh.errors import HetmeshError, RecipeError
+from hetmesh.cli.launchers import SLURM, TORCHRUN, Place, find_place
+from hetmesh.errors import HetmeshError, LaunchError, RecipeError
 from hetmesh.recipe.recipe import Recipe, load_recipe
 
 __all__ = ["add_arguments", "run"]
@@ -16,14 +20,16 @@ __all__ = ["add_arguments", "run"]
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Train; returns the exit status."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _join(args.recipe, overrides)
-    recipe = load_recipe(args.recipe, overrides)
-    import torch
+    place = find_place(os.environ)
+    if place is not None:
+        return _join(place, args.recipe, overrides)
+    with no_blas_threads():
+        recipe = load_recipe(args.recipe, overrides)
+        import torch
 
     from hetmesh.cli.launch import launch, threads_per_worker
 
-    torch.set_num_threads(1)  # workers are forked from this process: it must not have started a thread pool by then
+    torch.set_num_threads(1)  # workers are forked from this process: it must not have started a thread by then
     _announce(recipe, checked(recipe))
     if recipe.world_size > 1:
         return launch(recipe)
@@ -34,34 +40,69 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def _join(path: str, overrides: Sequence[str]) -> int:
-    """Be one of torchrun's workers. What is wrong with the recipe is the same on every rank, so rank 0 says it."""
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def _join(place: Place, path: str, overrides: Sequence[str]) -> int:
+    """Be one of a launcher's workers. What is wrong with the recipe is the same on every rank, so rank 0 says it."""
+    rank = place.rank
     try:
         recipe = load_recipe(path, overrides)
-        if world_size != recipe.world_size:
-            raise RecipeError(
-                f"{path} describes {recipe.world_size} ranks, but torchrun started WORLD_SIZE = {world_size}; start "
-                f"{recipe.world_size} (on one machine: --nproc-per-node {recipe.world_size}), or change the ranks "
-                "under [parallelism]"
-            )
+        if place.size != recipe.world_size:
+            raise RecipeError(_wrong_size(place, path, recipe.world_size))
         summary = checked(recipe)
     except RecipeError as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
-        return 2
+        return USAGE_ERROR
     if rank == 0:
         _announce(recipe, summary)
+        if place.note:
+            print(place.note, file=sys.stderr, flush=True)
+    _settle(place)
+    from torch.distributed import DistNetworkError, DistStoreError
+    from torch.distributed.elastic.multiprocessing.errors import record
+
     from hetmesh.training.trainer import train
 
     try:
-        record(train)(recipe)  # torchrun's report then quotes the error
+        (record(train) if place.launcher == TORCHRUN else train)(recipe)  # torchrun's report then quotes the error
+    except (DistNetworkError, DistStoreError) as error:
+        first = str(error).strip().partition("\n")[0]
+        message = LaunchError(
+            f"{place.launcher} started this process as rank {rank} of {place.size}; meeting the others at "
+            f"{place.address}:{place.port} (MASTER_ADDR, MASTER_PORT) failed: {first}"
+        )
+        print(f"error: rank {rank}: {message}", file=sys.stderr)
+        return FAILURE
     except HetmeshError as error:
         print(f"error: rank {rank}: {error}", file=sys.stderr)
-        return 1
+        return FAILURE
     return 0
+
+
+def _wrong_size(place: Place, path: str, needed: int) -> str:
+    names = {TORCHRUN: "WORLD_SIZE = ", SLURM: "SLURM_NTASKS = "}
+    how = {TORCHRUN: f"on one machine: --nproc-per-node {needed}", SLURM: f"srun --ntasks {needed} hetmesh train ..."}
+    return (
+        f"{path} describes {needed} ranks, but {place.launcher} started {names.get(place.launcher, '')}{place.size}; "
+        f"start {needed} ({how.get(place.launcher, f'{place.launcher} -n {needed} hetmesh train ...')}), or change the "
+        "ranks under [parallelism]"
+    )
+
+
+def _settle(place: Place) -> None:
+    """Torchrun's variables, and threads, where another launcher started this process."""
+    if place.launcher == TORCHRUN:
+        return
+    import torch
+
+    from hetmesh.cli.launch import threads_per_worker
+
+    os.environ |= place.environment
+    if place.local_size == place.size and Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # as workers of our own
+    own = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    if own.isdigit():
+        os.environ.setdefault("OMP_NUM_THREADS", own)
+    torch.set_num_threads(threads_per_worker(place.local_size))
 
 
 def _announce(recipe: Recipe, summary: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from hetmesh.data.conversations import ConversationsSource
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.source import Source
 from hetmesh.data.synthetic import SyntheticSource
-from hetmesh.errors import RecipeError
+from hetmesh.errors import HetmeshError, RecipeError
 
 SOURCES: dict[str, Callable[..., Source]] = {
     "digits": DigitsSource,
@@ -44,12 +44,17 @@ def make_source(name: str, /, **options: Any) -> Source:
             signature.bind(**options)
         except TypeError as error:
             raise RecipeError(f"{key}: options {options}: {error}; it takes {signature}") from error
-    source = factory(**options)
+    try:
+        source = factory(**options)
+    except HetmeshError:
+        raise
+    except Exception as error:  # whatever a constructor makes of values of a wrong type
+        raise RecipeError(f"{key}: options {options}: {type(error).__name__}: {error}; it takes {signature}") from error
     missing = [n for n in ("__len__", "meta", "load", "vocab_size", "pad_id", "placeholders") if not hasattr(source, n)]
     if missing:
         raise RecipeError(f"{key}: {type(source).__name__} is not a hetmesh.data.Source, it lacks {missing}")
     ids = {"pad_id": source.pad_id, **{f"placeholder {k!r}": v for k, v in source.placeholders.items()}}
-    wrong = {k: v for k, v in ids.items() if not 0 <= v < source.vocab_size}
+    wrong = {k: v for k, v in ids.items() if not isinstance(v, int) or not 0 <= v < source.vocab_size}
     if wrong:
         raise RecipeError(f"{key}: {wrong} must be token ids 0..{source.vocab_size - 1} (vocab_size)")
     if len(source) < 1:

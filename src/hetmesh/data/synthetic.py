@@ -59,7 +59,7 @@ class SyntheticSource:
         if not 0 <= text_only <= 1:
             raise RecipeError(f"{key} text_only: must be in 0..1, got {text_only}")
         for name, value, least in (("max_images", max_images, 0), ("length", length, 1), ("vocab_size", vocab_size, 3)):
-            if value < least:
+            if not isinstance(value, int) or value < least:
                 raise RecipeError(f"{key} {name}: must be at least {least}, got {value}")
 
     def __len__(self) -> int:

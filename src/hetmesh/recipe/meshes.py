@@ -11,7 +11,7 @@ from hetmesh.graph.module_graph import BoundarySpec, ModuleGraph, ModuleSpec
 from hetmesh.graph.module_options import ModuleOptions
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.recipe.module_options import module_options
-from hetmesh.recipe.sections import ModuleParallelism
+from hetmesh.recipe.sections import MOST_RANKS, ModuleParallelism
 
 if TYPE_CHECKING:
     from hetmesh.recipe.recipe import Recipe
@@ -196,7 +196,10 @@ def _all_ranks(tables: Mapping[str, ModuleParallelism]) -> tuple[int, ...]:
     """What "all" stands for: every rank that some module names; where none does, as many as the degrees need."""
     if named := {rank for table in tables.values() for rank in table.ranks or ()}:
         return tuple(sorted(named))
-    return tuple(range(max((math.prod(d or 1 for d in _degrees(t).values()) for t in tables.values()), default=1)))
+    needed = max((math.prod(d or 1 for d in _degrees(t).values()) for t in tables.values()), default=1)
+    if needed > MOST_RANKS:
+        raise RecipeError(f"parallelism: the degrees need {needed} ranks; there can be {MOST_RANKS} at most")
+    return tuple(range(needed))
 
 
 def _degrees(table: ModuleParallelism) -> dict[str, int | None]:

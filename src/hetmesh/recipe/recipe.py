@@ -114,7 +114,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # no UTF-8, or a name that holds a null byte
         reason = error.strerror.lower() if isinstance(error, OSError) and error.strerror else error
         raise RecipeError(f"recipe {path} cannot be read: {reason}") from error
     try:

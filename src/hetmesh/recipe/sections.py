@@ -42,6 +42,10 @@ def thaw(value: Any) -> Any:
     return [thaw(v) for v in value] if isinstance(value, list | tuple) else value
 
 
+MOST_RANKS = 1_000_000
+"""Ranks that a job may have: a slip of the keyboard shall not fill the memory."""
+
+
 def parse_ranks(value: Any) -> Any:
     """`[0, 1]`, `3`, `"0-1"`, `"0-3,6"` or `"all"` as ascending or given ranks; `None` stands for all ranks.
 
@@ -57,7 +61,7 @@ def parse_ranks(value: Any) -> Any:
             if isinstance(part, bool | float):
                 raise ValueError
             start, stop = int(first), int(last if dash else first)
-            if start > stop:
+            if start > stop or stop >= MOST_RANKS:
                 raise ValueError
         except (TypeError, ValueError):
             raise ValueError(f"{part!r} is no rank; write ranks as [0, 1], '0-1', '0-3,6' or 'all'") from None
@@ -260,6 +264,7 @@ class Checkpoint(Section):
     folder: str = "checkpoint"
     interval: Size = 500  # steps
     keep_latest_k: Count = 10  # 0 keeps all
+    timeout_seconds: Seconds = 3600.0  # that writing or reading one may take, whatever [comm] says of a step
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     initial_load_path: str = ""  # a run's step folder, whose weights a new run starts from; nothing else is taken
     exclude_from_loading: tuple[str, ...] = ()  # modules (or prefixes of parameter names) that start afresh

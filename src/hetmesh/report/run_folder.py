@@ -45,9 +45,12 @@ def read_run(folder: str | Path) -> RunView:
     """
     folder = Path(folder)
     metrics = folder / "metrics.jsonl"
-    if not metrics.is_file():
-        raise RecipeError(f"{folder}: there is no metrics.jsonl in it; give a run's dump_folder")
-    lines = metrics.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = metrics.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise RecipeError(f"{folder}: there is no metrics.jsonl in it; give a run's dump_folder") from None
+    except (OSError, ValueError) as error:  # also no UTF-8, or a name that holds a null byte
+        raise RecipeError(f"{metrics}: cannot be read: {error}") from error
     recorded = _json(folder / "timeline.json")
     timelines: dict[str, Timeline] = {
         key: Timeline.from_json(recorded[key]) for key in ("predicted", "measured") if key in recorded
@@ -62,9 +65,12 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _parsed(path: Path, text: str) -> dict[str, Any]:
     try:
-        return json.loads(text)
+        found = json.loads(text)
     except ValueError as error:
         raise RecipeError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise RecipeError(f"{path}: cannot be read: it must hold a JSON object, got {text[:60]!r}")
+    return found
 
 
 def _shown(value: Any) -> str:

@@ -16,7 +16,7 @@ from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
 
 @dataclass(frozen=True)
-class Question:
+class PlainSample:
     """One sample as its source gives it: an image is one token yet.
 
     Attributes:
@@ -55,7 +55,7 @@ class PlainModel(nn.Module):
         self.to(torch.float64)
         _exact(self.llm, self.theta)
 
-    def loss(self, question: Question) -> Tensor:
+    def loss(self, question: PlainSample) -> Tensor:
         """The summed cross-entropy of the answer's tokens."""
         images = iter(question.images)
         pieces: list[Tensor] = []
@@ -92,7 +92,7 @@ class PlainModel(nn.Module):
 
 
 def train(
-    model: PlainModel, steps: Sequence[Sequence[Question]], lr: float
+    model: PlainModel, steps: Sequence[Sequence[PlainSample]], lr: float
 ) -> tuple[list[float], dict[str, Tensor | None], dict[str, Tensor]]:
     """SGD on the mean loss per answer token of each step's questions.
 

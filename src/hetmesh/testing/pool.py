@@ -29,6 +29,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from hetmesh._processes import no_blas_threads, threads
 from hetmesh.errors import HetmeshError
 
 # Imported once by the fork server. The first DTensor operation imports ~300 modules (the two private ones among them):
@@ -183,7 +184,8 @@ class WorkerPool:
                     name=f"hetmesh-worker-{rank}",
                     daemon=True,
                 )
-                process.start()
+                with no_blas_threads():  # the first start imports numpy in the fork server
+                    process.start()
                 theirs.close()
                 self._workers.append((process, ours))
             self._collect(self._start_timeout, "starting the pool")
@@ -292,6 +294,9 @@ def _worker(rank: int, size: int, port: int, connection: Connection, stack_file:
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no need for a host name that resolves
     try:
+        # The fork server, which has this environment, must have had one thread: a lock of another's stays locked here.
+        if (count := threads(os.getppid())) > 1:
+            raise RuntimeError(f"the process that workers are forked from has {count} threads; what is preloaded?")
         import torch
         import torch.distributed as dist
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hetmesh.data.source import Sample
+from hetmesh.errors import RecipeError
 from hetmesh.graph import MediaItem, SampleMeta
 
 
@@ -29,6 +30,9 @@ class RandomMedia:
         without_targets: share of samples without a target.
         length: samples in the source.
         seed: another seed gives other samples.
+
+    Raises:
+        RecipeError: an option that is not valid.
     """
 
     pad_id = 0
@@ -47,6 +51,7 @@ class RandomMedia:
         length: int = 1000,
         seed: int = 0,
     ) -> None:
+        _check_options(kinds, text_only, {"max_items": max_items, "max_text": max_text, "length": length, "seed": seed})
         self.kinds = {name: tuple(shape) for name, shape in kinds.items()}
         self.same = dict(same or {})
         self.largest = dict(largest or {})
@@ -101,3 +106,16 @@ class RandomMedia:
 
     def _count(self, rng: random.Random) -> int:
         return rng.randint(0, self.max_items) if self.items is None else self.items
+
+
+def _check_options(kinds: object, text_only: object, counts: Mapping[str, object]) -> None:
+    key = "[data.options]"
+    shapes = list(kinds.values()) if isinstance(kinds, Mapping) else [None]
+    if not all(isinstance(s, Sequence) and all(type(n) is int and n > 0 for n in s) for s in shapes):
+        raise RecipeError(f"{key} kinds: must give each kind of media the shape of its items, got {kinds!r}")
+    if not isinstance(text_only, int | float) or not 0 <= text_only <= 1:
+        raise RecipeError(f"{key} text_only: must be in 0..1, got {text_only!r}")
+    least = {"max_text": 2, "length": 1}
+    for name, value in counts.items():
+        if type(value) is not int or value < least.get(name, 0):
+            raise RecipeError(f"{key} {name}: must be a number of at least {least.get(name, 0)}, got {value!r}")

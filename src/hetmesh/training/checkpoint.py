@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hetmesh.boundary import World
-from hetmesh.errors import RecipeError
+from hetmesh.errors import CheckpointError, RecipeError
+from hetmesh.training import checksums
+from hetmesh.training.checksums import MANIFEST, METADATA
 from hetmesh.training.optimizers import Root
 
-_STEP = re.compile(r"step-(\d+)")
-COMPLETE = ".metadata"  # DCP writes it last, so a folder without it is what a killed run left behind
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+COMPLETE = MANIFEST  # written last, and the folder gets its name after that
+PARTIAL = ".partial"  # what a save adds to the folder's name until all is written
 _SHOWN = 3  # differences that an error names
+_RESTORE, _GO = "restore it from a copy", "remove the folder to go on without it"
 
 
 class Checkpointer:
@@ -35,40 +41,78 @@ class Checkpointer:
     Args:
         folder: where the step folders are.
         keep_latest: delete older ones beyond that many; 0 keeps all.
+        timeout: seconds that writing or reading one may take; the timeout of a step does not count meanwhile.
     """
 
-    def __init__(self, world: World, folder: Path, keep_latest: int = 0) -> None:
-        self.world, self.folder, self.keep_latest = world, folder, keep_latest
+    def __init__(self, world: World, folder: Path, keep_latest: int = 0, timeout: float = 3600.0) -> None:
+        self.world, self.folder, self.keep_latest, self.timeout = world, folder, keep_latest, timeout
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
         return complete_steps(self.folder)
 
+    def prepare(self) -> None:
+        """Make the folder, and see that files can be written there. Collective; before hours of training.
+
+        Raises:
+            CheckpointError: they cannot; on every rank.
+        """
+
+        def probe() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = self.folder / f".probe{PARTIAL}"
+            file.write_bytes(b"x")
+            file.unlink()
+
+        self._on_first(f"checkpoints cannot be written to {self.folder}", probe)
+
     def latest(self) -> int | None:
-        """The newest complete step, as rank 0 sees it, on every rank. Collective."""
-        steps = self.steps()
-        chosen = torch.tensor([steps[-1] if steps else -1], device=self.world.device)
+        """The newest complete step, as rank 0 sees it, on every rank. Collective.
+
+        Raises:
+            CheckpointError: the folder cannot be read, or a newer checkpoint has lost its checksums; on every rank.
+        """
+        chosen = [-1]
+
+        def choose() -> None:
+            chosen[0] = max(self.steps(), default=-1)
+            for step in _steps_with(self.folder, METADATA):
+                if step > chosen[0]:
+                    raise CheckpointError(
+                        f"{checksums.no_manifest(self.folder / f'step-{step}')}; {_RESTORE}, or {_GO}"
+                    )
+
+        self._on_first(f"checkpoints in {self.folder} cannot be read", choose)
         with self.world.waiting("choice of the checkpoint to resume from"):
-            dist.broadcast(chosen, src=0, group=self._everyone)
-        return None if chosen.item() < 0 else int(chosen.item())
+            dist.broadcast_object_list(chosen, src=0, group=self._everyone)
+        return None if chosen[0] < 0 else chosen[0]
 
     def save(self, step: int, root: Root, optimizers: tuple[Any, Any] | None, extra: Mapping[str, Any]) -> Path:
         """Write the state after `step` steps. Collective.
 
+        It gets its name when all is on the disk: what a crash or a full disk leaves is never taken for a checkpoint.
+
         Raises:
-            OSError: it cannot be written; on every rank.
+            CheckpointError: it cannot be written; on every rank.
         """
         path = self.folder / f"step-{step}"
-        try:
-            with self.world.waiting(f"saving {path}"):
-                state = self._state(root, optimizers, extra)
-                dcp.save(state, checkpoint_id=str(path), process_group=self._everyone)
-        except CheckpointException as error:  # no Exception: it would pass by everything that handles failures
-            raise OSError(f"checkpoint {path} cannot be written: {first_cause(error)}") from error
-        if self.world.rank == 0 and self.keep_latest:
-            for old in self.steps()[: -self.keep_latest]:
-                (self.folder / f"step-{old}" / COMPLETE).unlink()  # first: a folder that is half gone is not complete
-                shutil.rmtree(self.folder / f"step-{old}", ignore_errors=True)
+        partial = path.with_name(path.name + PARTIAL)
+        fails = f"checkpoint {path} cannot be written"
+        state = self._state(root, optimizers, extra)
+        with self._patience(), self.world.waiting(f"saving {path}"):
+            self._on_first(fails, lambda: _make_empty(partial))
+            try:
+                try:
+                    dcp.save(state, checkpoint_id=str(partial), process_group=self._everyone)
+                except CheckpointException as error:  # no Exception: it would pass by all that handles failures
+                    raise CheckpointError(f"{fails}: {first_cause(error)}") from error
+                sums = self._checksums(partial, fails)
+                self._on_first(fails, lambda: _finish(partial, path, sums))
+            except CheckpointError as error:
+                if self.world.rank == 0:
+                    shutil.rmtree(partial, ignore_errors=True)
+                raise CheckpointError(f"{error}{self._what_to_do()}") from error
+            self._on_first(f"old checkpoints in {self.folder} cannot be deleted", self._delete_old)
         return path
 
     def load(
@@ -80,17 +124,21 @@ class Checkpointer:
             `extra` as it was saved.
 
         Raises:
-            RecipeError: the checkpoint is of other modules or another optimizer, or cannot be read; on every rank.
+            RecipeError: the checkpoint is of other modules or another optimizer; on every rank.
+            CheckpointError: it cannot be read, or bytes have changed since it was written; on every rank.
         """
         path = self.folder / f"step-{step}"
-        saved = saved_tensors(path)
-        state = {k: v for k, v in self._state(root, optimizers, extra).items() if k in saved or not _optional(k, saved)}
-        self._check_fit(path, state, saved)
-        try:
-            with self.world.waiting(f"loading {path}"):
-                dcp.load(state, checkpoint_id=str(path), process_group=self._everyone)
-        except CheckpointException as error:
-            raise RecipeError(f"checkpoint {path} cannot be read: {first_cause(error)}") from error
+        with self._patience():
+            try:
+                saved, sums = opened(self.world, path)
+                state = self._state(root, optimizers, extra)
+                state = {k: v for k, v in state.items() if k in saved or not _optional(k, saved)}
+                self._check_fit(path, state, saved)
+                read_into(self.world, path, state, sums)
+            except CheckpointError as error:
+                others = [s for s in self.steps() if s < step]
+                hint = f"remove the folder to resume from step-{others[-1]}" if others else _GO
+                raise CheckpointError(f"{error}; {_RESTORE}, or {hint}") from error
         root.load_state_dict(_under(state, "model."))
         if optimizers is not None:
             optimizers[0].load_state_dict(_under(state, "optimizer."))
@@ -103,6 +151,60 @@ class Checkpointer:
         if "cuda" in random and self.world.device.type == "cuda":
             torch.cuda.set_rng_state(random["cuda"], self.world.device)
         return _under(state, "extra.")
+
+    @contextlib.contextmanager
+    def _patience(self) -> Iterator[None]:
+        """For the body, a rank waits for others as long as a checkpoint may take: disks are no stalled peers."""
+        usual = self.world.timeout
+        self.world.set_timeout(max(usual, self.timeout))
+        try:
+            yield
+        finally:
+            self.world.set_timeout(usual)
+
+    def _on_first(self, fails: str, action: Callable[[], object]) -> None:
+        """Do `action` on rank 0. What goes wrong with it is the same error on every rank."""
+        errors = [""]
+        if self.world.rank == 0:
+            try:
+                action()
+            except CheckpointError as error:
+                errors = [str(error)]
+            except OSError as error:
+                errors = [f"{fails}: {error}"]
+        with self.world.waiting(f"rank 0 at {self.folder}"):
+            dist.broadcast_object_list(errors, src=0, group=self._everyone)
+        if errors[0]:
+            raise CheckpointError(errors[0])
+
+    def _checksums(self, folder: Path, fails: str) -> dict[checksums.Part, int]:
+        """Of all parts, on every rank; each rank reads what it has written, from the cache of its machine."""
+        mine: dict[checksums.Part, int] = {}
+        error = ""
+        try:
+            parts = checksums.parts_of(checksums.read_metadata(folder))
+            mine = checksums.checksums(folder, checksums.written_by(parts, self.world.rank))
+        except OSError as problem:
+            error = f"{fails}: {problem}"
+        everybody: list[Any] = [None] * self.world.size
+        dist.all_gather_object(everybody, (error, mine), group=self._everyone)
+        for text, _ in everybody:
+            if text:
+                raise CheckpointError(text)
+        return {part: crc for _, some in everybody for part, crc in some.items()}
+
+    def _delete_old(self) -> None:
+        for old in self.steps()[: -self.keep_latest] if self.keep_latest else ():
+            (self.folder / f"step-{old}" / COMPLETE).unlink()  # first: a folder that is half gone is not complete
+            shutil.rmtree(self.folder / f"step-{old}", ignore_errors=True)
+
+    def _what_to_do(self) -> str:
+        try:
+            free, steps = f"{shutil.disk_usage(self.folder).free / 2**20:,.0f} MiB", self.steps()
+        except OSError:
+            return "; set job.dump_folder to a folder that can be written"
+        newest = f"; the newest complete one is step-{steps[-1]}" if steps else ""
+        return f"; {free} are free there: make room, or set job.dump_folder to another disk{newest}"
 
     @property
     def _everyone(self) -> dist.ProcessGroup | None:
@@ -142,30 +244,112 @@ class Checkpointer:
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """Steps with a complete checkpoint in `folder`, ascending."""
+    """Steps with a complete checkpoint in `folder`, ascending. Raises OSError if the folder cannot be read."""
+    return _steps_with(folder, COMPLETE)
+
+
+def _steps_with(folder: Path, file: str) -> list[int]:
     if not folder.is_dir():
         return []
     found = ((_STEP.fullmatch(path.name), path) for path in folder.iterdir())
-    return sorted(int(m.group(1)) for m, path in found if m and (path / COMPLETE).is_file())
+    return sorted(int(m.group(1)) for m, path in found if m and (path / file).is_file())
 
 
-def saved_value(path: Path, key: str) -> Any:
-    """One saved value that is no tensor; None if the checkpoint has none of that name. Not collective."""
-    if f"extra.{key}" not in saved_tensors(path):
+def saved_value(world: World, path: Path, key: str) -> Any:
+    """One of the `extra` values of a checkpoint; None if it has none of that name. Collective.
+
+    Raises:
+        CheckpointError: it cannot be read, or has changed; on every rank.
+    """
+    saved, sums = opened(world, path)
+    name = f"extra.{key}"
+    if name not in saved:
         return None
-    state: dict[str, Any] = {f"extra.{key}": None}
-    with warnings.catch_warnings():  # that this is done by one process is meant so
-        warnings.simplefilter("ignore", UserWarning)
-        dcp.load(state, checkpoint_id=str(path), no_dist=True)
-    return state[f"extra.{key}"]
+    state: dict[str, Any] = {name: ""}
+    read_into(world, path, state, {part: crc for part, crc in sums.items() if part.name == name})
+    return state[name]
 
 
 def saved_tensors(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds, by name."""
+    """What a checkpoint holds, by name.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    return checksums.read_metadata(path).state_dict_metadata
+
+
+def opened(world: World, path: Path) -> tuple[dict[str, Any], dict[checksums.Part, int]]:
+    """What the checkpoint at `path` holds, by name, and the checksums of its parts, once its index is known to be what
+    was written. Collective.
+
+    Raises:
+        CheckpointError: it is not; on every rank.
+    """
+    error, saved, sums = "", {}, {}
     try:
-        return FileSystemReader(str(path)).read_metadata().state_dict_metadata
-    except Exception as error:  # whatever unpickling makes of a damaged file
-        raise RecipeError(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}") from error
+        sums = checksums.read_manifest(path)
+        saved = saved_tensors(path)
+    except CheckpointError as problem:
+        error = str(problem)
+    _raise_first(world, path, [error] if error else [])
+    return saved, sums
+
+
+def read_into(world: World, path: Path, state: dict[str, Any], sums: Mapping[checksums.Part, int]) -> None:
+    """Read the values of `state` from the checkpoint at `path`, in place, after all of its bytes have been compared
+    with their checksums, a share on each rank. Collective.
+
+    Raises:
+        CheckpointError: it cannot be read, or has changed; nothing is read then. On every rank.
+    """
+    mine = checksums.share(list(sums), world.rank, world.size)
+    wrong = checksums.damaged(path, {part: sums[part] for part in mine})
+    _raise_first(world, path, [f"checkpoint {path} is damaged: {text}" for text in wrong])
+    try:
+        with world.waiting(f"loading {path}"):
+            dcp.load(state, checkpoint_id=str(path), process_group=world.group(range(world.size)))
+    except CheckpointException as error:
+        raise CheckpointError(f"checkpoint {path} cannot be read: {first_cause(error)}") from error
+
+
+def _raise_first(world: World, path: Path, errors: list[str]) -> None:
+    """The first error that any rank has, as one error on every rank; how many more there are."""
+    everybody: list[Any] = [None] * world.size
+    with world.waiting(f"verifying {path}"):
+        dist.all_gather_object(everybody, errors, group=world.group(range(world.size)))
+    found = list(dict.fromkeys(text for some in everybody for text in some))
+    if found:
+        raise CheckpointError(found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""))
+
+
+def _make_empty(folder: Path) -> None:
+    _remove(folder)
+    folder.mkdir(parents=True)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _finish(partial: Path, path: Path, sums: Mapping[checksums.Part, int]) -> None:
+    """Make what is written at `partial` the checkpoint `path`."""
+    checksums.write_manifest(partial, sums)
+    old = path.with_name(path.name + ".old")
+    _remove(old)
+    if path.exists():  # of the same step: an earlier run's, or half of one
+        path.rename(old)
+    partial.rename(path)
+    _remove(old)
+    with contextlib.suppress(OSError):  # not every file system knows this
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _optional(key: str, saved: Iterable[str]) -> bool:

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
 
 from hetmesh.boundary import World
 from hetmesh.errors import RecipeError
 from hetmesh.models.lora import base_name, is_adapter
-from hetmesh.training.checkpoint import COMPLETE, differences, first_cause, saved_tensors
+from hetmesh.training.checkpoint import COMPLETE, differences, opened, read_into
 from hetmesh.training.optimizers import Root
 
 KEY = "checkpoint.initial_load_path"
@@ -31,10 +29,11 @@ def load_weights(world: World, root: Root, path: Path, exclude: Sequence[str] = 
     Raises:
         RecipeError: there is no complete checkpoint, `exclude` matches nothing, or tensors are missing or have other
             shapes or types; the message names them, and is the same on every rank.
+        CheckpointError: the checkpoint cannot be read, or bytes have changed since it was written; on every rank.
     """
     if not (path / COMPLETE).is_file():
         raise RecipeError(f"{KEY} = {str(path)!r}: no complete checkpoint there; name a folder such as .../step-800")
-    saved = saved_tensors(path)
+    saved, sums = opened(world, path)
     state: dict[str, Any] = {}
     left_out: set[str] = set()
     for name, tensor in root.state_dict().items():
@@ -54,8 +53,4 @@ def load_weights(world: World, root: Root, path: Path, exclude: Sequence[str] = 
     if wrong:
         more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
         raise RecipeError(f"{KEY} = {str(path)!r} does not fit this recipe: {'; '.join(wrong[:_SHOWN])}{more}")
-    try:
-        with world.waiting(f"loading {path}"):
-            dcp.load(state, checkpoint_id=str(path), process_group=everyone)  # in place: these are the parameters
-    except CheckpointException as error:
-        raise RecipeError(f"{KEY} = {str(path)!r} cannot be read: {first_cause(error)}") from error
+    read_into(world, path, state, sums)  # in place: these are the parameters

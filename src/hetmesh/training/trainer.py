@@ -12,7 +12,7 @@ import torch
 
 from hetmesh.boundary import World, init
 from hetmesh.data.loader import DrawnSample, describe_without_targets
-from hetmesh.errors import NonFiniteError, RecipeError, SampleError
+from hetmesh.errors import CheckpointError, NonFiniteError, RecipeError, SampleError
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.checkpoint import Checkpointer, saved_value
 from hetmesh.training.dump_folder import SUMMARY_FILE, RunFolder, claim_folder
@@ -84,8 +84,11 @@ class Trainer:
         self.optimizers = make_optimizers(recipe, self.job.root)
         self.lr = learning_rate(recipe)
         self.held_out = held_out_source(recipe)
-        self.checkpointer = Checkpointer(world, self.folder / recipe.checkpoint.folder, recipe.checkpoint.keep_latest_k)
-        self.step = 0 if self.claimed.step is None else self._resume(self.claimed.step)
+        kept = recipe.checkpoint
+        self.checkpointer = Checkpointer(world, self.folder / kept.folder, kept.keep_latest_k, kept.timeout_seconds)
+        if kept.enable:
+            self.checkpointer.prepare()
+        self.step = 0 if self.claimed.step is None else self._resume()
         self.meter = Meter(self.job)
         self.recorder = StepRecorder(self.job, self.folder)
         self.reporter = Reporter(
@@ -213,9 +216,14 @@ class Trainer:
         """Write a checkpoint of the current step."""
         self.checkpointer.save(self.step, self.job.root, self.optimizers, self._position())
 
-    def _resume(self, step: int) -> int:
+    def _resume(self) -> int:
+        step = self.checkpointer.latest()
+        assert step is not None and step == self.claimed.step
         path = self.checkpointer.folder / f"step-{step}"
-        saved, self.skipped_steps = read_run_state(saved_value(path, "run"))
+        try:
+            saved, self.skipped_steps = read_run_state(saved_value(self.world, path, "run"))
+        except CheckpointError:  # damaged: loading it says how, and what to do
+            saved = None
         changed = changes(saved, self.recipe)
         check_changes(changed, path)
         with keeping_options(self.optimizers):

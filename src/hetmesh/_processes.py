@@ -1,0 +1,49 @@
+"""What everything that starts worker processes needs: no thread at a fork, no worker that outlives its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+_PR_SET_PDEATHSIG = 1  # prctl's
+
+
+def threads(pid: int | None = None) -> int:
+    """Threads of a process (this one by default), those that libraries started too; at least 1.
+
+    A fork copies one thread and every lock: a lock that another thread held stays locked for ever in the child.
+    """
+    mine = threading.active_count() if pid is None else 1
+    try:
+        return max(mine, len(os.listdir(f"/proc/{'self' if pid is None else pid}/task")))
+    except OSError:  # no Linux
+        return mine
+
+
+@contextlib.contextmanager
+def no_blas_threads() -> Iterator[None]:
+    """OpenBLAS starts a thread per core when numpy is first imported; where that happens in the body, it does not."""
+    name = "OPENBLAS_NUM_THREADS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def die_with_parent(parent: int) -> None:
+    """End this process (SIGKILL) when process `parent`, which started it, ends in whatever way. Linux; else nothing."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)

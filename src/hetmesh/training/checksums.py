@@ -1,0 +1,166 @@
+"""Checksums of a checkpoint's files: bytes that changed on disk are found, and named, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+from hetmesh.errors import CheckpointError
+
+MANIFEST = "checksums.json"
+METADATA = ".metadata"  # DCP's index of names, shapes and places in files
+_WRITER = re.compile(r"__(\d+)_\d+\.distcp")  # the rank that wrote a file
+_CHUNK = 8 << 20  # bytes read at once
+
+
+@dataclass(frozen=True, order=True)
+class Part:
+    """The bytes of one saved tensor (or a piece of it, or a value) in one file."""
+
+    file: str
+    offset: int
+    length: int
+    name: str
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """DCP's index of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it is none.
+    """
+    try:
+        return FileSystemReader(str(folder)).read_metadata()
+    except Exception as error:  # whatever unpickling makes of a damaged file
+        reason = f"{type(error).__name__}: {error}".replace("\n", " ")
+        raise CheckpointError(f"checkpoint {folder} cannot be read: {METADATA}: {reason}") from error
+
+
+def parts_of(metadata: Metadata) -> list[Part]:
+    """All parts of a checkpoint, in the order of files and places."""
+    stored = metadata.storage_data.items()
+    return sorted(Part(str(info.relative_path), info.offset, info.length, index.fqn) for index, info in stored)
+
+
+def written_by(parts: Iterable[Part], rank: int) -> list[Part]:
+    """The parts in files of `rank`; rank 0 also has those of files whose name says nothing."""
+    return [part for part in parts if _writer(part.file) == rank]
+
+
+def share(parts: Sequence[Part], rank: int, size: int) -> list[Part]:
+    """The parts that `rank` of `size` verifies: neighbours, about as many bytes on every rank."""
+    total, seen, mine = sum(part.length for part in parts), 0, []
+    for part in parts:
+        middle = seen + part.length // 2
+        if min(size * middle // max(total, 1), size - 1) == rank:
+            mine.append(part)
+        seen += part.length
+    return mine
+
+
+def checksums(folder: Path, parts: Iterable[Part]) -> dict[Part, int]:
+    """CRC-32 of each part; of what is there, where a file is too short.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    found = {}
+    by_file: dict[str, list[Part]] = {}
+    for part in parts:
+        by_file.setdefault(part.file, []).append(part)
+    for file, inside in by_file.items():
+        with open(folder / file, "rb") as stream:
+            for part in inside:
+                stream.seek(part.offset)
+                left, crc = part.length, 0
+                while left and (data := stream.read(min(left, _CHUNK))):
+                    left, crc = left - len(data), zlib.crc32(data, crc)
+                found[part] = crc if not left else -1
+    return found
+
+
+def write_manifest(folder: Path, sums: Mapping[Part, int]) -> None:
+    """Write the checksums of all parts, of the index and of themselves, to the disk."""
+    content = {
+        "metadata": zlib.crc32((folder / METADATA).read_bytes()),
+        "parts": [[*astuple(part), crc] for part, crc in sorted(sums.items())],
+    }
+    with open(folder / MANIFEST, "w", encoding="utf-8") as stream:
+        json.dump({"checksum": _own(content), **content}, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read_manifest(folder: Path) -> dict[Part, int]:
+    """The checksums of a checkpoint's parts, after looking at those of the manifest and of the index.
+
+    Raises:
+        CheckpointError: one of these two files is missing, unreadable or has changed.
+    """
+    try:
+        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        own = content.pop("checksum")
+        sums = {
+            Part(str(file), int(offset), int(length), str(name)): int(crc)
+            for file, offset, length, name, crc in content["parts"]
+        }
+        known, intact = content["metadata"], own == _own(content)
+    except FileNotFoundError as error:
+        raise CheckpointError(no_manifest(folder)) from error
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise CheckpointError(f"checkpoint {folder} is damaged: {MANIFEST} is no list of checksums") from error
+    if not intact:
+        raise CheckpointError(f"checkpoint {folder} is damaged: {MANIFEST} has changed since it was written")
+    try:
+        metadata = (folder / METADATA).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be read: {error}") from error
+    if zlib.crc32(metadata) != known:
+        raise CheckpointError(f"checkpoint {folder} is damaged: {METADATA} has changed since it was written")
+    return sums
+
+
+def no_manifest(folder: Path) -> str:
+    """What to say of a checkpoint without checksums."""
+    return (
+        f"checkpoint {folder} has no {MANIFEST}: it was copied in part, or written by an older version, and may not be "
+        "whole"
+    )
+
+
+def damaged(folder: Path, sums: Mapping[Part, int]) -> list[str]:
+    """What has changed since the checksums were made: file, tensor and place, in words."""
+    found = []
+    by_file: dict[str, dict[Part, int]] = {}
+    for part, crc in sums.items():
+        by_file.setdefault(part.file, {})[part] = crc
+    for file, expected in by_file.items():
+        try:
+            now = checksums(folder, expected)
+        except FileNotFoundError:
+            found.append(f"{file} is missing")
+        except OSError as error:
+            found.append(f"{file} cannot be read ({error.strerror})")
+        else:
+            wrong = [part for part, crc in expected.items() if now[part] != crc]
+            found += [f"{p.name} in {file}, bytes {p.offset} to {p.offset + p.length}, has changed" for p in wrong]
+    return found
+
+
+def _writer(file: str) -> int:
+    found = _WRITER.fullmatch(file)
+    return int(found[1]) if found else 0
+
+
+def _own(content: Mapping[str, object]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
