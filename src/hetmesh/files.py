@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hetmesh.errors import OutputError
+from hetmesh.errors import HetmeshError, OutputError
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -45,7 +45,7 @@ def writing(path: str | Path, hint: str = "") -> Iterator[None]:
     """
     try:
         yield
-    except OutputError:
+    except HetmeshError:  # some are OSErrors too
         raise
     except OSError as error:
         reason = error.strerror or str(error) or type(error).__name__

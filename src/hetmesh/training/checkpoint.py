@@ -75,12 +75,7 @@ class Checkpointer:
         chosen = [-1]
 
         def choose() -> None:
-            chosen[0] = max(self.steps(), default=-1)
-            for step in _steps_with(self.folder, METADATA):
-                if step > chosen[0]:
-                    raise CheckpointError(
-                        f"{checksums.no_manifest(self.folder / f'step-{step}')}; {_RESTORE}, or {_GO}"
-                    )
+            chosen[0] = newest_step(self.folder)
 
         self._on_first(f"checkpoints in {self.folder} cannot be read", choose)
         with self.world.waiting("choice of the checkpoint to resume from"):
@@ -246,6 +241,20 @@ class Checkpointer:
 def complete_steps(folder: Path) -> list[int]:
     """Steps with a complete checkpoint in `folder`, ascending. Raises OSError if the folder cannot be read."""
     return _steps_with(folder, COMPLETE)
+
+
+def newest_step(folder: Path) -> int:
+    """The newest step with a complete checkpoint in `folder`, -1 if there is none.
+
+    Raises:
+        CheckpointError: a newer one has lost its checksums.
+        OSError: the folder cannot be read.
+    """
+    newest = max(complete_steps(folder), default=-1)
+    for step in _steps_with(folder, METADATA):
+        if step > newest:
+            raise CheckpointError(f"{checksums.no_manifest(folder / f'step-{step}')}; {_RESTORE}, or {_GO}")
+    return newest
 
 
 def _steps_with(folder: Path, file: str) -> list[int]:

@@ -15,7 +15,7 @@ from hetmesh.boundary import World
 from hetmesh.errors import HetmeshError, OutputError, RecipeError
 from hetmesh.files import to_json, writing
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.training.checkpoint import complete_steps
+from hetmesh.training.checkpoint import complete_steps, newest_step
 
 RECIPE_FILE = "recipe.json"
 """In a run's folder: the recipe with all defaults, as it was last started. Locked while the run writes there."""
@@ -62,13 +62,15 @@ def claim_folder(recipe: Recipe, world: World) -> RunFolder:
 
     Raises:
         OutputError: the folder cannot be written, its metrics.jsonl is not a run's, or a run is writing there.
+        CheckpointError: the newest checkpoint has lost its checksums.
         RecipeError: `[training] steps` is below the step of the checkpoint.
     """
     chosen: RunFolder | None = None
     message: list[Any] = [None]
     if world.rank == 0:
         try:
-            chosen = _claim(recipe)
+            with writing(recipe.job.dump_folder, _HINT):
+                chosen = _claim(recipe)
             message = [(str(chosen.path), chosen.step, chosen.occupied, chosen.summary)]
         except HetmeshError as error:
             message = [error]
@@ -87,8 +89,8 @@ def _claim(recipe: Recipe) -> RunFolder:
         raise RecipeError(f"job.dump_folder = {recipe.job.dump_folder!r}: give a folder of the run's own")
     if keys.enable:
         for folder in reversed([asked, *_followers(asked)]):
-            if steps := complete_steps(folder / keys.folder):
-                return _resumed(recipe, folder, steps[-1])
+            if (step := newest_step(folder / keys.folder)) >= 0:
+                return _resumed(recipe, folder, step)
     for folder in _numbered(asked):
         if not holds_results(folder, keys.folder) and (claim := _locked(recipe, folder)) is not None:
             return RunFolder(folder, occupied=None if folder == asked else asked, claim=claim)
