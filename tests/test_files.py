@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hetmesh.cli import main
 from hetmesh.errors import OutputError
 from hetmesh.files import to_json, write_json, writing
 
@@ -45,3 +46,17 @@ def test_errors_name_the_path(tmp_path):
         writing("x", "free some"),
     ):
         Path("/dev/full").write_text("x")
+
+
+def test_commands_print_strict_json(tmp_path, monkeypatch, capsys):
+    class View:
+        def as_json(self):
+            return {"seconds": math.inf}
+
+    monkeypatch.setattr("hetmesh.report.explain", lambda recipe: View())
+    recipe = Path(__file__).parents[1] / "recipes" / "digits.toml"
+    assert main(["explain", str(recipe), "--json"]) == 0
+    assert strict(capsys.readouterr().out) == {"seconds": None}
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": NaN}\n')  # an older version wrote such lines
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    assert strict(capsys.readouterr().out)["last"] == {"step": 1, "loss": None}

@@ -27,7 +27,7 @@ from hetmesh.training.metrics import StepMetrics
 from hetmesh.training.non_finite import describe_non_finite
 from hetmesh.training.optimizers import keeping_options, learning_rate, make_optimizers, take_step
 from hetmesh.training.reporter import Reporter
-from hetmesh.training.resume import changes, check_changes, described, read_run_state, run_state
+from hetmesh.training.resume import ADVICE, changes, check_changes, described, read_run_state, run_state
 from hetmesh.training.timeline import StepRecorder
 
 
@@ -230,7 +230,7 @@ class Trainer:
             try:
                 position = self.checkpointer.load(step, self.job.root, self.optimizers, self._position())
             except RecipeError as error:
-                told = f"; keys that have changed: {described(changed)}" if changed else ""
+                told = f"; keys that have changed: {described(changed)}; {ADVICE}" if changed else ""
                 raise RecipeError(f"{error}{told}") from error
         self.job.loader.load_state_dict(position)
         if changed:
