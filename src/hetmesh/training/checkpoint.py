@@ -264,21 +264,6 @@ def _steps_with(folder: Path, file: str) -> list[int]:
     return sorted(int(m.group(1)) for m, path in found if m and (path / file).is_file())
 
 
-def saved_value(world: World, path: Path, key: str) -> Any:
-    """One of the `extra` values of a checkpoint; None if it has none of that name. Collective.
-
-    Raises:
-        CheckpointError: it cannot be read, or has changed; on every rank.
-    """
-    saved, sums = opened(world, path)
-    name = f"extra.{key}"
-    if name not in saved:
-        return None
-    state: dict[str, Any] = {name: ""}
-    read_into(world, path, state, {part: crc for part, crc in sums.items() if part.name == name})
-    return state[name]
-
-
 def saved_tensors(path: Path) -> dict[str, Any]:
     """What a checkpoint holds, by name.
 

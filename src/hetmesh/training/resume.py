@@ -7,14 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hetmesh.errors import RecipeError
+from hetmesh.boundary import World
+from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.training.checkpoint import opened, read_into
 
 FREE = frozenset({"job", "checkpoint", "metrics", "profiling", "comm", "validation"})
 """Tables that say nothing about what is trained: not worth a word."""
 
 REFUSED = frozenset({"data.source", "training.dtype", "debug.seed"})
 """Keys without which the saved state or position means something else."""
+
+RUN = "extra.run"
+"""What `run_state` is called in a checkpoint."""
 
 ADVICE = (
     "restore it, or start a new run from the saved weights: checkpoint.initial_load_path and another job.dump_folder"
@@ -29,10 +34,18 @@ def run_state(recipe: Recipe, skipped: int) -> str:
     return json.dumps({"recipe": recipe.model_dump(mode="json", by_alias=True), "skipped_steps": skipped})
 
 
-def read_run_state(text: str | None) -> tuple[Mapping[str, Any] | None, int]:
-    """The recipe (None: an older checkpoint has none) and the skipped steps of `run_state`."""
-    state = json.loads(text) if text else {}
-    return state.get("recipe"), state.get("skipped_steps", 0)
+def saved_run(world: World, path: Path) -> tuple[Mapping[str, Any] | None, int]:
+    """What `run_state` put into the checkpoint at `path`: the recipe, None in an older or damaged one (loading it says
+    what is damaged), and the steps skipped. Collective."""
+    state = {RUN: ""}
+    try:
+        saved, sums = opened(world, path)
+        if RUN in saved:
+            read_into(world, path, state, {part: crc for part, crc in sums.items() if part.name == RUN})
+    except CheckpointError:
+        return None, 0
+    found = json.loads(state[RUN] or "{}")
+    return found.get("recipe"), found.get("skipped_steps", 0)
 
 
 def changes(saved: Mapping[str, Any] | None, recipe: Recipe) -> Changes:

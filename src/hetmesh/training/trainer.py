@@ -12,9 +12,9 @@ import torch
 
 from hetmesh.boundary import World, init
 from hetmesh.data.loader import DrawnSample, describe_without_targets
-from hetmesh.errors import CheckpointError, NonFiniteError, RecipeError, SampleError
+from hetmesh.errors import NonFiniteError, RecipeError, SampleError
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.training.checkpoint import Checkpointer, saved_value
+from hetmesh.training.checkpoint import Checkpointer
 from hetmesh.training.dump_folder import SUMMARY_FILE, RunFolder, claim_folder
 from hetmesh.training.evaluate import Evaluation, evaluate, show
 from hetmesh.training.feed import Feed
@@ -27,7 +27,7 @@ from hetmesh.training.metrics import StepMetrics
 from hetmesh.training.non_finite import describe_non_finite
 from hetmesh.training.optimizers import keeping_options, learning_rate, make_optimizers, take_step
 from hetmesh.training.reporter import Reporter
-from hetmesh.training.resume import ADVICE, changes, check_changes, described, read_run_state, run_state
+from hetmesh.training.resume import ADVICE, changes, check_changes, described, run_state, saved_run
 from hetmesh.training.timeline import StepRecorder
 
 
@@ -220,10 +220,7 @@ class Trainer:
         step = self.checkpointer.latest()
         assert step is not None
         path = self.checkpointer.folder / f"step-{step}"
-        try:
-            saved, self.skipped_steps = read_run_state(saved_value(self.world, path, "run"))
-        except CheckpointError:  # damaged: loading it says how, and what to do
-            saved = None
+        saved, self.skipped_steps = saved_run(self.world, path)
         changed = changes(saved, self.recipe)
         check_changes(changed, path)
         with keeping_options(self.optimizers):
