@@ -97,6 +97,8 @@ def test_a_checkpoint_is_resumed_wherever_the_run_went(world, tmp_path):
     saved(tmp_path / "digits-3", 5)
     resumed = claim_folder(enabled, world)
     assert (resumed.path.name, resumed.step) == ("digits-2", 3)
+    assert len((tmp_path / "digits-2" / "metrics.jsonl").read_text().splitlines()) == 5  # a refused one changes nothing
+    resumed.begin(enabled)
     assert resumed.describe() == [f"resuming at step 3 of {tmp_path / 'digits-2'}"]
     assert (tmp_path / "digits-2" / "metrics.jsonl").read_text() == "".join(f'{{"step": {i}}}\n' for i in (1, 2, 3))
 

@@ -52,6 +52,18 @@ class RunFolder:
             lines.append(f"resuming at step {self.step} of {self.path}")
         return lines
 
+    def begin(self, recipe: Recipe) -> None:
+        """Write down the recipe and drop the metrics of steps that will come again. Nothing is changed before this: a
+        resume that is refused leaves everything as it was. Does nothing on ranks without the claim."""
+        if self.claim is None:
+            return
+        with writing(self.path / RECIPE_FILE, _HINT):
+            self.claim.truncate(0)
+            self.claim.write(to_json(recipe.model_dump(mode="json", by_alias=True), indent=2) + "\n")
+            self.claim.flush()
+        if self.step is not None:
+            trim_metrics(self.path / METRICS_FILE, self.step)
+
 
 def claim_folder(recipe: Recipe, world: World) -> RunFolder:
     """Choose the folder of a run and claim it. Collective: rank 0 looks, the others hear of it.
@@ -92,7 +104,7 @@ def _claim(recipe: Recipe) -> RunFolder:
             if (step := newest_step(folder / keys.folder)) >= 0:
                 return _resumed(recipe, folder, step)
     for folder in _numbered(asked):
-        if not holds_results(folder, keys.folder) and (claim := _locked(recipe, folder)) is not None:
+        if not holds_results(folder, keys.folder) and (claim := _locked(folder)) is not None:
             return RunFolder(folder, occupied=None if folder == asked else asked, claim=claim)
     raise AssertionError("there are always more numbers")
 
@@ -107,12 +119,12 @@ def _resumed(recipe: Recipe, folder: Path, step: int) -> RunFolder:
     summary = _summary(folder) if steps == step else {}
     if summary.get("steps") == step:
         return RunFolder(folder, step, summary=summary)
-    claim = _locked(recipe, folder)
+    claim = _locked(folder)
     if claim is None:
         raise OutputError(
             f"{folder}: another process is training there; wait for it, or give another job.dump_folder to start anew"
         )
-    trim_metrics(folder / METRICS_FILE, step)
+    _kept_lines(folder / METRICS_FILE, step)
     return RunFolder(folder, step, claim=claim)
 
 
@@ -137,7 +149,17 @@ def trim_metrics(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
+    kept = _kept_lines(path, step)
+    with writing(path):
+        temporary = path.with_suffix(".part")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.replace(path)  # a kill right here loses nothing
+
+
+def _kept_lines(path: Path, step: int) -> list[str]:
     kept: list[str] = []
+    if not path.exists():
+        return kept
     with writing(path):
         lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
         for number, line in enumerate(lines, 1):
@@ -151,9 +173,7 @@ def trim_metrics(path: Path, step: int) -> None:
                 )
             if found <= step:
                 kept.append(line + "\n")
-        temporary = path.with_suffix(".part")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        temporary.replace(path)  # a kill right here loses nothing
+    return kept
 
 
 def _step_of(line: str) -> int | None:
@@ -200,12 +220,11 @@ def _summary(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _locked(recipe: Recipe, folder: Path) -> IO[str] | None:
-    """The folder's recipe.json, locked and written anew; None where another process has it."""
-    path = folder / RECIPE_FILE
+def _locked(folder: Path) -> IO[str] | None:
+    """The folder's recipe.json, locked; None where another process has it."""
     with writing(folder, _HINT):
         folder.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+", encoding="utf-8")
+        file = (folder / RECIPE_FILE).open("a+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -213,8 +232,4 @@ def _locked(recipe: Recipe, folder: Path) -> IO[str] | None:
             return None
         except OSError:
             pass  # a file system that knows no locks
-    with writing(path, _HINT):
-        file.truncate(0)
-        file.write(to_json(recipe.model_dump(mode="json", by_alias=True), indent=2) + "\n")
-        file.flush()
     return file

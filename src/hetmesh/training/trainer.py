@@ -91,6 +91,7 @@ class Trainer:
         self.step = 0 if self.claimed.step is None else self._resume()
         self.meter = Meter(self.job)
         self.recorder = StepRecorder(self.job, self.folder)
+        self.claimed.begin(recipe)
         self.reporter = Reporter(
             self.folder,
             recipe.training.steps,
