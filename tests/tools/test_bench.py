@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from hetmesh.cost import StageCost, StepCosts
+from hetmesh.graph import Stage
+
 TOOLS = Path(__file__).parents[2] / "tools"
 NAMES = sorted(
     {p.stem for p in (TOOLS / "benchmarks").glob("*.py")} - {"__init__"} | {"boundary", "frozen", "schedule"}
@@ -166,6 +169,7 @@ def test_schedules_are_predicted_and_measured(load):
         assert 0 < case["measured_bubbles"] < 1
     assert result["max_prediction_error"] == max(c["error"] for c in result["configurations"])
     json.dumps(result, allow_nan=False)
+    assert all(case["busy_slowdown"] >= 1 for case in result["configurations"])
     assert "three_phase" in schedule.table(result)
 
 
@@ -182,9 +186,30 @@ def test_frozen_aware_and_blind_cuts_differ(load, monkeypatch):
     result = frozen.run(options(frozen, "--steps", "1", "--width", "16", "--microbatches", "6"))
     assert result["cuts"]["blind"][0] == [layer for layer in result["cuts"]["aware"][0] if "vision/" in layer]
     assert result["speedup_theory"] > 1
-    assert result["speedup_measured"] > 0
+    assert 1 < result["speedup_expected"] <= result["speedup_theory"]
+    assert result["speedup_over_expected"] == result["speedup_measured"] / result["speedup_expected"] > 0
     json.dumps(result, allow_nan=False)
     assert "theory" in frozen.table(result)
+
+
+@pytest.mark.slow
+def test_busy_ranks_are_measured_by_plain_code(load):
+    busy = load("benchmarks.busy")
+    result = busy.run(options(busy, "--rounds", "1", "--seconds", "0", "--width", "16", "--layers", "1"))
+    assert len(result["ranks"]) == len(result["busy_slowdown"]) == 2
+    assert result["busy_slowdown"][0] == 1.0 <= result["busy_slowdown"][1]
+    assert busy.table(result).startswith("busy_slowdown = [1.0, ")
+
+
+def test_what_busy_ranks_measured_becomes_a_slowdown_and_costs_alone(load):
+    busy = load("benchmarks.busy")
+    assert busy.busy_slowdown([([1.0, 3.0], [2.0, 3.0]), ([1.0], [1.05])]) == pytest.approx((1.0, 1.15))
+    assert busy.busy_slowdown([([1.0], [0.9])] * 3) == (1.0, 1.0, 1.0)
+    stage = Stage("llm")
+    costs = busy.apart(StepCosts({(stage, 0): StageCost(2.0, 1.0, 3.0, activation_bytes=7)}), (1.0, 2.0))
+    assert costs == StepCosts({(stage, 0): StageCost(1.0, 0.5, 1.5, activation_bytes=7)}, busy_slowdown=(1.0, 2.0))
+    assert busy.seconds_together([3.0, 1.0], (1.0, 1.5)) == 1.5 + 2
+    assert busy.seconds_together([3.0, 1.0, 2.0], (1.0, 1.5)) == 1.5 + 1.5 + 1
 
 
 def test_simulated_pairs_gain_from_knowing_what_is_frozen(load):

@@ -36,6 +36,8 @@ def test_a_small_run_has_every_key(attention, monkeypatch):
     attention.add_arguments(parser)
     result = attention.run(parser.parse_args(["--tokens", "2048", "--local-tokens", "512", "--rounds", "1"]))
     assert result.keys() >= {"measured_ratio", "predicted_ratio", "cpu_ratio", "memory_growth"}
-    assert result["predicted_ratio"] > 1.05
+    assert result["tiles_ratio"] > 1.05
+    assert 1 <= result["predicted_ratio"] <= result["tiles_ratio"]
+    assert result["busy_slowdown"] >= 1
     json.dumps(result, allow_nan=False)
     assert "contiguous" in attention.table(result)

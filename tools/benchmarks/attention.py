@@ -1,9 +1,11 @@
 """Context-parallel attention: time of a balanced assignment against a contiguous one, and memory as ranks are added.
 
 Two ranks, each pinned to a core with one thread, run attention forward and backward over 16,384 tokens of images and
-text. The largest shares of visible tiles predict how much slower the contiguous assignment is (`predicted_ratio`);
-`measured_ratio` compares the time that the slower rank took, the best of alternating rounds, waits included, so it
-means something on a quiet machine only; `cpu_ratio` the CPU seconds of the busiest rank's thread.
+text. The shares of visible tiles predict how much slower the contiguous assignment is (`tiles_ratio`: alone by the
+largest; `predicted_ratio`: with what two busy cores slow each other down, measured between the rounds by plain
+attention, `benchmarks.busy`). `measured_ratio` compares the time that the slower rank took, the best of alternating
+rounds, waits included, so it means something on a quiet machine only; `cpu_ratio` the CPU seconds of the busiest rank's
+thread. The slowdown, too, is that of the best rounds.
 Then 2, 4 and 8 ranks with as many tokens each: the peak of live bytes that attention allocates (`memory_growth`: 8
 ranks over 2, the worse of two masks), which no machine changes.
 """
@@ -23,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.busy import BusyMeter, attention, busy_slowdown, seconds_together
 from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.boundary import World
 from hetmesh.context import Mask, assign, loads
@@ -50,18 +53,25 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     shares = {policy: assign(mask, 2, policy=policy) for policy in POLICIES}
     found = {policy: loads(mask, shares[policy]) for policy in POLICIES}
     times: dict[str, list[list[tuple[float, float, int]]]] = {policy: [] for policy in POLICIES}
+    rounds: list[list[tuple[float, float]]] = []
     with WorkerPool(2) as pool:
         for _ in range(args.rounds + 1):  # the first round plans, and is left out
             for policy in POLICIES:
                 times[policy].append(pool.run(_timed, mask, shares[policy], args.heads, timeout=600.0))
+            rounds.append(pool.run(_busy, args.heads, timeout=600.0))
     wall, cpu = (
         {policy: min(max(rank[i] for rank in ranks) for ranks in times[policy][1:]) for policy in POLICIES}
         for i in (0, 1)
     )
     memory = {name: _memory(name, args) for name in MASKS}
+    best = ([[min(each)] for each in zip(*rank, strict=True)] for rank in zip(*rounds, strict=True))
+    slowdown = busy_slowdown((alone, together) for alone, together in best)
+    predicted = {policy: seconds_together(found[policy].tiles, slowdown) for policy in POLICIES}
     return {
         "measured_ratio": round(wall["contiguous"] / wall["balanced"], 4),
-        "predicted_ratio": round(max(found["contiguous"].tiles) / max(found["balanced"].tiles), 4),
+        "predicted_ratio": round(predicted["contiguous"] / predicted["balanced"], 4),
+        "tiles_ratio": round(max(found["contiguous"].tiles) / max(found["balanced"].tiles), 4),
+        "busy_slowdown": round(slowdown[-1], 4),
         "cpu_ratio": round(cpu["contiguous"] / cpu["balanced"], 4),
         "memory_growth": round(max(peaks[str(RANKS[-1])] / peaks[str(RANKS[0])] for peaks in memory.values()), 4),
         "policies": {
@@ -81,9 +91,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _timed(rank: int, mask: Mask, shares: Any, heads: int) -> tuple[float, float, int]:
     """Seconds of this rank, those that its main thread computed, and bytes received."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) > 1:
-        os.sched_setaffinity(0, {cores[rank]})
+    _pin(rank)
     log = World.current().log
     log.clear()
     inputs, state = _inputs(shares[rank], heads, 64), ContextAttention(mask, shares, (0, 1))
@@ -93,6 +101,20 @@ def _timed(rank: int, mask: Mask, shares: Any, heads: int) -> tuple[float, float
     _both(state, inputs)
     cpu = time.thread_time() - cpu
     return time.perf_counter() - wall, cpu, log.bytes_received()
+
+
+def _busy(rank: int, heads: int) -> tuple[float, float]:
+    """Seconds of plain attention, alone and beside the other rank."""
+    _pin(rank)
+    meter = BusyMeter(attention(heads, 64, 1024))
+    meter.round()
+    return meter.alone[0], meter.together[0]
+
+
+def _pin(rank: int) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > 1:
+        os.sched_setaffinity(0, {cores[rank]})
 
 
 def _memory(name: str, args: argparse.Namespace) -> dict[str, int]:

@@ -81,7 +81,10 @@ def computed_work(graph: ModuleGraph, name: str, samples: Sequence[SampleMeta]) 
 
 def total_work(parts: Iterable[Work]) -> Work:
     """The sum of `parts`."""
-    return sum(parts, Work())
+    rows = pairs = targets = 0  # not as Work + Work: this runs over all samples of every step
+    for part in parts:
+        rows, pairs, targets = rows + part.rows, pairs + part.pairs, targets + part.targets
+    return Work(rows, pairs, targets)
 
 
 def imbalance(work: Iterable[Iterable[Work]]) -> float:

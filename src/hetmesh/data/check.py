@@ -63,7 +63,8 @@ def check_sample(sample: Sample, meta: SampleMeta, placeholders: Mapping[str, in
             f"{who}: tokens are {sample.tokens.dtype} {list(sample.tokens.shape)}, its metadata promises torch.int64 "
             f"[{meta.tokens}]"
         )
-    for name in sorted({*sample.media, *(item.name for item in meta.media)} - set(placeholders)):
+    tokens = sample.tokens.numpy()
+    for name in sorted({*sample.media, *[item.name for item in meta.media]}.difference(placeholders)):
         raise SampleError(
             f"{who}: media of kind {name!r} has no placeholder token; kinds with one: {sorted(placeholders)}"
         )
@@ -76,7 +77,7 @@ def check_sample(sample: Sample, meta: SampleMeta, placeholders: Mapping[str, in
                 f"{who}: its payload has {len(given)} {name!r} of shapes {given}, "
                 f"its metadata {len(shapes)} of {shapes}"
             )
-        found = np.flatnonzero(sample.tokens.numpy() == token).tolist()
+        found = np.flatnonzero(tokens == token).tolist()
         promised = [p for item in items for p in range(item.position, item.position + item.rows)]
         if len(found) != len(promised):
             raise SampleError(

@@ -85,27 +85,28 @@ def expand(
         items.append(MediaItem(item.name, item.shape, item.position + added, rows))
         added += rows - item.rows
 
+    moves = [(old.position, new.rows - old.rows) for old, new in zip(meta.media, items, strict=True)]
+
     def shifted(position: int) -> int:
         """Where a source position outside media items moves to."""
-        before = (n.rows - o.rows for n, o in zip(items, meta.media, strict=True) if o.position < position)
-        return position + sum(before)
+        return position + sum([more for before, more in moves if before < position])
 
-    total = meta.tokens + added
-    end = total if seq_len is None else min(total, seq_len)
-    end = min([end, *(i.position for i in items if i.position < end < i.position + i.rows)])
+    total = end = meta.tokens + added
+    if seq_len is not None and total > seq_len:
+        end = min([seq_len, *(i.position for i in items if i.position < seq_len < i.position + i.rows)])
     if end == 0 < total:
         raise SampleError(
             f"sample {meta.id!r}: nothing fits into seq_len {seq_len}: its first {items[0].name!r} takes "
             f"{items[0].rows} rows; raise [training] seq_len or shrink the item"
         )
-    kept = tuple(i for i in items if i.position < end)
-    targets = ((shifted(start), min(shifted(stop - 1) + 1, end)) for start, stop in meta.targets)
-    spans = tuple((a, b) for a, b in targets if a < b)
-    expanded = SampleMeta(meta.id, end, kept, spans)
+    kept = tuple([i for i in items if i.position < end])
+    targets = [(shifted(start), min(shifted(stop - 1) + 1, end)) for start, stop in meta.targets]
+    expanded = SampleMeta(meta.id, end, kept, tuple([(a, b) for a, b in targets if a < b]))
     if module_rows is not None:
-        expanded = replace(expanded, rows=MappingProxyType(dict(module_rows(expanded))))
-    if position_ids is not None:
-        expanded = replace(expanded, position_ids=position_ids(expanded))
+        emitted = MappingProxyType(dict(module_rows(expanded)))
+        expanded = SampleMeta(meta.id, end, kept, expanded.targets, emitted)
+    if position_ids is not None and (positions := position_ids(expanded)) is not None:
+        expanded = replace(expanded, position_ids=positions)
     return Expansion(expanded, meta.media[len(kept) :], total - end)
 
 
@@ -145,10 +146,16 @@ def expand_tokens(
     """
     check_sample(sample, source_meta, placeholders)
     # numpy: on sequences this short torch's dispatch costs more than the work
-    repeats = np.ones(source_meta.tokens, np.int64)
-    for given, item in zip(source_meta.media, expanded.media, strict=False):  # what was dropped is at the end
-        if given.rows == 1:
-            repeats[given.position] = item.rows
-    tokens = torch.from_numpy(np.repeat(sample.tokens.numpy(), repeats)[: expanded.tokens])
+    tokens = sample.tokens.numpy()
+    if source_meta.media:
+        repeats = np.ones(source_meta.tokens, np.int64)
+        for given, item in zip(source_meta.media, expanded.media, strict=False):  # what was dropped is at the end
+            if given.rows == 1:
+                repeats[given.position] = item.rows
+        tokens = np.repeat(tokens, repeats)
     media = {name: tuple(sample.media.get(name, ()))[: expanded.num_items(name)] for name in placeholders}
-    return Sample(sample.id, tokens, {name: tensors for name, tensors in media.items() if tensors})
+    return Sample(
+        sample.id,
+        torch.from_numpy(tokens[: expanded.tokens]),
+        {name: tensors for name, tensors in media.items() if tensors},
+    )

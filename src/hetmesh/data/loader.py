@@ -121,7 +121,8 @@ class Loader:
     def _load(self, drawn: DrawnSample) -> Sample:
         source = self.source
         sample = expand_tokens(source.load(drawn.index), drawn.given, drawn.meta, source.placeholders)
-        low, high = sample.tokens.numpy().min(), sample.tokens.numpy().max()
+        tokens = sample.tokens.numpy()
+        low, high = tokens.min(), tokens.max()
         if low < 0 or high >= source.vocab_size:
             raise SampleError(
                 f"sample {sample.id!r}: token ids {int(low)}..{int(high)} must be in 0..{source.vocab_size - 1} "

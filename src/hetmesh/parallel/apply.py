@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -96,6 +97,9 @@ class ParallelModule:
     summed_over_lanes: bool = False
     tied: frozenset[str] = frozenset()
 
+    def __post_init__(self) -> None:
+        self.parameters_of(0)  # found before any forward, while FSDP has its shards in place
+
     @property
     def adapted(self) -> AdaptedModule:
         """The whole module as the runtime calls it, where it is not split."""
@@ -104,9 +108,16 @@ class ParallelModule:
 
     def parameters_of(self, stage: int) -> dict[str, nn.Parameter]:
         """The parameters of entry `stage` of `stages` by FQN; one that several stages share belongs to the first."""
-        before = {id(p) for other in self.stages[:stage] for p in other.parameters()}
-        own = {id(p) for p in self.stages[stage].parameters()} - before
-        return {name: p for name, p in self.module.named_parameters() if id(p) in own}
+        return self._parameters[stage]
+
+    @cached_property
+    def _parameters(self) -> list[dict[str, nn.Parameter]]:  # asked for in every step
+        owner: dict[int, int] = {}
+        for i, stage in enumerate(self.stages):
+            for p in stage.parameters():
+                owner.setdefault(id(p), i)
+        named = list(self.module.named_parameters())
+        return [{name: p for name, p in named if owner.get(id(p)) == i} for i in range(len(self.stages))]
 
 
 def parallelize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
@@ -53,7 +54,7 @@ class StepRunner:
         self.exchanges: dict[tuple[Edge, int], Exchange] = {}
         self.plans: dict[tuple[Edge, int], TransferPlan] = {}
         self.sent: set[tuple[Edge, int]] = set()
-        self.taken: set[tuple[Edge, int]] = set()
+        self.over: deque[tuple[Edge, int]] = deque()  # of `exchanges`, those of which this rank has all it receives
         self.loss_sum = torch.zeros((), dtype=torch.float64)
 
     def execute(self, action: Action) -> None:
@@ -140,11 +141,13 @@ class StepRunner:
     def _receive(self, edge: Edge, m: int) -> None:
         received = self._exchange(edge, m).finish_receiving()
         assert received is not None
-        self.taken.add((edge, m))
+        self.over.append((edge, m))
         if edge in self._forward_edges:
             needs_gradient = self.schedule.training and edge in self.schedule.stages.gradient_edges
             self.leaves[edge, m] = received.requires_grad_(needs_gradient)
             return
+        if (sent := self.exchanges.pop((edge.reversed, m), None)) is not None:
+            sent.finish()  # a gradient has come back: what it is of has arrived
         sums = self.gradients.setdefault((edge.destination, m), {})
         # One module may feed several consumers: their gradients are summed, in the order of the schedule.
         sums[edge.output] = sums[edge.output] + received if edge.output in sums else received
@@ -176,6 +179,8 @@ class StepRunner:
                 tag=2 * len(self._forward_edges) * m + self.tags[edge],
             )
             self.exchanges[edge, m] = exchange.start()
+            if runtime.world.rank not in exchange.plan.dst.mesh:
+                self.over.append((edge, m))
         return self.exchanges[edge, m]
 
     def _transfer_plan(self, edge: Edge, m: int, forward: bool) -> TransferPlan:
@@ -191,15 +196,12 @@ class StepRunner:
         return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
     def _forget(self) -> None:
-        """Let go of transfers that are over, so that their buffers do not pile up over many microbatches."""
-        rank = self.runtime.world.rank
-        over = [
-            key
-            for key, exchange in self.exchanges.items()
-            if (key in self.taken or rank not in exchange.plan.dst.mesh) and exchange.completed()
-        ]
-        for key in over:
-            del self.exchanges[key]
+        """Let go of transfers that are over, oldest first, so that their buffers do not pile up.
+
+        Not all of them are looked at each time: gloo calls a message over only after somebody has waited for it.
+        """
+        while self.over and ((first := self.exchanges.get(self.over[0])) is None or first.completed()):
+            self.exchanges.pop(self.over.popleft(), None)
 
     def drain(self) -> None:
         """Wait for the sends that are still in flight."""

@@ -4,8 +4,9 @@ A frozen encoder, a trainable projector and a trainable LLM make one chain of la
 what each partitioner believes: the blind one that every backward takes twice its forward, the aware one that a frozen
 encoder has none (Cornstarch, arXiv 2503.11367, section 4). The encoder's forward takes about 0.85 of the LLM's,
 where theory promises 1.5. Both cuts train in the same processes, step by step in turns, each rank on a core of its own;
-`speedup_theory` is what 1F1B makes of the FLOPs of the same two cuts. Sizes are such that a layer's data stay in the
-cache: cores share the memory's bandwidth, of which the aware cut, where both compute all the time, would get less.
+`speedup_theory` is what 1F1B makes of the FLOPs of the same two cuts. Two busy cores slow each other down, and the
+aware cut keeps both busy all the time: by how much is measured between the steps, by plain torch code
+(`benchmarks.busy`), and `speedup_expected` is what the simulator makes of the same FLOPs with that slowdown.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks.busy import BusyMeter, Sizes, blocks, busy_slowdown, pin
 from benchmarks.frozen.pairs import simulated
 from benchmarks.frozen.stage_costs import Times, makespan
 from benchmarks.schedule.recipes import Configuration
-from benchmarks.schedule.stages import pin
 from hetmesh.boundary import World
 from hetmesh.cost import Rates, computed_work, frozen_blind, module_times, partition
 from hetmesh.cost.partition import runs
@@ -37,10 +38,13 @@ from hetmesh.training.trainer import Trainer
 
 WARM_UP = 1  # step
 
+BusyRounds = tuple[list[float], list[float]]
+"""`BusyMeter.alone` and `together`."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    parser.add_argument("--steps", type=int, default=21, help="measured steps of each cut (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=15, help="measured steps of each cut (default %(default)s)")
     parser.add_argument("--width", type=int, default=256, help="of encoder and LLM (default %(default)s)")
     parser.add_argument("--layers", type=int, default=3, help="of encoder and LLM each (default %(default)s)")
     parser.add_argument("--microbatches", type=int, default=64, help="per step (default %(default)s)")
@@ -54,7 +58,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         **sizes
     )
     times = _times(plain)
-    recipes, theory, cuts = [], [], {}
+    recipes, graphs, cuts = [], [], {}
     for name, blind in (("aware", False), ("blind", True)):
         first, second = _cut(times, blind)
         cuts[name] = [first, second]
@@ -62,14 +66,24 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             name, "1f1b", _tables(first, second), 4, vision_trainable=False, text=2, vision_wide=3
         ).recipe(**sizes)
         recipes.append(recipe)
-        theory.append(makespan(describe(recipe)[2], times, args.microbatches))
+        graphs.append(describe(recipe)[2])
+    busy = Sizes(args.width, args.width * 11 // 4, layers=args.layers, samples=args.microbatch)
     with WorkerPool(2) as pool:
-        results = pool.run(_measure, recipes, args.steps, timeout=900)
-    aware, blind = ([max(step) for step in zip(*(rank[i] for rank in results), strict=True)] for i in range(2))
+        results = pool.run(_measure, recipes, args.steps, busy, timeout=900)
+    slowdown = busy_slowdown(rounds for _, rounds in results)
+    theory, expected = (
+        makespan(graphs[1], times, args.microbatches, factors) / makespan(graphs[0], times, args.microbatches, factors)
+        for factors in ((), slowdown)
+    )
+    aware, blind = ([max(step) for step in zip(*(rank[i] for rank, _ in results), strict=True)] for i in range(2))
     ratios = [b / a for a, b in zip(aware, blind, strict=True)]  # of neighbours in time: the machine's speed drifts
+    measured = statistics.median(ratios)
     return {
-        "speedup_measured": statistics.median(ratios),
-        "speedup_theory": theory[1] / theory[0],
+        "speedup_measured": measured,
+        "speedup_theory": theory,
+        "speedup_expected": expected,
+        "speedup_over_expected": measured / expected,
+        "busy_slowdown": slowdown[-1],
         "aware_ms": 1e3 * statistics.median(aware),
         "blind_ms": 1e3 * statistics.median(blind),
         "speedups": [round(ratio, 3) for ratio in sorted(ratios)],
@@ -127,9 +141,10 @@ def _tables(first: Sequence[str], second: Sequence[str]) -> str:
     return "\n".join(tables)
 
 
-def _measure(rank: int, recipes: list[Recipe], steps: int) -> list[list[float]]:
-    """Seconds of each recipe's steps, in turns; all ranks begin and end a step together."""
+def _measure(rank: int, recipes: list[Recipe], steps: int, sizes: Sizes) -> tuple[list[list[float]], BusyRounds]:
+    """Seconds of each recipe's steps, in turns, and rounds of plain code; all ranks begin and end a step together."""
     pin(rank)
+    meter = BusyMeter(blocks(sizes))
     with tempfile.TemporaryDirectory() as folder:
         trainers = []
         for i, recipe in enumerate(recipes):
@@ -143,16 +158,18 @@ def _measure(rank: int, recipes: list[Recipe], steps: int) -> list[list[float]]:
                 trainer.train_step()
                 if step >= WARM_UP:
                     spent.append(time.perf_counter() - started)
+            meter.round()
         for trainer in trainers:
             trainer.reporter.close()
-    return seconds
+    return seconds, (meter.alone, meter.together)
 
 
 def table(result: dict[str, Any]) -> str:
     """Measured, theory, and a line per pair."""
     lines = [
         f"measured {result['speedup_measured']:.3f} ({result['blind_ms']:.1f} ms blind, {result['aware_ms']:.1f} ms "
-        f"aware), theory {result['speedup_theory']:.3f}",
+        f"aware), theory {result['speedup_theory']:.3f}, with both cores busy {result['busy_slowdown']:.3f} slower "
+        f"{result['speedup_expected']:.3f}: measured over expected {result['speedup_over_expected']:.3f}",
         *(f"{r['pair']:28} llm {r['llm']:8} simulated {r['speedup']:.3f}" for r in result["simulated"]),
     ]
     return "\n".join(lines)

@@ -13,8 +13,12 @@ Times = Mapping[str, Mapping[str, LayerTime]]
 """Module -> layer -> seconds of one microbatch."""
 
 
-def makespan(graph: ModuleGraph, times: Times, microbatches: int) -> float:
-    """Of a 1F1B step without the optimizer; messages are free."""
+def makespan(graph: ModuleGraph, times: Times, microbatches: int, slowdown: tuple[float, ...] = ()) -> float:
+    """Of a 1F1B step without the optimizer; messages are free.
+
+    Args:
+        slowdown: `Machine.busy_slowdown`.
+    """
     stages = stage_graph(graph)
     costs = {}
     for stage in stages.stages:
@@ -23,4 +27,4 @@ def makespan(graph: ModuleGraph, times: Times, microbatches: int) -> float:
         backward = total if stage in stages.backward_stages else LayerTime()
         cost = StageCost(total.forward, backward.backward_input + backward.recompute, backward.backward_weight)
         costs |= {(stage, m): cost for m in range(microbatches)}
-    return simulate(POLICIES["1f1b"](stages, microbatches), StepCosts(costs)).makespan
+    return simulate(POLICIES["1f1b"](stages, microbatches), StepCosts(costs, busy_slowdown=slowdown)).makespan

@@ -2,7 +2,8 @@
 
 Six configurations of one small VLM, each rank on a core of its own with one thread. Every rank times its stages by
 themselves at other microbatch sizes, both ranks at the same time, through the code that the runtime uses; each part of
-each stage becomes a quadratic of its tokens, and the simulator runs the step's schedule with these seconds. Measuring
+each stage becomes a quadratic of its tokens, and the simulator runs the step's schedule with these seconds, less what
+busy cores slow each other down (`benchmarks.busy`): where only one of them works, it is faster. Measuring
 and running take turns, because a machine's speed drifts, and medians are kept. A makespan is from the first action to
 the last on any rank; the optimizer is not part of it.
 
@@ -15,6 +16,7 @@ import argparse
 import statistics
 from typing import Any
 
+from benchmarks.busy import Sizes, apart, busy_slowdown
 from benchmarks.schedule.predict import step_costs, with_links
 from benchmarks.schedule.recipes import CONFIGURATIONS, Configuration
 from benchmarks.schedule.stages import Measured, measure, profile
@@ -52,6 +54,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.microbatch in args.fit:
         raise SystemExit(f"--fit {args.fit} must not hold what is run, --microbatch {args.microbatch}")
     sizes = {"width": args.width, "llm_layers": args.layers, "microbatches": args.microbatches}
+    busy = Sizes(args.width, args.width * 11 // 4, layers=args.layers, samples=args.microbatch)
     chosen = [c for c in CONFIGURATIONS if c.name in args.only]
     results, timelines, profiled = [], {}, None
     with WorkerPool(2) as pool:
@@ -60,7 +63,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             profiled = pool.run(profile, recipe, args.profile_seconds, timeout=600)[0]
         for configuration in chosen:
             recipe = configuration.recipe(microbatch=args.microbatch, **sizes)
-            measured = pool.run(measure, recipe, args.fit, args.rounds, args.seconds, args.steps, timeout=900)
+            options = (args.fit, args.rounds, args.seconds, args.steps, busy)
+            measured = pool.run(measure, recipe, *options, timeout=900)
             entry, pair = _compare(configuration, recipe, measured, profiled)
             results.append(entry)
             timelines[configuration.name] = pair
@@ -76,7 +80,8 @@ def _compare(
     )
     plan = plan_batch(graph, [d.meta for d in loader.batch(0)], recipe.batch.microbatch_size)
     schedule = recipe_schedule(recipe, graph, plan.num_microbatches)
-    costs = step_costs(measured, plan, schedule)
+    slowdown = busy_slowdown(each.busy for each in measured)
+    costs = apart(step_costs(measured, plan, schedule), slowdown)
     predicted, (real, seconds) = simulate(schedule, costs), _median_step(schedule, measured)
     entry = {
         "name": configuration.name,
@@ -87,10 +92,11 @@ def _compare(
         "measured_bubbles": average_bubbles(real).fraction,
         "longest_action_ms": 1e3 * max(max(cost.forward, cost.backward) for cost in costs.stages.values()),
         "overhead_ms": 1e3 * costs.action_overhead,
+        "busy_slowdown": slowdown[-1],
     }
     if profiled is not None:
         analytic = recipe_step_costs(recipe, plan, schedule, graph=graph, adapters=adapters, profile=profiled)
-        makespan = simulate(schedule, with_links(analytic, measured, plan, schedule)).makespan
+        makespan = simulate(schedule, apart(with_links(analytic, measured, plan, schedule), slowdown)).makespan
         entry |= {"profile_ms": 1e3 * makespan, "profile_error": abs(makespan / seconds - 1)}
     return entry, (predicted, real)
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.busy import BusyMeter, Sizes, blocks, pin
 from hetmesh.balance import edge_layouts, plan_batch
 from hetmesh.boundary import World
 from hetmesh.cost import Profile, computed_work
@@ -45,6 +44,7 @@ class Measured:
         reductions: per stage, seconds of each repetition.
         overheads: seconds per compute action that the runtime itself took, per step of other shapes.
         steps: per step, what was recorded, and the end.
+        busy: seconds of plain code alone and beside the other rank (`benchmarks.busy`).
     """
 
     stages: dict[tuple[Stage, str, int, int], list[float]] = field(default_factory=dict)
@@ -52,35 +52,32 @@ class Measured:
     reductions: dict[Stage, list[float]] = field(default_factory=dict)
     overheads: list[float] = field(default_factory=list)
     steps: list[tuple[Recording, float]] = field(default_factory=list)
+    busy: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
 
 
-def pin(rank: int) -> None:
-    """Keep this process, gloo's threads included, on one core."""
-    torch.set_num_threads(1)
-    if not hasattr(os, "sched_setaffinity"):
-        return
-    cores = sorted(os.sched_getaffinity(os.getppid()))
-    for thread in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(thread.name), {cores[rank % len(cores)]})
-
-
-def measure(rank: int, recipe: Recipe, sizes: Sequence[int], rounds: int, seconds: float, steps: int) -> Measured:
-    """Rounds of: every stage by itself at microbatches of `sizes` for `seconds`, messages, then `steps` steps.
+def measure(
+    rank: int, recipe: Recipe, sizes: Sequence[int], rounds: int, seconds: float, steps: int, busy: Sizes
+) -> Measured:
+    """Rounds of: every stage by itself at microbatches of `sizes` for `seconds`, messages, plain code, `steps` steps.
 
     Args:
         sizes: samples per microbatch, none of them the recipe's own.
+        busy: of the plain code.
     """
     pin(rank)
+    meter = BusyMeter(blocks(busy), seconds)
     probe = Probe(Job.assemble(recipe, World.current()), sizes)
     probe.run_step(recipe.batch.microbatch_size)  # first contacts
     for i in range(rounds):  # short ones: what else a machine does comes and goes within seconds
         probe.stages_alone(seconds)
         probe.messages()
         probe.reductions()
+        meter.round()
         if i % 4 == 0:
             probe.overhead(min(sizes))
         for _ in range(steps):
             probe.measured.steps.append(probe.run_step(recipe.batch.microbatch_size))
+    probe.measured.busy = meter.alone, meter.together
     return probe.measured
 
 
