@@ -52,6 +52,11 @@ class RunFolder:
             lines.append(f"resuming at step {self.step} of {self.path}")
         return lines
 
+    def release(self) -> None:
+        """Let others have the folder."""
+        if self.claim is not None:
+            self.claim.close()
+
     def begin(self, recipe: Recipe) -> None:
         """Write down the recipe and drop the metrics of steps that will come again. Nothing is changed before this: a
         resume that is refused leaves everything as it was. Does nothing on ranks without the claim."""

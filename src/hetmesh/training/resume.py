@@ -25,6 +25,8 @@ ADVICE = (
     "restore it, or start a new run from the saved weights: checkpoint.initial_load_path and another job.dump_folder"
 )
 
+_SHOWN = 8  # changes that a message names
+
 Changes = dict[str, tuple[Any, Any]]
 """Dotted key -> its value in the checkpoint and in the recipe."""
 
@@ -71,8 +73,9 @@ def check_changes(found: Changes, checkpoint: Path) -> None:
 
 
 def described(found: Changes) -> str:
-    """Changes as text: `optimizer.lr 0.002 -> 0.001, ...`; empty if there are none."""
-    return ", ".join(f"{key} {_shown(old)} -> {_shown(new)}" for key, (old, new) in found.items())
+    """Changes as text: `optimizer.lr 0.002 -> 0.001, ...`; empty if there are none, cut short if there are many."""
+    told = [f"{key} {_shown(old)} -> {_shown(new)}" for key, (old, new) in found.items()]
+    return ", ".join(told[:_SHOWN]) + (f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else "")
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

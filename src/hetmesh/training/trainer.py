@@ -72,6 +72,14 @@ class Trainer:
         self.folder = self.claimed.path
         self.notes = self.claimed.describe()
         self.skipped_steps = 0
+        try:
+            self._build()
+        except BaseException:
+            self.claimed.release()
+            raise
+
+    def _build(self) -> None:
+        recipe, world = self.recipe, self.world
         self.job = Job.assemble(recipe, world)
         if recipe.checkpoint.initial_load_path:
             source = Path(recipe.checkpoint.initial_load_path)
