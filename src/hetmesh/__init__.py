@@ -29,7 +29,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hetmesh.boundary import World, backward, device_mesh, init, redistribute
+    from hetmesh.boundary import World, abandon, backward, device_mesh, init, redistribute
     from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, plan_transfer
 
 _HOMES = {
@@ -38,6 +38,7 @@ _HOMES = {
     "RowSplit": "hetmesh.layout",
     "TransferPlan": "hetmesh.layout",
     "World": "hetmesh.boundary",
+    "abandon": "hetmesh.boundary",
     "backward": "hetmesh.boundary",
     "device_mesh": "hetmesh.boundary",
     "init": "hetmesh.boundary",
@@ -51,6 +52,7 @@ __all__ = [
     "RowSplit",
     "TransferPlan",
     "World",
+    "abandon",
     "backward",
     "device_mesh",
     "init",

@@ -1,7 +1,8 @@
 """Every private torch name that hetmesh uses, in one place, so that a torch upgrade is checked in one place."""
 
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -16,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 __all__ = [
     "StridedShard",
     "all_gather_single",
+    "averaged_over",
     "cpu_flash_attention",
     "cpu_flash_attention_backward",
     "fake_process_group",
@@ -40,6 +42,29 @@ def split_backward() -> tuple[Callable[..., Any], Callable[..., Any]]:
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
     return stage_backward_input, stage_backward_weight
+
+
+def averaged_over(roots: Iterable[Any]) -> Iterator[tuple[str, int]]:
+    """FSDP2 modules in the autograd graph behind `roots` that average their gradients because nobody told them
+    otherwise (`set_gradient_divide_factor`): name and over how many ranks.
+
+    FSDP puts a node of its own on the inputs of a module, where they carry a gradient; it knows the parameters.
+    """
+    if "torch.distributed.fsdp._fully_shard._fsdp_param_group" not in sys.modules:
+        return
+    todo, seen = [node for node in roots if node is not None], set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        todo += [before for before, _ in node.next_functions if before is not None]
+        if type(node).__name__ == "RegisterPostBackwardFunctionBackward":
+            group = node.param_group
+            ranks = group.mesh_info.mesh.size()
+            trained = any(each.sharded_param.requires_grad for each in group.fsdp_params)
+            if trained and ranks > 1 and group.gradient_divide_factor is None:
+                yield repr(group._module_fqn or ""), ranks
 
 
 @contextmanager

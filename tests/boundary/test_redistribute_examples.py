@@ -167,7 +167,7 @@ def test_rows_that_several_consumers_took_get_the_sum_of_their_gradients(pool4):
     assert pool4.run(overlapping_consumers)[0] == [100.0, 100.0, 1100.0, 1000.0]
 
 
-def lowerings(rank):
+def transports(rank):
     world = World.current()
     seen = {}
     x = rows()[rank % 2 * 2 :][:2]
@@ -175,18 +175,18 @@ def lowerings(rank):
     src, dst = Layout(mesh, (Replicate(), Shard(0))), Layout(mesh, (Replicate(), Replicate()))
     for name in ("auto", "p2p", "all_to_all", "dtensor"):
         world.log.clear()
-        y = redistribute(x, dst, src=src, shape=(4, 2), dtype=torch.float32, requires_grad=False, lowering=name)
+        y = redistribute(x, dst, src=src, shape=(4, 2), dtype=torch.float32, requires_grad=False, transport=name)
         assert torch.equal(y.to_local(), rows())
-        seen[name] = ({m.kind for m in world.log.messages}, world.log.bytes_received())
+        seen[name] = ({m.transport for m in world.log.messages}, world.log.bytes_received())
     with pytest.raises(BoundaryError, match="cannot carry"):
-        redistribute(y, Layout(mesh, (Shard(0), Shard(1))), lowering="dtensor")
+        redistribute(y, Layout(mesh, (Shard(0), Shard(1))), transport="dtensor")
     with pytest.raises(BoundaryError, match="valid are auto, p2p, all_to_all, dtensor"):
-        redistribute(y, dst, lowering="nccl")
+        redistribute(y, dst, transport="nccl")
     return seen
 
 
-def test_every_lowering_moves_the_same_bytes(pool4):
-    for seen in pool4.run(lowerings):
+def test_every_transport_moves_the_same_bytes(pool4):
+    for seen in pool4.run(transports):
         assert seen["auto"] == seen["dtensor"] == ({"dtensor"}, 16)
         assert seen["p2p"] == ({"p2p"}, 16)
         assert seen["all_to_all"] == ({"all_to_all"}, 16)

@@ -11,17 +11,17 @@ from hetmesh.boundary import World, backward, redistribute
 from hetmesh.testing import bounds, executor, strategies
 
 ITEMSIZE = 8
-LOWERINGS = st.sampled_from(["auto", "auto", "p2p", "all_to_all"])
+TRANSPORTS = st.sampled_from(["auto", "auto", "p2p", "all_to_all"])
 
 
-def cross(rank, pair, lowering):
+def cross(rank, pair, transport):
     """One boundary there and back; returns what this rank saw."""
     world = World.current()
     world.log.clear()
     x = y_expected = None
     if rank in pair.src.mesh:
         x = executor.draw(pair.src, pair.shape, seed=1)[rank].requires_grad_()
-    y = redistribute(x, pair.dst, src=pair.src, shape=pair.shape, dtype=torch.float64, lowering=lowering)
+    y = redistribute(x, pair.dst, src=pair.src, shape=pair.shape, dtype=torch.float64, transport=transport)
     local = y.to_local() if isinstance(y, DTensor) else y
     if rank in pair.dst.mesh:
         y_expected = executor.draw(pair.dst.gradient(), pair.shape, seed=2)[rank]
@@ -73,7 +73,7 @@ def _held_once(pair):
 
 @pytest.mark.slow
 @settings(max_examples=28, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(cases=st.lists(st.tuples(strategies.layout_pairs(4), LOWERINGS), min_size=8, max_size=8))
+@given(cases=st.lists(st.tuples(strategies.layout_pairs(4), TRANSPORTS), min_size=8, max_size=8))
 def test_random_layouts_on_four_processes(pool4, cases):
     """>= 200 pairs (28 x 8) on real processes."""
     for (pair, _), results in zip(cases, pool4.run_many(cross, cases), strict=True):
@@ -82,7 +82,7 @@ def test_random_layouts_on_four_processes(pool4, cases):
 
 @pytest.mark.slow
 @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(cases=st.lists(st.tuples(strategies.layout_pairs(8), LOWERINGS), min_size=8, max_size=8))
+@given(cases=st.lists(st.tuples(strategies.layout_pairs(8), TRANSPORTS), min_size=8, max_size=8))
 def test_random_layouts_on_eight_processes(pool8, cases):
     """>= 60 pairs (8 x 8) on real processes."""
     for (pair, _), results in zip(cases, pool8.run_many(cross, cases), strict=True):

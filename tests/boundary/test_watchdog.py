@@ -1,8 +1,9 @@
 """The watchdog: what does not end by itself is named."""
 
 import threading
+import time
 
-from hetmesh.boundary.watchdog import Watchdog
+from hetmesh.boundary.watchdog import Watchdog, _Watch
 
 
 def test_an_operation_that_outlasts_its_timeout_is_named():
@@ -27,3 +28,25 @@ def test_operations_that_end_are_not_reported():
             pass
     watchdog.close()
     assert said == []
+
+
+def test_what_is_stuck_is_named_within_the_timeout_and_five_seconds():
+    """And not before waits that raise by themselves: they know more. By its own clock; nothing here waits."""
+    for timeout in (0.5, 5.0, 300.0):
+        watchdog = Watchdog(timeout)
+        watchdog._watched, watchdog._since = [_Watch(watchdog, "boundary 'vision->llm'", None)], 100.0
+        assert watchdog._late(100 + timeout + 0.4) is None
+        assert watchdog._late(100 + timeout + 4) is not None  # it looks every half second
+
+
+def test_progress_inside_begins_anew_and_the_innermost_is_named():
+    watchdog, started = Watchdog(1000), time.monotonic()
+    with watchdog.watching("llm.0 F1"):
+        watchdog._since = started - 2000
+        assert "llm.0 F1 did not" in watchdog._late(time.monotonic())
+        with watchdog.watching("boundary 'vision->llm'"):
+            assert watchdog._late(time.monotonic()) is None
+            late = watchdog._late(started + 2000)
+        assert watchdog._late(time.monotonic()) is None
+    watchdog.close()
+    assert late == "watchdog: boundary 'vision->llm' did not finish within 1000 s (during llm.0 F1)"

@@ -107,8 +107,8 @@ def test_the_time_target_is_for_large_tensors_without_sums_that_are_split(load):
 
 def test_a_round_lasts_from_the_start_to_the_last_end(load):
     measure = load("benchmarks.boundary.measure")
-    records = [measure.Record({"planned": [(1.0, 1.5), (3.0, 3.1)]}, {"planned": [0.5, 0.25]}, 0, "p2p")]
-    records += [measure.Record({"planned": [(1.0, 1.25), (3.0, 3.5)]}, {"planned": [0.25, 0.5]}, 0, "p2p")]
+    records = [measure.Record({"planned": [(1.0, 1.5), (3.0, 3.1)]}, {"planned": [0.5, 0.25]}, 0, "p2p", 1)]
+    records += [measure.Record({"planned": [(1.0, 1.25), (3.0, 3.5)]}, {"planned": [0.25, 0.5]}, 0, "p2p", 1)]
     assert [measure.duration(records, "planned", i) for i in range(2)] == [0.5, 0.5]
     assert [measure.cpu_seconds(records, "planned", i) for i in range(2)] == [0.75, 0.75]
 
@@ -138,6 +138,9 @@ def test_boundary_bytes_are_the_bound(load, young_heap):
     assert [e["bytes"] for e in result["scenarios"]] == [e["bound"] for e in result["scenarios"]]
     assert {e["direction"] for e in result["scenarios"]} == {"forward", "backward"}
     assert result["plan_ms_32"] == max(t["ms"] for t in result["plan_cases"]["32"].values())
+    assert result["median_time_ratio_vs_bare"] is None
+    assert result["small_time_ratio_vs_bare"] == max(e["time_ratio_vs_bare"] for e in result["scenarios"])
+    assert all(e["messages"] for e in result["scenarios"])
     assert result["link_costs"].keys() >= {"message_us", "collective_us", "copy_us_per_mb"}
     json.dumps(result, allow_nan=False)
     assert "small ragged" in boundary.table(result)
@@ -151,6 +154,9 @@ def test_large_boundaries_are_judged_by_time(load):
     ratios = [e["time_ratio_vs_gather"] for e in result["scenarios"] if e["has_target"]]
     assert len(ratios) == 2
     assert result["max_time_ratio_vs_gather"] == max(ratios)
+    bare = [e["time_ratio_vs_bare"] for e in result["scenarios"]]
+    assert result["max_time_ratio_vs_bare"] == max(bare) > 0
+    assert result["median_time_ratio_vs_bare"] == pytest.approx(sum(bare) / 2, abs=1e-3)
     assert result["max_bytes_over_bound"] == 1.0
 
 

@@ -90,7 +90,7 @@ def give_back(wires: Wires, shares: RowSplit, chunk: Planned | Gathered, number:
 
 def _exchange(wires: Wires, plan: TransferPlan, local: Tensor, label: Label, tag: int) -> Finish:
     # P2P needs no process group, which all ranks of the job would have to make.
-    exchange = Exchange(wires.world, plan, local, local.dtype, label, lowering="p2p", tag=tag).start()
+    exchange = Exchange(wires.world, plan, local, local.dtype, label, transport="p2p", tag=tag).start()
 
     def finish() -> Tensor:
         result = exchange.finish()
@@ -129,8 +129,9 @@ def _reduce_scatter(wires: Wires, chunk: Gathered, gradient: Tensor, label: Labe
 
 def _finish(wires: Wires, work: dist.Work, result: Tensor, label: Label) -> Finish:
     def finish() -> Tensor:
-        with wires.world.waiting(label):
-            work.wait()
+        world = wires.world
+        with world.waiting(label):
+            world.backend.wait(work, world.timeout, world.watchdog, label)
         return result
 
     return finish

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hetmesh.boundary import pack
+from hetmesh.boundary.backend import Posted
 from hetmesh.boundary.log import Label
-from hetmesh.boundary.lowering import choose
+from hetmesh.boundary.rank_step import LocalPiece, RankStep, contiguous_stride, rank_step
+from hetmesh.boundary.transport import choose
+from hetmesh.boundary.watchdog import timed_out
 from hetmesh.boundary.world import World
-from hetmesh.errors import BoundaryError
-from hetmesh.layout import Piece, Step, TransferPlan
-from hetmesh.layout.intervals import Intervals, extent
+from hetmesh.errors import BoundaryError, BoundaryTimeout
+from hetmesh.layout import Step, TransferPlan
 
 
 class Exchange:
@@ -29,7 +29,7 @@ class Exchange:
         local: this rank's share of the source layout; None on ranks outside it.
         dtype: of the elements, equal on all ranks.
         label: names the transfer in logs and errors.
-        lowering: `auto`, `p2p`, `all_to_all` or `dtensor`.
+        transport: `auto`, `p2p`, `all_to_all` or `dtensor`.
         tag: equal on all ranks for this transfer and different from others in flight (gloo matches by it; NCCL
             matches by order, so exchanges between a pair of ranks must start in the same order on both).
 
@@ -46,25 +46,24 @@ class Exchange:
         dtype: torch.dtype,
         label: Label,
         *,
-        lowering: str = "auto",
+        transport: str = "auto",
         tag: int = 0,
     ) -> None:
         self.world, self.plan, self.label, self.dtype, self.tag = world, plan, label, dtype, tag
-        self.lowering = choose(plan, world.backend, lowering)
+        self.transport = choose(plan, world.backend.name, transport)
         self._check_local(local)
         self._local = local
         self._result: Tensor | None = None
-        self._pending: _PendingStep | None = None
+        self._pending: _Pending | None = None
 
     def _check_local(self, local: Tensor | None) -> None:
-        member = self.world.rank in self.plan.src.mesh
-        if (local is not None) != member:
-            need = "must pass its share" if member else "is not in the source mesh and must pass None"
+        want = rank_step(self.plan.steps[0], self.world.rank).source_shape
+        if (local is None) != (want is None):
+            need = "is not in the source mesh and must pass None" if want is None else "must pass its share"
             raise BoundaryError(f"{self.label}: rank {self.world.rank} {need} of {self.plan.src}")
         if local is None:
             return
-        want = self.plan.src.local_shape(self.plan.shape, self.world.rank)
-        if tuple(local.shape) != want or local.dtype != self.dtype or local.device.type != self.world.device.type:
+        if local.shape != want or local.dtype != self.dtype or local.device.type != self.world.device.type:
             raise BoundaryError(
                 f"{self.label}: on rank {self.world.rank} the layout {self.plan.src} of shape {self.plan.shape} "
                 f"promises a local {want} {self.dtype} tensor on {self.world.device.type}, got {tuple(local.shape)} "
@@ -76,13 +75,13 @@ class Exchange:
         if self.plan.is_identity:  # nothing to do: the same memory on both sides
             self._result, self._local = self._local, None
             return self
-        if self.lowering == "dtensor":
+        if self.transport == "dtensor":
             self._result = self._redistribute()
             return self
         local = self._local
         for step in self.plan.steps[:-1]:
-            local = self._post(step, local).finish()
-        self._pending = self._post(self.plan.steps[-1], local)
+            local = _Pending(self, step, local).finish()
+        self._pending = _Pending(self, self.plan.steps[-1], local)
         self._local = None
         return self
 
@@ -103,11 +102,6 @@ class Exchange:
         """Whether nothing is in flight any more, without waiting."""
         return self._pending is None or self._pending.completed()
 
-    def _post(self, step: Step, local: Tensor | None) -> _PendingStep:
-        pending = _PendingStep(self, step, local)
-        pending.post(self.lowering)
-        return pending
-
     def _redistribute(self) -> Tensor | None:
         if self._local is None:
             return None
@@ -122,7 +116,7 @@ class Exchange:
             stride=contiguous_stride(self.plan.shape),
         )
         started = time.perf_counter()
-        with self.world.watchdog.watching(self.label):
+        with self.world.waiting(self.label):
             result = source.redistribute(mesh, self.plan.dst.torch_placements).to_local()
         self.world.log.add_wait(self.label, time.perf_counter() - started)
         size = self.plan.bytes_received(self.world.rank, self.dtype.itemsize)
@@ -130,165 +124,184 @@ class Exchange:
         return result
 
 
-class _PendingStep:
-    """One step in flight."""
+class _Pending:
+    """One step in flight: what this rank does in it, begun."""
 
     def __init__(self, exchange: Exchange, step: Step, local: Tensor | None) -> None:
-        self.world, self.label, self.tag, self.dtype = exchange.world, exchange.label, exchange.tag, exchange.dtype
-        self.step, self.local = step, local
-        rank = self.world.rank
-        self.held: tuple[Intervals, ...] = ()
-        if local is not None:
-            self.held = step.src.intervals(step.shape, rank)
-        self.sent = step.sent(rank)
-        self.received = step.received(rank)
-        self.out: Tensor | None = None
-        self.kept: tuple[Intervals, ...] = ()
-        if rank in step.dst.mesh:
-            self.kept = step.dst.intervals(step.shape, rank)
-            shape = tuple(extent(rows) for rows in self.kept)
-            whole = not step.summed and sum(piece.numel for piece in self.received) == math.prod(shape)
-            new = torch.empty if whole else torch.zeros
-            self.out = new(shape, dtype=exchange.dtype, device=self.world.device)
-        self.own = [piece for piece in self.received if piece.src == rank]
-        self.remote = [piece for piece in self.received if piece.src != rank]
-        self.buffers: dict[int, Tensor] = {}  # by source rank
-        self.in_place: set[int] = set()  # source ranks whose buffer is the place itself
-        self.receives: list[tuple[int | None, dist.Work]] = []
-        self.sends: list[tuple[int | None, dist.Work]] = []
-        self._keep: list[Tensor] = []
+        self.world, self.label, self.dtype = exchange.world, exchange.label, exchange.dtype
+        self.step: RankStep = rank_step(step, self.world.rank)
+        self.local = None if local is None else local.contiguous()
+        self.base = 0 if self.local is None else int(self.local.storage_offset())
+        self.buffers: list[Tensor] = []  # to be handed back
+        self.arrived: list[tuple[LocalPiece, Tensor, int]] = []  # not in place: the buffer, and where they begin in it
+        self.receives: Posted = []
+        self.sends: Posted = []
         self._done = False
+        self._peer: int | None = None
+        self.out = self._result()
+        if exchange.transport == "all_to_all":
+            self._post_all_to_all(step)
+        elif self.step.messages:
+            self.receives, self.sends = self.world.backend.post(self._places(), self._messages(), exchange.tag)
+            self.world.log.add_messages(self.label, self.step.messages, self.dtype.itemsize, "p2p")
+        if not self.step.order:  # summands wait, so that sums do not depend on arrival
+            self._put_own()
 
-    def post(self, lowering: str) -> None:
-        if lowering == "all_to_all":
-            self._post_all_to_all()
-        else:
-            self._post_p2p()
-        if not self.step.summed:  # summands wait, so that sums do not depend on arrival
-            for piece in self.own:
-                self._put_own(piece)
+    def _result(self) -> Tensor | None:
+        if self.step.result_shape is None:
+            return None
+        new = torch.empty if self.step.fills else torch.zeros
+        return new(self.step.result_shape, dtype=self.dtype, device=self.world.device)
 
-    def _post_p2p(self) -> None:
-        messages = self._messages()
-        if "nccl" in self.world.backend:  # one coalesced batch, and one work
-            ops = [dist.P2POp(post, tensor, peer, tag=self.tag) for post, tensor, peer in messages]
-            self.receives += [(None, work) for work in (dist.batch_isend_irecv(ops) if ops else [])]
-            return
-        for post, tensor, peer in messages:
-            work = post(tensor, peer, tag=self.tag)
-            assert work is not None
-            (self.receives if post is dist.irecv else self.sends).append((peer, work))
+    def _buffer(self, numel: int) -> Tensor:
+        buffer = self.world.buffers.take(numel, self.dtype)
+        self.buffers.append(buffer)
+        return buffer
 
-    def _messages(self) -> Iterator[tuple[Callable[..., dist.Work | None], Tensor, int]]:
-        """What to post, receives first. A piece is packed when it is asked for: the one before is then on its way."""
-        for piece in sorted(self.remote, key=lambda piece: piece.src):
-            buffer = self._receive_buffer(piece)
-            self.world.log.add(self.label, "received", piece.src, buffer.nbytes, "p2p")
-            yield dist.irecv, buffer, piece.src
-        # Peers in rotated order, so that the ranks do not all send to the same one first.
-        rank, size = self.world.rank, self.world.size
-        for piece in sorted(self.sent, key=lambda piece: (piece.dst - rank) % size):
-            buffer = self._packed(piece)
-            self._keep.append(buffer)
-            self.world.log.add(self.label, "sent", piece.dst, buffer.nbytes, "p2p")
-            yield dist.isend, buffer, piece.dst
+    def _places(self) -> list[tuple[int, Tensor]]:
+        """Where messages arrive: in the result where their place is one run of it, else in a buffer."""
+        places = []
+        buffer = self._buffer(self.step.received_packed) if self.step.received_packed else None
+        for part in self.step.receives:
+            if part.flat:
+                assert self.out is not None
+                place = part.blocks[0].of(self.out)
+            else:
+                assert buffer is not None
+                place = buffer[part.start : part.start + part.numel]
+                self.arrived.append((part, buffer, part.start))
+            places.append((part.peer, self._counted(place, part)))
+        return places
 
-    def _post_all_to_all(self) -> None:
-        ranks = sorted({*self.step.src.mesh.ranks, *self.step.dst.mesh.ranks})
+    def _messages(self) -> Iterator[tuple[int, Tensor]]:
+        """What to send: the place in the source where that is one run of it, else packed when it is asked for."""
+        buffer = self._buffer(self.step.sent_packed) if self.step.sent_packed else None
+        for part in self.step.sends:
+            assert self.local is not None
+            if part.flat:
+                message = part.blocks[0].of(self.local, self.base)
+            else:
+                assert buffer is not None
+                message = buffer[part.start : part.start + part.numel]
+                self._pack(part, buffer, part.start)
+            yield part.peer, self._counted(message, part)
+
+    def _post_all_to_all(self, step: Step) -> None:
+        ranks = sorted({*step.src.mesh.ranks, *step.dst.mesh.ranks})
         group = self.world.group(ranks)
         if group is None:
             return
-        sent = {piece.dst: self._packed(piece) for piece in self.sent}
-        sizes_in = [sent[r].numel() if r in sent else 0 for r in ranks]
-        expected = {piece.src: piece for piece in self.remote}
+        sent = {part.peer: part for part in self.step.sends}
+        expected = {part.peer: part for part in self.step.receives}
+        sizes_in = [sent[r].numel if r in sent else 0 for r in ranks]
         sizes_out = [expected[r].numel if r in expected else 0 for r in ranks]
-        flat_in = torch.cat(
-            [
-                torch.empty(0, dtype=self.dtype, device=self.world.device),
-                *(sent[r].reshape(-1) for r in ranks if r in sent),
-            ]
-        )
-        flat_out = torch.empty(sum(sizes_out), dtype=self.dtype, device=self.world.device)
+        all_in, all_out = sum(sizes_in), sum(sizes_out)
+        buffer_in, buffer_out = self._buffer(all_in), self._buffer(all_out)
+        for rank, start in zip(ranks, itertools.accumulate(sizes_in, initial=0), strict=False):
+            if rank in sent:
+                self._pack(sent[rank], buffer_in, start)
+        flat_in, flat_out = buffer_in[:all_in], buffer_out[:all_out]
         work = dist.all_to_all_single(flat_out, flat_in, sizes_out, sizes_in, group=group, async_op=True)
         self.world.log.add(self.label, "received", None, flat_out.nbytes, "all_to_all")
-        for rank, part in zip(ranks, flat_out.split(sizes_out), strict=True):
+        for rank, start in zip(ranks, itertools.accumulate(sizes_out, initial=0), strict=False):
             if rank in expected:
-                self.buffers[rank] = part.view(pack.piece_shape(expected[rank].index))
-        self._keep += [flat_in, flat_out]
+                self.arrived.append((expected[rank], buffer_out, start))
         assert work is not None
         self.receives.append((None, work))
 
-    def _receive_buffer(self, piece: Piece) -> Tensor:
-        """Where a piece arrives: its place in the result where that is contiguous, else a tensor of its own."""
-        assert self.out is not None
-        block = None if self.step.summed else pack.view(self.out, self.kept, piece.index)
-        if block is not None and block.is_contiguous():
-            self.in_place.add(piece.src)
-        else:
-            block = torch.empty(pack.piece_shape(piece.index), dtype=self.dtype, device=self.world.device)
-        self.buffers[piece.src] = self._counted(block, piece)
-        return block
-
-    def _packed(self, piece: Piece) -> Tensor:
-        assert self.local is not None
-        return self._counted(pack.take(self.local, self.held, piece.index), piece)
-
-    def _counted(self, buffer: Tensor, piece: Piece) -> Tensor:
+    def _counted(self, message: Tensor, part: LocalPiece) -> Tensor:
         # A shorter message lands silently in a longer buffer and a longer one ends the process: count before posting.
-        if buffer.numel() != piece.numel or not buffer.is_contiguous():
-            raise BoundaryError(f"{self.label}: buffer of {buffer.numel()} elements for a piece of {piece.numel}")
-        return buffer
+        if message.numel() != part.numel:
+            raise BoundaryError(f"{self.label}: buffer of {message.numel()} elements for a piece of {part.numel}")
+        return message
 
-    def _put_own(self, piece: Piece) -> None:
+    def _pack(self, part: LocalPiece, buffer: Tensor, start: int) -> None:
         assert self.local is not None
+        for block, at in zip(part.blocks, part.packed, strict=True):
+            at.of(buffer, start).copy_(block.of(self.local, self.base))
+
+    def _put(self, part: LocalPiece, buffer: Tensor, start: int, *, add: bool = False) -> None:
         assert self.out is not None
-        part = pack.view(self.local, self.held, piece.index)
-        if part is None:
-            part = pack.take(self.local, self.held, piece.index)
-        pack.put(self.out, self.kept, piece.index, part, add=self.step.summed)
+        for block, at in zip(part.blocks, part.packed, strict=True):
+            _move(at.of(buffer, start), block.of(self.out), add)
+
+    def _put_own(self, *, add: bool = False) -> None:
+        for held, kept in self.step.own:
+            assert self.local is not None
+            assert self.out is not None
+            _move(held.of(self.local, self.base), kept.of(self.out), add)
 
     def receive(self) -> Tensor | None:
         """Wait for what this rank receives and put it in place."""
-        if self._done:
-            return self.out
-        for peer, work in self.receives:
-            self._wait(work, peer)
-        for piece in self.received if self.step.summed else self.remote:  # in the plan's order
-            if piece.src == self.world.rank:
-                self._put_own(piece)
-            elif piece.src not in self.in_place:
-                assert self.out is not None
-                pack.put(self.out, self.kept, piece.index, self.buffers[piece.src], add=self.step.summed)
-        self._done = True
+        if not self._done:
+            self._arrive(self.receives)
         return self.out
+
+    def _arrive(self, works: Posted) -> None:
+        """Wait for works, all receives among them, and complete the result."""
+        # Put in place one by one, while the others are on their way; sums in the plan's order, when all are there.
+        self._wait(works, {} if self.step.order else {each[0].peer: each for each in self.arrived})
+        if self.step.order:
+            messages = {arrived[0].peer: arrived for arrived in self.arrived}
+            add = not self.step.fills
+            for rank in self.step.order:
+                if rank == self.world.rank:
+                    self._put_own(add=add)
+                else:
+                    self._put(*messages[rank], add=add)
+                add = True
+        self._done = True
 
     def finish(self) -> Tensor | None:
         """Wait for everything."""
-        out = self.receive()
-        for peer, work in self.sends:
-            self._wait(work, peer)
-        self._keep.clear()
-        return out
+        if self._done:
+            self._wait(self.sends, {})
+        else:
+            self._arrive([*self.receives, *self.sends])
+        for buffer in self.buffers:
+            self.world.buffers.give(buffer)
+        self.buffers.clear()
+        self.local = None
+        return self.out
 
     def completed(self) -> bool:
         """Whether all messages have gone through."""
         return all(work.is_completed() for _, work in [*self.receives, *self.sends])
 
-    def _wait(self, work: dist.Work, peer: int | None) -> None:
-        whom = "a collective" if peer is None else f"rank {peer}"
-        started = time.perf_counter()
+    def _wait(self, works: Posted, places: dict[int, tuple[LocalPiece, Tensor, int]]) -> None:
+        """Wait for works, and put in place what each of them brought: by its peer, or all that one work brought."""
+        if not works:
+            return
+        world, wait = self.world, self.world.backend.wait
+        waited = 0.0
         try:
-            with self.world.waiting(self.label, whom):
-                work.wait(timedelta(seconds=self.world.timeout))
+            with world.watchdog.watching(self):
+                for peer, work in works:
+                    self._peer, started = peer, time.perf_counter()
+                    wait(work, world.timeout, world.watchdog, self)
+                    waited += time.perf_counter() - started
+                    world.watchdog.progress()
+                    if peer is not None and peer in places:
+                        self._put(*places.pop(peer))
         except RuntimeError as error:
-            raise BoundaryError(f"{self.label}: rank {self.world.rank} lost {whom}: {error}") from error
-        self.world.log.add_wait(self.label, time.perf_counter() - started)
+            if timed_out(error):
+                raise BoundaryTimeout(f"{self.label}: {world.waited(self._whom)}") from error
+            raise BoundaryError(f"{self.label}: rank {world.rank} lost {self._whom}: {error}") from error
+        world.log.add_wait(self.label, waited)
+        for place in places.values():
+            self._put(*place)
+
+    @property
+    def _whom(self) -> str:
+        return "a collective" if self._peer is None else f"rank {self._peer}"
+
+    def __str__(self) -> str:
+        """How the watchdog names this wait."""
+        return f"{self.label}: rank {self.world.rank}, waiting for {self._whom}"
 
 
-def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Row-major strides of a tensor of `shape`, as torch computes them (sizes of 0 count as 1)."""
-    stride, out = 1, []
-    for size in reversed(shape):
-        out.append(stride)
-        stride *= max(size, 1)
-    return tuple(reversed(out))
+def _move(source: Tensor, target: Tensor, add: bool) -> None:
+    if add:
+        target.add_(source)
+    else:
+        target.copy_(source)

@@ -26,31 +26,41 @@ class Message:
     Attributes:
         op: `sent` or `received`; collectives are logged once, as received.
         peer: the other rank; None for a collective.
-        bytes: size of the buffer handed to the transport.
-        kind: the lowering: `p2p`, `all_to_all` or `dtensor`.
+        bytes: size of the buffer that carries it.
+        transport: `p2p`, `all_to_all` or `dtensor`; `all_gather` or `reduce_scatter` for a gathered chunk of keys.
     """
 
     label: Label
     op: Literal["sent", "received"]
     peer: int | None
     bytes: int
-    kind: str
+    transport: str
+
+
+Counted = tuple[Literal["sent", "received"], int | None, int]
+"""A message before it has a label: op, peer (None for a collective) and elements."""
 
 
 class CommunicationLog:
     """The newest messages of this rank and running totals. Cheap enough to be always on."""
 
     def __init__(self, keep: int = 65536) -> None:
-        self._messages: deque[Message] = deque(maxlen=keep)
+        # By transfer, as `add_messages` got them: making a Message of each costs as much as posting it.
+        self._transfers: deque[tuple[Label, tuple[Counted, ...], int, str]] = deque(maxlen=keep)
         self._received: dict[tuple[str, str], int] = {}
         self._waited: dict[str, float] = {}
 
-    def add(self, label: Label, op: Literal["sent", "received"], peer: int | None, size: int, kind: str) -> None:
+    def add(self, label: Label, op: Literal["sent", "received"], peer: int | None, size: int, transport: str) -> None:
         """Record one message of `size` bytes."""
-        self._messages.append(Message(label, op, peer, size, kind))
-        if op == "received":
+        self.add_messages(label, ((op, peer, size),), 1, transport)
+
+    def add_messages(self, label: Label, messages: tuple[Counted, ...], itemsize: int, transport: str) -> None:
+        """Record messages of elements of `itemsize` bytes."""
+        self._transfers.append((label, messages, itemsize, transport))
+        received = sum(numel for op, _, numel in messages if op == "received")
+        if received:
             key = (label.boundary, label.direction)
-            self._received[key] = self._received.get(key, 0) + size
+            self._received[key] = self._received.get(key, 0) + received * itemsize
 
     def add_wait(self, label: Label, seconds: float) -> None:
         """Record that this rank waited for messages of a boundary."""
@@ -59,7 +69,11 @@ class CommunicationLog:
     @property
     def messages(self) -> tuple[Message, ...]:
         """The newest messages, oldest first."""
-        return tuple(self._messages)
+        return tuple(
+            Message(label, op, peer, numel * itemsize, transport)
+            for label, messages, itemsize, transport in self._transfers
+            for op, peer, numel in messages
+        )
 
     def bytes_received(self, boundary: str | None = None, direction: str | None = None) -> int:
         """Bytes received since the last `clear`, over all boundaries and directions or the named ones."""
@@ -76,6 +90,6 @@ class CommunicationLog:
 
     def clear(self) -> None:
         """Forget messages and totals."""
-        self._messages.clear()
+        self._transfers.clear()
         self._received.clear()
         self._waited.clear()

@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hetmesh.boundary.exchange import Exchange, contiguous_stride
+from hetmesh._torch_compat import averaged_over
+from hetmesh.boundary import pending
+from hetmesh.boundary.arguments import check_arguments
+from hetmesh.boundary.exchange import Exchange
 from hetmesh.boundary.log import Label
-from hetmesh.boundary.lowering import check_lowering, choose
+from hetmesh.boundary.rank_step import contiguous_stride
+from hetmesh.boundary.transport import choose
 from hetmesh.boundary.world import World
 from hetmesh.errors import BoundaryError
 from hetmesh.layout import Layout, MeshSpec, Placement, TransferPlan, plan_gradient, plan_transfer
-
-_token: Tensor | None = None
 
 
 def redistribute(
@@ -33,13 +35,16 @@ def redistribute(
     dtype: torch.dtype | None = None,
     requires_grad: bool = True,
     grad_placements: Sequence[Placement] | None = None,
-    lowering: str = "auto",
+    transport: str = "auto",
     name: str | None = None,
+    microbatch: int = 0,
 ) -> Tensor | DTensor | None:
     """Bring a tensor from its layout to layout `dst`, on any ranks, differentiably. Every rank of the job calls it.
 
     The backward brings the gradient back as the exact adjoint: a gradient of a Replicate source is Replicate, of a
-    Partial source Replicate, of a Shard source Shard.
+    Partial source Replicate, of a Shard source Shard. Gradients are sums: no module before or behind a boundary may
+    average its own. FSDP2's `fully_shard` does unless `set_gradient_divide_factor` has been called: `hetmesh.backward`
+    refuses it where the module's input carries a gradient. DistributedDataParallel averages too, and cannot be seen.
 
     Args:
         x: this rank's share under `src` (a local tensor or a DTensor); None on ranks outside `src`.
@@ -50,21 +55,54 @@ def redistribute(
         grad_placements: placements on `dst.mesh` of the gradient that this rank's code produces for a local result.
             By default the gradient of a replica counts as the whole gradient; pass `Partial()` for an axis along
             which each replica produces a summand.
-        lowering: `auto`, `p2p`, `all_to_all` or `dtensor`; equal on all ranks.
+        transport: `auto`, `p2p`, `all_to_all` or `dtensor`; equal on all ranks.
         name: how logs and errors call this boundary.
+        microbatch: its number, where a boundary is crossed several times before one `hetmesh.backward`.
 
     Returns:
         On ranks of `dst` a DTensor if all its placements are torch's own, else the local tensor; on ranks of `src`
-        only, a zero-row tensor on the autograd path; elsewhere None. Call `hetmesh.backward(loss_or_y)` on every rank.
+        only, a zero-row tensor on the autograd path; elsewhere None. It shares no memory with `x`. Call
+        `hetmesh.backward(loss_or_y)` on every rank.
 
     Raises:
-        BoundaryError: the arguments contradict each other or the tensor does not have the promised local shape.
-        LayoutError: the layouts cannot be joined.
+        BoundaryError: the arguments contradict each other, the tensor does not have the promised local shape, or
+            `hetmesh.backward` was forgotten. What was pending for it is dropped.
+        LayoutError: the layouts cannot be joined, or name ranks that this job does not have.
         BoundaryTimeout: a peer did not answer in time.
     """
     world = World.current()
-    check_lowering(lowering)
-    label = Label(name or f"redistribute {world.transfers}")
+    transfers = world.transfers
+    try:
+        return _redistribute(
+            world, x, dst, src, shape, dtype, requires_grad, grad_placements, transport, name, microbatch
+        )
+    except BaseException:  # this step has failed
+        pending.drop()
+        world.transfers = transfers
+        raise
+
+
+def _redistribute(
+    world: World,
+    x: Tensor | DTensor | None,
+    dst: Layout,
+    src: Layout | None,
+    shape: Sequence[int] | None,
+    dtype: torch.dtype | None,
+    requires_grad: bool,
+    grad_placements: Sequence[Placement] | None,
+    transport: str,
+    name: str | None,
+    microbatch: int,
+) -> Tensor | DTensor | None:
+    shape = check_arguments(x, dst, src, shape, dtype, requires_grad, transport, name, microbatch)
+    label = Label(f"redistribute {world.transfers}" if name is None else name, microbatch)
+    for layout in (dst, src):
+        if layout is not None:
+            world.check_layout(layout)
+    requires_grad = requires_grad and torch.is_grad_enabled()
+    pending.check(label, name is not None, requires_grad)
+    world.connect()
     src, shape, dtype = _complete(world, label, x, src, shape, dtype)
     plan = plan_transfer(shape, src, dst, ranks_per_node=world.ranks_per_node)
     grad_layout = dst.gradient()
@@ -77,14 +115,19 @@ def redistribute(
         ):
             raise BoundaryError(f"{label}: grad_placements {tuple(grad_placements)} do not fit the result {dst}")
     back = plan_gradient(shape, grad_layout, src, ranks_per_node=world.ranks_per_node)
-    requires_grad = requires_grad and torch.is_grad_enabled()
     # The adjoint of a collective that torch does well may be one that it emulates: a forced dtensor holds forward only.
-    lowerings = (lowering, "auto" if lowering == "dtensor" else lowering)
-    crossing = _Crossing(world, plan, back, label, dtype, lowerings, requires_grad)
+    transports = (transport, "auto" if transport == "dtensor" else transport)
+    # Both tags now: a backward that fails on some ranks must not put those of the next step out of order.
+    crossing = _Crossing(world, plan, back, label, dtype, transports, (world.next_tag(), world.next_tag()))
     crossing.prepare()
     mesh = world.device_mesh(dst.mesh) if dst.is_dtensor else None
     local = x.to_local() if isinstance(x, DTensor) else x
-    y = _cross(local, crossing)
+    if requires_grad:
+        token, y = _Boundary.apply(pending.cross(label, name is not None, world.device), local, crossing)
+        pending.crossed(token)
+    else:
+        with torch.no_grad():
+            y = crossing.forward(local)
     if world.rank in dst.mesh:
         if mesh is None or y is None:
             return y
@@ -106,9 +149,12 @@ def backward(loss: Tensor | DTensor | None = None) -> None:
         loss: a scalar on ranks that have one; what `redistribute` returned on source-only ranks; or None.
 
     Raises:
-        BoundaryError: `loss` is neither a scalar nor an empty stand-in.
+        BoundaryError: `loss` is neither a scalar nor an empty stand-in, or a module beside a boundary averages its
+            gradients. Nothing is pending any more.
     """
-    global _token
+    token = pending.take()
+    if loss is not None and not isinstance(loss, Tensor):
+        raise BoundaryError(f"hetmesh.backward needs a loss or None, got {type(loss).__name__}")
     roots: list[Tensor] = []
     grads: list[Tensor] = []
     if loss is not None and loss.requires_grad:
@@ -116,12 +162,30 @@ def backward(loss: Tensor | DTensor | None = None) -> None:
             raise BoundaryError(f"hetmesh.backward needs a scalar loss or a stand-in, got shape {tuple(loss.shape)}")
         roots.append(loss)
         grads.append(torch.ones_like(loss))
-    token, _token = _token, None
     if token is not None:
         roots.append(token)
         grads.append(torch.zeros_like(token))
+        _refuse_averages(roots)
     if roots:
-        torch.autograd.backward(roots, grads)
+        with pending.running():
+            torch.autograd.backward(roots, grads)
+
+
+def abandon() -> None:
+    """Give up the backward of all boundaries since the last `hetmesh.backward`: after a step that failed in code of
+    your own, before the next one. Every rank calls it."""
+    pending.drop()
+
+
+def _refuse_averages(roots: Sequence[Tensor]) -> None:
+    """Raise BoundaryError if a module in this graph, which has boundaries, averages its gradients."""
+    for module, ranks in averaged_over([root.grad_fn for root in roots]):
+        raise BoundaryError(
+            f"the fully_shard module {module} averages its gradients over {ranks} ranks, and boundaries sum theirs: "
+            f"modules on the two sides would get gradients that differ by a factor of {ranks}. Call "
+            "module.set_gradient_divide_factor(1.0) on it (on gloo module.set_force_sum_reduction_for_comms(True) "
+            "before), and scale the loss once, by what the whole batch counts"
+        )
 
 
 @dataclass(frozen=True)
@@ -133,13 +197,13 @@ class _Crossing:
     back: TransferPlan
     label: Label
     dtype: torch.dtype
-    lowerings: tuple[str, str]
-    requires_grad: bool
+    transports: tuple[str, str]
+    tags: tuple[int, int]
 
     def prepare(self) -> None:
         """Build process groups and meshes here, where every rank passes: building them is collective."""
-        for plan, lowering in zip((self.plan, self.back), self.lowerings, strict=True):
-            chosen = choose(plan, self.world.backend, lowering)
+        for plan, transport in zip((self.plan, self.back), self.transports, strict=True):
+            chosen = choose(plan, self.world.backend.name, transport)
             if chosen == "all_to_all":
                 for step in plan.steps:
                     self.world.group(sorted({*step.src.mesh.ranks, *step.dst.mesh.ranks}))
@@ -150,25 +214,20 @@ class _Crossing:
         """Carry out the transfer or its adjoint on this rank."""
         plan = self.plan if forward else self.back
         label = self.label if forward else replace(self.label, direction="backward")
-        lowering = self.lowerings[0 if forward else 1]
-        tag = self.world.next_tag()
-        return Exchange(self.world, plan, local, self.dtype, label, lowering=lowering, tag=tag).start().finish()
+        transport = self.transports[0 if forward else 1]
+        tag = self.tags[0 if forward else 1]
+        return Exchange(self.world, plan, local, self.dtype, label, transport=transport, tag=tag).start().finish()
+
+    def forward(self, local: Tensor | None) -> Tensor:
+        """The result on this rank, in memory of its own."""
+        y = self.run(None if local is None else local.detach(), forward=True)
+        if y is None:
+            return self.stand_in()
+        return y.clone() if self.plan.is_identity else y
 
     def stand_in(self) -> Tensor:
         """The zero-row tensor that stands for the result on ranks outside the destination."""
         return torch.empty((0, *self.plan.shape[1:]), dtype=self.dtype, device=self.world.device)
-
-
-def _cross(local: Tensor | None, crossing: _Crossing) -> Tensor | None:
-    global _token
-    if not crossing.requires_grad:
-        with torch.no_grad():
-            y = crossing.run(None if local is None else local.detach(), forward=True)
-        return crossing.stand_in() if y is None else y
-    if _token is None:
-        _token = torch.zeros((), device=crossing.world.device, requires_grad=True)
-    _token, y = _Boundary.apply(_token, local, crossing)
-    return y
 
 
 class _Boundary(torch.autograd.Function):
@@ -177,12 +236,12 @@ class _Boundary(torch.autograd.Function):
         ctx.crossing = crossing
         # An unused result has no gradient; its peers still wait for the message, so None must reach backward.
         ctx.set_materialize_grads(False)
-        y = crossing.run(None if local is None else local.detach(), forward=True)
-        return token.clone(), crossing.stand_in() if y is None else y
+        return token.clone(), crossing.forward(local)
 
     @staticmethod
     def backward(ctx, grad_token: Tensor | None, grad: Tensor | None):
         crossing: _Crossing = ctx.crossing
+        pending.check_running(crossing.label)
         plan, rank = crossing.back, crossing.world.rank
         local = None
         if rank in plan.src.mesh:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import sys
 from collections.abc import Iterable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,10 +14,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hetmesh._torch_compat import one_gloo_device, set_group_timeout
+from hetmesh.boundary import pending
+from hetmesh.boundary.backend import Backend, Nccl
+from hetmesh.boundary.buffers import Buffers
 from hetmesh.boundary.log import CommunicationLog
 from hetmesh.boundary.watchdog import Watchdog, timed_out
-from hetmesh.errors import BoundaryTimeout, LayoutError
-from hetmesh.layout import MeshSpec
+from hetmesh.errors import BoundaryError, BoundaryTimeout, LaunchError, LayoutError
+from hetmesh.layout import Layout, MeshSpec
 
 _current: World | None = None
 
@@ -28,36 +31,41 @@ class World:
     Process groups are built on every rank in the same order and shared by all meshes that need the same ranks, so
     `group` and `device_mesh` must be called on all ranks of the job, in the same order, members or not.
 
+    Args:
+        timeout: seconds that any single wait may take.
+        backend: how tensors move between processes; by default that of the default process group.
+
     Attributes:
         rank, size: this process and the number of processes.
         device: where this process computes: `cpu`, or the CUDA device of its local rank.
-        timeout: seconds that any single wait may take.
         log: the communication log.
-        watchdog: ends the process when a watched operation outlasts twice the timeout.
+        watchdog: ends the process when something outlasts the timeout that does not raise by itself.
+        buffers: memory for packed messages.
         ranks_per_node: consecutive ranks that share a node.
     """
 
-    def __init__(self, *, timeout: float = 300.0) -> None:
+    def __init__(self, *, timeout: float = 300.0, backend: Backend | None = None) -> None:
         if not dist.is_initialized():
-            raise RuntimeError("torch.distributed is not initialised; call hetmesh.init() or init_process_group first")
+            raise LaunchError("torch.distributed is not initialised; call hetmesh.init() or init_process_group first")
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self.backend = dist.get_backend()
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device()) if "nccl" in self.backend else torch.device("cpu")
-        )
+        self.backend = Backend.of(dist.get_backend()) if backend is None else backend
+        cuda = self.backend.device_type == "cuda"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.timeout = timeout
         self.log = CommunicationLog()
-        # Waits raise by themselves after the timeout; the watchdog must come second, for what does not raise.
-        self.watchdog = Watchdog(2 * timeout)
+        self.watchdog = Watchdog(timeout)
+        self.buffers = Buffers(self.device)
         self.ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        self._connected = False
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._meshes: dict[MeshSpec, DeviceMesh | None] = {}
         self.transfers = 0
 
     @staticmethod
     def current() -> World:
-        """The World of this process, made on first use from the initialised default process group."""
+        """The World of this process, made on first use from the initialised default process group. Every rank must
+        come here before the first message."""
         global _current
         if _current is None:
             _current = World()
@@ -67,6 +75,13 @@ class World:
         """A number that is equal on all ranks, as long as all make their transfers in the same order."""
         self.transfers += 1
         return self.transfers
+
+    def connect(self) -> None:
+        """Make what the first message between two ranks would make over all of them. Collective; once is enough."""
+        if not self._connected:
+            self._connected = True
+            with self.waiting("the connections between all ranks"):
+                self.backend.connect(self.device)
 
     def group(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
         """The process group of `ranks` in the order given; None on ranks outside it. Collective over all ranks."""
@@ -82,8 +97,10 @@ class World:
                         "them silently: give ascending ranks, or use torch >= 2.13"
                     )
                 options["sort_ranks"] = False
+            if len(ranks) == 1:  # a mesh axis of size 1: nobody else need take part
+                options["use_local_synchronization"] = True
             with self.waiting(f"the process group of ranks {list(ranks)}"), one_gloo_device():
-                group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout), **options)
+                group = dist.new_group(list(ranks), timeout=self.backend.group_timeout(self.timeout), **options)
             self._groups[ranks] = group if isinstance(group, dist.ProcessGroup) and self.rank in ranks else None
         return self._groups[ranks]
 
@@ -108,26 +125,37 @@ class World:
         return self._meshes[spec]
 
     @contextlib.contextmanager
-    def waiting(self, what: object, whom: str = "the other ranks") -> Iterator[None]:
+    def waiting(self, what: object, whom: str = "the other ranks", *, timeout: float | None = None) -> Iterator[None]:
         """Watch the body, a wait for `whom`, and say what was waited for if it lasts too long.
 
+        Args:
+            timeout: seconds for the watchdog, where they are more than those of any single wait.
+
         Raises:
-            BoundaryTimeout: the transport gave up.
+            BoundaryTimeout: the backend gave up.
         """
         try:
-            with self.watchdog.watching(f"{what}: rank {self.rank}, waiting for {whom}"):
+            with self.watchdog.watching(f"{what}: rank {self.rank}, waiting for {whom}", timeout):
                 yield
         except RuntimeError as error:
             if not timed_out(error):
                 raise
-            raise BoundaryTimeout(f"{what}: rank {self.rank} waited {self.timeout:g} s for {whom}") from error
+            raise BoundaryTimeout(f"{what}: {self.waited(whom)}") from error
+
+    def waited(self, whom: str) -> str:
+        """What an error says of a wait that took too long."""
+        return f"rank {self.rank} waited {self.timeout:g} s for {whom}{pending.hint()}"
 
     def set_timeout(self, timeout: float) -> None:
         """From here on, any single wait may take `timeout` seconds. Call it on every rank, where none waits."""
-        self.timeout, self.watchdog.timeout = timeout, 2 * timeout
-        for group in self._groups.values():
+        self.timeout = self.watchdog.timeout = timeout
+        for group in (dist.group.WORLD, *self._groups.values()):  # the default group carries the messages
             if group is not None:
-                set_group_timeout(timedelta(seconds=timeout), group)
+                set_group_timeout(self.backend.group_timeout(timeout), group)
+
+    def check_layout(self, layout: Layout) -> None:
+        """Raise LayoutError unless all ranks of `layout` exist."""
+        self._check_ranks(layout.mesh.ranks, f"{layout}: ")
 
     def made(self, device_mesh: DeviceMesh) -> bool:
         """Whether this World built `device_mesh`, or it has nothing that torch could have sorted."""
@@ -136,14 +164,19 @@ class World:
         spec = MeshSpec.of(device_mesh)
         return all(list(ranks) == sorted(ranks) for axis in spec.axes for ranks in spec.axis_groups(axis))
 
-    def _check_ranks(self, ranks: Iterable[int]) -> None:
+    def _check_ranks(self, ranks: Iterable[int], whose: str = "") -> None:
         outside = [r for r in ranks if not 0 <= r < self.size]
         if outside:
-            raise LayoutError(f"ranks {outside} do not exist: this job has ranks 0-{self.size - 1}")
+            raise LayoutError(f"{whose}ranks {outside} do not exist: this job has ranks 0-{self.size - 1}")
 
     def close(self) -> None:
-        """Destroy all process groups and stop the watchdog."""
+        """Destroy all process groups and stop the watchdog.
+
+        Raises:
+            BoundaryError: `hetmesh.backward` was forgotten (and no other error is on its way). All is closed then.
+        """
         global _current
+        forgotten = pending.drop()
         self.watchdog.close()
         self._groups.clear()
         self._meshes.clear()
@@ -151,38 +184,71 @@ class World:
             dist.destroy_process_group()
         if _current is self:
             _current = None
+        if forgotten and sys.exception() is None:
+            raise BoundaryError(f"World.close: {forgotten}")
 
 
-def init(*, timeout: float = 300.0, init_timeout: float = 300.0, device: str | None = None) -> World:
+def init(
+    *,
+    timeout: float = 300.0,
+    init_timeout: float = 300.0,
+    device: str | None = None,
+    backend: Backend | None = None,
+) -> World:
     """Join the job that the environment describes (torchrun's variables), or a job of one rank if there are none.
 
     Args:
         timeout: seconds that any single wait may take before it raises an error that names its boundary.
         init_timeout: seconds to wait for the other ranks to appear.
-        device: `cpu` or `cuda`; by default `cuda` where every local rank can have a device of its own.
+        device: `cpu` or `cuda`; by default `cuda` where this machine has GPUs.
+        backend: how tensors move between processes; by default NCCL on `cuda` and gloo on `cpu`.
 
     Returns:
         The World of this process. `World.close()` ends it.
+
+    Raises:
+        LaunchError: there is a World already, or this machine has fewer GPUs than local ranks.
     """
     global _current
     if _current is not None:
-        raise RuntimeError("hetmesh.init() was called twice; close the first World before")
+        raise LaunchError("hetmesh.init() was called twice; close the first World before")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local_size else "cpu"
-    if device == "cuda":
+    if backend is None and dist.is_initialized():
+        backend = Backend.of(dist.get_backend())
+    elif backend is None:
+        backend = Nccl() if _device_type(device) == "cuda" else Backend()
+    if backend.device_type == "cuda":
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
-        backend = "nccl" if device == "cuda" else "gloo"
-        patience = timedelta(seconds=init_timeout)
+        patience = backend.group_timeout(init_timeout)
         with one_gloo_device():
             if "RANK" in os.environ:
-                dist.init_process_group(backend, timeout=patience)
+                dist.init_process_group(backend.name, timeout=patience)
             else:
-                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=patience)
-    _current = World(timeout=timeout)
-    return _current
+                dist.init_process_group(backend.name, store=dist.HashStore(), rank=0, world_size=1, timeout=patience)
+    world = _current = World(timeout=init_timeout, backend=backend)
+    world.connect()
+    world.timeout = world.watchdog.timeout = timeout
+    return world
+
+
+def _device_type(wanted: str | None) -> str:
+    """`cpu` or `cuda`. Raises LaunchError where not every local rank can have a GPU of its own."""
+    if wanted not in (None, "cpu", "cuda"):
+        raise LaunchError(f"device {wanted!r} is unknown; valid are cpu and cuda")
+    if wanted == "cpu" or (wanted is None and not torch.cuda.is_available()):
+        return "cpu"
+    local_size, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if gpus < local_size:
+        raise LaunchError(
+            f"{local_size} ranks run on this machine, which has {_number(gpus)}: start as many ranks as there are "
+            "GPUs, choose device='cpu', or hide the GPUs (CUDA_VISIBLE_DEVICES='')"
+        )
+    return "cuda"
+
+
+def _number(gpus: int) -> str:
+    return f"{gpus or 'no'} GPU{'' if gpus == 1 else 's'}"
 
 
 def device_mesh(spec: MeshSpec) -> DeviceMesh | None:

@@ -14,6 +14,7 @@ from hetmesh.layout.cells import Cells, cut
 from hetmesh.layout.hashing import HashedOnce
 from hetmesh.layout.intervals import Intervals, extent
 from hetmesh.layout.mesh import MeshSpec
+from hetmesh.layout.numbers import check_shape
 from hetmesh.layout.placements import Placement, RowSplit, check_placements, sharded_dim
 
 
@@ -34,7 +35,12 @@ class Layout(HashedOnce):
     placements: tuple[Placement, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "placements", tuple(self.placements))
+        if not isinstance(self.mesh, MeshSpec):
+            raise LayoutError(f"the mesh of a layout must be a MeshSpec, got {self.mesh!r}; MeshSpec.of(device_mesh)?")
+        try:
+            object.__setattr__(self, "placements", tuple(self.placements))
+        except TypeError:
+            raise LayoutError(f"a layout needs a sequence of placements, got {self.placements!r}") from None
         check_placements(self.placements, self.mesh.axes, self.mesh.sizes)
 
     __hash__ = HashedOnce.__hash__
@@ -63,7 +69,7 @@ class Layout(HashedOnce):
 
     def cells(self, shape: tuple[int, ...]) -> tuple[Cells, ...]:
         """One Cells per tensor dim of a tensor of global `shape`. Raises LayoutError where a placement does not fit."""
-        return _cells(self, tuple(shape))
+        return _cells(self, shape if type(shape) is tuple else tuple(shape))
 
     def intervals(self, shape: tuple[int, ...], rank: int) -> tuple[Intervals, ...]:
         """Per tensor dim the ordered global intervals whose concatenation is the local extent of `rank`."""
@@ -125,6 +131,7 @@ class Layout(HashedOnce):
 
 @lru_cache(maxsize=256)
 def _cells(layout: Layout, shape: tuple[int, ...]) -> tuple[Cells, ...]:
+    check_shape(shape)
     for placement, axis in zip(layout.placements, layout.mesh.axes, strict=True):
         dim = sharded_dim(placement)
         if dim is not None and dim >= len(shape):

@@ -12,6 +12,7 @@ import numpy as np
 
 from hetmesh.errors import LayoutError
 from hetmesh.layout.hashing import HashedOnce
+from hetmesh.layout.numbers import whole_numbers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +28,8 @@ class MeshSpec(HashedOnce):
         sizes: ranks along each axis; their product is `len(ranks)`.
 
     Raises:
-        LayoutError: a rank is repeated or negative, an axis name is repeated, or the sizes do not fit.
+        LayoutError: a rank is repeated or negative, an axis name is repeated, the sizes do not fit, or a number is not
+            whole.
     """
 
     ranks: tuple[int, ...]
@@ -35,9 +37,11 @@ class MeshSpec(HashedOnce):
     sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", tuple(int(r) for r in self.ranks))
+        object.__setattr__(self, "ranks", whole_numbers(self.ranks, "the ranks of a mesh"))
         object.__setattr__(self, "axes", tuple(self.axes))
-        object.__setattr__(self, "sizes", tuple(int(s) for s in self.sizes))
+        object.__setattr__(self, "sizes", whole_numbers(self.sizes, "the sizes of mesh axes"))
+        if not all(isinstance(axis, str) for axis in self.axes):
+            raise LayoutError(f"the names of mesh axes must be strings, got {self.axes}")
         if not self.axes or len(self.axes) != len(self.sizes):
             raise LayoutError(f"a mesh needs one size per axis: axes {self.axes}, sizes {self.sizes}")
         if len(set(self.axes)) != len(self.axes):
@@ -55,7 +59,7 @@ class MeshSpec(HashedOnce):
     @classmethod
     def make(cls, ranks: Iterable[int], /, **sizes: int) -> MeshSpec:
         """`MeshSpec.make(range(4), dp=2, tp=2)`: axes in the order given."""
-        return cls(tuple(ranks), tuple(sizes), tuple(sizes.values()))
+        return cls(whole_numbers(ranks, "the ranks of a mesh"), tuple(sizes), tuple(sizes.values()))
 
     @classmethod
     def of(cls, device_mesh: DeviceMesh) -> MeshSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from hetmesh._torch_compat import StridedShard
 from hetmesh.errors import LayoutError
 from hetmesh.layout.hashing import HashedOnce
 from hetmesh.layout.intervals import Interval, Intervals, extent
+from hetmesh.layout.numbers import whole_numbers
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,15 @@ class RowSplit(HashedOnce):
 
     def __post_init__(self) -> None:
         # In arrays: among thousands of ranks this is made anew at every step, from tens of thousands of intervals.
-        lengths = [len(rows) for rows in self.intervals]
-        edges = np.fromiter(chain.from_iterable(chain.from_iterable(self.intervals)), np.int64)
+        whole_numbers([self.dim], "RowSplit: the dim")
+        try:
+            lengths = [len(rows) for rows in self.intervals]
+            numbers = chain.from_iterable(chain.from_iterable(self.intervals))
+            edges = np.fromiter(map(operator.index, numbers), np.int64)
+        except TypeError:
+            raise LayoutError(
+                f"RowSplit(dim={self.dim}): intervals are pairs [start, stop) of whole numbers, got {self.intervals}"
+            ) from None
         if len(edges) != 2 * sum(lengths):
             raise LayoutError(f"RowSplit(dim={self.dim}): intervals are pairs [start, stop), got {self.intervals}")
         starts, stops, owner = edges[::2], edges[1::2], np.repeat(np.arange(len(lengths)), lengths)
@@ -76,7 +85,7 @@ class RowSplit(HashedOnce):
         """Consecutive runs of the given lengths: `RowSplit.counts(0, [3, 0, 5])`."""
         rows: list[tuple[Interval, ...]] = []
         start = 0
-        for count in counts:
+        for count in whole_numbers(counts, "RowSplit: the counts"):
             rows.append(((start, start + count),))
             start += count
         return cls(dim, tuple(rows))

@@ -23,6 +23,7 @@ from hetmesh.errors import LayoutError
 from hetmesh.layout.cells import Cells
 from hetmesh.layout.intervals import Intervals, extent
 from hetmesh.layout.layout import Layout
+from hetmesh.layout.numbers import check_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +215,7 @@ class TransferPlan:
     dst: Layout
     steps: tuple[Step, ...]
 
-    @property
+    @cached_property
     def is_identity(self) -> bool:
         """Whether every rank's share is the same on both sides, so that nothing is moved, copied or summed."""
         return self.src == self.dst and not self.src.partial_axes and not self.steps[0].summed
@@ -264,7 +265,7 @@ def plan_transfer(
         LayoutError: a placement does not fit the shape, source coordinates overlap, or the destination keeps rows
             that no source rank holds.
     """
-    plan = _plan(tuple(shape), src, dst, False, ranks_per_node)
+    plan = _plan(check_shape(shape), src, dst, False, ranks_per_node)
     plan.steps[-1].check()
     return plan
 
@@ -277,7 +278,7 @@ def plan_gradient(
 
     `gradient` is `dst.gradient()` or, where each replica holds only a summand of it, the same with Partial instead.
     """
-    return _plan(tuple(shape), gradient, src.gradient(), True, ranks_per_node)
+    return _plan(check_shape(shape), gradient, src.gradient(), True, ranks_per_node)
 
 
 def _plan(shape: tuple[int, ...], src: Layout, dst: Layout, adjoint: bool, node: int | None) -> TransferPlan:
@@ -292,6 +293,26 @@ def _plan(shape: tuple[int, ...], src: Layout, dst: Layout, adjoint: bool, node:
     middle = src.canonical(shape)
     steps = (Step(shape, src, middle, True, node), Step(shape, middle, dst, False, node))
     return TransferPlan(shape, src, dst, steps)
+
+
+def missing_elements(shape: tuple[int, ...], src: Layout, dst: Layout) -> int:
+    """The fewest elements that must cross between ranks: what each destination rank keeps and does not hold.
+
+    Counted from the intervals of both layouts, rank by rank, without any plan. Neither layout may be Partial.
+    """
+    if src.partial_axes or dst.partial_axes:
+        raise LayoutError(f"elements that summands lack are not counted: {src} -> {dst}")
+    missing = 0
+    for rank in dst.mesh.ranks:
+        kept = dst.intervals(shape, rank)
+        missing += math.prod(map(extent, kept))
+        if rank in src.mesh:
+            held = src.intervals(shape, rank)
+            missing -= math.prod(
+                sum(max(0, min(b, d) - max(a, c)) for a, b in keep for c, d in rows)
+                for keep, rows in zip(kept, held, strict=True)
+            )
+    return missing
 
 
 class _Loads:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from hetmesh.balance import BatchPlan, boundary_layouts, plan_batch
-from hetmesh.boundary.lowering import choose
+from hetmesh.boundary.groups import ends_are_tied, job_groups, most_on_a_rank
+from hetmesh.boundary.transport import choose
 from hetmesh.cost import ModuleShape, imbalance, lane_work, module_flops, static_memory, total_work
 from hetmesh.data.loader import Loader
 from hetmesh.graph import BoundarySpec, ModuleGraph
-from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, plan_transfer
+from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, missing_elements, plan_transfer
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.report.values import BoundaryView, ModuleView, RecipeView, Traffic
 from hetmesh.training.check import check_recipe
@@ -36,6 +36,7 @@ def explain(recipe: Recipe) -> RecipeView:
     drawn = Loader(source, batch.global_batch_size, prepare, seed=recipe.debug.seed).batch(0)
     plan = plan_batch(graph, [d.meta for d in drawn], batch.microbatch_size)
     shapes = module_shapes(recipe, adapters)
+    groups = job_groups(graph, recipe.world_size, lambda spec: ends_are_tied(spec, shapes[spec.name]))
     return RecipeView(
         description=recipe.job.description,
         ranks=recipe.world_size,
@@ -49,6 +50,8 @@ def explain(recipe: Recipe) -> RecipeView:
         dtype=recipe.training.dtype,
         optimizer=recipe.optimizer.name,
         modules=tuple(_module(recipe, plan, name, shapes[name]) for name in recipe.modules),
+        process_groups=len(groups),
+        process_groups_per_rank=most_on_a_rank(groups),
         boundaries=tuple(_boundary(plan, b, graph[b.source].options.row_dtype.itemsize) for b in graph.boundaries),
     )
 
@@ -99,7 +102,7 @@ def _boundary(plan: BatchPlan, boundary: BoundarySpec, itemsize: int) -> Boundar
     forward = plan_transfer(shape, src, dst)
     backward = None
     if plan.graph.needs_gradient(boundary):
-        bound = minimal_elements(shape, dst.gradient(), src.gradient())
+        bound = missing_elements(shape, dst.gradient(), src.gradient())
         backward = _traffic(forward.transpose(), bound, itemsize)
     return BoundaryView(
         boundary.key,
@@ -108,7 +111,7 @@ def _boundary(plan: BatchPlan, boundary: BoundarySpec, itemsize: int) -> Boundar
         shape,
         layout_text(src, shape),
         layout_text(dst, shape),
-        _traffic(forward, minimal_elements(shape, src, dst), itemsize),
+        _traffic(forward, missing_elements(shape, src, dst), itemsize),
         backward,
         boundary.layer,
     )
@@ -117,27 +120,6 @@ def _boundary(plan: BatchPlan, boundary: BoundarySpec, itemsize: int) -> Boundar
 def _traffic(plan: TransferPlan, bound: int, itemsize: int) -> Traffic:
     transport: Mapping[str, str] = {backend: choose(plan, backend) for backend in BACKENDS}
     return Traffic(plan.bytes_moved(itemsize), bound * itemsize, transport)
-
-
-def minimal_elements(shape: tuple[int, ...], src: Layout, dst: Layout) -> int:
-    """The fewest elements that must cross between ranks: what each destination rank keeps and does not hold.
-
-    Counted from the intervals of both layouts, rank by rank, without any plan; neither layout may be Partial.
-    """
-    missing = 0
-    for rank in dst.mesh.ranks:
-        kept = [set(_positions(rows)) for rows in dst.intervals(shape, rank)]
-        missing += math.prod(map(len, kept))
-        if rank in src.mesh:
-            held = src.intervals(shape, rank)
-            missing -= math.prod(
-                len(keep.intersection(_positions(rows))) for keep, rows in zip(kept, held, strict=True)
-            )
-    return missing
-
-
-def _positions(intervals: tuple[tuple[int, int], ...]) -> list[int]:
-    return [i for start, stop in intervals for i in range(start, stop)]
 
 
 def layout_text(layout: Layout, shape: tuple[int, ...]) -> str:

@@ -29,6 +29,10 @@ def _lines(view: RecipeView, width: int) -> Iterator[str]:
         f"  forward and backward: FLOPs of one step over all ranks, first global batch ({amount(view.tokens)}tokens)"
     )
     yield f"  state: parameters, gradients and {view.optimizer}'s state in {view.dtype}; activations come on top"
+    yield (
+        f"  {_count(view.process_groups, 'process group')}, at most {view.process_groups_per_rank} on one rank: per "
+        "mesh axis, for edges between few ranks, and one of all ranks"
+    )
     yield from _stages(view)
     if view.boundaries:
         yield ""

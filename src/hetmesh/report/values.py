@@ -54,7 +54,7 @@ class Traffic:
         bytes: that the plan moves between ranks.
         bound: the fewest that any plan could: what each rank must end up with and does not hold, counted from the
             layouts alone.
-        transport: the lowering chosen on each backend.
+        transport: how the bytes are carried, by backend.
     """
 
     bytes: int
@@ -106,6 +106,7 @@ class RecipeView:
         dtype: of parameters, gradients and optimizer state.
         optimizer: its name.
         modules, boundaries: in the recipe's order.
+        process_groups, process_groups_per_rank: that a run makes besides torch's default one; at most on one rank.
     """
 
     description: str
@@ -121,6 +122,8 @@ class RecipeView:
     optimizer: str
     modules: tuple[ModuleView, ...]
     boundaries: tuple[BoundaryView, ...]
+    process_groups: int
+    process_groups_per_rank: int
 
     def memory(self, rank: int) -> int:
         """Bytes that `rank` holds for the whole run, all modules together."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
+from hetmesh.boundary.groups import edge_groups
 from hetmesh.boundary.watchdog import timed_out
 from hetmesh.errors import BoundaryError, BoundaryTimeout
 from hetmesh.graph import ModuleGraph, Stage, stage_graph
@@ -34,7 +35,7 @@ class Runtime:
             a tensor, or several outputs by name (`BoundarySpec.output`).
         reducers: per such stage with something trainable, the REDUCE action.
         loss: the summed loss.
-        lowering: of boundary transfers; see `hetmesh.boundary.lowering`.
+        transport: how boundary transfers are carried; see `hetmesh.boundary.transport`.
         finish: called after the last action of a training step, when all gradients of this rank's stages are summed
             over their lanes.
 
@@ -52,16 +53,16 @@ class Runtime:
         *,
         reducers: Mapping[Stage, Reducer],
         loss: Loss,
-        lowering: str = "auto",
+        transport: str = "auto",
         finish: Callable[[], None] | None = None,
     ) -> None:
         self.world, self.graph, self.modules = world, graph, modules
-        self.reducers, self.loss, self.lowering = reducers, loss, lowering
+        self.reducers, self.loss, self.transport = reducers, loss, transport
         self.finish = finish
         self.recording: Recording | None = None
-        stages = stage_graph(graph)
-        for edge in stages.edges:
-            world.group(sorted({*stages.ranks_of(edge.source), *stages.ranks_of(edge.destination)}))
+        world.connect()
+        for ranks in edge_groups(stage_graph(graph), transport):
+            world.group(ranks)
 
     def run(self, schedule: Schedule, plan: BatchPlan, load_batch: LoadBatch, observe: Observe | None = None) -> Tensor:
         """Run one step on this rank.

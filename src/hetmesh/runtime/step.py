@@ -175,7 +175,7 @@ class StepRunner:
                 local,
                 runtime.graph[(edge if forward else edge.reversed).source.module].options.row_dtype,
                 Label(edge_name(edge if forward else edge.reversed), m, "forward" if forward else "backward"),
-                lowering=runtime.lowering,
+                transport=runtime.transport,
                 tag=2 * len(self._forward_edges) * m + self.tags[edge],
             )
             self.exchanges[edge, m] = exchange.start()

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hetmesh.balance import BatchPlan, plan_batch
 from hetmesh.boundary import World
+from hetmesh.boundary.groups import ends_are_tied, tied_pairs
 from hetmesh.data.expand import Expansion, expand
 from hetmesh.data.loader import Loader
 from hetmesh.data.registry import make_source
@@ -36,6 +37,7 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.runtime import Reducer, Runtime
 from hetmesh.schedule import POLICIES, PolicyOptions, Schedule
 from hetmesh.training.loss import sum_cross_entropy
+from hetmesh.training.module_shapes import module_shape_of
 from hetmesh.training.modules import full_module
 from hetmesh.training.optimizers import Root
 from hetmesh.training.splits import split_modules
@@ -177,7 +179,7 @@ class Job:
         tied: list[TiedParameter] = []
         for name in graph.order:
             own, mesh = _own_stages(world, graph[name])
-            tied_groups = _tied_groups(world, graph[name])
+            tied_groups = _tied_groups(world, graph[name]) if shares_ends(recipe, adapters[name], graph[name]) else {}
             if mesh is None:
                 continue
             pretrained = pretrained_of(name, recipe.modules[name])
@@ -260,13 +262,18 @@ def _own_stages(world: World, spec: ModuleSpec) -> tuple[tuple[Stage, ...], Devi
     return tuple(Stage(spec.name, i) for i in own), mesh
 
 
+def shares_ends(recipe: Recipe, adapter: Adapter, spec: ModuleSpec) -> bool:
+    """Whether the first and the last stage of a module share a weight that is trained. Equal on all ranks."""
+    if spec.mesh.axis_size("pp") == 1:
+        return False
+    return ends_are_tied(spec, module_shape_of(recipe, adapter, spec.name))
+
+
 def _tied_groups(world: World, spec: ModuleSpec) -> dict[int, dist.ProcessGroup]:
     """Per rank of the first and last stage, the group of the two ranks that hold the same shard of what is tied."""
-    if spec.mesh.axis_size("pp") == 1:
-        return {}
     groups: dict[int, dist.ProcessGroup] = {}
-    for pair in zip(spec.stage_mesh(0).ranks, spec.stage_mesh(-1).ranks, strict=True):
-        group = world.group(sorted(pair))
+    for pair in tied_pairs(spec):
+        group = world.group(pair)
         if group is not None:
             groups |= dict.fromkeys(pair, group)
     return groups

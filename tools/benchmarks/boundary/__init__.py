@@ -6,9 +6,13 @@ Eight gloo processes on this machine move float32 tensors of 16 MB (and a few sm
 forward and backward. Per transfer:
 
 * bytes: received on all ranks by the communication log, over the brute-force bound of `hetmesh.testing.bounds`;
-* time: median over rounds of first start to last end, behind a barrier; hetmesh's plan, gather-and-broadcast and
-  leader-then-broadcast (see strategies.py) take turns within each round. Plans are made before: their time is separate.
-  CPU time of all ranks is given beside it: other load on the machine changes it little.
+* time: median over rounds of first start to last end, behind a barrier; hetmesh's plan, bare messages,
+  gather-and-broadcast and leader-then-broadcast (see strategies.py) take turns within each round. Plans are made
+  before: their time is separate. CPU time of all ranks is given beside it: other load on the machine changes it little.
+
+`*_vs_bare` are medians over rounds of the ratio within a round, over all transfers with messages (two of the large ones
+have none): `median_time_ratio_vs_bare` and `max_time_ratio_vs_bare` over those of 16 MB, `small_time_ratio_vs_bare` is
+the worst of those of 24 KB. Partial sources are left out: sums are no messages; their figures are in the table.
 """
 
 from __future__ import annotations
@@ -20,11 +24,11 @@ import statistics
 from typing import Any
 
 from benchmarks.boundary import link_costs, measure, plan_time, scenarios
-from benchmarks.boundary.scenarios import ITEMSIZE, RANKS, Transfer
+from benchmarks.boundary.scenarios import ITEMSIZE, LARGE, RANKS, Transfer
 from hetmesh.testing import bounds
 from hetmesh.testing.pool import WorkerPool
 
-STRATEGIES = ("planned", "gather", "leader")
+STRATEGIES = ("planned", "bare", "gather", "leader")
 PLAN_TIMES = ("ms", "cpu_ms")
 
 
@@ -50,9 +54,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         entries = [_entry(pool, transfer, args.rounds) for transfer in transfers]
         costs = link_costs.link_costs(pool, 2 * args.rounds)
     judged = [e for e in entries if e["has_target"]]
+    compared = [e for e in entries if e["messages"] and not e["sums"]]
+    large, small = (
+        [e["time_ratio_vs_bare"] for e in compared if (e["tensor_bytes"] >= LARGE) == big] for big in (1, 0)
+    )
     return {
         "max_bytes_over_bound": max((e["bytes_over_bound"] for e in entries), default=None),
         "min_bytes_over_bound": min((e["bytes_over_bound"] for e in entries), default=None),
+        "median_time_ratio_vs_bare": round(statistics.median(large), 3) if large else None,
+        "max_time_ratio_vs_bare": max(large, default=None),
+        "small_time_ratio_vs_bare": max(small, default=None),
         "max_time_ratio_vs_gather": max((e["time_ratio_vs_gather"] for e in judged), default=None),
         "max_time_ratio_vs_leader": max((e["time_ratio_vs_leader"] for e in judged), default=None),
         "max_cpu_ratio_vs_gather": max((e["cpu_ratio_vs_gather"] for e in judged), default=None),
@@ -77,27 +88,41 @@ def _entry(pool: WorkerPool, transfer: Transfer, rounds: int) -> dict[str, Any]:
         "name": transfer.name,
         "direction": transfer.direction,
         "tensor_bytes": transfer.bytes,
-        "lowering": records[0].lowering,
+        "transport": records[0].transport,
         "bytes": received,
         "bound": bound,
         "bytes_over_bound": 1.0 if received == bound else received / bound if bound else math.inf,
         **{f"ms_{name}": round(value, 3) for name, value in ms.items()},
         **{f"cpu_ms_{name}": round(value, 3) for name, value in cpu.items()},
+        "time_ratio_vs_bare": round(_ratio(records, "planned", "bare", rounds), 3),
         "time_ratio_vs_gather": round(ms["planned"] / ms["gather"], 3),
         "time_ratio_vs_leader": round(ms["planned"] / ms["leader"], 3),
         "cpu_ratio_vs_gather": round(cpu["planned"] / cpu["gather"], 3),
         "has_target": transfer.has_target,
+        "messages": sum(record.messages for record in records) // 2,
+        "sums": bool(transfer.src.partial_axes),
     }
+
+
+def _ratio(records: list[measure.Record], name: str, other: str, rounds: int) -> float:
+    """Median over rounds of two strategies' times in the same round."""
+    return statistics.median(
+        measure.duration(records, name, i) / measure.duration(records, other, i) for i in range(rounds)
+    )
 
 
 def table(result: dict[str, Any]) -> str:
     """The result for people; a star marks the transfers that the time target is about."""
     width = max((len(e["name"]) for e in result["scenarios"]), default=8)
-    lines = [f"{'':{width}} {'':8} {'MB':>6} {'/bound':>6} {'ms':>7} {'gather':>7} {'leader':>7} {'ratio':>6}"]
+    lines = [
+        f"{'':{width}} {'':8} {'MB':>6} {'/bound':>6} {'ms':>7} {'bare':>7} {'ratio':>6} {'gather':>7} {'leader':>7} "
+        f"{'ratio':>6}"
+    ]
     lines += [
         f"{e['name']:{width}} {e['direction']:8} {e['bytes'] / 1e6:6.1f} {e['bytes_over_bound']:6.2f} "
-        f"{e['ms_planned']:7.1f} {e['ms_gather']:7.1f} {e['ms_leader']:7.1f} {e['time_ratio_vs_gather']:6.2f}"
-        f"{'*' if e['has_target'] else ' '} {e['lowering']}"
+        f"{e['ms_planned']:7.1f} {e['ms_bare']:7.1f} {e['time_ratio_vs_bare']:6.2f} "
+        f"{e['ms_gather']:7.1f} {e['ms_leader']:7.1f} {e['time_ratio_vs_gather']:6.2f}"
+        f"{'*' if e['has_target'] else ' '} {e['transport']}"
         for e in result["scenarios"]
     ]
     for ranks, times in result["plan_cases"].items():
@@ -109,6 +134,8 @@ def table(result: dict[str, Any]) -> str:
     lines += [
         f"a P2P message costs {costs['message_us']} us, an all-to-all {costs['collective_us']} us per member each way",
         f"bytes over bound: {result['min_bytes_over_bound']} to {result['max_bytes_over_bound']}",
+        f"time over bare messages: median {result['median_time_ratio_vs_bare']}, at most "
+        f"{result['max_time_ratio_vs_bare']}; of small ones at most {result['small_time_ratio_vs_bare']}",
         f"time (*), at most: {result['max_time_ratio_vs_gather']} of gather-and-broadcast, "
         f"{result['max_time_ratio_vs_leader']} of leader-then-broadcast; "
         f"CPU time {result['max_cpu_ratio_vs_gather']} of gather-and-broadcast",

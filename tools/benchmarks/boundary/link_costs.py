@@ -1,4 +1,4 @@
-"""What a message costs on this machine's transport: the numbers of `hetmesh.boundary.lowering.LINK_COSTS`.
+"""What a message costs on this machine: the numbers of `hetmesh.boundary.transport.LINK_COSTS`.
 
 Eight ranks, each of which sends one row to k others and receives one from k others, through hetmesh's own exchange.
 With small rows P2P time grows with the 2k messages of a rank: `message_us` is the slope of that line. An all-to-all
@@ -21,7 +21,7 @@ from hetmesh.testing.pool import WorkerPool
 
 PEERS = (1, 3, 5, 7)
 SMALL, LARGE = 256, 65536  # features of a row, float32: 1 KiB, which costs what an empty message does, and 256 KiB
-LOWERINGS = ("p2p", "all_to_all")
+TRANSPORTS = ("p2p", "all_to_all")
 
 
 def link_costs(pool: WorkerPool, rounds: int) -> dict[str, object]:
@@ -36,15 +36,15 @@ def link_costs(pool: WorkerPool, rounds: int) -> dict[str, object]:
         "collective_us": round(1e3 * float(whole - start) / (2 * (RANKS - 1)), 1),
         "copy_us_per_mb": round(1e3 * statistics.median(c / mb for c, mb in zip(copies, megabytes, strict=True)), 1),
         "ms_by_peers": {
-            size: {name: {str(k): round(by[k][name], 3) for k in PEERS} for name in LOWERINGS}
+            size: {name: {str(k): round(by[k][name], 3) for k in PEERS} for name in TRANSPORTS}
             for size, by in (("1 KiB", small), ("256 KiB", large))
         },
     }
 
 
 def _times(pool: WorkerPool, transfer: Transfer, rounds: int) -> dict[str, float]:
-    records = pool.run(measure, transfer, LOWERINGS, rounds, timeout=300)
-    return {name: 1e3 * statistics.median(duration(records, name, i) for i in range(rounds)) for name in LOWERINGS}
+    records = pool.run(measure, transfer, TRANSPORTS, rounds, timeout=300)
+    return {name: 1e3 * statistics.median(duration(records, name, i) for i in range(rounds)) for name in TRANSPORTS}
 
 
 def _lost(times: dict[str, float]) -> float:

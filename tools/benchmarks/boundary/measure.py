@@ -15,17 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.boundary.scenarios import Transfer
-from benchmarks.boundary.strategies import GatherBroadcast, LeaderBroadcast, Planned
+from benchmarks.boundary.strategies import Bare, GatherBroadcast, LeaderBroadcast, Planned
 from hetmesh.boundary import World
 from hetmesh.layout import Layout
 from hetmesh.testing import bounds
 
 STRATEGIES = {
     "planned": Planned,
+    "bare": Bare,
     "gather": GatherBroadcast,
     "leader": LeaderBroadcast,
-    "p2p": partial(Planned, lowering="p2p"),
-    "all_to_all": partial(Planned, lowering="all_to_all"),
+    "p2p": partial(Planned, transport="p2p"),
+    "all_to_all": partial(Planned, transport="all_to_all"),
 }
 LEAD_TIME = 5e-3  # s from agreeing on a start to the start: all ranks have heard of it by then
 WARM_UP = 2  # rounds: connections are made on first use, and the allocator has to grow
@@ -39,13 +40,15 @@ class Record:
         spans: per strategy and round, when this rank began and ended (s, a clock that all processes share).
         cpu: CPU seconds of this rank, all its threads.
         bytes: received in one run of hetmesh's plan, from the communication log; 0 if that was not asked for.
-        lowering: the transport that hetmesh chose.
+        transport: the transport that hetmesh chose.
+        messages: that this rank sends and receives by `Bare`; 0 if that was not asked for.
     """
 
     spans: dict[str, list[tuple[float, float]]]
     cpu: dict[str, list[float]]
     bytes: int
-    lowering: str
+    transport: str
+    messages: int
 
 
 def measure(rank: int, transfer: Transfer, names: Sequence[str], rounds: int) -> Record:
@@ -58,15 +61,20 @@ def measure(rank: int, transfer: Transfer, names: Sequence[str], rounds: int) ->
     dist.barrier()
     strategies = {name: STRATEGIES[name](world, transfer) for name in names}
     local, want = share(transfer, transfer.src, rank, summands=True), share(transfer, transfer.dst, rank)
-    received, lowering = 0, ""
+    received, transport, messages = 0, "", 0
     for name, strategy in strategies.items():
         world.log.clear()
         got = strategy.run(local)
-        if (got is None) != (want is None) or (got is not None and want is not None and not torch.equal(got, want)):
+        if isinstance(strategy, Bare):
+            messages = strategy.messages
+            good = all(bool((message == peer).all()) for peer, message in got)
+        else:
+            good = (got is None) == (want is None) and (got is None or torch.equal(got, want))
+        if not good:
             raise AssertionError(f"{name} brought rank {rank} something else: {transfer}")
         if name == "planned":
             received = world.log.bytes_received(transfer.name, transfer.direction)
-            lowering = strategy.lowering
+            transport = strategy.transport
     del got, want
     spans: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     cpu: dict[str, list[float]] = {name: [] for name in names}
@@ -84,7 +92,7 @@ def measure(rank: int, transfer: Transfer, names: Sequence[str], rounds: int) ->
     finally:
         gc.enable()
     spans, cpu = ({name: some[WARM_UP:] for name, some in values.items()} for values in (spans, cpu))
-    return Record(spans, cpu, received, lowering)
+    return Record(spans, cpu, received, transport, messages)
 
 
 def _start_together(rank: int) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.boundary.scenarios import LANE_AXES, Transfer
 from hetmesh.boundary import Exchange, Label, World, pack
-from hetmesh.boundary.lowering import choose
+from hetmesh.boundary.transport import choose
 from hetmesh.layout import Intervals, Layout, plan_gradient, plan_transfer
 from hetmesh.layout.intervals import coalesce, extent
 
@@ -35,23 +35,66 @@ class Strategy(Protocol):
 class Planned:
     """hetmesh: the exact plan, by the transport that hetmesh chooses (or the one given)."""
 
-    def __init__(self, world: World, transfer: Transfer, lowering: str = "auto") -> None:
+    def __init__(self, world: World, transfer: Transfer, transport: str = "auto") -> None:
         self.world = world
         forward = transfer.direction == "forward"
         make: Callable = plan_transfer if forward else plan_gradient
         self.label = Label(transfer.name, 0, "forward" if forward else "backward")
         self.plan = make(transfer.shape, transfer.src, transfer.dst, ranks_per_node=world.ranks_per_node)
-        self.lowering = choose(self.plan, world.backend, lowering)
+        self.transport = choose(self.plan, world.backend.name, transport)
         for step in self.plan.steps:
             world.group(sorted({*step.src.mesh.ranks, *step.dst.mesh.ranks}))
-        if self.lowering == "dtensor":
+        if self.transport == "dtensor":
             world.device_mesh(transfer.src.mesh)
 
     def run(self, local: Tensor | None) -> Tensor | None:
         """One exchange, as the runtime does it."""
         tag = self.world.next_tag()
-        exchange = Exchange(self.world, self.plan, local, torch.float32, self.label, lowering=self.lowering, tag=tag)
+        exchange = Exchange(self.world, self.plan, local, torch.float32, self.label, transport=self.transport, tag=tag)
         return exchange.start().finish()
+
+
+class Bare:
+    """The messages of hetmesh's plan and nothing else: the same pieces, packed beforehand, by `isend` and `irecv`.
+
+    What is sent lies packed before any time is taken; each message is received into a new tensor, as a result must be.
+    Nothing is packed, put in place, kept locally or summed, and no result is made: with the same messages nobody who
+    delivers one can be faster.
+    """
+
+    def __init__(self, world: World, transfer: Transfer) -> None:
+        self.world = world
+        rank, size = world.rank, world.size
+        self.steps = []
+        for step in Planned(world, transfer).plan.steps:
+            receives = [(p.src, p.numel) for p in step.received(rank) if p.src != rank]
+            sends = [(p.dst, torch.full((p.numel,), float(rank))) for p in step.sent(rank)]
+            # Peers in rotated order, so that the ranks do not all send to the same one first.
+            sends.sort(key=lambda message: (message[0] - rank) % size)
+            self.steps.append((receives, sends))
+
+    @property
+    def messages(self) -> int:
+        """How many this rank sends and receives."""
+        return sum(len(messages) for step in self.steps for messages in step)
+
+    def run(self, local: Tensor | None) -> list[tuple[int, Tensor]]:
+        """Post receives, then sends; wait. A Partial source's summands come first, then what has been summed.
+
+        Returns:
+            What arrived: source rank and message.
+        """
+        arrived = []
+        for receives, sends in self.steps:
+            tag = self.world.next_tag()
+            buffers = [(peer, torch.empty(numel)) for peer, numel in receives]
+            works = [dist.irecv(buffer, peer, tag=tag) for peer, buffer in buffers]
+            works += [dist.isend(buffer, peer, tag=tag) for peer, buffer in sends]
+            for work in works:
+                assert work is not None
+                work.wait()
+            arrived += buffers
+        return arrived
 
 
 class GatherBroadcast:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,8 +13,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from hetmesh.errors import BoundaryError
 from hetmesh.layout import Layout, Step, TransferPlan
 
-Lowering = Literal["auto", "p2p", "all_to_all", "dtensor"]
-"""How a plan is carried out. Pieces that a rank already holds are copied locally under every lowering."""
+Transport = Literal["auto", "p2p", "all_to_all", "dtensor"]
+"""How a plan is carried out. Pieces that a rank already holds are copied locally under every transport."""
 
 
 @dataclass(frozen=True)
@@ -32,47 +33,55 @@ class LinkCost:
     copy_us_per_mb: float
 
 
-# gloo: measured by `python tools/bench.py boundary` (`link_costs`) with 8 processes on 2 cores over loopback. Only the
-# ratios matter; over 50 transfers of the benchmark they pick what is 0.6% slower than the faster of the two on average
-# (P2P always: 3.5%, all-to-all always: 35%).
+# gloo: measured by `python tools/bench.py boundary` with 8 processes on 2 cores over loopback. Only the ratios matter:
+# an all-to-all pays where every rank has a little for every other (1 KiB each among 8: 8 ms against 9.5), not where a
+# rank talks to three others (8.5 ms against 7.6) nor where messages are large.
 # nccl: an estimate, no machine with several GPUs was at hand. It runs both as grouped sends, so an all-to-all saves the
 # Python and launch cost per message, and pays for its copies at the speed of device memory.
 LINK_COSTS = {
-    "gloo": LinkCost(message_us=250.0, collective_us=80.0, copy_us_per_mb=500.0),
+    "gloo": LinkCost(message_us=500.0, collective_us=400.0, copy_us_per_mb=570.0),
     "nccl": LinkCost(message_us=10.0, collective_us=4.0, copy_us_per_mb=2.0),
 }
 
 # Choosing all-to-all needs the messages of the busiest rank, hence all pieces: 2 ms for 16 ranks whose rows change.
 # Beyond this many ranks a boundary is sparse (a rank talks to few others), and P2P is right without counting.
 _COUNT_LIMIT = 16
+# Gloo's all-gather and all-reduce take twice as long as the same bytes by P2P (16 MB among 8: 74 ms against 39).
+_GLOO_COLLECTIVES = 2**16  # bytes of a tensor that they may carry all the same
 _ITEMSIZE = 4  # bytes; close enough for choosing
 
 
-def check_lowering(lowering: str) -> None:
-    """Raise BoundaryError for a name that is no lowering."""
-    if lowering not in get_args(Lowering):
-        raise BoundaryError(f"lowering {lowering!r} is unknown; valid are {', '.join(get_args(Lowering))}")
+def check_transport(transport: str) -> None:
+    """Raise BoundaryError for a name that is no transport."""
+    if transport not in get_args(Transport):
+        raise BoundaryError(f"transport {transport!r} is unknown; valid are {', '.join(get_args(Transport))}")
 
 
 @lru_cache(maxsize=128)
-def choose(plan: TransferPlan, backend: str, lowering: str = "auto") -> str:
-    """The lowering of `plan`: the given one where it can carry the plan, else the cheapest.
+def choose(plan: TransferPlan, backend: str, transport: str = "auto") -> str:
+    """The transport of `plan`: the given one where it can carry the plan, else the cheapest.
 
     Raises:
         BoundaryError: `dtensor` is asked for where DTensor.redistribute would be wrong or emulated.
     """
-    if lowering == "dtensor" and not can_use_dtensor(plan.src, plan.dst, plan.shape, backend):
+    if transport == "dtensor" and not can_use_dtensor(plan.src, plan.dst, plan.shape, backend):
         raise BoundaryError(
             f"DTensor.redistribute cannot carry {plan.src} -> {plan.dst} on {backend}: it needs one shared mesh, even "
-            "shards and one changing axis whose collective is not emulated; use lowering='p2p' or 'auto'"
+            "shards and one changing axis whose collective is not emulated; use transport='p2p' or 'auto'"
         )
-    if lowering != "auto":
-        return lowering
+    if transport != "auto":
+        return transport
     if plan.is_identity:
         return "p2p"  # of no messages
-    if can_use_dtensor(plan.src, plan.dst, plan.shape, backend):
+    small = math.prod(plan.shape) * _ITEMSIZE <= _GLOO_COLLECTIVES
+    if ("nccl" in backend or small) and can_use_dtensor(plan.src, plan.dst, plan.shape, backend):
         return "dtensor"
     return "all_to_all" if all(_prefers_all_to_all(step, backend) for step in plan.steps) else "p2p"
+
+
+def may_use_all_to_all(ranks: int, transport: str) -> bool:
+    """Whether a transfer among so many ranks can end up as an all-to-all, which needs a process group of them."""
+    return transport == "all_to_all" or (transport == "auto" and 1 < ranks <= _COUNT_LIMIT)
 
 
 def can_use_dtensor(src: Layout, dst: Layout, shape: tuple[int, ...], backend: str) -> bool:

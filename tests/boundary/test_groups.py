@@ -1,0 +1,81 @@
+"""Process groups: no more than axes, edges and tied weights need, and those that a run makes are those foretold."""
+
+from pathlib import Path
+
+import pytest
+
+from hetmesh.boundary import World
+from hetmesh.boundary.groups import ends_are_tied, job_groups, mesh_groups, most_on_a_rank, tied_pairs
+from hetmesh.graph import stage_graph
+from hetmesh.recipe.recipe import load_recipe
+from hetmesh.report import as_text, explain
+from hetmesh.training.job import Job, describe
+from hetmesh.training.module_shapes import module_shapes
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+LARGE = (
+    *("--parallelism.vision.ranks", "all", "--parallelism.vision.data_parallel_replicate_degree", "256"),
+    *("--parallelism.llm.ranks", "all", "--parallelism.llm.pipeline_parallel_degree", "2"),
+    *("--parallelism.llm.data_parallel_replicate_degree", "64", "--parallelism.llm.tensor_parallel_degree", "2"),
+    *("--training.local_batch_size", "4"),
+)
+
+
+def foretold(recipe):
+    _, adapters, graph = describe(recipe)
+    shapes = module_shapes(recipe, adapters)
+    return graph, shapes, job_groups(graph, recipe.world_size, lambda spec: ends_are_tied(spec, shapes[spec.name]))
+
+
+def test_256_ranks_have_the_groups_of_their_axes_and_no_more():
+    """Edges join more ranks than an all-to-all is good for, and the ends of the LLM are tied: one pair per shard."""
+    recipe = load_recipe(RECIPES / "digits_colocated.toml", LARGE)
+    assert recipe.world_size == 256
+    graph, shapes, groups = foretold(recipe)
+    axes = {ranks for name in graph.order for i in range(2) for ranks in mesh_groups(graph[name].stage_mesh(i))}
+    pairs = set(tied_pairs(graph["llm"])) if ends_are_tied(graph["llm"], shapes["llm"]) else set()
+    assert set(groups) == {ranks for ranks in axes | pairs | {tuple(range(256))} if len(ranks) > 1}
+    assert len(groups) == len(set(groups))
+    # llm: 2 stages x (64 pairs along tp + 2 x 64 along dp); vision 256 along dp, which is all ranks
+    assert len(axes | {tuple(range(256))}) == 2 * (64 + 2) + 1
+    assert len(stage_graph(graph).edges) > 2
+    assert most_on_a_rank(groups) == 2 + 1 + bool(pairs)
+
+
+def test_weights_that_are_not_tied_need_no_pairs():
+    recipe = load_recipe(
+        RECIPES / "digits_colocated.toml", (*LARGE, "--modules.llm.config.tie_word_embeddings", "false")
+    )
+    tied = load_recipe(RECIPES / "digits_colocated.toml", (*LARGE, "--modules.llm.config.tie_word_embeddings", "true"))
+    assert len(foretold(tied)[2]) - len(foretold(recipe)[2]) == 128
+
+
+def test_explain_shows_the_count():
+    view = explain(load_recipe(RECIPES / "digits.toml"))
+    # vision dp, llm tp (and projector), edges 0-3, which is all ranks
+    assert (view.process_groups, view.process_groups_per_rank) == (3, 2)
+    assert "3 process groups, at most 2 on one rank" in as_text(view)
+
+
+def made(rank, names):
+    world, seen = World.current(), []
+    for name, overrides in names:
+        world._groups.clear()
+        world._meshes.clear()
+        recipe = load_recipe(RECIPES / f"{name}.toml", overrides)
+        Job.assemble(recipe, world)
+        seen.append({ranks for ranks in world._groups if len(ranks) > 1})
+    return seen
+
+
+PIPELINE = ("--parallelism.llm.pipeline_parallel_degree", "2", "--parallelism.llm.tensor_parallel_degree", "1")
+JOBS = [("digits", ()), ("digits_colocated", ()), ("digits", PIPELINE)]
+
+
+@pytest.mark.slow
+def test_a_run_makes_the_groups_that_were_foretold(pool4):
+    for job, seen in enumerate(zip(*pool4.run(made, JOBS), strict=True)):
+        name, overrides = JOBS[job]
+        groups = set(foretold(load_recipe(RECIPES / f"{name}.toml", overrides))[2])
+        everyone = {tuple(range(4))}  # made by the first step
+        assert all(ranks | everyone == groups for ranks in seen), name
