@@ -101,3 +101,31 @@ def test_random_delays_never_deadlock_and_never_change_gradients(pool4, case):
     recipe = parse_recipe(RECIPE.format(policy=case.split()[0], **CASES[case]))
     for equal in pool4.run(delayed_steps, recipe, 20, timeout=25):
         assert equal == [True] * 20
+
+
+def sent_and_kept(rank, recipe):
+    """Forward transfers that this rank sent, and those of them whose messages it still holds when the step ends."""
+    job = Job.assemble(recipe, World.current())
+    drawn = next(job.loader)
+    plan = job.plan([d.meta for d in drawn])
+    schedule, drain = job.schedule(plan), StepRunner.drain
+    found = []
+
+    def counting(step):
+        edges = {e for e in schedule.stages.gradient_edges if e.source in job.runtime.modules}
+        found.append(tuple(sum(edge in edges for edge, _ in some) for some in (step.sent, step.exchanges)))
+        drain(step)
+
+    StepRunner.drain = counting
+    try:
+        job.runtime.run(schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank))
+    finally:
+        StepRunner.drain = drain
+    return found[0]
+
+
+@pytest.mark.slow
+def test_messages_are_let_go_when_their_gradient_has_come_back(pool4):
+    sent, kept = zip(*pool4.run(sent_and_kept, parse_recipe(RECIPE.format(policy="1f1b", **DISJOINT))), strict=True)
+    assert sent == (5, 5, 10, 0)  # rank 2 has the projector too
+    assert kept == (0, 0, 0, 0)

@@ -53,14 +53,15 @@ def test_drawn_recipes_equal_one_process(pool, fuzz, world, count, seed):
         assert error is None, f"{error}\n\n{case.text}"
 
 
-def digits(fuzz) -> RecipeCase:
-    """A drawn recipe of the digits model that has images, several lanes and something to train in every module."""
+def digits() -> RecipeCase:
+    """Of the drawn recipes of the digits model that train all of it on several lanes, the one with fewest samples."""
+    found = []
     for case in draw_recipes(60, 0, graphs=("digits",)):
         recipe = case.recipe
         trained = all(module.trainable and module.lora is None for module in recipe.modules.values())
         if trained and recipe.training.dtype == "float64" and recipe.world_size == 4 and recipe.lanes > 1:
-            return case
-    raise AssertionError("none drawn")
+            found.append(case)
+    return min(found, key=lambda case: case.recipe.batch.global_batch_size)
 
 
 def with_fault(rank, recipe, fault):
@@ -69,7 +70,7 @@ def with_fault(rank, recipe, fault):
 
 @pytest.mark.slow
 def test_the_plain_loop_finds_injected_faults(pool, fuzz):
-    recipe = digits(fuzz).recipe
+    recipe = digits().recipe
     truth = fuzz.plain_outcome(recipe)
     assert compare(truth, pool(4).run(with_fault, recipe, None), 1e-10) < 1e-10
     for fault in (faults.ScaleGradient("vision", 1.001), faults.PermuteRows("llm"), faults.DropReplica("llm", 1)):
@@ -92,7 +93,7 @@ def test_a_wrong_gradient_anywhere_fails_a_drawn_recipe_and_is_made_small(pool, 
     pools, case = fuzz.Pools(pool(4), pool(8)), draw_recipes(1, 5)[0]
     error = fuzz.problem(pools, case)
     assert isinstance(error, ParityError)
-    small = fuzz.simplest(case, lambda other: fuzz.problem(pools, other) is not None, tries=12)
+    small = fuzz.simplest(case, lambda other: fuzz.problem(pools, other) is not None, tries=5)
     assert len(small.text) < len(case.text)
 
 

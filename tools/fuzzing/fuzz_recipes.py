@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+
 from fuzzing.simplify import simplest
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.testing import plain_digits
@@ -63,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Draw, run and compare; a dict of counts and failures."""
     part, parts = map(int, args.part.split("/"))
+    torch.set_num_threads(1)  # the workers have the cores; tiny tensors gain nothing from more
     mine = list(cases(args.n, args.seed))[part - 1 :: parts]
     pools = Pools(WorkerPool(4, preload=PRELOAD), WorkerPool(8, preload=PRELOAD))
     features: Counter[str] = Counter()

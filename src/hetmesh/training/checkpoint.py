@@ -52,7 +52,8 @@ class Checkpointer:
         return complete_steps(self.folder)
 
     def prepare(self) -> None:
-        """Make the folder, and see that files can be written there. Collective; before hours of training.
+        """Make the folder, see that files can be written there, and remove what killed saves left. Collective; before
+        hours of training.
 
         Raises:
             CheckpointError: they cannot; on every rank.
@@ -63,6 +64,8 @@ class Checkpointer:
             file = self.folder / f".probe{PARTIAL}"
             file.write_bytes(b"x")
             file.unlink()
+            for leftover in self.folder.glob(f"step-*{PARTIAL}"):
+                _remove(leftover)
 
         self._on_first(f"checkpoints cannot be written to {self.folder}", probe)
 
@@ -95,8 +98,8 @@ class Checkpointer:
         fails = f"checkpoint {path} cannot be written"
         state = self._state(root, optimizers, extra)
         with self._patience(), self.world.waiting(f"saving {path}"):
-            self._on_first(fails, lambda: _make_empty(partial))
             try:
+                self._on_first(fails, lambda: _make_empty(partial))
                 try:
                     dcp.save(state, checkpoint_id=str(partial), process_group=self._everyone)
                 except CheckpointException as error:  # no Exception: it would pass by all that handles failures
@@ -104,9 +107,12 @@ class Checkpointer:
                 sums = self._checksums(partial, fails)
                 self._on_first(fails, lambda: _finish(partial, path, sums))
             except CheckpointError as error:
+                hint = [""]
                 if self.world.rank == 0:
                     shutil.rmtree(partial, ignore_errors=True)
-                raise CheckpointError(f"{error}{self._what_to_do()}") from error
+                    hint = [self._what_to_do()]
+                dist.broadcast_object_list(hint, src=0, group=self._everyone)
+                raise CheckpointError(f"{error}{hint[0]}") from error
             self._on_first(f"old checkpoints in {self.folder} cannot be deleted", self._delete_old)
         return path
 
