@@ -15,7 +15,7 @@ from hetmesh.recipe.recipe import load_recipe
 from hetmesh.schedule import POLICIES
 from hetmesh.training.job import describe, make_prepare
 from hetmesh.training.module_shapes import module_shapes
-from hetmesh.training.step_costs import recipe_step_costs
+from hetmesh.training.step_model import recipe_step_model
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 MACHINE = Machine("test", "", {"float32": 1e9}, memory_bandwidth=1e10, node_bandwidth=1e9, efficiency=1.0)
@@ -37,7 +37,7 @@ def setup(name, *overrides, splits=None):
 
 def costs_of(name, *overrides, splits=None, **kwargs):
     recipe, plan, schedule, rest = setup(name, *overrides, splits=splits)
-    return recipe_step_costs(recipe, plan, schedule, machine=MACHINE, **rest, **kwargs), plan, schedule
+    return recipe_step_model(recipe, machine=MACHINE, **rest, **kwargs).costs(plan, schedule), plan, schedule
 
 
 VISION, PROJECTOR, LLM = (Stage(name) for name in ("vision", "projector", "llm"))
@@ -114,11 +114,11 @@ def test_fitted_seconds_take_the_place_of_analytic_ones():
     layers = {layer_kind(layer): parts for shape in shapes.values() for layer in shape.layers}
     profile = Profile(layers, HeldOut())
     machine = replace(MACHINE, node_bandwidth=0.0)
-    costs = recipe_step_costs(recipe, plan, schedule, machine=machine, profile=profile, **rest)
+    costs = recipe_step_model(recipe, machine=machine, profile=profile, **rest).costs(plan, schedule)
     assert costs.stages[LLM, 0].forward == 6  # embeddings, three blocks, norm, head
     assert costs.stages[LLM, 0].backward == 12
     with pytest.raises(HetmeshError, match="was not measured"):
-        recipe_step_costs(recipe, plan, schedule, machine=machine, profile=Profile(), **rest)
+        recipe_step_model(recipe, machine=machine, profile=Profile(), **rest).costs(plan, schedule)
 
 
 def test_the_stages_of_a_module_share_its_costs():

@@ -19,7 +19,7 @@ from hetmesh.cost.fitted import Coefficients, HeldOut, Observation, Profile, fit
 from hetmesh.cost.flops import Flops, layer_flops, module_flops
 from hetmesh.cost.layer_time import LayerTime, Rates, frozen_blind, layer_time, module_times, upstream_flags
 from hetmesh.cost.machine import MACHINES, Machine, find_machine, load_machine
-from hetmesh.cost.memory import StaticMemory, static_memory
+from hetmesh.cost.memory import StaticMemory, module_memory, static_memory
 from hetmesh.cost.partition import StageMemory, find_partition, partition, stage_costs
 from hetmesh.cost.shapes import LayerShape, ModuleShape, WeightShape
 from hetmesh.cost.stage_counts import Chain, StageCounts, evaluate, stage_counts
@@ -62,6 +62,7 @@ __all__ = [
     "load_machine",
     "module_activation_bytes",
     "module_flops",
+    "module_memory",
     "module_times",
     "partition",
     "sample_work",

@@ -6,10 +6,14 @@ Activations, what FSDP gathers for a moment, and boundary buffers are not in her
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from hetmesh.cost.shapes import ModuleShape, WeightShape
+from hetmesh.graph import ModuleSpec
 from hetmesh.layout import MeshSpec
 
 OPTIMIZER_COPIES: Mapping[str, int] = {"AdamW": 2, "Adam": 2, "SGD": 0}
@@ -46,37 +50,59 @@ def static_memory(
         optimizer: its name in a recipe.
         stages: the layers of each pipeline stage, stage i at coordinate i modulo the size of `pp`; none: not split.
     """
-    held: dict[tuple[int, int, int], StaticMemory] = {}  # by coordinate along pp, tp and dp_shard: all else replicates
-    result = {}
-    for rank in mesh.ranks:
-        coordinate = dict(zip(mesh.axes, mesh.coordinate(rank) or (), strict=True))
-        key = coordinate.get("pp", 0), coordinate.get("tp", 0), coordinate.get("dp_shard", 0)
-        if key not in held:
-            sizes = mesh.axis_size("tp"), mesh.axis_size("dp_shard")
-            own = {layer for run in stages[key[0] :: mesh.axis_size("pp")] for layer in run}
-            kept = [layer for layer in module.layers if not stages or layer.name in own]
-            weights = ModuleShape(module.name, tuple(kept)).weights
-            local = [(weight, local_elements(weight, sizes, key[1:])) for weight in weights]
-            trainable = itemsize * sum(n for weight, n in local if weight.trainable)
-            elements = sum(n for _, n in local)
-            held[key] = StaticMemory(
-                elements, itemsize * elements, trainable, trainable * OPTIMIZER_COPIES.get(optimizer, 0)
-            )
-        result[rank] = held[key]
-    return result
+    tp, shards = mesh.axis_size("tp"), mesh.axis_size("dp_shard")
+    copies = OPTIMIZER_COPIES.get(optimizer, 0)
+    cells: list[StaticMemory] = []  # by coordinate along pp, tp and dp_shard: all else replicates
+    for place in range(mesh.axis_size("pp")):
+        elements, trainable = np.zeros((tp, shards), np.int64), np.zeros((tp, shards), np.int64)
+        equal = Counter((w.shape, w.tp_dim, w.trainable) for w in place_weights(module, mesh, place, stages))
+        for (shape, tp_dim, trained), count in equal.items():
+            each = count * _shard_elements(shape, tp_dim, tp, shards)
+            elements += each
+            trainable += each * trained
+        for n, t in zip(elements.ravel().tolist(), (itemsize * trainable).ravel().tolist(), strict=True):
+            cells.append(StaticMemory(n, itemsize * n, t, t * copies))
+    index = np.zeros(mesh.sizes, np.int64)
+    coordinates = dict(zip(mesh.axes, np.indices(mesh.sizes), strict=True))
+    for axis in ("pp", "tp", "dp_shard"):
+        index = index * mesh.axis_size(axis) + coordinates.get(axis, 0)
+    return dict(zip(mesh.ranks, map(cells.__getitem__, index.ravel().tolist()), strict=True))
 
 
-def local_elements(weight: WeightShape, sizes: tuple[int, int], coordinate: tuple[int, int]) -> int:
-    """Elements of a parameter at one coordinate along (tp, dp_shard), where these axes have `sizes`."""
-    shape = list(weight.shape)
-    if weight.tp_dim is not None:
-        shape[weight.tp_dim] = _chunk(shape[weight.tp_dim], sizes[0], coordinate[0])
-    if shape:
-        shape[0] = _chunk(shape[0], sizes[1], coordinate[1])
-    return math.prod(shape)
+def module_memory(shape: ModuleShape, spec: ModuleSpec, optimizer: str) -> dict[int, StaticMemory]:
+    """`static_memory` of a module of a graph: its mesh, its stages, the dtype of its parameters."""
+    return static_memory(shape, spec.mesh, spec.options.parameter_dtype.itemsize, optimizer, spec.splits)
 
 
-def _chunk(size: int, parts: int, index: int) -> int:
-    """The length of torch.chunk's part `index`; 0 behind the last one."""
-    length = -(-size // parts)
-    return max(0, min(length, size - index * length))
+def place_weights(
+    module: ModuleShape, mesh: MeshSpec, place: int, stages: Sequence[Collection[str]] = ()
+) -> tuple[WeightShape, ...]:
+    """The parameters that the ranks at coordinate `place` of `pp` hold, each once: those of the layers of their stages,
+    one that is tied to a layer elsewhere included, and what belongs to no layer, of which every place has a copy."""
+    own = {layer for run in stages[place :: mesh.axis_size("pp")] for layer in run}
+    kept = (layer for layer in module.layers if not stages or not layer.name or layer.name in own)
+    return ModuleShape(module.name, tuple(kept)).weights
+
+
+def _shard_elements(shape: tuple[int, ...], tp_dim: int | None, tp: int, shards: int) -> np.ndarray:
+    """Elements of a parameter on each rank: int64 [tp, dp_shard]."""
+    if not shape:
+        return np.ones((tp, shards), np.int64)
+    first = np.full(tp, shape[0])
+    rest = np.full(tp, math.prod(shape[1:]))
+    if tp_dim == 0:
+        first = _chunks(first[:1], tp)[0]
+    elif tp_dim is not None:
+        rest = rest // shape[tp_dim] * _chunks(np.array([shape[tp_dim]]), tp)[0]
+    return _chunks(first, shards) * rest[:, None]
+
+
+def _chunks(sizes: np.ndarray, parts: int) -> np.ndarray:
+    """The lengths of torch.chunk's parts of each size, 0 behind the last one: int64 [sizes, parts]."""
+    length = -(-sizes // parts)[:, None]
+    return np.clip(sizes[:, None] - length * np.arange(parts), 0, length)
+
+
+def tensor_parallel_elements(weight: WeightShape, tp: int) -> int:
+    """Elements of a parameter on the first of `tp` tensor parallel ranks, before FSDP: the most that one has."""
+    return int(_shard_elements(weight.shape, weight.tp_dim, tp, 1)[0, 0])

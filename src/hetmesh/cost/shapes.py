@@ -39,6 +39,7 @@ class LayerShape:
         name: its FQN; empty for parameters that belong to no layer.
         weights: its parameters. One that several layers share (a tied head) is listed by each of them.
         attention_width: query heads x head size, summed over the attentions in the layer; 0 without.
+        key_width: key heads x head size, summed alike: what context-parallel ranks fetch of a token, twice.
         on_targets: it runs on target positions alone, as the head of an LLM does.
     """
 
@@ -46,6 +47,7 @@ class LayerShape:
     weights: tuple[WeightShape, ...] = ()
     attention_width: int = 0
     on_targets: bool = False
+    key_width: int = 0
 
     @property
     def trainable(self) -> bool:

@@ -43,7 +43,9 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
         weights = {f"{layer}.{key}": p for key, p in part.named_parameters()}
         seen |= {names[id(p)] for p in weights.values()}
         on_targets = adapter.out_features is None and layer == HEAD
-        layers.append(LayerShape(layer, _shapes(weights, shape_of), _attention_width(part), on_targets))
+        layers.append(
+            LayerShape(layer, _shapes(weights, shape_of), _attention_width(part), on_targets, _key_width(part))
+        )
     rest = {fqn: p for fqn, p in module.named_parameters() if fqn not in seen}
     if rest:
         layers.insert(0, LayerShape("", _shapes(rest, shape_of)))
@@ -78,6 +80,17 @@ def _attention_width(layer: nn.Module) -> int:
             width += part.embed_dim
         elif fqn.rpartition(".")[2] == "q_proj":  # with adapters beside it, it is no nn.Linear any more
             width += getattr(part, "out_features", 0)
+    return width
+
+
+def _key_width(layer: nn.Module) -> int:
+    width = 0
+    for fqn, part in layer.named_modules():
+        kind = fqn.rpartition(".")[2]
+        if isinstance(part, nn.MultiheadAttention):
+            width += part.embed_dim
+        elif kind in ("k_proj", "qkv"):  # one linear layer for all three gives each a third
+            width += getattr(part, "out_features", 0) // (3 if kind == "qkv" else 1)
     return width
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hetmesh.balance import BatchPlan, boundary_layouts, plan_batch
 from hetmesh.boundary.groups import ends_are_tied, job_groups, most_on_a_rank
 from hetmesh.boundary.transport import choose
-from hetmesh.cost import ModuleShape, imbalance, lane_work, module_flops, static_memory, total_work
+from hetmesh.cost import ModuleShape, imbalance, lane_work, module_flops, module_memory, total_work
 from hetmesh.data.loader import Loader
 from hetmesh.graph import BoundarySpec, ModuleGraph
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, missing_elements, plan_transfer
@@ -73,9 +73,7 @@ def _module(recipe: Recipe, plan: BatchPlan, name: str, shape: ModuleShape | Non
         dtype=str(spec.options.row_dtype).removeprefix("torch."),
         parameters=shape.parameters if shape else None,
         trainable_parameters=shape.trainable_parameters if shape else None,
-        memory=static_memory(shape, mesh, spec.options.parameter_dtype.itemsize, recipe.optimizer.name, spec.splits)
-        if shape
-        else {},
+        memory=module_memory(shape, spec, recipe.optimizer.name) if shape else {},
         stages=spec.splits,
         work=whole,
         flops=module_flops(shape, whole, upstream=upstream) if shape else None,

@@ -1,5 +1,10 @@
 """Timelines: what a schedule takes, by simulation or from a recording, and where ranks wait. Pure values.
 
+step_model.py      StepModel: graph, shapes, machine -> the StepCosts of any plan and schedule
+stage_costs.py     a stage: its layers, FSDP's gathers, keys fetched by context parallelism
+layer_costs.py     a layer as coefficients of rows, pairs and targets, once per kind of layer
+rank_work.py       what each rank computes: real tokens of packed samples, shares of context parallelism
+transfer_costs.py  bytes and seconds of every transfer
 program.py   a schedule and its costs as columns of integers and seconds, rank classes
 busy.py      how much longer actions take beside other busy ranks of their node
 engine.py    `simulate`: the columns -> Timeline, in one pass over the order
@@ -19,6 +24,9 @@ from hetmesh.simulate.bubbles import (
 )
 from hetmesh.simulate.engine import simulate
 from hetmesh.simulate.latest import DependencyPoints, dependency_points, latest_starts
+from hetmesh.simulate.layer_costs import LayerCosts
+from hetmesh.simulate.rank_work import RankWork, rank_work
+from hetmesh.simulate.step_model import StepModel
 from hetmesh.simulate.timeline import KINDS, Span, Spans, Timeline
 
 __all__ = [
@@ -26,8 +34,11 @@ __all__ = [
     "KINDS",
     "Bubbles",
     "DependencyPoints",
+    "LayerCosts",
+    "RankWork",
     "Span",
     "Spans",
+    "StepModel",
     "Timeline",
     "average_bubbles",
     "bubble_spans",
@@ -36,5 +47,6 @@ __all__ = [
     "critical_path",
     "dependency_points",
     "latest_starts",
+    "rank_work",
     "simulate",
 ]

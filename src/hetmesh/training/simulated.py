@@ -9,7 +9,7 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.simulate import Timeline, simulate
 from hetmesh.training.check import check_recipe
 from hetmesh.training.job import describe, make_prepare, recipe_schedule
-from hetmesh.training.step_costs import recipe_step_costs
+from hetmesh.training.step_model import recipe_step_model
 
 
 def simulate_recipe(recipe: Recipe, *, machine: str | None = None, profile: str | None = None) -> Timeline:
@@ -29,13 +29,11 @@ def simulate_recipe(recipe: Recipe, *, machine: str | None = None, profile: str 
     plan = plan_batch(graph, [d.meta for d in drawn], recipe.batch.microbatch_size)
     schedule = recipe_schedule(recipe, graph, plan.num_microbatches)
     fitted = profile or recipe.profiling.profile
-    costs = recipe_step_costs(
+    model = recipe_step_model(
         recipe,
-        plan,
-        schedule,
-        graph=graph,
-        adapters=adapters,
+        graph,
+        adapters,
         machine=load_machine(machine) if machine else None,
         profile=Profile.load(fitted) if fitted else None,
     )
-    return simulate(schedule, costs)
+    return simulate(schedule, model.costs(plan, schedule))

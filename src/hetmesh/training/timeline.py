@@ -15,7 +15,7 @@ from hetmesh.files import write_json
 from hetmesh.runtime import Recording
 from hetmesh.schedule import Schedule
 from hetmesh.simulate import Timeline, simulate
-from hetmesh.training.step_costs import recipe_step_costs
+from hetmesh.training.step_model import recipe_step_model
 
 if TYPE_CHECKING:
     from hetmesh.training.job import Job
@@ -73,9 +73,8 @@ class StepRecorder:
         job = self.job
         profile = Profile.load(self.keys.profile) if self.keys.profile else None
         try:
-            return recipe_step_costs(
-                job.recipe, plan, schedule, graph=job.graph, adapters=job.adapters, profile=profile
-            )
+            model = recipe_step_model(job.recipe, job.graph, job.adapters, profile=profile)
+            return model.costs(plan, schedule)
         except HetmeshError:  # sizes of a user's module, or a machine's peak, are not known
             return None
 

@@ -28,7 +28,7 @@ from hetmesh.schedule import Schedule
 from hetmesh.simulate import Timeline, average_bubbles, simulate
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.training.job import describe, make_prepare, recipe_schedule
-from hetmesh.training.step_costs import recipe_step_costs
+from hetmesh.training.step_model import recipe_step_model
 
 NAMES = tuple(c.name for c in CONFIGURATIONS)
 
@@ -95,7 +95,7 @@ def _compare(
         "busy_slowdown": slowdown[-1],
     }
     if profiled is not None:
-        analytic = recipe_step_costs(recipe, plan, schedule, graph=graph, adapters=adapters, profile=profiled)
+        analytic = recipe_step_model(recipe, graph, adapters, profile=profiled).costs(plan, schedule)
         makespan = simulate(schedule, apart(with_links(analytic, measured, plan, schedule), slowdown)).makespan
         entry |= {"profile_ms": 1e3 * makespan, "profile_error": abs(makespan / seconds - 1)}
     return entry, (predicted, real)

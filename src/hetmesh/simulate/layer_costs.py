@@ -1,0 +1,110 @@
+"""Costs of a layer as linear functions of what is computed, made once per kind of layer and kept.
+
+Seconds and bytes of a layer are a constant plus a multiple each of rows, pairs and targets. Two measurements of the
+functions in `hetmesh.cost` give the coefficients, so that a microbatch costs a product of small matrices and not a walk
+over layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from hetmesh.cost import LayerShape, LayerTime, Machine, ModuleShape, Profile, Rates, Work, activation_bytes, layer_time
+from hetmesh.cost.collectives import tensor_parallel_time
+from hetmesh.errors import HetmeshError
+
+PARTS = ("forward", "backward_input", "backward_weight", "recompute", "sums_forward", "sums_backward", "kept")
+"""Columns of coefficients: the seconds of `LayerTime`, of tensor parallelism's sums, and bytes of activations."""
+
+_BASE = Work(1 << 10, 1 << 20, 1 << 10)
+_STEPS = (Work(1 << 10), Work(0, 1 << 20), Work(0, 0, 1 << 10))
+
+
+@dataclass(frozen=True)
+class How:
+    """How a layer runs.
+
+    Attributes:
+        dtype: it computes in it, e.g. `"bfloat16"`.
+        itemsize: bytes of an element of activations.
+        upstream: whether anything trainable comes before it.
+        recompute: whether its forward runs again before its backward.
+        group: the ranks of its tensor parallel group; any that have the same links do.
+    """
+
+    dtype: str
+    itemsize: int
+    upstream: bool
+    recompute: bool
+    group: tuple[int, ...] = ()
+
+
+class LayerCosts:
+    """The coefficients of layers on one machine. Share one between the models of many layouts.
+
+    Args:
+        profile: its fitted seconds take the place of the analytic ones.
+    """
+
+    def __init__(self, machine: Machine, profile: Profile | None = None) -> None:
+        self.machine, self.profile = machine, profile
+        self._known: dict[tuple[LayerShape, How], np.ndarray] = {}
+
+    def of(self, layer: LayerShape, how: How) -> np.ndarray:
+        """float64 [4, parts]: constant, per row, per pair and per target of each of `PARTS`.
+
+        Raises:
+            HetmeshError: the machine has no peak in the dtype, or the profile lacks the layer.
+        """
+        per_node = self.machine.ranks_per_node
+        if per_node:  # only where the ranks lie on nodes matters
+            first = how.group[0] // per_node * per_node if how.group else 0
+            how = replace(how, group=tuple(r - first for r in how.group))
+        else:
+            how = replace(how, group=tuple(range(len(how.group))))
+        if (layer, how) not in self._known:
+            base = self._at(layer, how, _BASE)
+            slopes = [
+                (self._at(layer, how, _BASE + step) - base) / max(step.rows, step.pairs, step.targets)
+                for step in _STEPS
+            ]
+            constant = base - sum(s * n for s, n in zip(slopes, (_BASE.rows, _BASE.pairs, _BASE.targets), strict=True))
+            self._known[layer, how] = np.stack([np.where(np.abs(constant) < 1e-12, 0.0, constant), *slopes])
+        return self._known[layer, how]
+
+    def _at(self, layer: LayerShape, how: How, work: Work) -> np.ndarray:
+        tp = max(len(how.group), 1)
+        time = self._time(layer, how, work, tp)
+        sums = tensor_parallel_time(layer, work, how.group, self.machine, itemsize=how.itemsize, upstream=how.upstream)
+        again = sums.forward if how.recompute and (how.upstream or layer.trainable) else 0.0
+        kept = activation_bytes(layer, work, how.itemsize, upstream=how.upstream, tp=tp, recompute=how.recompute)
+        parts = (time.forward, time.backward_input, time.backward_weight, time.recompute)
+        return np.array([*parts, sums.forward, sums.backward + again, kept])
+
+    def _time(self, layer: LayerShape, how: How, work: Work, tp: int) -> LayerTime:
+        flags = {"upstream": how.upstream, "recompute": how.recompute}
+        if self.profile is not None:
+            if not layer.name:  # parameters of no layer are not measured
+                return LayerTime()
+            return self.profile.predict(layer, work, tp=tp, **flags)
+        if not self.machine.peak(how.dtype):
+            raise HetmeshError(f"machine {self.machine.name!r} has no peak_flops.{how.dtype}")
+        return layer_time(layer, work, Rates.of(self.machine, how.dtype), tp=tp, **flags)
+
+
+@lru_cache(maxsize=64)
+def kinds(shape: ModuleShape) -> tuple[LayerShape, ...]:
+    """The layers of a module without what tells equal ones apart: their names."""
+    found = []
+    for layer in shape.layers:
+        prefix = f"{layer.name}."
+        weights = tuple(replace(w, name=_renamed(w.name, prefix)) for w in layer.weights)
+        found.append(replace(layer, name="layer" if layer.name else "", weights=weights))
+    return tuple(found)
+
+
+def _renamed(name: str, prefix: str) -> str:
+    return f"layer.{name.removeprefix(prefix)}" if name.startswith(prefix) else name

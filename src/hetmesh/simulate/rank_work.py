@@ -1,0 +1,101 @@
+"""What the ranks of a module compute in a microbatch: real tokens of packed samples, and shares of context parallelism.
+
+Padded lanes count every position that is computed. A packed lane counts its tokens, and of attention the entries that
+a kernel of blocks of 128 query rows computes on the keys that its rows see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetmesh.balance import BatchPlan
+from hetmesh.context import Mask, needed_keys, row_edges, tile_counts
+from hetmesh.context.token_owners import LaneTokens
+from hetmesh.cost import Work, computed_work
+from hetmesh.graph import ModuleSpec, SampleMeta
+from hetmesh.layout import Intervals
+from hetmesh.layout.intervals import coalesce, extent
+
+BLOCK = 128
+"""Query rows that a kernel works on together, and positions in whose multiples keys are fetched."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankWork:
+    """What one rank has to do.
+
+    Attributes:
+        work: rows and targets that it computes, and the (query, key) pairs of attention. Of a causal row pairs count as
+            those of a padded batch do, where a kernel computes half of the square: twice the entries computed.
+        fetched: key rows of other ranks that each attention takes.
+        served: own key rows that others take, counted once per taker: gradients come back for these.
+    """
+
+    work: Work
+    fetched: int = 0
+    served: int = 0
+
+
+def rank_work(plan: BatchPlan, name: str, microbatch: int) -> tuple[RankWork, ...]:
+    """Per lane, and within a lane per rank along `cp`, what a rank computes of module `name`; all other ranks of the
+    lane (along `tp`) do the same."""
+    module = plan.graph[name]
+    found: list[RankWork] = []
+    for lane in range(module.num_lanes):
+        samples = [plan.samples[i] for i in plan.samples_of(name, microbatch, lane)]
+        if module.packed or module.tokens_per_row:
+            tokens = plan.lane_tokens(name, microbatch, lane)
+            found += _shares(plan, module, samples, tokens, plan.lane_mask(name, microbatch, lane))
+        else:
+            found.append(RankWork(computed_work(plan.graph, name, samples)))
+    return tuple(found)
+
+
+def _shares(
+    plan: BatchPlan, module: ModuleSpec, samples: Sequence[SampleMeta], tokens: LaneTokens, mask: Mask
+) -> list[RankWork]:
+    """Of the ranks that share the tokens of a lane."""
+    sink = module.name == plan.graph.sink.name
+    unit, twice = module.tokens_per_row or 1, 2 if sink else 1
+    shares = [coalesce(sorted(share)) for share in tokens.shares]
+    wanted = [needed_keys(mask, runs, BLOCK) if len(shares) > 1 else () for runs in shares]
+    predicting = _predicting(samples, tokens.starts) if sink else ()
+    found = []
+    for r, runs in enumerate(shares):
+        rows, pairs = extent(runs) // unit, twice * computed_entries(mask, runs) // unit**2
+        work = Work(max(rows, 1) if sink else rows, pairs, overlap(predicting, runs))
+        others = sum(overlap(keys, runs) for o, keys in enumerate(wanted) if o != r)
+        found.append(RankWork(work, extent(wanted[r]) - overlap(wanted[r], runs), others))
+    return found
+
+
+def computed_entries(mask: Mask, runs: Intervals) -> int:
+    """Entries of the attention matrix that a kernel of blocks computes for the rows `runs`, ascending."""
+    if not extent(runs):
+        return 0
+    edges, own = row_edges(runs, BLOCK)
+    return int((tile_counts(mask, edges, 1)[own] * np.diff(edges)[own]).sum())
+
+
+def _predicting(samples: Sequence[SampleMeta], starts: Sequence[int]) -> Intervals:
+    """The flat positions that predict a target: each is the one before it."""
+    return tuple(
+        (first + a - 1, first + b - 1) for s, first in zip(samples, starts, strict=True) for a, b in s.targets if b > a
+    )
+
+
+def overlap(a: Intervals, b: Intervals) -> int:
+    """Positions that two ascending interval lists share."""
+    if not a or not b:
+        return 0
+    (starts, stops), (low, high) = np.array(a, np.int64).T, np.array(b, np.int64).T
+    held = np.concatenate([[0], np.cumsum(high - low)])
+
+    def below(x: np.ndarray) -> np.ndarray:
+        i = np.maximum(low.searchsorted(x, "right") - 1, 0)
+        return held[i] + np.clip(np.minimum(x, high[i]) - low[i], 0, None)
+
+    return int((below(stops) - below(starts)).sum())

@@ -1,0 +1,221 @@
+"""What a stage of a module costs: its layers on what its ranks compute, and what FSDP and context parallelism send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from hetmesh.cost import LayerShape, Machine, ModuleShape, StageCost, upstream_flags
+from hetmesh.cost.collectives import all_reduce, gradient_sum_time, link, shard_gather_time
+from hetmesh.cost.memory import place_weights, tensor_parallel_elements
+from hetmesh.graph import ModuleSpec, Stage
+from hetmesh.simulate.layer_costs import PARTS, How, LayerCosts, kinds
+from hetmesh.simulate.rank_work import RankWork
+
+_CHUNK = (256, 2048)  # least and most key rows of a chunk that context parallelism fetches, as attention/ has them
+_AHEAD = 3  # chunks on their way while one is computed
+_FORWARD, _INPUT, _WEIGHT, _AGAIN, _SUMS, _SUMS_BACK, _KEPT = range(len(PARTS))
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleCosts:
+    """What the costs of a module's stages follow from.
+
+    Attributes:
+        upstream: whether a module that feeds it needs a gradient.
+    """
+
+    spec: ModuleSpec
+    shape: ModuleShape
+    upstream: bool
+    layers: LayerCosts
+
+    @property
+    def machine(self) -> Machine:
+        """Whose rates and links."""
+        return self.layers.machine
+
+    @cached_property
+    def flags(self) -> tuple[bool, ...]:
+        """Per layer whether anything trainable comes before it."""
+        return upstream_flags(self.shape, self.upstream)
+
+    @cached_property
+    def blocks(self) -> frozenset[str]:
+        """The layers that are checkpointed and gathered by themselves (`hetmesh.parallel.blocks`, by sizes)."""
+        several = {
+            layer.name: sum(w.numel for w in layer.weights)
+            for layer in self.shape.layers
+            if layer.name and len(layer.weights) > 2
+        }
+        return frozenset(name for name, size in several.items() if 8 * size >= max(several.values()))
+
+
+class StageCosts:
+    """The costs of one stage.
+
+    Args:
+        fed: whether a gradient flows back out of the stage: then the backward has a part for the input.
+        backward: whether it has a backward.
+        recompute: whether the whole stage runs its forward again.
+    """
+
+    def __init__(self, module: ModuleCosts, stage: Stage, *, fed: bool, backward: bool, recompute: bool) -> None:
+        self.module, self.fed, self.backward, self.recompute = module, fed, backward, recompute
+        spec, self.machine = module.spec, module.machine
+        self.mesh, self.options = spec.stage_mesh(stage.index), spec.options
+        names = set(spec.stage_layers(stage.index)) if spec.num_stages > 1 else None
+        places = zip(module.shape.layers, kinds(module.shape), module.flags, strict=True)
+        # What belongs to no layer is used in the first stage; ranks hold and sum it where they hold any stage.
+        self.layers = [
+            (layer.name, kind, before)
+            for layer, kind, before in places
+            if names is None or (layer.name in names if layer.name else stage.index == 0)
+        ]
+        pp = spec.mesh.axis_size("pp")
+        outside = () if stage.index >= pp else ("",)
+        held = ModuleShape("", tuple(x for x in module.shape.layers if names is None or x.name in {*names, *outside}))
+        self.weights = [
+            (self._owner(w.name), tensor_parallel_elements(w, self._size("tp")), w.trainable)
+            for w in place_weights(held, self.mesh, 0)
+        ]
+
+    def _owner(self, weight: str) -> str:
+        return next((block for block in self.module.blocks if weight.startswith(f"{block}.")), "")
+
+    def _size(self, axis: str) -> int:
+        return self.mesh.axis_size(axis)
+
+    def _group(self, axis: str) -> tuple[int, ...]:
+        if axis not in self.mesh.axes:
+            return ()
+        return tuple(
+            np.moveaxis(self.mesh.array, self.mesh.axes.index(axis), -1).reshape(-1, self._size(axis))[0].tolist()
+        )
+
+    def costs(self, microbatches: Sequence[Sequence[RankWork]]) -> list[StageCost]:
+        """Per microbatch, on the rank that takes longest.
+
+        Args:
+            microbatches: what each of its ranks computes (`rank_work`).
+        """
+        each = [list(dict.fromkeys(ranks)) for ranks in microbatches]
+        first = np.concatenate([[0], np.cumsum([len(ranks) for ranks in each])])
+        ranks = [rank for microbatch in each for rank in microbatch]
+        work = np.array([(1, r.work.rows, r.work.pairs, r.work.targets) for r in ranks], float)
+        parts = work @ self._coefficients
+        if self._size("cp") > 1:
+            fetch = np.array([(r.fetched, r.served) for r in ranks], float)
+            ahead, back = self._exposed(work, fetch)
+            parts[:, _SUMS] += ahead
+            parts[:, _SUMS_BACK] += back + (ahead if self.recompute else 0.0)
+        whole = parts[:, : _SUMS_BACK + 1].sum(1)
+        return [
+            self._cost(parts[a + int(whole[a:b].argmax())], first=m == 0)
+            for m, (a, b) in enumerate(zip(first[:-1].tolist(), first[1:].tolist(), strict=True))
+        ]
+
+    def _cost(self, parts: np.ndarray, *, first: bool) -> StageCost:
+        values = parts.tolist()
+        ahead = values[_SUMS] + (0.0 if first else self.gather)
+        forward = values[_FORWARD] + ahead
+        if not self.backward:
+            return StageCost(forward, collectives_forward=ahead)
+        back = values[_SUMS_BACK] + self._gathered_again + self._scatter
+        rest = values[_AGAIN] + back
+        # What makes no gradient of the stage's own input is the part for its parameters.
+        own = values[_INPUT] + rest if self.fed else 0.0
+        weight = values[_WEIGHT] + (0.0 if self.fed else values[_INPUT] + rest)
+        return StageCost(forward, own, weight, ahead, back, round(values[_KEPT]))
+
+    def _how(self, name: str, before: bool) -> How:
+        again = self.recompute or (self.options.activation_checkpoint == "full" and name in self.module.blocks)
+        dtype = self.options.row_dtype
+        return How(
+            str(dtype).removeprefix("torch."), dtype.itemsize, before, self.backward and again, self._group("tp")
+        )
+
+    @cached_property
+    def _coefficients(self) -> np.ndarray:
+        total = np.zeros((4, len(PARTS)))
+        for name, kind, before in self.layers:
+            total += self.module.layers.of(kind, self._how(name, before))
+        return total
+
+    def _exposed(self, work: np.ndarray, fetch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds, per rank, for which attention waits for keys of other ranks, in forwards and in backwards.
+
+        Keys come beside the computation of those that are there, `_AHEAD` chunks before they are needed, so that only
+        what takes longer than attention itself is waited for, and the last chunk is computed after it has come. In the
+        backward the gradients of others' keys go back, too.
+        """
+        cp = self._size("cp")
+        joined = link(self.machine, self._group("cp"))
+        mean = work[:, 1].max(initial=0.0) * (self.module.spec.tokens_per_row or 1)
+        chunk = min(max(mean // (1 + _AHEAD), _CHUNK[0]), _CHUNK[1])
+        chunks = np.ceil(fetch[:, 0] / chunk)
+        ahead, back = np.zeros(len(work)), np.zeros(len(work))
+        for (kind, how), count in self._attentions.items():
+            per_pair = self.module.layers.of(kind, how)[2]
+            size = 2 * kind.key_width / self._size("tp") * how.itemsize
+            for total, sent, seconds in (
+                (ahead, fetch[:, 0], work[:, 2] * per_pair[_FORWARD]),
+                (back, fetch.sum(1), work[:, 2] * per_pair[_INPUT] if how.upstream or self.backward else 0.0),
+            ):
+                if total is back and not self.backward:
+                    continue
+                moved = chunks * joined.latency + (size * sent / joined.bandwidth if joined.bandwidth else 0.0)
+                last = seconds / np.maximum(chunks, 1) * (cp - 1) / cp
+                total += count * np.where(chunks > 0, np.maximum(moved + last - seconds, 0.0), 0.0)
+        return ahead, back
+
+    @cached_property
+    def _attentions(self) -> dict[tuple[LayerShape, How], int]:
+        found: dict[tuple[LayerShape, How], int] = {}
+        for name, kind, before in self.layers:
+            if kind.key_width:
+                key = kind, self._how(name, before)
+                found[key] = found.get(key, 0) + 1
+        return found
+
+    @cached_property
+    def gather(self) -> float:
+        """Seconds of gathering all parameters of the stage."""
+        return self._gather_of(lambda _: True)
+
+    @cached_property
+    def _gathered_again(self) -> float:
+        """Seconds of gathering for the backward what was let go after the forward."""
+        reshard = self.options.reshard_after_forward
+        return 0.0 if reshard == "never" else self._gather_of(lambda owner: reshard == "always" or bool(owner))
+
+    def _gather_of(self, chosen: Callable[[str], bool]) -> float:
+        group = self._group("dp_shard")
+        elements: dict[str, int] = {}
+        for owner, count, _ in self.weights if group else ():
+            if chosen(owner):
+                elements[owner] = elements.get(owner, 0) + count
+        itemsize = self.options.row_dtype.itemsize
+        return sum(shard_gather_time(count, itemsize, group, self.machine) for count in elements.values())
+
+    @cached_property
+    def _sums(self) -> tuple[float, float, float]:
+        """Of gradients over `dp_shard`, `dp_replicate` and `cp`."""
+        elements = sum(count for _, count, trainable in self.weights if trainable)
+        itemsize = self.options.parameter_dtype.itemsize
+        shards, replicas, context = (self._group(axis) for axis in ("dp_shard", "dp_replicate", "cp"))
+        scatter, reduce = gradient_sum_time(elements, itemsize, shards, replicas, self.machine)
+        return scatter, reduce, all_reduce(elements * itemsize / max(len(shards), 1), context, self.machine)
+
+    @property
+    def _scatter(self) -> float:
+        """FSDP reduces in the backward of every microbatch, and over replicas too."""
+        return sum(self._sums[:2]) if self._group("dp_shard") else 0.0
+
+    @property
+    def reduce(self) -> float:
+        """Seconds of the sums over lanes, and over ranks that share their tokens, after the last backward."""
+        return self._sums[2] + (0.0 if self._group("dp_shard") else self._sums[1])

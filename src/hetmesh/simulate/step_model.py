@@ -1,0 +1,114 @@
+"""StepModel: what the step of any plan and schedule costs, from the graph, the sizes of its modules and a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+from hetmesh.balance import BatchPlan
+from hetmesh.cost import Machine, ModuleShape, Profile, StaticMemory, StepCosts, module_memory
+from hetmesh.errors import HetmeshError
+from hetmesh.graph import ModuleGraph
+from hetmesh.schedule import Schedule
+from hetmesh.simulate.layer_costs import LayerCosts
+from hetmesh.simulate.rank_work import rank_work
+from hetmesh.simulate.stage_costs import ModuleCosts, StageCosts
+from hetmesh.simulate.transfer_costs import transfer_costs
+
+_TOUCHED = {"AdamW": 8, "Adam": 8, "SGD": 4}  # elements read and written per parameter: norm, scaling and update
+
+
+class StepModel:
+    """The one model of what a step costs, for training, simulation, explanation and planning.
+
+    Args:
+        graph: modules on their meshes, with their stages and options.
+        shapes: the sizes of every module.
+        machine: needs a peak in every dtype that is computed in, unless there is a profile.
+        profile: its fitted seconds take the place of the analytic ones for every layer.
+        optimizer: its name in a recipe.
+        layers: what is known of layers on this machine already; give the same to the models of many layouts.
+
+    Raises:
+        HetmeshError: the sizes of a module are not given.
+    """
+
+    def __init__(
+        self,
+        graph: ModuleGraph,
+        shapes: Mapping[str, ModuleShape],
+        machine: Machine,
+        *,
+        profile: Profile | None = None,
+        optimizer: str = "AdamW",
+        layers: LayerCosts | None = None,
+    ) -> None:
+        if missing := [name for name in graph.order if shapes.get(name) is None]:
+            raise HetmeshError(f"costs of a step: the sizes of modules {missing} are not known")
+        self.graph, self.machine, self.optimizer = graph, machine, optimizer
+        known = layers or LayerCosts(machine, profile)
+        self._modules = {
+            name: ModuleCosts(graph[name], shapes[name], any(map(graph.needs_gradient, graph.inputs(name))), known)
+            for name in graph.order
+        }
+
+    @cached_property
+    def memory(self) -> Mapping[str, Mapping[int, StaticMemory]]:
+        """Per module and rank what it holds for the whole run."""
+        return {name: module_memory(each.shape, each.spec, self.optimizer) for name, each in self._modules.items()}
+
+    def costs(self, plan: BatchPlan, schedule: Schedule) -> StepCosts:
+        """What the step of `plan` takes under `schedule`, as it is run: recomputation, FSDP, frozen parts, packed
+        samples and context parallelism included.
+
+        Raises:
+            HetmeshError: the machine has no peak in a dtype that is computed in, or the profile lacks a layer.
+        """
+        stages, count = schedule.stages, range(schedule.microbatches)
+        fed = {edge.destination for edge in stages.gradient_edges}
+        built = {
+            stage: StageCosts(
+                self._modules[stage.module],
+                stage,
+                fed=stage in fed,
+                backward=stage in stages.backward_stages,
+                recompute=stage in schedule.recompute,
+            )
+            for stage in stages.stages
+        }
+        work = {name: [rank_work(plan, name, m) for m in count] for name in self.graph.order}
+        costs = {
+            (stage, m): cost
+            for stage in stages.stages
+            for m, cost in enumerate(built[stage].costs(work[stage.module]) if count else ())
+        }
+        return StepCosts(
+            costs,
+            transfer_costs(plan, schedule, self.machine),
+            {stage: built[stage].gather for stage in stages.stages},
+            {stage: built[stage].reduce for stage in stages.stages if stage in stages.trainable_stages},
+            self._optimizer_seconds,
+            self._static_bytes,
+            busy_slowdown=self.machine.busy_slowdown,
+            ranks_per_node=self.machine.ranks_per_node,
+        )
+
+    @cached_property
+    def _optimizer_seconds(self) -> dict[int, float]:
+        """Reading and writing parameters, gradients and state once, on each rank."""
+        per_byte = (
+            _TOUCHED.get(self.optimizer, 8) / self.machine.memory_bandwidth if self.machine.memory_bandwidth else 0.0
+        )
+        seconds: dict[int, float] = {}
+        for held in self.memory.values():
+            for rank, memory in held.items():
+                seconds[rank] = seconds.get(rank, 0.0) + memory.gradients * per_byte
+        return seconds
+
+    @cached_property
+    def _static_bytes(self) -> dict[int, int]:
+        total: dict[int, int] = {}
+        for held in self.memory.values():
+            for rank, memory in held.items():
+                total[rank] = total.get(rank, 0) + memory.total
+        return total

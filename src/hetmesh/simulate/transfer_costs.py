@@ -1,0 +1,75 @@
+"""What the transfers of a step cost: the bytes that ranks lack, over a machine's links. Nothing is planned for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hetmesh.balance import BatchPlan, edge_layouts
+from hetmesh.cost import Machine, TransferCost
+from hetmesh.cost.collectives import Link
+from hetmesh.graph import Edge
+from hetmesh.layout import Layout
+from hetmesh.schedule import Schedule
+from hetmesh.simulate.rank_work import overlap
+
+_RANKS = 32  # whose bytes are counted; more are sampled evenly (lanes repeat along a mesh)
+_MICROBATCHES = 32  # whose layouts are made; the bytes of others are those of their neighbour, by samples' tokens
+
+
+def transfer_costs(plan: BatchPlan, schedule: Schedule, machine: Machine) -> dict[tuple[Edge, int], TransferCost]:
+    """Per edge, forward and where a gradient flows reversed, and microbatch: the bytes of the rank that receives most,
+    over the slowest link into it."""
+    costs: dict[tuple[Edge, int], TransferCost] = {}
+    count = schedule.microbatches
+    step = math.ceil(count / _MICROBATCHES)
+    sizes = [_tokens(plan, m) for m in range(count)]
+    for edge in schedule.stages.edges:
+        itemsize = plan.graph[edge.source.module].options.row_dtype.itemsize
+        back = schedule.training and edge in schedule.stages.gradient_edges
+        for first in range(0, count, step):
+            shape, src, dst = edge_layouts(plan, edge, first)
+            ways = [(edge, src, dst)] + ([(edge.reversed, dst, src)] if back else [])
+            for each, held, kept in ways:
+                elements, link = _most_received(shape, held, kept, machine)
+                for m in range(first, min(first + step, count)):
+                    size = round(elements * itemsize * sizes[m] / sizes[first])
+                    costs[each, m] = TransferCost(link.seconds(size), size)
+    return costs
+
+
+def _tokens(plan: BatchPlan, microbatch: int) -> int:
+    lanes = plan.lanes[plan.graph.sink.name][microbatch]
+    return max(1, sum(plan.samples[i].tokens for lane in lanes for i in lane))
+
+
+def _most_received(shape: tuple[int, int], src: Layout, dst: Layout, machine: Machine) -> tuple[int, Link]:
+    """Elements that the rank receives which receives most, and the slowest link that they come over. Every element that
+    a rank keeps and does not hold comes to it once, from its own node where a rank there holds it."""
+    ranks = dst.mesh.ranks
+    received = {rank: _lacking(shape, src, dst, rank) for rank in ranks[:: math.ceil(len(ranks) / _RANKS)]}
+    rank = max(received, key=lambda r: received[r])
+    inside = Link(machine.node_bandwidth, machine.node_latency)
+    if not received[rank] or _on_node(shape, src, dst, rank, machine.ranks_per_node):
+        return received[rank], inside
+    return received[rank], Link(machine.network_bandwidth, machine.network_latency)
+
+
+def _lacking(shape: tuple[int, int], src: Layout, dst: Layout, rank: int) -> int:
+    kept = [sorted(rows) for rows in dst.intervals(shape, rank)]
+    whole = math.prod(sum(b - a for a, b in rows) for rows in kept)
+    if rank not in src.mesh:
+        return whole
+    held = [sorted(rows) for rows in src.intervals(shape, rank)]
+    return whole - math.prod(overlap(tuple(a), tuple(b)) for a, b in zip(kept, held, strict=True))
+
+
+def _on_node(shape: tuple[int, int], src: Layout, dst: Layout, rank: int, per_node: int) -> bool:
+    """Whether ranks on the node of `rank` hold all rows that it keeps."""
+    if not per_node:
+        return True
+    start = rank // per_node * per_node
+    near: Sequence[int] = [r for r in range(start, start + per_node) if r in src.mesh]
+    kept = tuple(sorted(dst.intervals(shape, rank)[0]))
+    shares = {tuple(sorted(src.intervals(shape, r)[0])) for r in near}  # replicas hold equal rows
+    return sum(overlap(kept, rows) for rows in shares) >= sum(b - a for a, b in kept)

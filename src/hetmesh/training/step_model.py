@@ -1,0 +1,51 @@
+"""The StepModel of a recipe: the sizes of its modules, its machine, and a CPU's peak where the machine has none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hetmesh.cost import Machine, Profile, load_machine
+from hetmesh.errors import RecipeError
+from hetmesh.graph import ModuleGraph
+from hetmesh.simulate import StepModel
+from hetmesh.training.meter import measure_peak
+from hetmesh.training.module_shapes import module_shapes
+
+if TYPE_CHECKING:
+    from hetmesh.models import Adapter
+    from hetmesh.recipe.recipe import Recipe
+
+
+def recipe_step_model(
+    recipe: Recipe,
+    graph: ModuleGraph,
+    adapters: Mapping[str, Adapter],
+    *,
+    machine: Machine | None = None,
+    profile: Profile | None = None,
+) -> StepModel:
+    """What predicts the steps of `recipe`.
+
+    Args:
+        graph, adapters: from `hetmesh.training.job.describe`.
+        machine: default: that of `[metrics] machine`, else a CPU, whose missing peaks are measured here.
+        profile: its fitted seconds take the place of the analytic ones for every layer.
+
+    Raises:
+        RecipeError: a module cannot be built on the meta device, so that its sizes are not known, or the machine is
+            unknown.
+    """
+    machine = machine or load_machine(recipe.metrics.machine or "cpu")
+    shapes = {}
+    for name, shape in module_shapes(recipe, adapters).items():
+        if shape is None:
+            raise RecipeError(f"modules.{name}: its costs are not known, since it cannot be built on the meta device")
+        shapes[name] = shape
+    if profile is None and machine.name == "cpu":
+        used = {module.options.row_dtype for module in graph.modules}
+        kinds = {str(dtype).removeprefix("torch."): dtype for dtype in sorted(used, key=str)}
+        missing = {kind: measure_peak(dtype) for kind, dtype in kinds.items() if machine.peak(kind) is None}
+        machine = replace(machine, peak_flops={**machine.peak_flops, **missing})
+    return StepModel(graph, shapes, machine, profile=profile, optimizer=recipe.optimizer.name)

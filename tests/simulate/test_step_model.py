@@ -1,0 +1,136 @@
+"""StepModel: packed and context-parallel work, transfers against their plans, one memory for all who ask."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hetmesh.attention.plan import fetch_order
+from hetmesh.balance import edge_layouts, plan_batch
+from hetmesh.cost import Machine, Rates, Work, activation_bytes, layer_time, load_machine
+from hetmesh.data.loader import Loader
+from hetmesh.graph import Stage
+from hetmesh.layout import plan_transfer
+from hetmesh.layout.intervals import extent
+from hetmesh.recipe.recipe import load_recipe
+from hetmesh.report.explain import explain
+from hetmesh.simulate import LayerCosts, rank_work
+from hetmesh.simulate.layer_costs import PARTS, How
+from hetmesh.training.job import describe, make_prepare, recipe_schedule
+from hetmesh.training.module_shapes import module_shapes
+from hetmesh.training.step_model import recipe_step_model
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+MACHINE = Machine("test", "", {"float32": 1e9}, memory_bandwidth=1e10, node_bandwidth=1e9, efficiency=1.0)
+LLM = Stage("llm")
+
+
+def setup(name, *overrides):
+    recipe = load_recipe(RECIPES / name, overrides)
+    source, adapters, graph = describe(recipe)
+    loader = Loader(source, recipe.batch.global_batch_size, make_prepare(recipe, graph, adapters), seed=0)
+    plan = plan_batch(graph, [d.meta for d in loader.batch(0)], recipe.batch.microbatch_size)
+    return recipe, adapters, graph, plan, recipe_schedule(recipe, graph, plan.num_microbatches)
+
+
+def costs_of(name, *overrides, machine=MACHINE):
+    recipe, adapters, graph, plan, schedule = setup(name, *overrides)
+    return recipe_step_model(recipe, graph, adapters, machine=machine).costs(plan, schedule)
+
+
+def test_packed_lanes_compute_their_tokens_and_padded_ones_the_longest():
+    *_, padded, _ = setup("digits_single.toml")
+    *_, packed, _ = setup("digits_single.toml", "--training.pack_samples", "true")
+    (a,), (b,) = rank_work(padded, "llm", 0), rank_work(packed, "llm", 0)
+    lengths = [s.tokens for s in (packed.samples[i] for i in packed.samples_of("llm", 0, 0))]
+    assert b.work.rows == sum(lengths) < a.work.rows == len(lengths) * max(lengths)
+    assert b.work.targets == a.work.targets
+    assert 2 * sum(n * (n + 1) // 2 for n in lengths) <= b.work.pairs
+
+
+def test_context_parallel_ranks_share_tokens_targets_and_entries():
+    *_, plan, _ = setup("digits_long.toml")
+    for m in range(plan.num_microbatches):
+        found = rank_work(plan, "llm", m)
+        assert len(found) == 4  # two lanes of two ranks
+        for lane in range(2):
+            ranks = found[2 * lane : 2 * lane + 2]
+            samples = [plan.samples[i] for i in plan.samples_of("llm", m, lane)]
+            assert sum(r.work.rows for r in ranks) == sum(s.tokens for s in samples)
+            assert sum(r.work.targets for r in ranks) == sum(s.num_targets for s in samples)
+            shares, mask = plan.lane_tokens("llm", m, lane).shares, plan.lane_mask("llm", m, lane)
+            taken = fetch_order(mask, shares, None, 256)
+            assert [r.fetched for r in ranks] == [sum(extent(chunk[i]) for chunk in taken) for i in range(2)]
+            assert sum(r.served for r in ranks) == sum(r.fetched for r in ranks)
+
+
+def test_an_encoder_shares_rows_along_cp():
+    tables = ("--parallelism.vision.context_parallel_degree", "2")
+    tables += ("--parallelism.vision.data_parallel_replicate_degree", "1")
+    *_, plan, _ = setup("digits_qwen3vl.toml", *tables)
+    ranks = rank_work(plan, "vision", 0)
+    assert len(ranks) == 2
+    assert sum(r.work.rows for r in ranks) == sum(
+        plan.samples[i].rows["vision"] for i in plan.samples_of("vision", 0, 0)
+    )
+    assert all(r.work.rows for r in ranks)
+
+
+def test_keys_are_fetched_and_gradients_summed_over_cp():
+    slow = replace(MACHINE, peak_flops={"float32": 1e12}, node_bandwidth=1e7)
+    costs = costs_of("digits_long.toml", machine=slow)
+    cost = costs.stages[LLM, 0]
+    free = costs_of("digits_long.toml", machine=replace(slow, node_bandwidth=0.0)).stages[LLM, 0]
+    assert cost.collectives_forward > free.collectives_forward == 0
+    assert cost.collectives_backward > cost.collectives_forward  # the keys again, and their gradients
+    one_lane = costs_of(
+        "digits_long.toml",
+        *("--parallelism.llm.data_parallel_replicate_degree", "1"),
+        *("--parallelism.llm.ranks", "0-1"),
+        machine=slow,
+    )
+    assert 0 < one_lane.reduce[LLM] < costs.reduce[LLM]  # over cp alone, over both
+
+
+def test_fetches_hide_behind_attention():
+    fast = replace(MACHINE, peak_flops={"float32": 1e7}, node_bandwidth=1e12)
+    cost = costs_of("digits_long.toml", machine=fast).stages[LLM, 0]
+    assert cost.collectives_forward < 0.3 * cost.forward  # only the last chunk is computed after it came
+
+
+@pytest.mark.parametrize(
+    "name", ["digits_cp_pp.toml", "digits_overlapping.toml", "digits_fsdp.toml", "digits_long.toml"]
+)
+def test_bytes_of_transfers_are_those_of_their_plans(name):
+    recipe, adapters, graph, plan, schedule = setup(name)
+    costs = recipe_step_model(recipe, graph, adapters, machine=MACHINE).costs(plan, schedule)
+    for edge in schedule.stages.edges:
+        for m in range(schedule.microbatches):
+            shape, src, dst = edge_layouts(plan, edge, m)
+            way = plan_transfer(shape, src, dst)
+            for each, there in ((edge, way), (edge.reversed, way.transpose())):
+                if (each, m) in costs.transfers:
+                    most = max(there.bytes_received(rank, 4) for rank in there.dst.mesh.ranks)
+                    assert costs.transfers[each, m].bytes == most
+
+
+def test_explain_and_simulation_know_one_memory():
+    recipe, adapters, graph, plan, schedule = setup("digits_cp_pp.toml")
+    costs = recipe_step_model(recipe, graph, adapters, machine=MACHINE).costs(plan, schedule)
+    view = explain(recipe)
+    assert {rank: view.memory(rank) for rank in graph.ranks} == dict(costs.static_bytes)
+
+
+def test_coefficients_are_what_layers_cost():
+    recipe, adapters, *_ = setup("digits.toml")
+    machine = load_machine("h100")
+    known, work = LayerCosts(machine), Work(700, 90_000, 33)
+    for layer in module_shapes(recipe, adapters)["llm"].layers:
+        for upstream, again in ((False, False), (True, False), (True, True)):
+            how = How("float32", 4, upstream, again, (0, 1))
+            made = dict(zip(PARTS, (1, work.rows, work.pairs, work.targets) @ known.of(layer, how), strict=True))
+            time = layer_time(layer, work, Rates.of(machine, "float32"), upstream=upstream, tp=2, recompute=again)
+            for part in ("forward", "backward_input", "backward_weight", "recompute"):
+                assert made[part] == pytest.approx(getattr(time, part), rel=1e-6, abs=1e-12)
+            kept = activation_bytes(layer, work, 4, upstream=upstream, tp=2, recompute=again)
+            assert made["kept"] == pytest.approx(kept, abs=3)
