@@ -1,5 +1,10 @@
 """Every error hetmesh raises on purpose. Each message names the thing, what was given and what is valid."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class HetmeshError(Exception):
     """Base of all errors below; catch it to catch any of them."""
@@ -47,3 +52,27 @@ class LaunchError(HetmeshError, RuntimeError):
 
 class CheckpointError(HetmeshError, OSError):
     """A checkpoint cannot be written or read, or its bytes have changed. The message names the file and what to do."""
+
+
+class Refusals:
+    """Collects what is wrong with a recipe, so that all of it is said at once, a line each."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def add(self, message: str) -> None:
+        """Note one thing that is wrong."""
+        self.said.append(message)
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Note the RecipeErrors of a block instead of raising them."""
+        try:
+            yield
+        except RecipeError as error:
+            self.said += str(error).split("\n")
+
+    def finish(self) -> None:
+        """Raise RecipeError if anything was noted."""
+        if self.said:
+            raise RecipeError("\n".join(dict.fromkeys(self.said)))

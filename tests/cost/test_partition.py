@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetmesh.cost import Chain, StageMemory, evaluate, find_partition, partition, stage_costs, stage_counts
+from hetmesh.cost import Chain, StageMemory, find_partition, partition, stage_costs, stage_counts, time_of_cuts
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec
 from hetmesh.layout import MeshSpec
@@ -95,7 +95,7 @@ def brute_counts(g, chains, ranks, microbatches):
             legal = [c for c in cuts(len(chains[name].costs), count) if fits(chains[name].memory, held, c)]
             each.append([(name, c) for c in legal])
         for choice in itertools.product(*each):
-            score = evaluate(g, chains, dict(choice), microbatches).seconds
+            score = time_of_cuts(g, chains, dict(choice), microbatches).seconds
             best = score if best is None else min(best, score)
     return best
 
@@ -134,6 +134,6 @@ def test_a_frozen_encoder_gives_its_ranks_to_the_llm():
     aware = stage_counts(g, chains, 8, 16)
     assert {n: len(c) for n, c in aware.layers.items()} == {"e0": 2, "llm": 6}
     blind = stage_counts(g, {n: c if n == "projector" else c.blind for n, c in chains.items()}, 8, 16)
-    assert evaluate(g, chains, blind.layers, 16).seconds >= aware.seconds
+    assert time_of_cuts(g, chains, blind.layers, 16).seconds >= aware.seconds
     assert len(blind.layers["e0"]) == 4
     assert aware.critical == 32

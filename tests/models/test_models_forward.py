@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from hetmesh.data.source import Sample
 from hetmesh.errors import BoundaryError
-from hetmesh.graph.module_graph import BoundarySpec
 from hetmesh.graph.sample import MediaItem, SampleMeta
+from hetmesh.graph.topology import BoundarySpec
 from hetmesh.models import build_module, make_adapters
 
 IMAGE, SKETCH, VOCAB = 1, 2, 23

@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from hetmesh.data.source import Sample
 from hetmesh.errors import RecipeError, SampleError
-from hetmesh.graph.module_graph import BoundarySpec
 from hetmesh.graph.sample import MediaItem, SampleMeta
+from hetmesh.graph.topology import BoundarySpec
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.models import build_module, make_adapters
 from hetmesh.parallel import parallelize, reduce_gradients

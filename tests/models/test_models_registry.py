@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hetmesh.errors import BoundaryError, RecipeError
-from hetmesh.graph.module_graph import BoundarySpec
+from hetmesh.graph.topology import BoundarySpec
 from hetmesh.models import build_module, make_adapters
 
 VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}

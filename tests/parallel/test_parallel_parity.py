@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from hetmesh.boundary import device_mesh
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.expand import expand, expand_tokens
-from hetmesh.graph.module_graph import BoundarySpec
+from hetmesh.graph.topology import BoundarySpec
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.models import build_module, make_adapters
 from hetmesh.parallel import (

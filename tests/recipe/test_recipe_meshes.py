@@ -12,7 +12,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph import ModuleOptions
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.recipe.batch_sizes import batch_sizes
-from hetmesh.recipe.meshes import module_meshes, world_size
+from hetmesh.recipe.module_options import module_options
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.recipe.sections import parse_ranks
 
@@ -37,7 +37,7 @@ at = "audio"
 
 
 def meshes(text: str) -> dict[str, MeshSpec]:
-    return module_meshes(parse_recipe(MODULES + text))
+    return dict(parse_recipe(MODULES + text).meshes())
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_run_wide_keys_give_no_layout():
 
 
 def test_world_size_counts_idle_ranks():
-    assert world_size(parse_recipe(MODULES + "[parallelism]\nllm = {ranks = [2, 6]}")) == 7
+    assert parse_recipe(MODULES + "[parallelism]\nllm = {ranks = [2, 6]}").world_size == 7
 
 
 @given(dp=st.integers(1, 4), tp=st.integers(1, 4), first=st.integers(0, 5), infer=st.booleans())
@@ -170,7 +170,7 @@ def test_options_come_with_the_mesh_and_own_keys_go_first():
         compute_dtype=torch.bfloat16,
         compile_backend="eager",
     )
-    options = {module.name: module.options for module in recipe.graph.modules}
+    options = {name: module_options(recipe, name) for name in recipe.modules}
     assert options["audio"] == common
     assert options["projector"] == options["vision"] == replace(common, reshard_after_forward="never")
     assert options["llm"] == ModuleOptions("never", "none", sequence_parallel=True, compile_backend="eager")

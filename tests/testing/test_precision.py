@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from hetmesh.graph.module_graph import BoundarySpec
+from hetmesh.graph.topology import BoundarySpec
 from hetmesh.models import build_module, make_adapters
 from hetmesh.testing.precision import exact_dtypes
 

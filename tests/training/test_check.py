@@ -1,16 +1,22 @@
-"""What `check_recipe` finds in a recipe that parsed, with a small stand-in for adapters."""
+"""What is found wrong with a recipe that parsed, with a small stand-in for adapters; and its summary."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from torch import nn
 
 from hetmesh.errors import RecipeError
-from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.training.check import check_recipe, count_parameters, ranks_text
+from hetmesh.models import Abilities
+from hetmesh.models.adapter import NONE
+from hetmesh.recipe.recipe import load_recipe, parse_recipe
+from hetmesh.training.describe import describe
+from hetmesh.training.refusals import check_recipe
+from hetmesh.training.summary import count_parameters, ranks_text, summary
 
+DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
 TEXT = """
 [modules]
 vision = { model = "siglip" }
@@ -32,6 +38,7 @@ llm = { ranks = "2-4", tensor_parallel_degree = 3 }
 @dataclass
 class Adapter:
     sizes: Mapping[str, int] = field(default_factory=dict)
+    abilities: Abilities = NONE
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
         return self.sizes
@@ -79,7 +86,7 @@ def test_the_summary_says_what_the_recipe_does():
         TEXT.replace("tensor_parallel_degree = 3", "pipeline_parallel_microbatch_size = 4"),
         ("--job.description", "three towers", "--training.steps", "7", "--parallelism.vision.ranks", "[0]"),
     )
-    assert check_recipe(recipe, {"vision": Adapter(), "llm": Adapter({"num_attention_heads": 0})}) == [
+    assert list(summary(recipe, {"vision": Adapter(), "llm": Adapter({"num_attention_heads": 0})})) == [
         "three towers",
         "5 ranks, 7 steps of 24 samples",
         "each step: 3 lanes of llm x 2 microbatches x 4 samples, schedule sequential",
@@ -90,7 +97,42 @@ def test_the_summary_says_what_the_recipe_does():
         "  vision -> projector",
         "  projector -> llm at 'image'",
         "note: no module uses rank 1",
+        "note: not given, and not torchtitan's default: training.mixed_precision_param = 'float32' (torchtitan: "
+        "'bfloat16'); activation_checkpoint.mode = 'none' (torchtitan: 'selective'); lr_scheduler.warmup_steps = 0 "
+        "(torchtitan: 200); parallelism.llm.data_parallel_shard_degree = 1 (torchtitan: -1)",
     ]
+
+
+def test_what_a_recipe_gives_or_has_no_use_for_is_no_default_to_mention():
+    keys = ("--training.mixed_precision_param", "float32", "--activation_checkpoint.mode", "none")
+    shards = ("--parallelism.vision.data_parallel_shard_degree", "1")
+    recipe = parse_recipe(TEXT, (*keys, *shards, "--lr_scheduler.warmup_steps", "0"))
+    assert [line for line in summary(recipe, {}) if "torchtitan" in line] == [
+        "note: not given, and not torchtitan's default: parallelism.llm.enable_sequence_parallel = False "
+        "(torchtitan: True)"
+    ]
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    text = TEXT + "[training]\npack_samples = true\nenable_cpu_offload = true\ndtype = 'float64'\n"
+    recipe = parse_recipe(text, ("--modules.vision.mixed_precision_param", "bfloat16"))
+    llm = Adapter({"heads": 4}, Abilities(attention_dropout=0.5))
+    with pytest.raises(RecipeError) as caught:
+        check_recipe(recipe, {"vision": Adapter(), "projector": Adapter(), "llm": llm}, ["picture"])
+    said = str(caught.value).splitlines()
+    assert [line.split(" ")[0] for line in said] == [
+        "modules.vision.mixed_precision_param",
+        "training.enable_cpu_offload:",
+        "boundaries[1].at",
+        "parallelism.llm.tensor_parallel_degree",
+        "training.pack_samples:",
+        "modules.llm.config.attention_dropout",
+        "modules.llm.config.attention_dropout",
+    ]
+    assert said[-1] == (
+        "modules.llm.config.attention_dropout = 0.5: hetmesh's own attention, which training.pack_samples needs, drops "
+        "nothing; set it to 0"
+    )
 
 
 def test_parameters_are_counted_without_being_made():
@@ -104,3 +146,19 @@ def test_parameters_are_counted_without_being_made():
 )
 def test_ranks_text(ranks, text):
     assert ranks_text(ranks) == text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (("--training.pack_samples", "true"), "training.pack_samples"),
+        (("--parallelism.llm.context_parallel_degree", "2"), "parallelism.llm.context_parallel_degree = 2"),
+        (("--modules.llm.attention_mask", "isolated_media"), "modules.llm.attention_mask = 'isolated_media'"),
+    ],
+)
+def test_attention_dropout_is_refused_where_attention_is_hetmeshs_own(overrides, key):
+    dropout = ("--modules.llm.config.attention_dropout", "0.1")
+    says = f"modules.llm.config.attention_dropout = 0.1: hetmesh's own attention, which {key} needs, drops nothing"
+    with pytest.raises(RecipeError, match=re.escape(says)):
+        describe(load_recipe(DIGITS, (*overrides, *dropout, "--parallelism.llm.tensor_parallel_degree", "1")))
+    describe(load_recipe(DIGITS, (*dropout, "--parallelism.llm.tensor_parallel_degree", "1")))

@@ -4,11 +4,8 @@ import pytest
 
 from hetmesh.cost import LayerShape, ModuleShape, WeightShape, Work
 from hetmesh.errors import RecipeError
-from hetmesh.graph import ModuleSpec
-from hetmesh.layout import MeshSpec
 from hetmesh.training.default_splits import default_splits
 
-MODULE = ModuleSpec("llm", MeshSpec.make([0], dp_replicate=1))
 WORK = Work(100, 1000, 10)
 
 
@@ -28,7 +25,7 @@ def llm(blocks, trainable=True, head=4):
 
 
 def cut(shape, stages, upstream=False, work=WORK):
-    return default_splits(MODULE, shape, stages, upstream_trainable=upstream, work=work)
+    return default_splits(shape, stages, upstream_trainable=upstream, work=work)
 
 
 def test_layers_without_flops_go_with_a_neighbour():
@@ -59,7 +56,7 @@ def test_first_layers_that_share_a_stage_leave_none_empty():
 
     def cut_together(stages):
         together = ("embed", "b0")
-        return default_splits(MODULE, llm(2), stages, upstream_trainable=False, work=WORK, together=together)
+        return default_splits(llm(2), stages, upstream_trainable=False, work=WORK, together=together)
 
     assert cut_together(4) == (("embed", "b0"), ("b1",), ("norm",), ("head",))
     with pytest.raises(RecipeError, match=r"for 5 layers, of which .* share a stage; valid are 1 to 4"):

@@ -12,8 +12,9 @@ from hetmesh.graph import Stage
 from hetmesh.models.lora import add_lora, base_name, is_adapter
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.testing.parity import compare, reference, run
+from hetmesh.training.describe import describe
 from hetmesh.training.feed import Feed
-from hetmesh.training.initial_load import load_weights
+from hetmesh.training.initial_load import load_initial_weights
 from hetmesh.training.job import Job
 from hetmesh.training.trainer import Trainer
 
@@ -125,7 +126,9 @@ def save_then_load(rank, folder, second):
     saved = {k: v.to_local() if hasattr(v, "to_local") else v for k, v in trainer.job.root.state_dict().items()}
     job = Job.assemble(second, world)
     before = {k: v.clone() for k, v in job.root.state_dict().items()}
-    load_weights(world, job.root, Path(folder) / "checkpoint" / "step-2", second.checkpoint.exclude_from_loading)
+    load_initial_weights(
+        world, job.root, Path(folder) / "checkpoint" / "step-2", second.checkpoint.exclude_from_loading
+    )
     wrong = []
     for name, value in job.root.state_dict().items():
         value = value.to_local() if hasattr(value, "to_local") else value
@@ -146,7 +149,7 @@ def test_a_run_starts_from_the_weights_of_another(pool4, tmp_path):
 def refused(rank, folder, exclude, overrides):
     job = Job.assemble(recipe_of("digits", *overrides), World.current())
     with pytest.raises(RecipeError) as caught:
-        load_weights(World.current(), job.root, Path(folder), exclude)
+        load_initial_weights(World.current(), job.root, Path(folder), exclude)
     return str(caught.value)
 
 
@@ -163,7 +166,7 @@ def test_weights_that_do_not_fit_are_named(pool4, tmp_path):
 
 
 def test_gradients_stop_where_nothing_upstream_is_trainable():
-    stages = recipe_of("digits", "--modules.vision.trainable=false").graph
+    _, _, stages = describe(recipe_of("digits", "--modules.vision.trainable=false"))
     assert not stages.backward_reaches("vision")
     assert stages.backward_reaches("projector")
     assert Stage("vision").index == 0

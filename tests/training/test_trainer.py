@@ -14,7 +14,7 @@ from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.dump_folder import trim_metrics
-from hetmesh.training.job import describe, make_prepare
+from hetmesh.training.describe import describe, make_prepare
 from hetmesh.training.metrics import StepMetrics
 from hetmesh.training.modules import full_module
 from hetmesh.training.reporter import Reporter

@@ -7,7 +7,6 @@ chunk; the memory of a rank then depends on the size of a chunk, not on the numb
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -16,6 +15,7 @@ import numpy as np
 from hetmesh.attention.key_blocks import BLOCK, Blocks, Buffer, KernelCalls, PartialMasks
 from hetmesh.context import Mask, needed_keys, tile_intervals
 from hetmesh.context.sources import merge, ragged
+from hetmesh.context.token_owners import cut_out
 from hetmesh.layout import Intervals, RowSplit
 from hetmesh.layout.intervals import coalesce, extent
 
@@ -116,7 +116,7 @@ def fetch_order(
         for start in range(0, int(sizes.max()), chunk):
             part = np.clip(sizes - start, 0, chunk)
             gives = np.roll(part, step)  # coordinate r takes from r + step
-            taken = tuple(_rows(pieces[r][step], start, start + chunk) for r in range(ranks))
+            taken = tuple(cut_out(pieces[r][step], start, start + chunk) for r in range(ranks))
             if chunks and max((received + part).max(), (sent + gives).max()) <= chunk:
                 received, sent = received + part, sent + gives
                 chunks[-1] = tuple(a + b for a, b in zip(chunks[-1], taken, strict=True))
@@ -181,17 +181,6 @@ def _planned(taken: tuple[Intervals, ...], shares: tuple[Intervals, ...], coordi
     )
 
 
-def _rows(runs: Sequence[tuple[int, int]], start: int, stop: int) -> Intervals:
-    """Rows [start, stop) of the concatenation of intervals."""
-    out, at = [], 0
-    for a, b in runs:
-        low, high = max(start, at), min(stop, at + b - a)
-        if low < high:
-            out.append((a + low - at, a + high - at))
-        at += b - a
-    return tuple(out)
-
-
 def _gathered(shares: tuple[Intervals, ...], coordinate: int, blocks: Blocks, chunk: int) -> tuple[Gathered, ...]:
     longest = max(map(extent, shares))
     step = max(1, chunk // len(shares))
@@ -208,7 +197,7 @@ def _all_of(shares: tuple[Intervals, ...], coordinate: int, start: int, rows: in
     at: list[int] = []
     for other, share in enumerate(shares):
         row = other * rows
-        for a, b in _rows(share, start, start + rows) if other != coordinate else ():
+        for a, b in cut_out(share, start, start + rows) if other != coordinate else ():
             runs.append((a, b))
             at.append(row)
             row += b - a

@@ -25,12 +25,19 @@ def checked(recipe: Recipe) -> list[str]:
     """The summary of `recipe`, after every check that one process can make.
 
     Raises:
-        RecipeError: the first thing that is wrong.
+        RecipeError: everything that is wrong, a line each.
     """
-    from hetmesh.training.check import check_recipe
+    from hetmesh.errors import Refusals
+    from hetmesh.training.describe import describe
     from hetmesh.training.held_out import held_out_source
-    from hetmesh.training.job import describe
+    from hetmesh.training.summary import summary
 
-    source, adapters, _ = describe(recipe)
-    held_out_source(recipe)
-    return check_recipe(recipe, adapters, source.placeholders)
+    refusals, adapters = Refusals(), None
+    with refusals.collect():
+        _, adapters, _ = describe(recipe)
+    if not refusals.said:  # without a source there are no splits either
+        with refusals.collect():
+            held_out_source(recipe)
+    refusals.finish()
+    assert adapters is not None
+    return list(summary(recipe, adapters))

@@ -22,7 +22,7 @@ from hetmesh.cost.machine import MACHINES, Machine, find_machine, load_machine
 from hetmesh.cost.memory import StaticMemory, module_memory, static_memory
 from hetmesh.cost.partition import StageMemory, find_partition, partition, stage_costs
 from hetmesh.cost.shapes import LayerShape, ModuleShape, WeightShape
-from hetmesh.cost.stage_counts import Chain, StageCounts, evaluate, stage_counts
+from hetmesh.cost.stage_counts import Chain, StageCounts, stage_counts, time_of_cuts
 from hetmesh.cost.step_costs import StageCost, StepCosts, TransferCost
 from hetmesh.cost.work import Work, computed_work, imbalance, lane_work, sample_work, total_work
 
@@ -49,7 +49,6 @@ __all__ = [
     "Work",
     "activation_bytes",
     "computed_work",
-    "evaluate",
     "find_machine",
     "find_partition",
     "fit",
@@ -69,6 +68,7 @@ __all__ = [
     "stage_costs",
     "stage_counts",
     "static_memory",
+    "time_of_cuts",
     "total_work",
     "upstream_flags",
 ]

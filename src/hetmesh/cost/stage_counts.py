@@ -82,7 +82,7 @@ def stage_counts(graph: ModuleGraph, chains: Mapping[str, Chain], ranks: int, mi
         cuts = {n: _cut(graph, chains, n, stages, microbatches, found) for n in names}
         if any(cut is None for cut in cuts.values()):
             continue
-        score = evaluate(graph, chains, {n: cut for n, cut in cuts.items() if cut}, microbatches)
+        score = time_of_cuts(graph, chains, {n: cut for n, cut in cuts.items() if cut}, microbatches)
         if best is None or score.seconds < best.seconds * (1 - 1e-12):
             best = score
     if best is None:
@@ -92,7 +92,7 @@ def stage_counts(graph: ModuleGraph, chains: Mapping[str, Chain], ranks: int, mi
     return best
 
 
-def evaluate(
+def time_of_cuts(
     graph: ModuleGraph, chains: Mapping[str, Chain], cuts: Mapping[str, Sequence[int]], microbatches: int
 ) -> StageCounts:
     """T of given cuts, by the costs of `chains`."""

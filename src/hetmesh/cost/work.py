@@ -9,7 +9,7 @@ from typing import Protocol
 from hetmesh.graph import ModuleGraph, SampleMeta
 
 
-class Assignment(Protocol):
+class PlannedSamples(Protocol):
     """A `hetmesh.balance.BatchPlan`, as far as it matters here (balance may use costs, so costs cannot import it)."""
 
     @property
@@ -55,7 +55,7 @@ def sample_work(graph: ModuleGraph, name: str, sample: SampleMeta) -> Work:
     return Work(rows, round(sum((rows * item / reaching) ** 2 for item in items)) if reaching else 0)
 
 
-def lane_work(plan: Assignment, name: str) -> tuple[tuple[Work, ...], ...]:
+def lane_work(plan: PlannedSamples, name: str) -> tuple[tuple[Work, ...], ...]:
     """The work of module `name` per microbatch and lane."""
     graph = plan.graph
     each = [sample_work(graph, name, sample) for sample in plan.samples]

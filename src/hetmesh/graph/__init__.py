@@ -1,10 +1,11 @@
 """The static module graph, its stages, and the facts of samples that flow through it."""
 
-from hetmesh.graph.module_graph import LANE_AXES, Activation, BoundarySpec, ModuleGraph, ModuleSpec, output_key
+from hetmesh.graph.module_graph import LANE_AXES, Activation, ModuleGraph, ModuleSpec
 from hetmesh.graph.module_options import CheckpointMode, ModuleOptions, Reshard
 from hetmesh.graph.rows import RowSpace
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.graph.stages import Edge, Stage, StageGraph, boundary_edge, stage_graph
+from hetmesh.graph.topology import BoundarySpec, Topology, output_key
 
 __all__ = [
     "LANE_AXES",
@@ -21,6 +22,7 @@ __all__ = [
     "SampleMeta",
     "Stage",
     "StageGraph",
+    "Topology",
     "boundary_edge",
     "output_key",
     "stage_graph",

@@ -9,6 +9,7 @@ from functools import cached_property
 from hetmesh.errors import GraphError
 from hetmesh.graph.module_options import DEFAULT, ModuleOptions
 from hetmesh.graph.sample import SampleMeta
+from hetmesh.graph.topology import BoundarySpec, Topology
 from hetmesh.layout.mesh import MeshSpec
 
 LANE_AXES = ("dp_replicate", "dp_shard")
@@ -128,39 +129,6 @@ class ModuleSpec:
 
 
 @dataclass(frozen=True)
-class BoundarySpec:
-    """An edge of the graph: rows of `source` go to `destination`.
-
-    Attributes:
-        at: the placeholder whose tokens the rows replace; None where the destination consumes rows as such.
-        output: which output of the source it carries: `""` is the rows, others have names (`"deepstack.0"`). All have
-            one row for each of the rows, of the same width.
-        layer: the layer of the destination that an output with a name goes to: it is added to the tokens behind it.
-    """
-
-    source: str
-    destination: str
-    at: str | None = None
-    output: str = ""
-    layer: str | None = None
-
-    @property
-    def name(self) -> str:
-        """How logs and errors call it: `"vision->projector"`, `"vision.deepstack.0->llm"`."""
-        return f"{self.key}->{self.destination}"
-
-    @property
-    def key(self) -> str:
-        """What the destination knows its rows by among its inputs."""
-        return output_key(self.source, self.output)
-
-
-def output_key(module: str, output: str = "") -> str:
-    """What consumers know an output of a module by: the module's name for its rows, `vision.deepstack.0` for others."""
-    return f"{module}.{output}" if output else module
-
-
-@dataclass(frozen=True)
 class ModuleGraph:
     """A DAG of modules with one sink (the module that computes the loss).
 
@@ -172,24 +140,14 @@ class ModuleGraph:
     boundaries: tuple[BoundarySpec, ...] = ()
 
     def __post_init__(self) -> None:
-        names = [m.name for m in self.modules]
-        if len(set(names)) != len(names):
-            raise GraphError(f"modules must have distinct names: {names}")
-        for b in self.boundaries:
-            for end in (b.source, b.destination):
-                if end not in names:
-                    raise GraphError(f"boundary {b.name}: there is no module {end!r}; modules are {names}")
-        ends = [b.name for b in self.boundaries]
-        if len(set(ends)) != len(ends):
-            raise GraphError(f"at most one boundary per output between two modules: {ends}")
-        for b in self.boundaries:
+        for b in self.topology.boundaries:
             if b.layer is not None and b.layer not in self[b.destination].layers:
                 raise GraphError(f"boundary {b.name}: {b.destination!r} has no layer {b.layer!r}")
-        sinks = [n for n in names if all(b.source != n for b in self.boundaries)]
-        if len(sinks) != 1:
-            raise GraphError(f"exactly one module may have no consumer (it computes the loss), got {sinks}")
-        if len(self.order) != len(names):
-            raise GraphError(f"boundaries form a cycle among {sorted(set(names) - set(self.order))}")
+
+    @cached_property
+    def topology(self) -> Topology:
+        """Who feeds whom, by name."""
+        return Topology(tuple(m.name for m in self.modules), self.boundaries)
 
     @cached_property
     def _by_name(self) -> dict[str, ModuleSpec]:
@@ -198,15 +156,10 @@ class ModuleGraph:
     def __getitem__(self, name: str) -> ModuleSpec:
         return self._by_name[name]
 
-    @cached_property
+    @property
     def order(self) -> tuple[str, ...]:
         """Module names, producers before consumers; ties in the order given."""
-        done: list[str] = []
-        pending = [m.name for m in self.modules]
-        while ready := [n for n in pending if all(b.source in done for b in self.inputs(n))]:
-            done.append(ready[0])
-            pending.remove(ready[0])
-        return tuple(done)
+        return self.topology.order
 
     @cached_property
     def sink(self) -> ModuleSpec:
@@ -225,11 +178,11 @@ class ModuleGraph:
 
     def inputs(self, name: str) -> tuple[BoundarySpec, ...]:
         """Boundaries into module `name`, in the order given."""
-        return tuple(b for b in self.boundaries if b.destination == name)
+        return self.topology.inputs(name)
 
     def outputs(self, name: str) -> tuple[BoundarySpec, ...]:
         """Boundaries out of module `name`, in the order given."""
-        return tuple(b for b in self.boundaries if b.source == name)
+        return self.topology.outputs(name)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:

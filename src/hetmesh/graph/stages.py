@@ -6,7 +6,8 @@ import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
-from hetmesh.graph.module_graph import BoundarySpec, ModuleGraph, output_key
+from hetmesh.graph.module_graph import ModuleGraph
+from hetmesh.graph.topology import BoundarySpec, output_key
 
 
 @dataclass(frozen=True, slots=True, order=True)

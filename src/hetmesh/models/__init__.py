@@ -1,16 +1,17 @@
 """Adapters that turn ready-made models and users' own modules into members of a graph."""
 
-from hetmesh.models.adapter import Adapter, AdapterRequest, BoundaryLike, ModuleLike, SampleLike
+from hetmesh.models.adapter import Abilities, Adapter, AdapterRequest, BoundaryLike, ModuleLike, SampleLike
 from hetmesh.models.build import build_empty, build_module
 from hetmesh.models.load import check_weights, load_weights, stand_ins
 from hetmesh.models.lora import add_lora, lora_plan
 from hetmesh.models.multimodal_rope import sample_positions
 from hetmesh.models.registry import MODELS, make_adapters, pretrained_of
 from hetmesh.models.row_counts import module_rows, placeholder_rows
-from hetmesh.models.side_outputs import with_further_boundaries
+from hetmesh.models.side_outputs import with_side_outputs
 
 __all__ = [
     "MODELS",
+    "Abilities",
     "Adapter",
     "AdapterRequest",
     "BoundaryLike",
@@ -28,5 +29,5 @@ __all__ = [
     "pretrained_of",
     "sample_positions",
     "stand_ins",
-    "with_further_boundaries",
+    "with_side_outputs",
 ]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from hetmesh.graph.module_graph import Activation
 from hetmesh.graph.sample import SampleMeta
+from hetmesh.layout import Intervals
 from hetmesh.models.pretrained import Names, Pretrained
 
 
@@ -46,20 +48,50 @@ class SampleLike(Protocol):
     def media(self) -> Mapping[str, Sequence[Tensor]]: ...
 
 
+ItemGrid = Callable[[tuple[int, ...]], tuple[int, int, int]]
+"""From a media item's raw shape to the grid of its rows: frames, height, width."""
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What only some models can do. By default a model can do none of it, and is refused where it is needed.
+
+    Attributes:
+        activation: pipeline stages: what passes between its layers.
+        first_layers: FQNs of layers that stay together in the first stage.
+        token_sharded: sequence parallelism: FQNs of the submodules that work on a share of the tokens.
+        use_packed: samples in one row, and context parallelism: lets the module take them (hetmesh's own attention).
+        tokens_per_row: of an encoder whose ranks can share the tokens of its media: how many make one row.
+        share: of the same: what of a batch of `collate` belongs to the tokens kept, in their order.
+        side_outputs: names of its outputs beside the rows.
+        layer_of_output: the layer behind which a side output of a producer is added; None: there is none.
+        position_ids: of an LLM with multimodal RoPE: the positions of an expanded sample, given the grids by media.
+        item_grid: of an encoder: the grid of an item's rows, from its raw shape.
+        attention_dropout: the share of attention probabilities that its own attention drops in training.
+    """
+
+    activation: Activation | None = None
+    first_layers: tuple[str, ...] = ()
+    token_sharded: tuple[str, ...] = ()
+    use_packed: Callable[[nn.Module], None] | None = None
+    tokens_per_row: int = 0
+    share: Callable[[Mapping[str, Tensor], Intervals], dict[str, Tensor]] | None = None
+    side_outputs: tuple[str, ...] = ()
+    layer_of_output: Callable[[str], str | None] | None = None
+    position_ids: Callable[[SampleMeta, Mapping[str, ItemGrid]], tuple[tuple[int, ...], ...]] | None = None
+    item_grid: ItemGrid | None = None
+    attention_dropout: float = 0.0
+
+
+NONE = Abilities()
+"""Of a model that can do nothing of that."""
+
+
 class Adapter(Protocol):
     """How one ready-made model takes part in a graph.
 
     Every member rank of a module calls `forward` in every microbatch, also when it has no samples, items or rows: the
     result then has zero rows and still reaches every parameter, which gets a zero gradient.
-
-    What only some models can do they say by further attributes; one that lacks them is refused where they are needed:
-
-    * pipeline stages: `activation` (a `graph.Activation`), `first_layers` (FQNs that stay together in the first stage);
-    * sequence parallelism: `token_sharded` (FQNs of the submodules that work on a share of the tokens);
-    * samples in one row, and context parallelism: `use_packed(module)`; of an encoder also `tokens_per_row` and
-      `share(batch, kept)`;
-    * outputs beside the rows: `side_outputs` (names), and on the other side `layer_of_output(name)`;
-    * multimodal RoPE: `position_ids(meta, grids)` of the LLM, `item_grid(shape)` of its encoders.
     """
 
     @property
@@ -80,6 +112,11 @@ class Adapter(Protocol):
     @property
     def checkpoint_unused(self) -> tuple[str, ...]:
         """Patterns (regular expressions) of the names of tensors in its checkpoints that the module has no use for."""
+        ...
+
+    @property
+    def abilities(self) -> Abilities:
+        """What it can do beyond that."""
         ...
 
     def build(self) -> nn.Module:
@@ -128,7 +165,7 @@ class Adapter(Protocol):
 
         Returns:
             Rows `[n, out_features]`, in sample order then position order; from the sink, logits `[num_targets, vocab]`
-            in the order of `batch["targets"]`. With side outputs (`side_outputs`) all by name, the rows as `""`.
+            in the order of `batch["targets"]`. With `Abilities.side_outputs` all by name, the rows as `""`.
         """
         ...
 

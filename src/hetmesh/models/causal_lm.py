@@ -13,7 +13,7 @@ from hetmesh.attention.in_transformers import use_in
 from hetmesh.errors import BoundaryError, RecipeError
 from hetmesh.graph.module_graph import Activation
 from hetmesh.graph.sample import SampleMeta
-from hetmesh.models.adapter import AdapterRequest, SampleLike
+from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
 from hetmesh.models.collate import collate_tokens
 from hetmesh.models.config_keys import positive_int, transformers_config
 from hetmesh.models.pretrained import prefixes
@@ -80,14 +80,19 @@ class CausalLMAdapter:
         return self.config.hidden_size
 
     @property
-    def activation(self) -> Activation:
-        return Activation(self.config.hidden_size, padded=True)
+    def abilities(self) -> Abilities:
+        return Abilities(
+            activation=Activation(self.config.hidden_size, padded=True),
+            token_sharded=self._token_sharded,
+            use_packed=self.use_packed,
+            attention_dropout=self.config.attention_dropout or 0.0,
+        )
 
     def build(self) -> nn.Module:
         return self.model_class(self.config)
 
     @property
-    def token_sharded(self) -> tuple[str, ...]:
+    def _token_sharded(self) -> tuple[str, ...]:
         # The mask of a sliding window would be built from the shape of a share.
         windows = "sliding_attention" in (getattr(self.config, "layer_types", None) or ())
         return () if windows else ("model.layers", "model.norm")

@@ -75,7 +75,7 @@ class ClipAdapter(ImageTowerAdapter):
         return self.config.num_hidden_layers + self.feature_layer + 1
 
     @property
-    def checkpoint_unused(self) -> tuple[str, ...]:  # type: ignore[override]
+    def checkpoint_unused(self) -> tuple[str, ...]:
         behind = (rf"encoder\.layers\.{i}\..*" for i in range(self._blocks, self.config.num_hidden_layers))
         return (r"post_layernorm\..*", r"embeddings\.position_ids", *behind)
 

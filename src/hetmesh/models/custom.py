@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from hetmesh.errors import BoundaryError, RecipeError, SampleError
 from hetmesh.graph.sample import SampleMeta
-from hetmesh.models.adapter import AdapterRequest, SampleLike
+from hetmesh.models.adapter import NONE, AdapterRequest, SampleLike
 from hetmesh.models.collate import collate_media, collate_tokens
 from hetmesh.models.config_keys import constructor_arguments, positive_int
 from hetmesh.models.pretrained import prefixes
@@ -51,6 +51,7 @@ class CustomAdapter:
     out_features: int | None = None
     checkpoint_names: ClassVar = prefixes("")
     checkpoint_unused: ClassVar = ()
+    abilities: ClassVar = NONE
 
     def build(self) -> nn.Module:
         return self.model_class(**self.arguments)
@@ -205,7 +206,8 @@ def _size(request: AdapterRequest, get: Any, key: str) -> int:
 
 
 def _fields(adapter: CustomAdapter) -> dict[str, Any]:
-    return {each.name: getattr(adapter, each.name) for each in fields(CustomAdapter)}
+    values = vars(adapter)
+    return {each.name: values[each.name] for each in fields(CustomAdapter)}
 
 
 def _is_names(value: Any) -> bool:  # a module may well hold its blocks in a ModuleList called `layers`

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.module_graph import Activation
 from hetmesh.graph.sample import SampleMeta
-from hetmesh.models.adapter import AdapterRequest, SampleLike
+from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
 from hetmesh.models.collate import collate_media
 from hetmesh.models.config_keys import positive_int
 from hetmesh.models.pretrained import Names, prefixes
@@ -45,7 +45,10 @@ class EncoderAdapter:
     media: str
     in_features: None = None
     checkpoint_names: ClassVar[tuple[Names, ...]] = prefixes("")
-    checkpoint_unused: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def checkpoint_unused(self) -> tuple[str, ...]:
+        return ()
 
     @property
     def out_features(self) -> int:
@@ -63,7 +66,21 @@ class EncoderAdapter:
 
     @property
     def activation(self) -> Activation:
+        """What passes between its blocks."""
         return Activation(self.out_features)
+
+    @property
+    def first_layers(self) -> tuple[str, ...]:
+        """Layers between which something else passes than between blocks: they share a pipeline stage."""
+        return ()
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(
+            activation=self.activation,
+            first_layers=self.first_layers,
+            attention_dropout=self.config.attention_dropout or 0.0,
+        )
 
     def encode(self, module: nn.Module, media: Tensor) -> Tensor:
         """Items `[n, *media_shape]`, n > 0 -> features `[n, rows_per_item, out_features]`.

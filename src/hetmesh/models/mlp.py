@@ -12,7 +12,7 @@ from torch.nn.functional import gelu
 
 from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import SampleMeta
-from hetmesh.models.adapter import AdapterRequest, SampleLike
+from hetmesh.models.adapter import NONE, AdapterRequest, SampleLike
 from hetmesh.models.config_keys import check_keys, positive_int
 from hetmesh.models.pretrained import prefixes
 
@@ -38,6 +38,7 @@ class MlpAdapter:
     out_features: int
     checkpoint_names: ClassVar = prefixes("", "multi_modal_projector.", "model.multi_modal_projector.")
     checkpoint_unused: ClassVar = ()
+    abilities: ClassVar = NONE
 
     @classmethod
     def make(cls, request: AdapterRequest) -> MlpAdapter | None:

@@ -9,13 +9,10 @@ import numpy as np
 
 from hetmesh.graph.module_graph import ModuleGraph
 from hetmesh.graph.sample import SampleMeta
-from hetmesh.models.adapter import Adapter
-
-ItemGrids = Mapping[str, Callable[[tuple[int, ...]], tuple[int, int, int]]]
-"""Kind of media -> from an item's raw shape to the grid of its rows: frames, height, width."""
+from hetmesh.models.adapter import Adapter, ItemGrid
 
 
-def multimodal_positions(meta: SampleMeta, grids: ItemGrids) -> tuple[tuple[int, ...], ...]:
+def multimodal_positions(meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> tuple[tuple[int, ...], ...]:
     """Three rows of `meta.tokens` positions each.
 
     Text counts on all three axes alike. The rows of an image start where the text before it ended, each at its own
@@ -24,6 +21,7 @@ def multimodal_positions(meta: SampleMeta, grids: ItemGrids) -> tuple[tuple[int,
 
     Args:
         meta: an expanded sample.
+        grids: by kind of media.
     """
     parts, token, position = [], 0, 0
     for item in meta.media:
@@ -44,12 +42,12 @@ def sample_positions(
     graph: ModuleGraph, adapters: Mapping[str, Adapter]
 ) -> Callable[[SampleMeta], tuple[tuple[int, ...], ...]] | None:
     """From an expanded sample to its positions, where the LLM's are not 0..tokens-1; None for any other LLM."""
-    positions = getattr(adapters[graph.sink.name], "position_ids", None)
+    positions = adapters[graph.sink.name].abilities.position_ids
     if positions is None:
         return None
     grids = {
-        b.at: cache(adapters[b.source].item_grid)  # type: ignore[attr-defined]
+        b.at: cache(grid)
         for b in graph.inputs(graph.sink.name)
-        if b.at is not None and hasattr(adapters[b.source], "item_grid")
+        if b.at is not None and (grid := adapters[b.source].abilities.item_grid) is not None
     }
     return lambda meta: positions(meta, grids)

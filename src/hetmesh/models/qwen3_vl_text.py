@@ -11,10 +11,10 @@ from torch import Tensor
 
 from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import SampleMeta
-from hetmesh.models.adapter import AdapterRequest
+from hetmesh.models.adapter import Abilities, AdapterRequest, ItemGrid
 from hetmesh.models.causal_lm import CausalLMAdapter
 from hetmesh.models.config_keys import positive_int
-from hetmesh.models.multimodal_rope import ItemGrids, multimodal_positions
+from hetmesh.models.multimodal_rope import multimodal_positions
 from hetmesh.models.qwen3 import derived_sizes
 from hetmesh.parallel.stages import PREVIOUS
 from hetmesh.parallel.tokens import tokens_of
@@ -51,6 +51,10 @@ class Qwen3VLTextAdapter(CausalLMAdapter):
         _check_sections(request, adapter.config)
         return adapter
 
+    @property
+    def abilities(self) -> Abilities:
+        return replace(super().abilities, layer_of_output=self.layer_of_output, position_ids=self.position_ids)
+
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
@@ -64,7 +68,7 @@ class Qwen3VLTextAdapter(CausalLMAdapter):
         known = output.startswith(FEATURE) and index.isdigit() and int(index) < self.config.num_hidden_layers
         return f"model.layers.{index}" if known else None
 
-    def position_ids(self, meta: SampleMeta, grids: ItemGrids) -> tuple[tuple[int, ...], ...]:
+    def position_ids(self, meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> tuple[tuple[int, ...], ...]:
         """Three rows of positions; see `multimodal_positions`."""
         return multimodal_positions(meta, grids)
 

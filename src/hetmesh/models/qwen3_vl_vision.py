@@ -14,7 +14,7 @@ from hetmesh.attention.in_transformers import WHOLE, use_in
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.layout import Intervals
-from hetmesh.models.adapter import AdapterRequest, SampleLike
+from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
 from hetmesh.models.collate import media_items
 from hetmesh.models.config_keys import positive_int, transformers_config
 from hetmesh.models.encoder import check_encoder
@@ -91,6 +91,16 @@ class Qwen3VLVisionAdapter:
     @property
     def out_features(self) -> int:
         return self.config.out_hidden_size
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(
+            use_packed=self.use_packed,
+            tokens_per_row=self.tokens_per_row,
+            share=self.share,
+            side_outputs=self.side_outputs,
+            item_grid=self.item_grid,
+        )
 
     @property
     def side_outputs(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hetmesh.errors import RecipeError
+from hetmesh.errors import RecipeError, Refusals
 from hetmesh.models.adapter import Adapter, AdapterRequest, BoundaryLike, ModuleLike
 from hetmesh.models.clip import ClipAdapter
 from hetmesh.models.custom import make_custom
@@ -50,21 +50,28 @@ def make_adapters(
     A module that reads media and does not say which reads the one whose placeholders its rows end up in.
 
     Raises:
-        RecipeError: an unknown model or config key, a width that nothing determines, or widths that differ across a
-            boundary.
+        RecipeError: unknown models or config keys, of all modules; a width that nothing determines; or widths that
+            differ across boundaries.
     """
     _check_ends(modules, boundaries)
     made: dict[str, Adapter] = {}
+    refusals, refused = Refusals(), set[str]()
     progress = True
-    while progress and len(made) < len(modules):
+    while progress:
         progress = False
         for name in modules:
-            if name not in made:
+            if name in made or name in refused:
+                continue
+            before, adapter = len(refusals.said), None
+            with refusals.collect():
                 request = _request(name, modules, boundaries, vocab_size, media_shapes or {}, made)
                 adapter = _make(modules[name].model, request)
-                if adapter is not None:
-                    made[name] = adapter
-                    progress = True
+            if len(refusals.said) > before:
+                refused.add(name)
+            if adapter is not None:
+                made[name] = adapter
+                progress = True
+    refusals.finish()
     unresolved = [name for name in modules if name not in made]
     if unresolved:
         raise RecipeError(
@@ -74,10 +81,11 @@ def make_adapters(
     for b in boundaries:
         emitted, consumed = made[b.source].out_features, made[b.destination].in_features
         if emitted != consumed:
-            raise RecipeError(
+            refusals.add(
                 f"boundary {b.source}->{b.destination}: {b.source!r} emits rows of width {emitted}, "
                 f"{b.destination!r} consumes rows of width {consumed}; put a projector (model = 'mlp') between them"
             )
+    refusals.finish()
     return {name: made[name] for name in modules}
 
 
@@ -124,7 +132,7 @@ def _request(
     out_of = [b for b in boundaries if b.source == name]
     emitted = [made[b.source].out_features for b in into if b.source in made]
     consumed = [made[b.destination].in_features for b in out_of if b.destination in made]
-    media = modules[name].media if into or modules[name].media else _media(name, boundaries)
+    media = modules[name].media if into or modules[name].media else _placeholder_of(name, boundaries)
     return AdapterRequest(
         name=name,
         model=modules[name].model,
@@ -150,10 +158,10 @@ def pretrained_of(name: str, module: ModuleLike) -> Pretrained | None:
     return Pretrained(Path(path).expanduser(), f"modules.{name}.initial_load_path") if path else None
 
 
-def _media(name: str, boundaries: Sequence[BoundaryLike], seen: frozenset[str] = frozenset()) -> str | None:
+def _placeholder_of(name: str, boundaries: Sequence[BoundaryLike], seen: frozenset[str] = frozenset()) -> str | None:
     """The one placeholder that rows of `name` end up in, None if there are several or none."""
     found = set()
     for b in boundaries:
         if b.source == name and b.destination not in seen:
-            found.add(b.at if b.at is not None else _media(b.destination, boundaries, seen | {name}))
+            found.add(b.at if b.at is not None else _placeholder_of(b.destination, boundaries, seen | {name}))
     return found.pop() if len(found) == 1 else None

@@ -20,9 +20,9 @@ def _rows_of_item(graph: ModuleGraph, adapters: Mapping[str, Adapter], name: str
     return cache(lambda shape: adapters[name].rows(before(shape)))
 
 
-def _media(graph: ModuleGraph, name: str) -> str | None:
+def _media_behind(graph: ModuleGraph, name: str) -> str | None:
     inputs = graph.inputs(name)
-    return _media(graph, inputs[0].source) if inputs else graph[name].media
+    return _media_behind(graph, inputs[0].source) if inputs else graph[name].media
 
 
 def placeholder_rows(graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> dict[str, ItemRows]:
@@ -33,7 +33,7 @@ def placeholder_rows(graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> dic
 def module_rows(graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> Callable[[SampleMeta], dict[str, int]]:
     """From a sample's metadata to the rows that every module but the sink emits for it, by module name."""
     counters = {
-        name: (_media(graph, name), _rows_of_item(graph, adapters, name))
+        name: (_media_behind(graph, name), _rows_of_item(graph, adapters, name))
         for name in graph.order
         if name != graph.sink.name
     }

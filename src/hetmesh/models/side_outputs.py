@@ -10,18 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hetmesh.errors import RecipeError
-from hetmesh.graph.module_graph import BoundarySpec
+from hetmesh.graph.topology import BoundarySpec
 from hetmesh.models.adapter import Adapter
 
 
-def side_outputs(adapter: Adapter) -> tuple[str, ...]:
-    """Names of the outputs of a module beside its rows, as the attribute of its adapter says; most have none."""
-    return getattr(adapter, "side_outputs", ())
-
-
-def with_further_boundaries(
-    boundaries: Sequence[BoundarySpec], adapters: Mapping[str, Adapter]
-) -> tuple[BoundarySpec, ...]:
+def with_side_outputs(boundaries: Sequence[BoundarySpec], adapters: Mapping[str, Adapter]) -> tuple[BoundarySpec, ...]:
     """The boundaries of a recipe, each followed by those of the side outputs of its source.
 
     Raises:
@@ -30,8 +23,8 @@ def with_further_boundaries(
     found: list[BoundarySpec] = []
     for b in boundaries:
         found.append(b)
-        for output in side_outputs(adapters[b.source]):
-            takes = getattr(adapters[b.destination], "layer_of_output", None)
+        for output in adapters[b.source].abilities.side_outputs:
+            takes = adapters[b.destination].abilities.layer_of_output
             layer = takes(output) if takes is not None else None
             if layer is None:
                 raise RecipeError(

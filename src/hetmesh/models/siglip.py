@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError
@@ -22,7 +20,9 @@ from hetmesh.models.encoder import (
 class SiglipAdapter(ImageTowerAdapter):
     """SigLIP over square images of one size; one row per patch. `vision_use_head` is off in its config."""
 
-    checkpoint_unused: ClassVar = (r"head\..*", r"embeddings\.position_ids")
+    @property
+    def checkpoint_unused(self) -> tuple[str, ...]:
+        return (r"head\..*", r"embeddings\.position_ids")
 
     @classmethod
     def make(cls, request: AdapterRequest) -> SiglipAdapter:

@@ -99,7 +99,6 @@ class WhisperAdapter(EncoderAdapter):
 
     @property
     def first_layers(self) -> tuple[str, ...]:
-        """Layers between which something else passes than between blocks: they share a pipeline stage."""
         return ("conv1", "conv2", "embed_positions")
 
     def tensor_parallel_plan(self) -> Mapping[str, Any]:

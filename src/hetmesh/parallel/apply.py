@@ -24,7 +24,6 @@ from hetmesh.parallel.fully_shard import apply_fully_shard
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.stages import prune, shared_parameters, view
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
-from hetmesh.parallel.tokens import token_sharded
 
 
 class ParallelAdapter(Protocol):
@@ -128,6 +127,7 @@ def parallelize(
     plan: Mapping[str, Any] | None = None,
     options: ModuleOptions = DEFAULT,
     runs: Sequence[Sequence[str]] | None = None,
+    token_sharded: Sequence[str] = (),
 ) -> ParallelModule:
     """Shard `module` in place as `spec` says; only members call it. Nothing is sent: every rank holds the same full
     weights beforehand (`hetmesh.models.build_module`), so any layout starts from those of one process.
@@ -136,6 +136,7 @@ def parallelize(
         plan: the tensor parallel plan; None takes the adapter's own.
         options: how it runs; its parameters keep the dtype that they have.
         runs: the layers of each pipeline stage that this rank holds, in order; None: all layers as one stage.
+        token_sharded: of sequence parallelism: FQNs of the submodules that work on a share of the tokens.
 
     Raises:
         LayoutError: the calling rank is no member, or `device_mesh` is not a handle of `spec`.
@@ -151,7 +152,7 @@ def parallelize(
             module, device_mesh["tp"], adapter.tensor_parallel_plan() if plan is None else plan
         )
         if options.sequence_parallel:
-            over_tokens = apply_sequence_parallel(module, device_mesh["tp"], token_sharded(adapter))
+            over_tokens = apply_sequence_parallel(module, device_mesh["tp"], token_sharded)
             partial = tuple(dict.fromkeys((*partial, *over_tokens)))
     tied = shared_parameters(module)
     if runs is not None:

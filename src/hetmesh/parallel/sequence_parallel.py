@@ -28,7 +28,7 @@ def apply_sequence_parallel(module: nn.Module, tp_mesh: DeviceMesh, prefixes: Se
     """Split what runs between the tensor-parallel parts of `module`, in place; after `apply_tensor_parallel`.
 
     Args:
-        prefixes: FQNs of the submodules that work on shares of the tokens (an adapter's `token_sharded`).
+        prefixes: FQNs of the submodules that work on shares of the tokens (`Abilities.token_sharded` of an adapter).
 
     Returns:
         FQNs of the parameters whose gradients are partial over tp: those of `prefixes` that are not sharded.

@@ -34,9 +34,3 @@ class AllTokens:
 def tokens_of(module: nn.Module) -> AllTokens:
     """Which tokens this rank keeps of those that `module` works on."""
     return getattr(module, "tokens", None) or AllTokens()
-
-
-def token_sharded(adapter: object) -> tuple[str, ...]:
-    """FQNs of the submodules that can work on a share of the tokens, as the adapter's attribute `token_sharded` says;
-    none for an adapter that knows nothing of shares."""
-    return getattr(adapter, "token_sharded", ())

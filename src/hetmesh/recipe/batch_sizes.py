@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from hetmesh.errors import RecipeError
 
 
+def divisors(n: int) -> list[int]:
+    """The positive divisors of `n`, ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
 @dataclass(frozen=True)
 class BatchSizes:
     """The sizes of one optimizer step, all in samples except the last two.
@@ -37,10 +42,9 @@ def batch_sizes(
     if microbatch_size is None:
         microbatch_size = local_batch_size
     if local_batch_size % microbatch_size:
-        divisors = [d for d in range(1, local_batch_size + 1) if local_batch_size % d == 0]
         raise RecipeError(
             f"pipeline_parallel_microbatch_size = {microbatch_size} must divide training.local_batch_size = "
-            f"{local_batch_size}; valid are {divisors}"
+            f"{local_batch_size}; valid are {divisors(local_batch_size)}"
         )
     per_round = local_batch_size * lanes
     if global_batch_size is None:

@@ -1,6 +1,6 @@
 """Which keys a recipe may hold: valid, known to torchtitan but not implemented yet, or unknown (with a suggestion).
 
-To switch a key or value on in a later version: give it a field in `recipe_sections.py` if it has none, and delete its
+To switch a key or value on in a later version: give it a field in `sections.py` if it has none, and delete its
 line in `NOT_IMPLEMENTED`.
 """
 
@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hetmesh.errors import RecipeError
+from hetmesh.errors import Refusals
 from hetmesh.recipe import sections as sections
 
 SECTIONS: Mapping[str, type[sections.Section]] = {
@@ -41,7 +41,6 @@ NOT_IMPLEMENTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "parallelism": {
         "expert_parallel_degree": (1,),
         "expert_tensor_parallel_degree": (1,),
-        "pipeline_parallel_schedule": ("sequential", "1f1b", "interleaved", "zero_bubble", "three_phase"),
         "pipeline_parallel_schedule_csv": ("",),
         "pipeline_parallel_first_stage_less_layers": NOTHING,
         "pipeline_parallel_last_stage_less_layers": NOTHING,
@@ -129,56 +128,60 @@ def unknown(what: str, name: str, valid: Iterable[str]) -> str:
     return f"unknown {what} {name!r}{hint} Valid are: {', '.join(valid)}"
 
 
-def check_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """`raw` without the accepted keys that mean nothing to hetmesh, once every key in it is known.
+def check_keys(raw: Mapping[str, Any], refusals: Refusals) -> dict[str, Any]:
+    """`raw` without the keys that mean nothing to hetmesh: accepted ones, and those that `refusals` then names because
+    they are unknown or not implemented yet."""
+    kept = {}
+    for section, value in raw.items():
+        if section not in SECTIONS and section not in NOT_IMPLEMENTED:
+            refusals.add(f"[{section}]: {unknown('table', section, SECTIONS)}")
+        elif (valid := _check_section(section, value, refusals)) is not None:
+            kept[section] = valid
+    return kept
 
-    Raises:
-        RecipeError: a table or key is unknown or not implemented yet, or a table is no table.
-    """
-    for section in raw:
-        if section in SECTIONS or section in NOT_IMPLEMENTED:
-            continue
-        raise RecipeError(f"[{section}]: {unknown('table', section, SECTIONS)}")
-    return {section: kept for section, value in raw.items() if (kept := _check_section(section, value)) is not None}
 
-
-def _check_section(section: str, value: Any) -> Any:
+def _check_section(section: str, value: Any, refusals: Refusals) -> Any:
     if section == "boundaries":
         if not isinstance(value, list):
-            raise RecipeError("boundaries: write each boundary as its own [[boundaries]] table")
-        return [_check_table(section, f"boundaries[{i}]", table) for i, table in enumerate(value)]
-    _require_table(section, value)
+            refusals.add("boundaries: write each boundary as its own [[boundaries]] table")
+            return None
+        return [_check_table(section, f"boundaries[{i}]", table, refusals) for i, table in enumerate(value)]
+    if not isinstance(value, Mapping):
+        refusals.add(f"{section}: must be a table of keys, got {value!r}")
+        return None
     if section == "modules":
-        return {name: _check_table(section, f"modules.{name}", table) for name, table in value.items()}
+        return {name: _check_table(section, f"modules.{name}", table, refusals) for name, table in value.items()}
     if section == "parallelism":
-        modules = {k: v for k, v in value.items() if isinstance(v, Mapping)}
-        flat = _check_table(section, section, {k: v for k, v in value.items() if k not in modules})
-        return flat | {name: _check_table(section, f"parallelism.{name}", table) for name, table in modules.items()}
-    kept = _check_table(section, section, value)
+        tables = {k: v for k, v in value.items() if isinstance(v, Mapping)}
+        flat = _check_table(section, section, {k: v for k, v in value.items() if k not in tables}, refusals)
+        each = {k: _check_table(section, f"parallelism.{k}", table, refusals) for k, table in tables.items()}
+        return flat | each
+    kept = _check_table(section, section, value, refusals)
     return kept if section in SECTIONS else None
 
 
-def _check_table(section: str, where: str, table: Any) -> dict[str, Any]:
-    _require_table(where, table)
+def _check_table(section: str, where: str, table: Any, refusals: Refusals) -> Any:
+    if not isinstance(table, Mapping):
+        refusals.add(f"{where}: must be a table of keys, got {table!r}")
+        return {}
     fields = valid_keys(section) if section in SECTIONS else ()
     later = NOT_IMPLEMENTED.get(section, {})
+    kept = {}
     for key, value in table.items():
         instead = INSTEAD.get(f"{section}.{key}") or INSTEAD.get(section)
         if key in later and value not in later[key]:
-            raise RecipeError(_not_implemented(f"{where}.{key}", value, later[key], instead))
-        if key in fields or key in later:
+            refusals.add(_not_implemented(f"{where}.{key}", value, later[key], instead))
+        elif key in fields:
+            kept[key] = value
+        elif key in later:
             continue
-        if instead:
-            raise RecipeError(f"{where}.{key}: hetmesh has no such key; {instead}")
-        if section not in SECTIONS and not later:
-            raise RecipeError(_not_implemented(f"{where}.{key}", value, (), instead))
-        raise RecipeError(f"{where}.{key}: {unknown('key', key, fields or later)}")
-    return {key: value for key, value in table.items() if key in fields}
-
-
-def _require_table(where: str, value: Any) -> None:
-    if not isinstance(value, Mapping):
-        raise RecipeError(f"{where}: must be a table of keys, got {value!r}")
+        elif instead:
+            refusals.add(f"{where}.{key}: hetmesh has no such key; {instead}")
+        elif section not in SECTIONS and not later:
+            refusals.add(_not_implemented(f"{where}.{key}", value, (), instead))
+        else:
+            refusals.add(f"{where}.{key}: {unknown('key', key, fields or later)}")
+    return kept
 
 
 def _not_implemented(key: str, value: Any, accepted: tuple[Any, ...], instead: str | None) -> str:

@@ -6,39 +6,61 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hetmesh.errors import RecipeError
 from hetmesh.graph.module_options import ModuleOptions
 from hetmesh.recipe.sections import ModuleParallelism
 
 if TYPE_CHECKING:
     from hetmesh.recipe.recipe import Recipe
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
-"""Of parameters, by the name in `[training] dtype`."""
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+"""By the names in `[training] dtype` and `mixed_precision_param`."""
 
 
-def module_options(recipe: Recipe, name: str, table: ModuleParallelism, sequence_parallel: bool) -> ModuleOptions:
-    """The options of module `name`.
+def layout_table(recipe: Recipe, name: str) -> ModuleParallelism:
+    """The layout keys of module `name`, which come with its mesh, also from a consumer."""
+    owner = recipe.wiring.tables[name]
+    return ModuleParallelism() if owner is None else recipe.parallelism.modules[owner]
 
-    Args:
-        table: its layout keys, which come with its mesh, also from a consumer.
-        sequence_parallel: whether it asks for that and has ranks for it.
 
-    Raises:
-        RecipeError: computation in bfloat16 of other parameters than float32.
-    """
+def module_options(recipe: Recipe, name: str) -> ModuleOptions:
+    """How module `name` runs."""
     own, training = recipe.modules[name], recipe.training
-    key, computes = f"modules.{name}.mixed_precision_param", own.mixed_precision_param
-    if computes is None:
-        key, computes = "training.mixed_precision_param", training.mixed_precision_param
-    if computes == "bfloat16" and training.dtype != "float32":
-        raise RecipeError(f"{key} = 'bfloat16' needs training.dtype = 'float32', got {training.dtype!r}")
+    computes = own.mixed_precision_param or training.mixed_precision_param
     return ModuleOptions(
-        reshard_after_forward=table.fsdp_reshard_after_forward,
+        reshard_after_forward=layout_table(recipe, name).fsdp_reshard_after_forward,
         activation_checkpoint=own.activation_checkpoint or recipe.activation_checkpoint.mode,
         parameter_dtype=DTYPES[training.dtype],
-        compute_dtype=torch.bfloat16 if computes == "bfloat16" else None,
-        sequence_parallel=sequence_parallel,
+        compute_dtype=DTYPES[computes] if computes == "bfloat16" else None,
+        sequence_parallel=splits_tokens(recipe, name),
         cpu_offload=training.enable_cpu_offload,
         compile_backend=recipe.compile.backend if recipe.compile.enable and recipe.compile.components else None,
     )
+
+
+def splits_tokens(recipe: Recipe, name: str) -> bool:
+    """Whether module `name` itself asks for sequence parallelism and has tensor parallel ranks to split over."""
+    own = recipe.parallelism.modules.get(name)
+    return own is not None and own.enable_sequence_parallel and recipe.wiring.meshes[name].axis_size("tp") > 1
+
+
+def packs(recipe: Recipe, name: str) -> bool:
+    """Whether the samples of a lane lie in one row: in the sink, if the recipe says so, ranks share its tokens, or its
+    mask is one that only hetmesh's own attention knows."""
+    masked = recipe.modules[name].attention_mask != "causal"
+    shared = recipe.wiring.meshes[name].axis_size("cp") > 1
+    return name == recipe.sink and (recipe.training.pack_samples or shared or masked)
+
+
+def token_assignment(recipe: Recipe, name: str) -> str:
+    """Which tokens each rank along `cp` keeps: a policy of `hetmesh.context`."""
+    own = recipe.parallelism.modules.get(name)
+    given = own.context_parallel_assignment if own is not None else None
+    return given or recipe.parallelism.context_parallel_assignment or "balanced"
+
+
+def token_axes(recipe: Recipe, name: str) -> tuple[str, ...]:
+    """Mesh axes whose ranks share the tokens of a lane. Only the sink has tokens, and an encoder those of its media."""
+    cp = ("cp",) if recipe.wiring.meshes[name].axis_size("cp") > 1 else ()
+    if name == recipe.sink:
+        return (*cp, "tp") if splits_tokens(recipe, name) else cp
+    return () if recipe.wiring.topology.inputs(name) else cp

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tomli
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
-from hetmesh.errors import RecipeError
+from hetmesh.errors import RecipeError, Refusals
 from hetmesh.recipe import sections as sections
 from hetmesh.recipe.batch_sizes import BatchSizes, batch_sizes
 from hetmesh.recipe.keys import check_keys, unknown, valid_keys
 from hetmesh.recipe.overrides import apply_override, parse_overrides
 
 if TYPE_CHECKING:
-    from hetmesh.graph.module_graph import ModuleGraph
     from hetmesh.layout.mesh import MeshSpec
+    from hetmesh.recipe.wiring import Wiring
 
 LAYOUT_KEYS = frozenset(sections.ModuleParallelism.model_fields) - frozenset(sections.ScheduleKeys.model_fields)
 
@@ -50,38 +50,33 @@ class Recipe(sections.Section):
     comm: sections.Comm = sections.Comm()
     debug: sections.Debug = sections.Debug()
 
-    # The mesh room imports torch (a second or more), so it is imported where it is first needed: a misspelt key is
-    # reported at once.
-
     @cached_property
-    def graph(self) -> ModuleGraph:
-        """The static module graph, without layers: those come from adapters (`graph_with`)."""
-        return self.graph_with({})
+    def wiring(self) -> Wiring:
+        """Which modules there are, who feeds whom and where each lies. The ModuleGraph is made of it and of the models
+        (`hetmesh.training.build_graph`)."""
+        # Meshes import torch (a second or more): a misspelt key is reported before that.
+        from hetmesh.recipe.wiring import wiring
 
-    def graph_with(self, layers: Mapping[str, Sequence[str]]) -> ModuleGraph:
-        """The static module graph with each module's layer names, as its adapter gives them."""
-        from hetmesh.recipe.meshes import module_graph
+        return wiring(self)
 
-        return module_graph(self, layers)
-
-    def meshes(self) -> dict[str, MeshSpec]:
+    def meshes(self) -> Mapping[str, MeshSpec]:
         """Each module's mesh, by module name."""
-        return {module.name: module.mesh for module in self.graph.modules}
+        return self.wiring.meshes
 
     @property
     def sink(self) -> str:
         """The module that computes the loss: the LLM."""
-        return self.graph.sink.name
+        return self.wiring.sink
 
     @property
     def world_size(self) -> int:
         """Processes that the recipe needs."""
-        return 1 + self.graph.ranks[-1]
+        return self.wiring.world_size
 
     @property
     def lanes(self) -> int:
         """Data-parallel coordinates of the LLM."""
-        return self.graph.sink.num_lanes
+        return self.wiring.lanes(self.sink)
 
     @cached_property
     def batch(self) -> BatchSizes:
@@ -94,7 +89,7 @@ class Recipe(sections.Section):
         )
 
     @property
-    def schedule(self) -> sections.SchedulePolicy:
+    def schedule(self) -> str:
         """The schedule policy's name."""
         return self.schedule_key("pipeline_parallel_schedule") or "sequential"
 
@@ -120,48 +115,56 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         return parse_recipe(text, overrides)
     except RecipeError as error:
-        raise RecipeError(f"{path}: {error}") from error.__cause__
+        raise RecipeError("\n".join(f"{path}: {line}" for line in str(error).split("\n"))) from error.__cause__
 
 
 def parse_recipe(text: str, overrides: Sequence[str] = ()) -> Recipe:
-    """`load_recipe` of a recipe's text."""
+    """`load_recipe` of a recipe's text: keys and values first, then how they fit together."""
+    refusals = Refusals()
     try:
         raw: dict[str, Any] = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
         raise RecipeError(f"not valid TOML: {error}") from error
     for path, value in parse_overrides(overrides):
         raw = apply_override(raw, path, value)
-    raw = check_keys(raw)
-    _check_module_names(raw)
-    raw["parallelism"] = _merge_flat(raw.get("parallelism", {}), raw["modules"])
+    raw = check_keys(raw, refusals)
+    modules = raw.get("modules")
+    if not modules:
+        refusals.add("[modules.<name>] is missing: a recipe describes at least one module")
+        refusals.finish()
+    assert modules is not None
+    _check_module_names(raw, refusals)
+    raw["parallelism"] = _merge_flat(raw.get("parallelism", {}), modules)
     try:
         recipe = Recipe.model_validate(sections.freeze(raw))
     except ValidationError as error:
-        raise RecipeError(_message(error)) from error
+        refusals.said += _messages(error)
+        raise RecipeError("\n".join(refusals.said)) from error
+    refusals.finish()
     for name, table in recipe.parallelism.modules.items():
         for key in sections.ScheduleKeys.model_fields:
             if getattr(table, key) is not None and name != recipe.sink:
-                raise RecipeError(
+                refusals.add(
                     f"parallelism.{name}.{key}: the schedule is the whole run's; write it in [parallelism] or in "
                     f"[parallelism.{recipe.sink}]"
                 )
-    _ = recipe.batch
+    with refusals.collect():
+        _ = recipe.batch
+    refusals.finish()
     return recipe
 
 
-def _check_module_names(raw: Mapping[str, Any]) -> None:
-    modules = raw.get("modules")
-    if not modules:
-        raise RecipeError("[modules.<name>] is missing: a recipe describes at least one module")
+def _check_module_names(raw: Mapping[str, Any], refusals: Refusals) -> None:
+    modules = raw["modules"]
     for name in modules:
         # names become prefixes of parameter names and keys of [parallelism]
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or name in valid_keys("parallelism"):
-            raise RecipeError(
+            refusals.add(
                 f"modules.{name}: a module's name is made of letters, digits and _, and is no key of [parallelism]"
             )
     for name, value in raw.get("parallelism", {}).items():
         if isinstance(value, Mapping) and name not in modules:
-            raise RecipeError(f"parallelism.{name}: {unknown('module', name, modules)}")
+            refusals.add(f"parallelism.{name}: {unknown('module', name, modules)}")
 
 
 def _merge_flat(parallelism: Mapping[str, Any], modules: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,16 +177,14 @@ def _merge_flat(parallelism: Mapping[str, Any], modules: Mapping[str, Any]) -> d
     return run_wide | {"modules": {name: table for name, table in merged.items() if table}}
 
 
-def _message(error: ValidationError) -> str:
-    """pydantic's first complaint in our words: key, what was given, what is valid."""
-    details = error.errors()
-    first = details[0]
-    key = ""
-    for part in first["loc"]:
-        key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else str(part)
-    key = key.replace("parallelism.modules.", "parallelism.", 1)
-    more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
-    if first["type"] == "missing":
-        return f"{key} is missing{more}"
-    says = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return f"{key} = {first['input']!r}: {says}{more}"
+def _messages(error: ValidationError) -> list[str]:
+    """pydantic's complaints in our words: key, what was given, what is valid."""
+    said = []
+    for each in error.errors():
+        key = ""
+        for part in each["loc"]:
+            key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else str(part)
+        key = key.replace("parallelism.modules.", "parallelism.", 1)
+        says = each["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        said.append(f"{key} is missing" if each["type"] == "missing" else f"{key} = {each['input']!r}: {says}")
+    return said

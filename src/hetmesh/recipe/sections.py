@@ -1,13 +1,13 @@
 """The tables of a recipe and their keys, with types and defaults: one frozen class per table, one line per key.
 
 Names and meanings are torchtitan's wherever torchtitan has them. A key whose further values come later is limited in
-`recipe_keys.NOT_IMPLEMENTED`; here it already has its final type.
+`hetmesh.recipe.keys.NOT_IMPLEMENTED`; here it already has its final type.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -90,8 +90,41 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 TensorParallelStyle = Literal["colwise", "rowwise", "colwise_gather_output", "replicated_with_grad_allreduce"]
 CheckpointMode = Literal["none", "selective", "full"]
 ComputeDtype = Literal["float32", "bfloat16"]
-Assignment = Literal["balanced", "contiguous", "zigzag", "lpt"]
-SchedulePolicy = Literal["sequential", "1f1b", "interleaved", "zero_bubble", "three_phase", "bubble_fill"]
+
+
+def name_in(registry: Callable[[], Iterable[str]]) -> AfterValidator:
+    """A validator of values that are names in a registry of a room above; imported where such a key is read, for a
+    mistyped recipe should not wait for torch."""
+
+    def check(value: str) -> str:
+        if value not in (names := sorted(registry())):
+            raise ValueError(f"should be {', '.join(map(repr, names[:-1]))} or {names[-1]!r}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _assignments() -> Iterable[str]:
+    from hetmesh.context import POLICIES
+
+    return POLICIES
+
+
+def _masks() -> Iterable[str]:
+    from hetmesh.context.share_tokens import MASKS
+
+    return MASKS
+
+
+def _schedules() -> Iterable[str]:
+    from hetmesh.schedule import POLICIES
+
+    return POLICIES
+
+
+TokenAssignment = Annotated[str, name_in(_assignments)]
+AttentionMask = Annotated[str, name_in(_masks)]
+SchedulePolicy = Annotated[str, name_in(_schedules)]
 
 
 class Section(BaseModel):
@@ -140,7 +173,7 @@ class Module(Section):
     activation_checkpoint: CheckpointMode | None = None
     mixed_precision_param: ComputeDtype | None = None
     media: str | None = None
-    attention_mask: Literal["causal", "isolated_media", "bidirectional_media"] = "causal"  # of the LLM
+    attention_mask: AttentionMask = "causal"  # of the LLM
     plan: Annotated[Mapping[str, TensorParallelStyle], AfterValidator(freeze)] = FrozenDict()
 
     @property
@@ -162,7 +195,7 @@ class ScheduleKeys(Section):
 
     pipeline_parallel_schedule: SchedulePolicy | None = None  # None: "sequential"
     pipeline_parallel_microbatch_size: Size | None = None  # samples per LLM lane and microbatch; None: local_batch_size
-    context_parallel_assignment: Assignment | None = None  # which tokens each rank keeps; None: "balanced"
+    context_parallel_assignment: TokenAssignment | None = None  # which tokens each rank keeps; None: "balanced"
     three_phase_window: Size | None = None  # microbatches whose encoder forwards come together; None: all of the step
     three_phase_recompute: bool | None = None  # encoders keep inputs only, and compute again before their backward
     three_phase_offload: bool | None = None  # encoders' waiting activations are kept in the memory of the host

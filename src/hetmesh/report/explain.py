@@ -13,7 +13,6 @@ from hetmesh.graph import BoundarySpec, ModuleGraph
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, missing_elements, plan_transfer
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.report.values import BoundaryView, ModuleView, RecipeView, Traffic
-from hetmesh.training.check import check_recipe
 from hetmesh.training.job import describe, make_prepare
 from hetmesh.training.module_shapes import module_shapes
 
@@ -30,7 +29,6 @@ def explain(recipe: Recipe) -> RecipeView:
         SampleError: the first global batch does not suit the modules.
     """
     source, adapters, graph = describe(recipe)
-    check_recipe(recipe, adapters, source.placeholders)
     batch = recipe.batch
     prepare = make_prepare(recipe, graph, adapters)
     drawn = Loader(source, batch.global_batch_size, prepare, seed=recipe.debug.seed).batch(0)

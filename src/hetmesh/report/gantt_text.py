@@ -9,8 +9,8 @@ import numpy as np
 
 from hetmesh.simulate import CLASSES, Timeline, average_bubbles, bubble_spans, bubbles
 from hetmesh.simulate.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, OPTIMIZER
-from hetmesh.training.check import ranks_text
 from hetmesh.training.metrics import amount
+from hetmesh.training.summary import ranks_text
 
 MARKS = {"dp_gather": "g", "dp_scatter": "r", "pp_warmup": " ", "pp_cooldown": " ", "pp_other": "·"}
 LEGEND = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hetmesh.report.values import BoundaryView, ModuleView, RecipeView, Traffic
-from hetmesh.training.check import ranks_text
 from hetmesh.training.metrics import amount
+from hetmesh.training.summary import ranks_text
 
 
 def as_text(view: RecipeView, width: int = 100) -> str:

@@ -1,6 +1,6 @@
 """Schedules: a total order of actions per step. One file per policy; `validate` is what they all pass.
 
-actions.py   kinds of actions, schedules, what depends on what
+schedule.py  kinds of actions, schedules, what depends on what
 order.py     list scheduling: from the choices of groups of stages to one total order
 groups.py    the rules by which stages choose
 options.py   what a recipe may ask of a policy
@@ -10,10 +10,10 @@ validate.py  what every schedule must hold
 
 from collections.abc import Callable
 
-from hetmesh.schedule.actions import Action, Kind, Schedule, dependencies, required, takes_part
 from hetmesh.schedule.interleaved import interleaved
 from hetmesh.schedule.one_f_one_b import one_f_one_b
 from hetmesh.schedule.options import PolicyOptions
+from hetmesh.schedule.schedule import Action, Kind, Schedule, dependencies, required, takes_part
 from hetmesh.schedule.sequential import sequential
 from hetmesh.schedule.three_phase import three_phase
 from hetmesh.schedule.validate import peak_in_flight, validate

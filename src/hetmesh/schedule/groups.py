@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from hetmesh.graph import Stage, StageGraph
-from hetmesh.schedule.actions import Action, Kind, backward_kinds
+from hetmesh.schedule.schedule import Action, Kind, backward_kinds
 
 
 class Capped:

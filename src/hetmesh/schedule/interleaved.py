@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from hetmesh.graph import Stage, StageGraph
-from hetmesh.schedule.actions import Action, Kind, Schedule, backward_kinds
 from hetmesh.schedule.groups import Capped, Fixed
 from hetmesh.schedule.options import DEFAULT, PolicyOptions
 from hetmesh.schedule.order import Group, last_backwards, list_schedule, nominal, with_messages
+from hetmesh.schedule.schedule import Action, Kind, Schedule, backward_kinds
 from hetmesh.schedule.validate import peak_in_flight, validate
 
 

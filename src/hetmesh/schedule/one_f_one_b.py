@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 from hetmesh.graph import Stage, StageGraph
-from hetmesh.schedule.actions import Schedule
 from hetmesh.schedule.groups import Capped, caps_by_distance
 from hetmesh.schedule.options import DEFAULT, PolicyOptions
 from hetmesh.schedule.order import last_backwards, list_schedule, nominal, with_messages
+from hetmesh.schedule.schedule import Schedule
 from hetmesh.schedule.validate import validate
 
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from hetmesh.errors import GraphError
 from hetmesh.graph import Stage, StageGraph
-from hetmesh.schedule.actions import Action, Kind, backward_kinds
+from hetmesh.schedule.schedule import Action, Kind, backward_kinds
 
 Durations = Callable[[Action], float]
 """Seconds, or any other unit, that a compute action takes."""

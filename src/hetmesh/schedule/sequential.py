@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from hetmesh.graph import StageGraph
-from hetmesh.schedule.actions import Action, Kind, Schedule
 from hetmesh.schedule.options import DEFAULT, PolicyOptions
 from hetmesh.schedule.order import with_messages
+from hetmesh.schedule.schedule import Action, Kind, Schedule
 from hetmesh.schedule.validate import validate
 
 

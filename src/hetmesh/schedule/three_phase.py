@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 from hetmesh.graph import Stage, StageGraph
-from hetmesh.schedule.actions import Action, Schedule
 from hetmesh.schedule.groups import Capped, caps_by_distance
 from hetmesh.schedule.options import DEFAULT, PolicyOptions
 from hetmesh.schedule.order import last_backwards, list_schedule, nominal, with_messages
+from hetmesh.schedule.schedule import Action, Schedule
 from hetmesh.schedule.validate import validate
 
 
@@ -40,7 +40,7 @@ def three_phase(
         for groups in phases:
             order += list_schedule(stages, groups, nominal(stages), none, order)
     actions = with_messages(order, stages, none, last_backwards(order, stages, none) if training else ())
-    again = frozenset(others) & stages.backward_stages if training else none
+    recomputed = frozenset(others) & stages.backward_stages if training else none
     return validate(
         Schedule(
             stages,
@@ -49,7 +49,7 @@ def three_phase(
             training,
             none,
             caps,
-            recompute=again if options.recompute else none,
-            offload=again if options.offload else none,
+            recompute=recomputed if options.recompute else none,
+            offload=recomputed if options.offload else none,
         )
     )

@@ -6,7 +6,7 @@ from collections import Counter
 
 from hetmesh.errors import GraphError
 from hetmesh.graph import Stage
-from hetmesh.schedule.actions import Action, Kind, Schedule, backward_kinds, dependencies, required
+from hetmesh.schedule.schedule import Action, Kind, Schedule, backward_kinds, dependencies, required
 
 
 def validate(schedule: Schedule) -> Schedule:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from hetmesh.graph import StageGraph
-from hetmesh.schedule.actions import Schedule, splittable
 from hetmesh.schedule.one_f_one_b import by_caps
 from hetmesh.schedule.options import DEFAULT, PolicyOptions
+from hetmesh.schedule.schedule import Schedule, splittable
 
 
 @lru_cache(maxsize=64)

@@ -135,7 +135,7 @@ def _relation(holds: Callable[[set[int], set[int]], bool]) -> Callable[[Recipe],
 
 
 def _uneven_lanes(recipe: Recipe) -> bool:
-    lanes = [module.num_lanes for module in recipe.graph.modules]
+    lanes = [recipe.wiring.lanes(name) for name in recipe.modules]
     return any(a % recipe.lanes and recipe.lanes % a for a in lanes)
 
 

@@ -7,19 +7,18 @@ from collections.abc import Sequence
 from hetmesh.cost import ModuleShape, Rates, Work, module_times, partition
 from hetmesh.cost.partition import runs
 from hetmesh.errors import RecipeError
-from hetmesh.graph import ModuleSpec
 
 
 def default_splits(
-    module: ModuleSpec,
     shape: ModuleShape,
     stages: int,
     *,
     upstream_trainable: bool,
     work: Work,
     together: Sequence[str] = (),
+    recomputed: bool = False,
 ) -> tuple[tuple[str, ...], ...]:
-    """The layers of each stage of `module`.
+    """The layers of each stage of a module.
 
     The slowest stage, forward and backward of what is trained, is as fast as possible (`hetmesh.cost.partition`).
     Layers without FLOPs (embeddings, norms) go with the layer before them, the first ones with the layer after them,
@@ -29,6 +28,7 @@ def default_splits(
         upstream_trainable: whether a module that feeds this one, directly or not, is trainable.
         work: what a typical microbatch gives one lane to do: the balance of blocks and head depends on it.
         together: the first layers, where they must share a stage.
+        recomputed: whether the backward computes its blocks again.
 
     Raises:
         RecipeError: more stages than layers.
@@ -38,11 +38,10 @@ def default_splits(
     if not 1 <= stages <= most:
         shared = f", of which {list(together)} share a stage" if together else ""
         raise RecipeError(
-            f"parallelism.{module.name}: {stages} pipeline stages for {len(layers)} layers{shared}; valid are 1 to "
+            f"parallelism.{shape.name}: {stages} pipeline stages for {len(layers)} layers{shared}; valid are 1 to "
             f"{most}"
         )
-    recomputed = layers if module.options.activation_checkpoint == "full" else []
-    times = module_times(shape, work, Rates(1.0), upstream=upstream_trainable, recompute=recomputed)
+    times = module_times(shape, work, Rates(1.0), upstream=upstream_trainable, recompute=layers if recomputed else [])
     costs = [times[layer].forward + times[layer].backward for layer in layers]
     units = _joined(_units(costs), len(together))
     if len(units) < stages:

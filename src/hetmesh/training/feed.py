@@ -44,8 +44,8 @@ class Feed:
         batch = self.adapters[module].collate(
             [self._samples[i] for i in indices], metas, placeholders=source.placeholders, pad_id=source.pad_id
         )
-        shared = self.adapters[module].share if spec.tokens_per_row else None  # type: ignore[attr-defined]
-        if not spec.packed and shared is None:
+        share = self.adapters[module].abilities.share if spec.tokens_per_row else None
+        if not spec.packed and share is None:
             return batch
         mesh = spec.stage_mesh(stage.index)
         coordinate = mesh.coordinate(self.rank)
@@ -54,7 +54,7 @@ class Feed:
         tokens = self.plan.lane_tokens(module, microbatch, lane)
         kept = tokens.shares[own]
         lengths = [meta.tokens for meta in metas]
-        packed: dict[str, Any] = shared(batch, kept) if shared is not None else pack_tokens(batch, lengths, kept)
+        packed: dict[str, Any] = share(batch, kept) if share is not None else pack_tokens(batch, lengths, kept)
         ranks = (
             next(group for group in mesh.axis_groups("cp") if self.rank in group) if "cp" in mesh.axes else (self.rank,)
         )

@@ -18,7 +18,7 @@ KEY = "checkpoint.initial_load_path"
 _SHOWN = 8  # names in one message
 
 
-def load_weights(world: World, root: Root, path: Path, exclude: Sequence[str] = ()) -> None:
+def load_initial_weights(world: World, root: Root, path: Path, exclude: Sequence[str] = ()) -> None:
     """Read the parameters and buffers of this rank's modules from the DCP checkpoint at `path`. Collective.
 
     Adapters (LoRA) that the checkpoint does not have start afresh; their layers find the weights they had before.

@@ -7,7 +7,6 @@ from hetmesh.cost import Profile, load_machine
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.simulate import Timeline, simulate
-from hetmesh.training.check import check_recipe
 from hetmesh.training.job import describe, make_prepare, recipe_schedule
 from hetmesh.training.step_model import recipe_step_model
 
@@ -23,7 +22,6 @@ def simulate_recipe(recipe: Recipe, *, machine: str | None = None, profile: str 
         RecipeError: what `hetmesh check` would find, or sizes of a module or a machine that are not known.
     """
     source, adapters, graph = describe(recipe)
-    check_recipe(recipe, adapters, source.placeholders)
     prepare = make_prepare(recipe, graph, adapters)
     drawn = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed).batch(0)
     plan = plan_batch(graph, [d.meta for d in drawn], recipe.batch.microbatch_size)

@@ -20,15 +20,15 @@ from hetmesh.training.evaluate import Evaluation, evaluate, show
 from hetmesh.training.feed import Feed
 from hetmesh.training.gradients import clip_factor, counted, reduce_over_ranks, scale, squared_norm
 from hetmesh.training.held_out import held_out_source
-from hetmesh.training.initial_load import load_weights
+from hetmesh.training.initial_load import load_initial_weights
 from hetmesh.training.job import Job
 from hetmesh.training.meter import Meter, StepCost
 from hetmesh.training.metrics import StepMetrics
 from hetmesh.training.non_finite import describe_non_finite
 from hetmesh.training.optimizers import keeping_options, learning_rate, make_optimizers, take_step
+from hetmesh.training.recorder import StepRecorder
 from hetmesh.training.reporter import Reporter
 from hetmesh.training.resume import ADVICE, changes, check_changes, described, run_state, saved_run
-from hetmesh.training.timeline import StepRecorder
 
 
 def train(recipe: Recipe) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Trainer:
         self.job = Job.assemble(recipe, world)
         if recipe.checkpoint.initial_load_path:
             source = Path(recipe.checkpoint.initial_load_path)
-            load_weights(world, self.job.root, source, recipe.checkpoint.exclude_from_loading)
+            load_initial_weights(world, self.job.root, source, recipe.checkpoint.exclude_from_loading)
         self.parameters = list(self.job.root.parameters())
         modules = [(module, self.job.graph[name].mesh) for name, module in self.job.root.named_children()]
         self.counted = counted(modules, world.rank, self.job.counted_elsewhere)

@@ -19,7 +19,7 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.runtime import Recording
 from hetmesh.runtime.step import StepRunner
 from hetmesh.schedule import Action, Kind
-from hetmesh.schedule.actions import backward_kinds
+from hetmesh.schedule.schedule import backward_kinds
 from hetmesh.training.feed import Feed
 from hetmesh.training.job import Job, recipe_schedule
 from hetmesh.training.profile import profile_recipe

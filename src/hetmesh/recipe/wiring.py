@@ -1,0 +1,121 @@
+"""Wiring: what a recipe alone says about its graph: which modules there are, who feeds whom, and where each lies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from hetmesh.errors import GraphError, RecipeError, Refusals
+from hetmesh.graph.module_graph import LANE_AXES
+from hetmesh.graph.topology import BoundarySpec, Topology
+from hetmesh.layout.mesh import MeshSpec
+from hetmesh.recipe.meshes import module_meshes
+
+if TYPE_CHECKING:
+    from hetmesh.recipe.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """The modules of a recipe, without what only their models know (layers, widths, side outputs).
+
+    Attributes:
+        topology: names and boundaries, as the recipe gives them.
+        meshes: where each module lies.
+        tables: per module, whose `[parallelism.<module>]` table holds for it: its own, or that of its nearest consumer
+            that has one, whose mesh it takes; None where there is none.
+        media: per module, the kind of media it reads; None for one that reads rows or tokens.
+    """
+
+    topology: Topology
+    meshes: Mapping[str, MeshSpec]
+    tables: Mapping[str, str | None]
+    media: Mapping[str, str | None]
+
+    @property
+    def sink(self) -> str:
+        """The module that computes the loss."""
+        return self.topology.sink
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks of all modules, ascending."""
+        return tuple(sorted({rank for mesh in self.meshes.values() for rank in mesh.ranks}))
+
+    @property
+    def world_size(self) -> int:
+        """Processes that are needed: 1 + the highest rank that a module has."""
+        return 1 + self.ranks[-1]
+
+    def lanes(self, name: str) -> int:
+        """Data-parallel coordinates of a module."""
+        return math.prod(self.meshes[name].axis_size(axis) for axis in LANE_AXES)
+
+
+def wiring(recipe: Recipe) -> Wiring:
+    """The wiring of `recipe`.
+
+    Raises:
+        RecipeError: all of this that holds: the boundaries make no graph with one sink, `at` or `media` is missing or
+            out of place, or ranks and degrees do not fit.
+    """
+    boundaries = tuple(BoundarySpec(b.source, b.destination, b.at) for b in recipe.boundaries)
+    try:
+        topology = Topology(tuple(recipe.modules), boundaries)
+    except GraphError as error:
+        raise RecipeError(f"boundaries: {error}") from error
+    refusals = Refusals()
+    with refusals.collect():
+        _check_ends(recipe, topology)
+    tables = {name: _table(recipe, topology, name) for name in recipe.modules}
+    meshes: Mapping[str, MeshSpec] = {}
+    with refusals.collect():
+        meshes = module_meshes(recipe.parallelism.modules, topology)
+    refusals.finish()
+    return Wiring(topology, meshes, tables, {name: _media(recipe, topology, name) for name in recipe.modules})
+
+
+def _check_ends(recipe: Recipe, topology: Topology) -> None:
+    """Check `at` of the boundaries, and what only the sink or only encoders have."""
+    refusals, sink = Refusals(), topology.sink
+    seen: dict[str, str] = {}
+    for i, b in enumerate(topology.boundaries):
+        key = f"boundaries[{i}].at"
+        if b.destination != sink and b.at is not None:
+            refusals.add(
+                f"{key}: rows replace placeholders only in {sink!r}, but {b.name} ends elsewhere; leave it out"
+            )
+        elif b.destination == sink and b.at is None:
+            refusals.add(f'{key} is missing: name the placeholder that the rows of {b.name} replace, e.g. at = "image"')
+        elif b.at is not None and seen.setdefault(b.at, b.name) != b.name:
+            refusals.add(f"{key}: the rows of {seen[b.at]} already replace placeholder {b.at!r}; name another one")
+    for name, module in recipe.modules.items():
+        if module.attention_mask != "causal" and name != sink:
+            refusals.add(f"modules.{name}.attention_mask: only {sink!r}, which reads tokens, has one")
+        if module.media is not None and (topology.inputs(name) or name == sink):
+            refusals.add(f"modules.{name}.media: only a module that no boundary leads to reads media, except the sink")
+    refusals.finish()
+
+
+def _table(recipe: Recipe, topology: Topology, name: str) -> str | None:
+    while name not in recipe.parallelism.modules:
+        consumers = topology.outputs(name)
+        if not consumers:
+            return None
+        name = consumers[0].destination
+    return name
+
+
+def _media(recipe: Recipe, topology: Topology, name: str) -> str | None:
+    """The media that an encoder reads: as the recipe says, else the placeholder where its rows end up first."""
+    if topology.inputs(name) or name == topology.sink:
+        return None
+    if (media := recipe.modules[name].media) is not None:
+        return media
+    boundary = topology.outputs(name)[0]
+    while boundary.destination != topology.sink:
+        boundary = topology.outputs(boundary.destination)[0]
+    return boundary.at

@@ -1,0 +1,72 @@
+"""What a recipe means before anything is built: its data source, adapters and graph, or all that is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from hetmesh.data.expand import Expansion, expand
+from hetmesh.data.registry import make_source
+from hetmesh.data.source import Source
+from hetmesh.errors import Refusals
+from hetmesh.graph import ModuleGraph, SampleMeta
+from hetmesh.models import Adapter, make_adapters, module_rows, placeholder_rows, pretrained_of, sample_positions
+from hetmesh.recipe.recipe import Recipe
+from hetmesh.training.build_graph import build_graph
+from hetmesh.training.refusals import check_recipe
+
+
+def describe(recipe: Recipe) -> tuple[Source, dict[str, Adapter], ModuleGraph]:
+    """Data source, adapters and module graph of `recipe`. No process group, no weights.
+
+    `hetmesh check`, `train` and every other verb come here first: what one refuses, all do.
+
+    Raises:
+        RecipeError: everything that is wrong with the recipe beyond its text, a line each.
+    """
+    refusals = Refusals()
+    for name, module in recipe.modules.items():
+        with refusals.collect():
+            pretrained_of(name, module)
+    source: Source | None = None
+    with refusals.collect():
+        source = make_source(recipe.data.source, **recipe.data.options)
+    if source is None:  # models take sizes from it
+        refusals.finish()
+    assert source is not None
+    adapters: dict[str, Adapter] | None = None
+    if not refusals.said:
+        with refusals.collect():
+            adapters = make_adapters(recipe.modules, recipe.boundaries, source.vocab_size, _media_shapes(source))
+    with refusals.collect():
+        check_recipe(recipe, adapters, source.placeholders)
+    graph: ModuleGraph | None = None
+    if adapters is not None:
+        with refusals.collect():
+            graph = build_graph(recipe, adapters)
+    refusals.finish()
+    assert adapters is not None
+    assert graph is not None
+    return source, adapters, graph
+
+
+def _media_shapes(source: Source) -> dict[str, tuple[int, ...]]:
+    """Raw shape per kind of media, from the first samples that have some."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for index in range(min(len(source), 64)):
+        for item in source.meta(index).media:
+            shapes.setdefault(item.name, item.shape)
+    return shapes
+
+
+def make_prepare(
+    recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Adapter]
+) -> Callable[[SampleMeta], Expansion]:
+    """What the loader does to each sample's metadata: rows per placeholder, `seq_len`, rows per module, positions."""
+    return partial(
+        expand,
+        item_rows=placeholder_rows(graph, adapters),
+        seq_len=recipe.training.seq_len,
+        module_rows=module_rows(graph, adapters),
+        position_ids=sample_positions(graph, adapters),
+    )

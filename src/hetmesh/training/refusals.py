@@ -1,0 +1,177 @@
+"""Everything that can be wrong with a recipe beyond its text: what its models, its data or hetmesh cannot do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+from hetmesh.errors import Refusals
+from hetmesh.models import Adapter, build_empty, check_weights, pretrained_of
+from hetmesh.recipe.batch_sizes import divisors
+from hetmesh.recipe.module_options import module_options, packs, token_axes
+
+if TYPE_CHECKING:
+    from hetmesh.recipe.recipe import Recipe
+
+
+def check_recipe(
+    recipe: Recipe,
+    adapters: Mapping[str, Adapter] | None = None,
+    placeholders: Collection[str] | None = None,
+) -> None:
+    """Check `recipe` in one process, without process groups, weights or data.
+
+    Keys, ranks, degrees, boundaries and batch sizes were checked when the recipe was loaded.
+
+    Args:
+        adapters: the modules' adapters; None leaves out what needs them.
+        placeholders: the placeholders that the data source knows; None leaves them unchecked.
+
+    Raises:
+        RecipeError: all that is wrong, a line each: key, what was given, what is valid.
+    """
+    refusals = Refusals()
+    for check in (_precision, _offload):
+        check(recipe, refusals)
+    if placeholders is not None:
+        _placeholders(recipe, placeholders, refusals)
+    for name, adapter in (adapters or {}).items():
+        for check_module in (
+            _tensor_parallel,
+            _sequence_parallel,
+            _packing,
+            _context_parallel,
+            _zero_bubble,
+            _attention_dropout,
+        ):
+            check_module(recipe, name, adapter, refusals)
+        with refusals.collect():
+            _weights(recipe, name, adapter)
+    refusals.finish()
+
+
+def _precision(recipe: Recipe, refusals: Refusals) -> None:
+    training = recipe.training
+    if training.dtype == "float32":
+        return
+    keys: dict[str, str | None] = {"training": training.mixed_precision_param}
+    keys |= {f"modules.{name}": module.mixed_precision_param for name, module in recipe.modules.items()}
+    for table, computes in keys.items():
+        if computes == "bfloat16":
+            refusals.add(
+                f"{table}.mixed_precision_param = 'bfloat16' needs training.dtype = 'float32', got {training.dtype!r}"
+            )
+
+
+def _offload(recipe: Recipe, refusals: Refusals) -> None:
+    meshes = recipe.wiring.meshes.values()
+    if recipe.training.enable_cpu_offload and all(mesh.axis_size("dp_shard") == 1 for mesh in meshes):
+        refusals.add(
+            "training.enable_cpu_offload: it moves the shards of modules with a data_parallel_shard_degree above 1 to "
+            "the CPU, but no module has one"
+        )
+
+
+def _placeholders(recipe: Recipe, placeholders: Collection[str], refusals: Refusals) -> None:
+    source = f"data source {recipe.data.source!r} has the placeholders {sorted(placeholders)}"
+    for i, boundary in enumerate(recipe.boundaries):
+        if boundary.at is not None and boundary.at not in placeholders:
+            refusals.add(f"boundaries[{i}].at = {boundary.at!r}: {source}")
+    for name, module in recipe.modules.items():
+        if module.media is not None and module.media not in placeholders:
+            refusals.add(f"modules.{name}.media = {module.media!r}: {source}")
+
+
+def _tensor_parallel(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) -> None:
+    mesh, sizes = recipe.wiring.meshes[name], adapter.tensor_parallel_sizes()
+    degree = mesh.axis_size("tp")
+    wrong = {size: value for size, value in sizes.items() if value % degree}
+    if not wrong:
+        return
+    owner = recipe.wiring.tables[name]
+    takes = "" if owner == name else f" (module {name!r} takes the mesh of {owner!r})"
+    valid = divisors(math.gcd(*sizes.values()))
+    fitting = [d for d in valid if mesh.size % d == 0]
+    limit = "" if fitting == valid else f", of which {fitting} divide its {mesh.size} ranks"
+    refusals.add(
+        f"parallelism.{owner}.tensor_parallel_degree = {degree}{takes} does not divide "
+        + " and ".join(f"{size} = {value}" for size, value in wrong.items())
+        + f" of modules.{name}; valid degrees are {valid}{limit}"
+    )
+
+
+def _sequence_parallel(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) -> None:
+    if not module_options(recipe, name).sequence_parallel:
+        return
+    key = f"parallelism.{name}.enable_sequence_parallel"
+    if not adapter.abilities.token_sharded:
+        hint = "" if name == recipe.sink else f"; write the key in [parallelism.{recipe.sink}]"
+        refusals.add(f"{key}: this {recipe.modules[name].model} cannot split its tokens{hint}")
+    elif recipe.modules[name].lora is not None:
+        refusals.add(f"{key}: not together with modules.{name}.lora")
+
+
+def _packing_key(recipe: Recipe, name: str) -> str:
+    """The key because of which a module takes its samples in one row."""
+    if (mask := recipe.modules[name].attention_mask) != "causal":
+        return f"modules.{name}.attention_mask = {mask!r}"
+    if recipe.training.pack_samples:
+        return "training.pack_samples"
+    return f"parallelism.{name}.context_parallel_degree = {recipe.wiring.meshes[name].axis_size('cp')}"
+
+
+def _packing(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) -> None:
+    if packs(recipe, name) and adapter.abilities.use_packed is None:
+        refusals.add(
+            f"{_packing_key(recipe, name)}: this {recipe.modules[name].model} cannot take its samples in one row"
+        )
+
+
+def _context_parallel(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) -> None:
+    degree = recipe.wiring.meshes[name].axis_size("cp")
+    shares = "cp" in token_axes(recipe, name) and (name == recipe.sink or adapter.abilities.tokens_per_row)
+    if degree > 1 and not shares:
+        refusals.add(
+            f"parallelism.{name}.context_parallel_degree = {degree}: of the modules only {recipe.sink!r}, which reads "
+            "tokens, and encoders of model 'qwen3_vl_vision' can share theirs; make it 1 and give the module more data "
+            "parallel ranks"
+        )
+
+
+def _zero_bubble(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) -> None:
+    """What a backward in two parts cannot be combined with."""
+    if recipe.schedule != "zero_bubble":
+        return
+    key = 'parallelism.pipeline_parallel_schedule = "zero_bubble" splits the backward'
+    if (degree := recipe.wiring.meshes[name].axis_size("dp_shard")) > 1:
+        refusals.add(
+            f"{key}, of which FSDP learns nothing: module {name!r} has a data_parallel_shard_degree of "
+            f"{degree}; make it 1, or take the schedule 1f1b or interleaved"
+        )
+    if module_options(recipe, name).activation_checkpoint != "none":
+        refusals.add(
+            f"{key}, and module {name!r} would be computed again for each part: set its activation_checkpoint to "
+            "'none', or take the schedule 1f1b or interleaved"
+        )
+
+
+def _attention_dropout(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) -> None:
+    if not (dropout := adapter.abilities.attention_dropout):
+        return
+    key = f"modules.{name}.config.attention_dropout = {dropout}"
+    if recipe.wiring.meshes[name].axis_size("tp") > 1:
+        refusals.add(
+            f"{key}: with tensor parallelism every rank "
+            "would drop the same positions of its heads; set it to 0, or tensor_parallel_degree to 1"
+        )
+    if packs(recipe, name):
+        refusals.add(
+            f"{key}: hetmesh's own attention, which {_packing_key(recipe, name)} needs, drops nothing; set it to 0"
+        )
+
+
+def _weights(recipe: Recipe, name: str, adapter: Adapter) -> None:
+    """Compare the headers of the module's checkpoint with its parameters, if it has one."""
+    if (pretrained := pretrained_of(name, recipe.modules[name])) is not None:
+        check_weights(adapter, build_empty(adapter), pretrained)
