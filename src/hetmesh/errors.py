@@ -45,6 +45,10 @@ class OutputError(HetmeshError, OSError):
     give another folder."""
 
 
+class ReplicaError(HetmeshError, RuntimeError):
+    """Replicas of a parameter are no longer equal. The message names the parameter, its module, ranks and the step."""
+
+
 class LaunchError(HetmeshError, RuntimeError):
     """How this process was started does not make a job: the launcher's variables contradict each other or the machine,
     or other processes did not come. The message names the variables."""

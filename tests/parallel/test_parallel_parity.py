@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +22,8 @@ from hetmesh.graph.topology import BoundarySpec
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.models import build_module, make_adapters
 from hetmesh.parallel import (
-    ParallelModule,
     apply_tensor_parallel,
-    holds_first_replica,
+    gradient_axes,
     local_part,
     parallelize,
     reduce_gradients,
@@ -114,10 +114,14 @@ def parity(rank: int, dp: int, tp: int, kinds, llm, fault: str | None = None) ->
     dist.all_reduce(loss, group=mesh.get_group("dp_replicate"))
     for each in parallel.values():
         if fault == "partial gradients not summed":
-            each = ParallelModule(each.module, each.stages, each.spec, each.device_mesh)
+            each = replace(each, axes={n: replace(a, summed=without_tp(a.summed)) for n, a in each.axes.items()})
         if fault != "lanes not summed":
             reduce_gradients(each)
     return float((loss - expected).abs() / expected), worst_error(modules, reference)
+
+
+def without_tp(axes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis != "tp")
 
 
 READ = ("read", "read", "add", "sum")
@@ -181,7 +185,8 @@ def layout_facts(rank: int):
     mesh = device_mesh(spec)
     assert mesh is not None
     partial = apply_tensor_parallel(module, mesh["tp"], adapters["llm"].tensor_parallel_plan())
-    held = {n: local_part(p).numel() * holds_first_replica(p, spec, rank) for n, p in module.named_parameters()}
+    axes = gradient_axes(dict(module.named_parameters()), spec, partial)
+    held = {n: local_part(p).numel() * axes[n].is_first_replica(spec, rank) for n, p in module.named_parameters()}
     storage = sum(local_part(p).untyped_storage().nbytes() for p in module.parameters())
     return elements, held, storage, sum(4 * local_part(p).numel() for p in module.parameters()), partial
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from hetmesh.errors import RecipeError
@@ -13,6 +14,7 @@ from hetmesh.models import Abilities
 from hetmesh.models.adapter import NONE
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.training.describe import describe
+from hetmesh.training.modules import full_module
 from hetmesh.training.refusals import check_recipe
 from hetmesh.training.summary import count_parameters, ranks_text, summary
 
@@ -127,7 +129,6 @@ def test_all_that_is_wrong_is_said_at_once():
         "parallelism.llm.tensor_parallel_degree",
         "training.pack_samples:",
         "modules.llm.config.attention_dropout",
-        "modules.llm.config.attention_dropout",
     ]
     assert said[-1] == (
         "modules.llm.config.attention_dropout = 0.5: hetmesh's own attention, which training.pack_samples needs, drops "
@@ -146,6 +147,67 @@ def test_parameters_are_counted_without_being_made():
 )
 def test_ranks_text(ranks, text):
     assert ranks_text(ranks) == text
+
+
+@dataclass
+class Normalised(Adapter):
+    norm: nn.Module = field(default_factory=nn.Identity)
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), self.norm)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm1d(4),
+        nn.BatchNorm2d(4, track_running_stats=False),
+        nn.LazyBatchNorm3d(),
+        nn.SyncBatchNorm(4),
+        nn.InstanceNorm1d(4, track_running_stats=True),
+    ],
+)
+def test_layers_that_depend_on_the_batch_of_a_lane_are_refused(norm):
+    refused = re.escape(f"modules.vision.model = 'siglip': its layers ['1'] are {type(norm).__name__}, whose result")
+    adapters = {"vision": Normalised(norm=norm), "projector": Adapter(), "llm": Adapter()}
+    with pytest.raises(RecipeError, match=refused):
+        check_recipe(parse_recipe(TEXT), adapters)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4), nn.RMSNorm(4)])
+def test_layers_that_treat_every_sample_alone_are_not(norm):
+    check_recipe(parse_recipe(TEXT), {"vision": Normalised(norm=norm), "projector": Adapter(), "llm": Adapter()})
+
+
+class BatchNormEncoder(nn.Module):
+    """A user's encoder as a recipe may name it."""
+
+    out_features, rows_per_item = 8, 1
+
+    def __init__(self, media_shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.project, self.norm = nn.Linear(media_shape[-1], 8), nn.BatchNorm1d(8)
+
+
+def test_they_are_refused_by_every_verb_also_in_a_users_module():
+    recipe = load_recipe(
+        DIGITS, ("--modules.vision.model", f"{__name__}:BatchNormEncoder", "--modules.vision.config={}")
+    )
+    with pytest.raises(RecipeError, match=r"modules.vision.model = .*BatchNormEncoder.*\['norm'\] are BatchNorm1d"):
+        describe(recipe)
+
+
+class Unbuildable(Adapter):
+    """Of a module that cannot be built without memory, where check cannot look."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, int(torch.ones(1).item())), nn.BatchNorm1d(1))
+
+
+def test_they_are_refused_at_the_latest_when_the_module_is_built():
+    check_recipe(parse_recipe(TEXT), {"vision": Unbuildable()})
+    with pytest.raises(RecipeError, match=r"modules.vision.model = 'siglip': its layers \['1'\] are BatchNorm1d"):
+        full_module(parse_recipe(TEXT), Unbuildable(), "vision")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

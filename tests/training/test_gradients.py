@@ -1,5 +1,6 @@
 """One global norm and one clip over modules on different meshes (U6): as torch computes them in one process."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,9 @@ def norm_and_clip(rank, recipe, max_norm):
     job.runtime.run(job.schedule(plan), plan, Feed(job.loader, drawn, plan, job.adapters, rank))
     parameters = list(job.root.parameters())
     scale(parameters, 1 / plan.num_targets)
-    modules = [(module, job.graph[name].mesh) for name, module in job.root.named_children()]
     norms = []
     for _ in range(2):
-        (squares,) = reduce_over_ranks([squared_norm(counted(modules, rank))], world)
+        (squares,) = reduce_over_ranks([squared_norm(counted(job.parallel.values(), rank))], world)
         norms.append(squares**0.5)
         scale(parameters, clip_factor(norms[-1], max_norm))
     return norms
@@ -66,3 +66,46 @@ def test_no_clipping_below_the_norm_nor_of_infinite_gradients():
     for norm, max_norm in ((5.0, 0.0), (5.0, 6.0), (float("inf"), 1.0), (float("nan"), 1.0)):
         assert clip_factor(norm, max_norm) == 1.0
     assert clip_factor(5.0, 1.0) == pytest.approx(0.2, rel=1e-5)
+
+
+def squares_with_a_bad_gradient(rank, recipe, name, where, value):
+    """The squared norm over all ranks where rank `where` has one gradient that is not finite."""
+    world = World.current()
+    job = Job.assemble(recipe, world)
+    for key, parameter in job.root.named_parameters():
+        parameter.grad = torch.ones_like(parameter)
+        if key == name and rank == where:
+            parameter.grad[0] = value
+    mine = counted(job.parallel.values(), rank, job.counted_elsewhere)
+    others = [p for p in job.root.parameters() if all(p is not each for each in mine)]
+    (squares,) = reduce_over_ranks([squared_norm(mine, others)], world)
+    (without,) = reduce_over_ranks([squared_norm(mine)], world)
+    return squares, without
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_u25_one_gradient_that_is_not_finite_on_any_rank_is_seen_by_all(pool4, value):
+    recipe = load_recipe(RECIPES / "digits_overlapping.toml", ("--training.local_batch_size=4",))
+    for where in range(2, 4):  # both hold a replica, and one of them counts it
+        for squares, _ in pool4.run(squares_with_a_bad_gradient, recipe, "llm.model.norm.weight", where, value):
+            assert not math.isfinite(squares)
+    finite = pool4.run(squares_with_a_bad_gradient, recipe, "llm.model.norm.weight", 9, value)
+    assert all(squares == without > 0 for squares, without in finite)
+
+
+def test_norms_of_gradients_on_several_devices_are_taken_device_by_device(monkeypatch):
+    """Of offloaded modules and others. The meta device stands for a second one: torch cannot stack what lies apart."""
+    calls = []
+    norm = torch._foreach_norm
+
+    def norms(gradients, order):
+        calls.append({gradient.device.type for gradient in gradients})
+        return norm([g if g.device.type == "cpu" else torch.full_like(g, 2.0, device="cpu") for g in gradients], order)
+
+    monkeypatch.setattr(torch, "_foreach_norm", norms)
+    parameters = [nn.Parameter(torch.zeros(3, device=device)) for device in ("cpu", "meta", "cpu")]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    assert squared_norm(parameters) == pytest.approx(3 + 12 + 3)
+    assert calls == [{"cpu"}, {"meta"}]

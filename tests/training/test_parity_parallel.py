@@ -256,10 +256,6 @@ def test_faults_of_sequence_parallelism_are_found(pool, fault):
             layout(FSDP, FSDP_TP + "\n" + SEQUENCE, "disjoint").replace('"qwen3"', '"qwen3"\nlora = { rank = 2 }'),
             "parallelism.llm.enable_sequence_parallel: not together with modules.llm.lora",
         ),
-        (
-            layout(FSDP, FSDP_TP, "disjoint").replace("head_dim = 6", "head_dim = 6\nattention_dropout = 0.5"),
-            "modules.llm.config.attention_dropout = 0.5: with tensor parallelism",
-        ),
     ],
 )
 def test_what_a_module_cannot_do_is_an_error(text, says):

@@ -136,6 +136,12 @@ def test_stages_with_their_own_layouts(pool4, policy, tables):
 
 
 @pytest.mark.slow
+def test_a_backward_in_two_parts_where_a_stage_uses_a_parameter_twice(pool4):
+    """The whole LLM is one stage, its head tied to its embedding."""
+    check(pool4, recipe("zero_bubble", table("vision", "0-1", pp=2), table("llm", "2-3", tp=2), tied=True))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["1f1b", "interleaved", "zero_bubble"])
 def test_a_tied_head_far_from_its_embedding(pool4, policy):
     given = recipe(policy, table("vision", "0"), table("llm", "0-3", pp=2, tp=2), tied=True, batch=3)

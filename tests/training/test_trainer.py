@@ -13,8 +13,8 @@ from hetmesh.boundary import World, init
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.testing.precision import exact_dtypes
-from hetmesh.training.dump_folder import trim_metrics
 from hetmesh.training.describe import describe, make_prepare
+from hetmesh.training.dump_folder import trim_metrics
 from hetmesh.training.metrics import StepMetrics
 from hetmesh.training.modules import full_module
 from hetmesh.training.reporter import Reporter

@@ -33,6 +33,15 @@ def build_empty(adapter: Adapter, dtype: torch.dtype = torch.float32) -> nn.Modu
         return _build(adapter).to(dtype)
 
 
+def build_on_meta(adapter: Adapter) -> nn.Module | None:
+    """The full module without any memory, to look at its parts; None for one that cannot be built that way."""
+    try:
+        with torch.device("meta"):
+            return adapter.build()
+    except Exception:  # a user's constructor may compute with its weights
+        return None
+
+
 def _build(adapter: Adapter) -> nn.Module:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)

@@ -4,10 +4,13 @@ from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.apply import AdaptedModule, ParallelModule, parallelize, reduce_gradients, start_reduction
 from hetmesh.parallel.compile import apply_compile
-from hetmesh.parallel.data_parallel import sum_gradients
 from hetmesh.parallel.fully_shard import apply_fully_shard
-from hetmesh.parallel.gradients import holds_first_replica, local_gradient, local_part
+from hetmesh.parallel.gradient_axes import ParameterAxes, gradient_axes
+from hetmesh.parallel.gradient_sums import sum_gradients
+from hetmesh.parallel.gradients import local_gradient, local_part
 from hetmesh.parallel.linear import Colwise, Rowwise
+from hetmesh.parallel.random_state import RandomPlace, entering, seed_by_place
+from hetmesh.parallel.replicas import check_replicas
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.tensor_parallel import (
     apply_tensor_parallel,
@@ -21,6 +24,8 @@ __all__ = [
     "Colwise",
     "ContextAttention",
     "ParallelModule",
+    "ParameterAxes",
+    "RandomPlace",
     "Rowwise",
     "TiedParameter",
     "apply_activation_checkpoint",
@@ -28,12 +33,15 @@ __all__ = [
     "apply_fully_shard",
     "apply_sequence_parallel",
     "apply_tensor_parallel",
+    "check_replicas",
     "check_tensor_parallel_degree",
-    "holds_first_replica",
+    "entering",
+    "gradient_axes",
     "local_gradient",
     "local_part",
     "parallelize",
     "reduce_gradients",
+    "seed_by_place",
     "start_reduction",
     "sum_gradients",
     "sum_tied_parameters",

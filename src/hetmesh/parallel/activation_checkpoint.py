@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from hetmesh.graph.module_options import CheckpointMode
 from hetmesh.parallel.linear import RowwiseLinear
+from hetmesh.parallel.random_state import Remembered
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 ATTENTION = "_scaled_dot_product_"
@@ -39,7 +40,30 @@ def _again(forward: Any, mode: CheckpointMode) -> Any:
     arguments: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
-    return partial(checkpoint, forward, **arguments)
+
+    # A function of this file, which torch.compile traces into; a partial of torch's own it passes by.
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # what is random is then computed again as torch.compile sees to it
+            return checkpoint(forward, *args, **arguments, **kwargs)
+        return checkpoint(_Repeated(forward), *args, **arguments, **kwargs)
+
+    return checkpointed
+
+
+class _Repeated:
+    """A forward that draws the same when it is computed again: torch restores the generators as they were when it
+    began, this restores the place that they are seeded from within."""
+
+    def __init__(self, forward: Any) -> None:
+        self.forward = forward
+        self.remembered: Remembered | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.remembered is None:
+            self.remembered = Remembered()
+            return self.forward(*args, **kwargs)
+        with self.remembered.again():
+            return self.forward(*args, **kwargs)
 
 
 def _keep_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hetmesh.errors import LayoutError
-from hetmesh.graph.module_graph import LANE_AXES
 from hetmesh.graph.module_options import DEFAULT, ModuleOptions
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.blocks import blocks
 from hetmesh.parallel.compile import apply_compile
-from hetmesh.parallel.data_parallel import start_sum, sum_gradients
 from hetmesh.parallel.fully_shard import apply_fully_shard
+from hetmesh.parallel.gradient_axes import SUM_ORDER, ParameterAxes, gradient_axes
+from hetmesh.parallel.gradient_sums import start_sum, sum_gradients
+from hetmesh.parallel.random_state import seed_by_place
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.stages import prune, shared_parameters, view
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
@@ -83,8 +84,7 @@ class ParallelModule:
         stages: each stage of this rank as the runtime calls it, with a batch and rows.
         spec: the mesh of a stage.
         device_mesh: the handle of `spec`.
-        partial_over_tp: FQNs of the parameters whose gradients are partial sums over `tp` after a backward.
-        summed_over_lanes: whether the backward itself sums gradients over lanes (FSDP and HSDP do).
+        axes: per parameter, over which axes of `spec` its gradient is summed, and along which it is sharded.
         tied: FQNs of the parameters that several layers of the whole module share.
     """
 
@@ -92,8 +92,7 @@ class ParallelModule:
     stages: tuple[AdaptedModule, ...]
     spec: MeshSpec
     device_mesh: DeviceMesh
-    partial_over_tp: tuple[str, ...] = ()
-    summed_over_lanes: bool = False
+    axes: Mapping[str, ParameterAxes] = field(default_factory=dict)
     tied: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -104,6 +103,11 @@ class ParallelModule:
         """The whole module as the runtime calls it, where it is not split."""
         (only,) = self.stages
         return only
+
+    @property
+    def fully_sharded(self) -> bool:
+        """Whether FSDP shards the module."""
+        return self.spec.axis_size("dp_shard") > 1
 
     def parameters_of(self, stage: int) -> dict[str, nn.Parameter]:
         """The parameters of entry `stage` of `stages` by FQN; one that several stages share belongs to the first."""
@@ -147,17 +151,17 @@ def parallelize(
     if device_mesh.get_coordinate() is None:
         raise LayoutError(f"only members of {spec} hold its module; this rank is none")
     partial: tuple[str, ...] = ()
+    plan = adapter.tensor_parallel_plan() if plan is None else plan
+    shared = token_sharded if options.sequence_parallel else ()
+    seed_by_place(module, adapter.layers(), plan, shared, split=spec.axis_size("tp") > 1)
     if spec.axis_size("tp") > 1:
-        partial = apply_tensor_parallel(
-            module, device_mesh["tp"], adapter.tensor_parallel_plan() if plan is None else plan
-        )
+        partial = apply_tensor_parallel(module, device_mesh["tp"], plan)
         if options.sequence_parallel:
-            over_tokens = apply_sequence_parallel(module, device_mesh["tp"], token_sharded)
+            over_tokens = apply_sequence_parallel(module, device_mesh["tp"], shared)
             partial = tuple(dict.fromkeys((*partial, *over_tokens)))
     tied = shared_parameters(module)
     if runs is not None:
         prune(module, adapter.layers(), [layer for run in runs for layer in run])
-        partial = tuple(name for name in partial if name in dict(module.named_parameters()))
     sharded = spec.axis_size("dp_shard") > 1
     dtype = next((p.dtype for p in module.parameters()), torch.get_default_dtype())
     compute_dtype = options.compute_dtype or dtype
@@ -172,7 +176,8 @@ def parallelize(
     for stage in stages if sharded else ():
         held = set(stage.modules())
         apply_fully_shard(stage, [layer for layer in layers if layer in held], device_mesh, options)
-    return ParallelModule(module, stages, spec, device_mesh, partial, sharded, tied)
+    axes = gradient_axes(dict(module.named_parameters()), spec, partial)
+    return ParallelModule(module, stages, spec, device_mesh, axes, tied)
 
 
 def reduce_gradients(parallel: ParallelModule) -> None:
@@ -182,26 +187,28 @@ def reduce_gradients(parallel: ParallelModule) -> None:
 
 
 def start_reduction(parallel: ParallelModule, stage: int = 0) -> Callable[[], None]:
-    """Begin to complete the gradients of entry `stage` of `parallel.stages`: sum those partial over `tp`, then all over
-    lanes, unless the backward has done that, and over ranks that share the tokens of a lane.
+    """Begin to complete the gradients of entry `stage` of `parallel.stages`: sum each over the axes of `parallel.axes`
+    over which the backward has not summed it.
 
     Collective over the mesh of the stage; call it once per step, after the stage's last backward.
 
     Returns:
         What waits for the sums and writes them into the gradients.
     """
-    mesh, parameters = parallel.device_mesh, parallel.parameters_of(stage)
-    if partial := [parameters[name] for name in parallel.partial_over_tp if name in parameters]:
-        sum_gradients(partial, [mesh.get_group("tp")])
-    axes = [axis for axis in LANE_AXES if parallel.spec.axis_size(axis) > 1 and not parallel.summed_over_lanes]
-    axes += ["cp"] if parallel.spec.axis_size("cp") > 1 else []  # whose ranks see different tokens
-    if not axes:
+    own = parallel.parameters_of(stage)
+    over = {axis: [p for name, p in own.items() if axis in parallel.axes[name].after_backward] for axis in SUM_ORDER}
+    sums = [(parallel.device_mesh.get_group(axis), parameters) for axis, parameters in over.items() if parameters]
+    if sums and len(sums[0][1]) < len(own):  # a few small ones: done before all others follow
+        group, few = sums.pop(0)
+        sum_gradients(few, [group])
+    if not sums:
         return lambda: None
-    own = list(parameters.values())
-    first = start_sum(own, mesh.get_group(axes[0]))
+    group, parameters = sums.pop(0)
+    first = start_sum(parameters, group)
 
     def finish() -> None:
         first()
-        sum_gradients(own, [mesh.get_group(axis) for axis in axes[1:]])
+        for group, parameters in sums:
+            sum_gradients(parameters, [group])
 
     return finish

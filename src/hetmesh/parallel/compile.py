@@ -8,6 +8,7 @@ import shutil
 import warnings
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 WITHOUT_COMPILER = ("eager", "aot_eager")
@@ -25,7 +26,8 @@ def apply_compile(blocks: Iterable[nn.Module], backend: str, device_type: str) -
         warnings.warn(f"[compile] enable: {reason}, so modules run uncompiled", stacklevel=2)
         return
     for block in blocks:
-        block.compile(backend=backend, dynamic=True)
+        # The forward, not the call: what hooks do around it (FSDP, random state) would interrupt the graph.
+        block.forward = torch.compile(block.forward, backend=backend, dynamic=True)
 
 
 def missing_compiler(backend: str, device_type: str) -> str | None:

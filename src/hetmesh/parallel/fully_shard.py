@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from hetmesh.graph.module_graph import LANE_AXES
 from hetmesh.graph.module_options import ModuleOptions
+from hetmesh.layout.mesh import MeshSpec
+from hetmesh.parallel.gradient_axes import fully_shard_axes
 
 
 def apply_fully_shard(
@@ -36,9 +37,7 @@ def apply_fully_shard(
     """
     # FSDP warns that a hook on a view is lost when the view is changed in place; the runtime changes no output.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
-    names = device_mesh.mesh_dim_names or ()
-    axes = tuple(axis for axis in LANE_AXES if axis in names)
-    arguments: dict[str, Any] = {"mesh": device_mesh[axes]}
+    arguments: dict[str, Any] = {"mesh": device_mesh[fully_shard_axes(MeshSpec.of(device_mesh))]}
     if options.compute_dtype is not None:
         arguments["mp_policy"] = MixedPrecisionPolicy(options.compute_dtype, reduce_dtype=_parameter_dtype(root))
     if options.cpu_offload:

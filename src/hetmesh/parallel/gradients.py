@@ -1,12 +1,10 @@
-"""What one rank holds of a parameter and its gradient: its local part, and whether it counts it in a global norm."""
+"""What one rank holds of a parameter and of its gradient: its local part."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
-
-from hetmesh.layout.mesh import MeshSpec
+from torch.distributed.tensor import DTensor
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -37,23 +35,3 @@ def set_local_gradient(parameter: nn.Parameter, value: Tensor) -> None:
     gradient = local_gradient(parameter)
     assert gradient is not None
     gradient.copy_(value.view_as(gradient))
-
-
-def holds_first_replica(parameter: Tensor, spec: MeshSpec, rank: int) -> bool:
-    """Whether `rank` holds the first copy of its part of `parameter`: over these ranks every element counts once.
-
-    Args:
-        parameter: a parameter of a module on `spec`, as `rank` holds it: plain, or a DTensor over some of its axes.
-        spec: the module's mesh. Along `pp` ranks hold different parameters, so every coordinate counts.
-
-    Returns:
-        True if the rank is at coordinate 0 of every axis along which it is replicated; False for a non-member.
-    """
-    coordinate = spec.coordinate(rank)
-    if coordinate is None:
-        return False
-    apart = {"pp"}
-    if isinstance(parameter, DTensor):
-        names = parameter.device_mesh.mesh_dim_names or ()
-        apart |= {n for n, p in zip(names, parameter.placements, strict=True) if not isinstance(p, Replicate)}
-    return all(c == 0 for axis, c in zip(spec.axes, coordinate, strict=True) if axis not in apart)

@@ -45,7 +45,7 @@ def apply_tensor_parallel(
     """
     if tp_mesh.ndim != 1:
         raise RecipeError(f"tensor parallelism takes one mesh axis, got {tp_mesh.mesh_dim_names or tp_mesh.ndim}")
-    found = {pattern: _match(module, pattern) for pattern in plan}
+    found = {pattern: matching(module, pattern) for pattern in plan}
     for pattern, style in plan.items():
         _check(module, pattern, style, found[pattern])
     partial: list[str] = []
@@ -76,7 +76,8 @@ def check_tensor_parallel_degree(name: str, sizes: Mapping[str, int], degree: in
         )
 
 
-def _match(module: nn.Module, pattern: str) -> list[str]:
+def matching(module: nn.Module, pattern: str) -> list[str]:
+    """FQNs of the submodules that match `pattern`, in which `*` stands for one name."""
     regex = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
     return [name for name, _ in module.named_modules() if regex.fullmatch(name)]
 

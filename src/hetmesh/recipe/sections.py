@@ -340,3 +340,4 @@ class Debug(Section):
 
     seed: int = 0  # of weights, of the order of samples and of everything random
     deterministic: bool = False
+    check_replicas: Count = 0  # every so many steps all replicas of parameters are compared; 0: never

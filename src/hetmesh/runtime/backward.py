@@ -32,7 +32,15 @@ class SplitBackward:
     def input_part(
         self, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]
     ) -> None:
-        """Add the gradients of `leaves` to their `.grad`."""
+        """Add the gradients of `leaves` to their `.grad`.
+
+        Where a parameter is used twice, in two layers or by a layer that is called twice, torch cannot part the two:
+        then all of the backward happens here, and `weight_part` has nothing left to do.
+        """
+        if uses_twice(outputs, self.parameters):
+            backward(outputs, gradients)
+            self.parameters = []
+            return
         given = [gradient for gradient in gradients if gradient is not None] or None  # none for a loss
         # torch detaches outputs in place, to free what only the inputs' part needed: a view cannot be
         whole = [out.clone() if out._is_view() else out for out in outputs]
@@ -41,6 +49,25 @@ class SplitBackward:
 
     def weight_part(self) -> None:
         """Add the gradients of the parameters to their `.grad`."""
+        if not self.parameters:
+            return
         _, weight_part = split_backward()
         weight_part(iter(self.parameters), self.groups)
         self.groups = []
+
+
+def uses_twice(outputs: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether the autograd graph of `outputs` reaches one of `parameters` along several edges."""
+    waiting: list[Any] = [out.grad_fn for out in outputs if out.grad_fn is not None]
+    wanted, reached, seen = set(map(id, parameters)), set(), set(waiting)
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            leaf = id(getattr(node, "variable", None))  # of a node that adds to the gradient of a leaf
+            if leaf in wanted:
+                if leaf in reached:
+                    return True
+                reached.add(leaf)
+            elif node is not None and node not in seen:
+                seen.add(node)
+                waiting.append(node)
+    return False

@@ -15,6 +15,7 @@ from hetmesh.boundary.groups import edge_groups
 from hetmesh.boundary.watchdog import timed_out
 from hetmesh.errors import BoundaryError, BoundaryTimeout
 from hetmesh.graph import ModuleGraph, Stage, stage_graph
+from hetmesh.parallel.random_state import device_module, random_place
 from hetmesh.runtime.step import LoadBatch, Loss, Observe, StepRunner
 from hetmesh.schedule import Action, Kind, Schedule
 
@@ -36,12 +37,15 @@ class Runtime:
         reducers: per such stage with something trainable, the REDUCE action.
         loss: the summed loss.
         transport: how boundary transfers are carried; see `hetmesh.boundary.transport`.
+        seed: of everything random; see `hetmesh.parallel.random_state`.
         finish: called after the last action of a training step, when all gradients of this rank's stages are summed
             over their lanes.
 
     Build it on every rank of the job: it creates the process groups that boundaries may need.
 
     Attributes:
+        places: per stage of this rank, where it draws random numbers.
+        device_module: whose generator is seeded beside the CPU's; None where the device is the CPU.
         recording: set it to a list to have the actions of the next steps recorded.
     """
 
@@ -54,18 +58,32 @@ class Runtime:
         reducers: Mapping[Stage, Reducer],
         loss: Loss,
         transport: str = "auto",
+        seed: int = 0,
         finish: Callable[[], None] | None = None,
     ) -> None:
         self.world, self.graph, self.modules = world, graph, modules
         self.reducers, self.loss, self.transport = reducers, loss, transport
         self.finish = finish
+        self.places = {stage: random_place(graph[stage.module], stage.index, world.rank, seed) for stage in modules}
+        self.device_module = device_module(world.device)
         self.recording: Recording | None = None
         world.connect()
         for ranks in edge_groups(stage_graph(graph), transport):
             world.group(ranks)
 
-    def run(self, schedule: Schedule, plan: BatchPlan, load_batch: LoadBatch, observe: Observe | None = None) -> Tensor:
+    def run(
+        self,
+        schedule: Schedule,
+        plan: BatchPlan,
+        load_batch: LoadBatch,
+        observe: Observe | None = None,
+        *,
+        step: int = 0,
+    ) -> Tensor:
         """Run one step on this rank.
+
+        Args:
+            step: its number; what is random differs from step to step, and is the same if a step is run again.
 
         Returns:
             The summed loss of this rank's lane over all microbatches, detached, float64 on the CPU; 0 on ranks
@@ -74,7 +92,7 @@ class Runtime:
         Raises:
             BoundaryTimeout: a wait outlasted the timeout; names boundary or action, microbatch and rank.
         """
-        step = StepRunner(self, schedule, plan, load_batch, observe)
+        runner = StepRunner(self, schedule, plan, load_batch, observe, step)
         reductions = []
         with torch.set_grad_enabled(schedule.training):
             for action in schedule.of_rank(self.world.rank):
@@ -84,7 +102,7 @@ class Runtime:
                         assert isinstance(action.target, Stage)
                         reductions.append((action, self.reducers[action.target]()))
                     else:
-                        step.execute(action)
+                        runner.execute(action)
                 if self.recording is not None:
                     self.recording.append((action, started, time.perf_counter()))
             for action, finish in reductions:
@@ -92,8 +110,8 @@ class Runtime:
                     finish()
             if schedule.training and self.finish is not None:
                 self.finish()
-            step.drain()
-        return step.loss_sum
+            runner.drain()
+        return runner.loss_sum
 
     @contextmanager
     def _guarded(self, action: Action) -> Iterator[None]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu
 
 from hetmesh.balance import BatchPlan, edge_layouts
 from hetmesh.boundary import Exchange, Label
 from hetmesh.graph import Edge, Stage
 from hetmesh.layout import TransferPlan, plan_transfer
+from hetmesh.parallel.random_state import entering
 from hetmesh.parallel.stages import PREVIOUS
 from hetmesh.runtime.backward import SplitBackward, backward
+from hetmesh.runtime.offload import activations_on_host
 from hetmesh.schedule import Action, Kind, Schedule
 
 if TYPE_CHECKING:
@@ -39,9 +41,15 @@ class StepRunner:
     """One rank's state of one step; see `Runtime.run`."""
 
     def __init__(
-        self, runtime: Runtime, schedule: Schedule, plan: BatchPlan, load_batch: LoadBatch, observe: Observe | None
+        self,
+        runtime: Runtime,
+        schedule: Schedule,
+        plan: BatchPlan,
+        load_batch: LoadBatch,
+        observe: Observe | None,
+        step: int,
     ) -> None:
-        self.runtime, self.schedule, self.plan = runtime, schedule, plan
+        self.runtime, self.schedule, self.plan, self.step = runtime, schedule, plan, step
         self.load_batch, self.observe = load_batch, observe
         self.tags: dict[Edge, int] = {}
         for i, edge in enumerate(schedule.stages.edges):
@@ -81,13 +89,12 @@ class StepRunner:
         def compute() -> Outputs:
             # Where no gradient is needed nothing is kept for a backward: a frozen encoder holds no activations.
             with torch.set_grad_enabled(schedule.training and stage in stages.backward_stages), self._kept(stage):
-                return self._run(stage, batch, inputs)
+                return self._run(stage, m, batch, inputs)
 
         if stage in schedule.recompute and schedule.training:
-            state = torch.get_rng_state()  # dropout must drop the same again
             with torch.no_grad():
-                self.outputs[stage, m] = self._run(stage, batch, inputs)
-            self.again[stage, m] = lambda: _with_rng_state(state, compute)
+                self.outputs[stage, m] = self._run(stage, m, batch, inputs)
+            self.again[stage, m] = compute
             return
         outputs = compute()
         if stage == stages.sink:
@@ -98,14 +105,17 @@ class StepRunner:
             outputs = {"": loss}
         self.outputs[stage, m] = outputs
 
-    def _run(self, stage: Stage, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Outputs:
-        result = self.runtime.modules[stage](batch, inputs)
+    def _run(self, stage: Stage, m: int, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Outputs:
+        place = replace(self.runtime.places[stage], step=self.step, microbatch=m)
+        with entering(place, self.runtime.device_module):  # computed again, it draws the same again
+            result = self.runtime.modules[stage](batch, inputs)
         return {"": result} if isinstance(result, Tensor) else result
 
     def _kept(self, stage: Stage) -> AbstractContextManager[object]:
         if stage not in self.schedule.offload:
             return nullcontext()
-        return save_on_cpu(pin_memory=self.runtime.world.device.type == "cuda")
+        parameters = self.runtime.modules[stage].parameters()
+        return activations_on_host(parameters, pin_memory=self.runtime.world.device.type == "cuda")
 
     def _outputs_and_gradients(self, stage: Stage, m: int) -> tuple[list[Tensor], list[Tensor | None]]:
         """The outputs of a forward, on their autograd graph, and their gradients; no gradient for the loss."""
@@ -212,9 +222,3 @@ class StepRunner:
 def edge_name(edge: Edge) -> str:
     """How logs and errors call a forward edge: as its boundary, or `llm.0->llm.1` inside a module."""
     return str(edge) if edge.internal else f"{edge.key}->{edge.destination.module}"
-
-
-def _with_rng_state(state: Tensor, compute: Callable[[], Outputs]) -> Outputs:
-    with torch.random.fork_rng():
-        torch.set_rng_state(state)
-        return compute()

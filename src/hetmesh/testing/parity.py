@@ -6,19 +6,21 @@ end to end. It shares models and data with the run under test, and nothing else:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import World
-from hetmesh.data.loader import Loader
+from hetmesh.data.loader import DrawnSample, Loader
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import output_key
-from hetmesh.parallel import local_gradient
+from hetmesh.models import lora_plan
+from hetmesh.parallel import RandomPlace, entering, local_gradient, seed_by_place
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.testing.dense_masks import dense_mask, masked
 from hetmesh.testing.pool import WorkerPool
@@ -51,16 +53,34 @@ class Outcome:
     parameters: Mapping[str, Tensor]
 
 
-def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1) -> Outcome:
-    """Run `recipe`'s model and data in this process alone, ignoring its layout."""
+def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: bool = False) -> Outcome:
+    """Run `recipe`'s model and data in this process alone, ignoring its layout.
+
+    Args:
+        microbatches: go through the batch in the recipe's microbatches, and draw random numbers where a run of the
+            recipe draws them. With dropout a run equals this if every module has one lane, samples are not packed, and
+            dropout is only on values that tensor-parallel ranks hold alike: before column-wise linears and after
+            row-wise ones, not on heads or on the inputs of row-wise linears, and without sequence parallelism.
+    """
     source, adapters, graph = describe(recipe)
     modules = {name: loaded_module(recipe, adapters[name], name) for name in graph.order}
     prepare = make_prepare(recipe, graph, adapters)
     loader = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed)
     parameters = {f"{n}.{k}": p for n, module in modules.items() for k, p in module.named_parameters()}
+    if microbatches:
+        for name, module in modules.items():
+            plan = {**adapters[name].tensor_parallel_plan(), **recipe.modules[name].plan}
+            seed_by_place(module, adapters[name].layers(), lora_plan(module, plan))
+    numbers = count()
 
     def step() -> float:
-        drawn = next(loader)
+        drawn, number = next(loader), next(numbers)
+        size = recipe.batch.microbatch_size if microbatches else len(drawn)
+        targets = max(sum(d.meta.num_targets for d in drawn), 1)
+        parts = [drawn[i : i + size] for i in range(0, len(drawn), size)]
+        return sum(accumulate(part, targets, number, m) for m, part in enumerate(parts))
+
+    def accumulate(drawn: Sequence[DrawnSample], targets: int, number: int, m: int) -> float:
         metas, samples = [d.meta for d in drawn], loader.load(drawn)
         outputs: dict[str, Tensor] = {}
         batch: dict[str, Tensor] = {}
@@ -71,12 +91,12 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1) -> Outcome:
             sees: AbstractContextManager[None] = nullcontext()
             if kind != "causal":
                 sees = masked(modules[name], dense_mask(kind, metas, batch["input_ids"].shape[1]))
-            with sees:
+            with sees, entering(RandomPlace(recipe.debug.seed, name, number, m)):
                 result = adapters[name].forward(modules[name], batch, inputs)
             named = {"": result} if isinstance(result, Tensor) else result
             outputs |= {output_key(name, output): rows for output, rows in named.items()}
         loss = nn.functional.cross_entropy(outputs[graph.sink.name], batch["targets"], reduction="sum")
-        loss = loss / max(len(batch["targets"]), 1)
+        loss = loss / targets
         loss.backward()
         return loss.item()
 
@@ -100,29 +120,38 @@ def run(
     if fault is not None:
         fault(job)
     parameters = dict(job.root.named_parameters())
+    numbers = count()
 
     def step() -> float:
         drawn = next(job.loader)
         plan = job.plan([d.meta for d in drawn])
         feed = Feed(job.loader, drawn, plan, job.adapters, world.rank)
-        loss = job.runtime.run(job.schedule(plan), plan, feed)
+        loss = job.runtime.run(job.schedule(plan), plan, feed, step=next(numbers))
         targets = max(plan.num_targets, 1)
         scale(parameters.values(), 1 / targets)
         return float(loss) / targets if job.counts_loss else 0.0
 
     with exact_dtypes(job.root):
-        return _descend(parameters, step, steps, lr)
+        outcome = _descend(parameters, step, steps, lr)
+    if fault is None:
+        job.check_replicas(steps)
+    return outcome
 
 
-def check(pool: WorkerPool, recipe: Recipe, steps: int = 3, *, timeout: float = 120.0) -> float:
+def check(
+    pool: WorkerPool, recipe: Recipe, steps: int = 3, *, timeout: float = 120.0, microbatches: bool = False
+) -> float:
     """Run `recipe` in the workers of `pool` and compare it with one process; returns the largest error.
+
+    Args:
+        microbatches: as in `reference`; for recipes with dropout.
 
     Raises:
         ParityError: it differs.
         Exception: what a worker raised; a `WorkerError` if it hung or died.
     """
     ranks = pool.run(run_as, recipe, steps, timeout=timeout)
-    return compare(reference(recipe, steps), ranks, TOLERANCE[recipe.training.dtype])
+    return compare(reference(recipe, steps, microbatches=microbatches), ranks, TOLERANCE[recipe.training.dtype])
 
 
 def run_as(rank: int, recipe: Recipe, steps: int, fault: Callable[[Job], None] | None = None) -> Outcome:

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetmesh.boundary import World
-from hetmesh.layout import MeshSpec
-from hetmesh.parallel import holds_first_replica, local_gradient
+from hetmesh.parallel import ParallelModule, local_gradient
 
 
 def _local(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -28,22 +27,26 @@ def scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 @torch.no_grad()
 def squared_norm(parameters: Iterable[nn.Parameter], others: Iterable[nn.Parameter] = ()) -> Tensor:
-    """The squared 2-norm of this rank's parts of the gradients of `parameters`. Float64, 0-d.
+    """The squared 2-norm of this rank's parts of the gradients of `parameters`, on whatever devices they lie. Float64,
+    0-d, on the CPU.
 
     Args:
         others: parameters that another rank counts. Their gradients add nothing, unless one of them is not finite: then
             the result is not either, so that the sum over all ranks is one verdict on every gradient of every rank.
     """
-    grads, silent = _local(parameters), _local(others)
-    if not grads and not silent:
-        return torch.zeros((), dtype=torch.float64)
-    squares = torch.stack(torch._foreach_norm(grads + silent, 2)).double().square()
-    return (squares[: len(grads)].sum() + 0 * squares[len(grads) :].sum()).cpu()  # 0 * inf and 0 * nan are nan
+    factors = [(gradient, 1.0) for gradient in _local(parameters)] + [(gradient, 0.0) for gradient in _local(others)]
+    devices: dict[torch.device, list[tuple[Tensor, float]]] = {}  # gradients of offloaded modules lie on the CPU
+    for gradient, factor in factors:
+        devices.setdefault(gradient.device, []).append((gradient, factor))
+    total = torch.zeros((), dtype=torch.float64)
+    for members in devices.values():
+        norms = torch.stack(torch._foreach_norm([gradient for gradient, _ in members], 2))
+        counts = torch.tensor([factor for _, factor in members], dtype=torch.float64)
+        total += norms.to("cpu", torch.float64).square() @ counts  # 0 * inf and 0 * nan are nan
+    return total
 
 
-def counted(
-    modules: Iterable[tuple[nn.Module, MeshSpec]], rank: int, elsewhere: Collection[int] = ()
-) -> list[nn.Parameter]:
+def counted(modules: Iterable[ParallelModule], rank: int, elsewhere: Collection[int] = ()) -> list[nn.Parameter]:
     """The parameters of which `rank` holds the first replica: the sum of their `squared_norm` over all ranks of the job
     is that of the whole model, whatever the meshes.
 
@@ -52,9 +55,9 @@ def counted(
     """
     return [
         p
-        for module, mesh in modules
-        for p in module.parameters()
-        if id(p) not in elsewhere and holds_first_replica(p, mesh, rank)
+        for each in modules
+        for name, p in each.module.named_parameters()
+        if id(p) not in elsewhere and each.axes[name].is_first_replica(each.spec, rank)
     ]
 
 

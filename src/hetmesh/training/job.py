@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -16,7 +16,15 @@ from hetmesh.boundary.groups import ends_are_tied, tied_pairs
 from hetmesh.data.loader import Loader
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, SampleMeta, Stage, StageGraph, stage_graph
 from hetmesh.models import Adapter, load_weights, lora_plan, pretrained_of
-from hetmesh.parallel import TiedParameter, parallelize, start_reduction, sum_tied_parameters, tied_parameters
+from hetmesh.parallel import (
+    ParallelModule,
+    TiedParameter,
+    check_replicas,
+    parallelize,
+    start_reduction,
+    sum_tied_parameters,
+    tied_parameters,
+)
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.runtime import Reducer, Runtime
 from hetmesh.schedule import POLICIES, PolicyOptions, Schedule
@@ -37,15 +45,16 @@ class Job:
     adapters: dict[str, Adapter]
     loader: Loader
     root: Root
+    parallel: Mapping[str, ParallelModule]  # the modules of this rank on their meshes
     runtime: Runtime
-    counted_elsewhere: frozenset[int] = frozenset()  # ids of parameters that are copies of another stage's
+    tied: tuple[TiedParameter, ...] = ()  # parameters of which another pipeline stage holds a copy
 
     @classmethod
     def assemble(cls, recipe: Recipe, world: World) -> Job:
         """Build the modules of this rank, with the same weights on every layout, and everything around them."""
         source, adapters, graph = describe(recipe)
         stages = stage_graph(graph)
-        modules: dict[str, nn.Module] = {}
+        modules: dict[str, ParallelModule] = {}
         adapted: dict[Stage, nn.Module] = {}
         reducers: dict[Stage, Reducer] = {}
         tied: list[TiedParameter] = []
@@ -68,9 +77,9 @@ class Job:
                 adapters[name], module, spec, mesh, plan, graph[name].options, runs, abilities.token_sharded
             )
             if pretrained is not None:
-                device = "cpu" if graph[name].options.cpu_offload and parallel.summed_over_lanes else world.device
+                device = "cpu" if graph[name].options.cpu_offload and parallel.fully_sharded else world.device
                 load_weights(adapters[name], parallel.module, pretrained, device, roots=parallel.stages)
-            modules[name] = parallel.module
+            modules[name] = parallel
             adapted |= zip(own, parallel.stages, strict=True)
             trained = ((i, stage) for i, stage in enumerate(own) if stage in stages.trainable_stages)
             reducers |= {stage: partial(start_reduction, parallel, i) for i, stage in trained}
@@ -81,12 +90,13 @@ class Job:
             adapted,
             reducers=reducers,
             loss=sum_cross_entropy,
+            seed=recipe.debug.seed,
             finish=partial(sum_tied_parameters, tied, world),
         )
         prepare = make_prepare(recipe, graph, adapters)
         loader = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed)
-        elsewhere = frozenset(id(copy.parameter) for copy in tied if not copy.first)
-        return cls(recipe, world, graph, adapters, loader, Root(modules.items()), runtime, elsewhere)
+        root = Root((name, each.module) for name, each in modules.items())
+        return cls(recipe, world, graph, adapters, loader, root, modules, runtime, tuple(tied))
 
     def plan(self, samples: Sequence[SampleMeta]) -> BatchPlan:
         """The batch plan of a global batch; equal on every rank."""
@@ -95,6 +105,15 @@ class Job:
     def schedule(self, plan: BatchPlan, *, training: bool = True) -> Schedule:
         """The schedule of a step."""
         return recipe_schedule(self.recipe, self.graph, plan.num_microbatches, training)
+
+    @property
+    def counted_elsewhere(self) -> frozenset[int]:
+        """Ids of the parameters whose first copy another stage holds."""
+        return frozenset(id(copy.parameter) for copy in self.tied if not copy.first)
+
+    def check_replicas(self, step: int) -> None:
+        """Raise ReplicaError on all ranks if replicas of a parameter are not equal after `step` steps. Collective."""
+        check_replicas(self.parallel, self.tied, self.world, step)
 
     @property
     def sink_lane(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from hetmesh.models import Adapter, add_lora, build_empty, build_module, load_weights, pretrained_of, stand_ins
+from hetmesh.models.batch_statistics import check_batch_statistics
 from hetmesh.recipe.module_options import DTYPES
 from hetmesh.recipe.recipe import Recipe
 
@@ -18,6 +19,7 @@ def full_module(recipe: Recipe, adapter: Adapter, name: str) -> nn.Module:
     own, dtype = recipe.modules[name], DTYPES[recipe.training.dtype]
     loads = own.initial_load_path is not None
     module = build_empty(adapter, dtype) if loads else build_module(adapter, name, recipe.debug.seed, dtype)
+    check_batch_statistics(name, own.model, module)
     if own.lora is not None:
         with stand_ins(module):
             add_lora(module, own.lora, name, recipe.debug.seed, adapter.layers())

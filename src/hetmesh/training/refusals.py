@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from hetmesh.errors import Refusals
 from hetmesh.models import Adapter, build_empty, check_weights, pretrained_of
+from hetmesh.models.batch_statistics import check_batch_statistics
+from hetmesh.models.build import build_on_meta
 from hetmesh.recipe.batch_sizes import divisors
 from hetmesh.recipe.module_options import module_options, packs, token_axes
 
@@ -48,6 +50,9 @@ def check_recipe(
             check_module(recipe, name, adapter, refusals)
         with refusals.collect():
             _weights(recipe, name, adapter)
+        with refusals.collect():
+            if (module := build_on_meta(adapter)) is not None:
+                check_batch_statistics(name, recipe.modules[name].model, module)
     refusals.finish()
 
 
@@ -160,11 +165,6 @@ def _attention_dropout(recipe: Recipe, name: str, adapter: Adapter, refusals: Re
     if not (dropout := adapter.abilities.attention_dropout):
         return
     key = f"modules.{name}.config.attention_dropout = {dropout}"
-    if recipe.wiring.meshes[name].axis_size("tp") > 1:
-        refusals.add(
-            f"{key}: with tensor parallelism every rank "
-            "would drop the same positions of its heads; set it to 0, or tensor_parallel_degree to 1"
-        )
     if packs(recipe, name):
         refusals.add(
             f"{key}: hetmesh's own attention, which {_packing_key(recipe, name)} needs, drops nothing; set it to 0"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
+from hetmesh.models.build import build_on_meta
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.torchtitan_defaults import differing_defaults
 
@@ -17,12 +16,8 @@ if TYPE_CHECKING:
 
 def count_parameters(adapter: Adapter) -> int | None:
     """Parameters of the module, counted without allocating them; None for a module that cannot be built that way."""
-    try:
-        with torch.device("meta"):
-            module = adapter.build()
-    except Exception:  # a user's constructor may compute with its weights
-        return None
-    return sum(p.numel() for p in module.parameters())
+    module = build_on_meta(adapter)
+    return None if module is None else sum(p.numel() for p in module.parameters())
 
 
 def summary(recipe: Recipe, adapters: Mapping[str, Adapter]) -> Iterator[str]:

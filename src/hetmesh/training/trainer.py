@@ -85,8 +85,7 @@ class Trainer:
             source = Path(recipe.checkpoint.initial_load_path)
             load_initial_weights(world, self.job.root, source, recipe.checkpoint.exclude_from_loading)
         self.parameters = list(self.job.root.parameters())
-        modules = [(module, self.job.graph[name].mesh) for name, module in self.job.root.named_children()]
-        self.counted = counted(modules, world.rank, self.job.counted_elsewhere)
+        self.counted = counted(self.job.parallel.values(), world.rank, self.job.counted_elsewhere)
         here = set(map(id, self.counted))
         self.counted_by_others = [p for p in self.parameters if id(p) not in here]
         self.optimizers = make_optimizers(recipe, self.job.root)
@@ -152,7 +151,7 @@ class Trainer:
             self.optimizers[0].zero_grad()
         schedule = self.job.schedule(plan)
         recorded = self.recorder.begin(self.step + 1)
-        loss_sum = self.job.runtime.run(schedule, plan, feed)
+        loss_sum = self.job.runtime.run(schedule, plan, feed, step=self.step)
         computed = time.perf_counter()
 
         mine = loss_sum if self.job.counts_loss else 0.0
@@ -169,6 +168,8 @@ class Trainer:
         if self.optimizers is not None:
             take_step(*self.optimizers, update=finite)
         self.step += 1
+        if (every := self.recipe.debug.check_replicas) and self.step % every == 0:
+            self.job.check_replicas(self.step)
         seconds = time.perf_counter() - started
         if recorded:
             self.recorder.end(self.step, schedule, plan, computed)

@@ -1,4 +1,4 @@
-"""Sums of gradients over groups, and who counts a parameter in a global norm."""
+"""Sums of gradients over groups."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from hetmesh.layout.mesh import MeshSpec
-from hetmesh.parallel import data_parallel, holds_first_replica, sum_gradients
-
-
-def test_a_plain_parameter_counts_at_the_first_coordinate_of_every_axis_but_pp():
-    spec = MeshSpec.make([5, 2, 0, 7, 8, 9, 10, 11], pp=2, dp_replicate=2, tp=2)
-    parameter = nn.Parameter(torch.zeros(2))
-    assert [rank for rank in range(13) if holds_first_replica(parameter, spec, rank)] == [5, 8]
+from hetmesh.parallel import gradient_sums, sum_gradients
 
 
 def parameters(rank: int) -> list[nn.Parameter]:
@@ -40,11 +33,11 @@ def parameters(rank: int) -> list[nn.Parameter]:
 
 def summed(rank: int, bucket_bytes: int):
     given = parameters(rank)
-    old, data_parallel.BUCKET_BYTES = data_parallel.BUCKET_BYTES, bucket_bytes
+    old, gradient_sums.BUCKET_BYTES = gradient_sums.BUCKET_BYTES, bucket_bytes
     try:
         sum_gradients(given, [dist.group.WORLD])
     finally:
-        data_parallel.BUCKET_BYTES = old
+        gradient_sums.BUCKET_BYTES = old
     assert all(p.grad is None or p.grad.dtype == p.dtype for p in given)
     assert isinstance(given[4].grad, DTensor)
     local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in given]

@@ -1,5 +1,5 @@
-"""Gradients summed over the ranks that hold the same parameters and saw different samples. Sums, never means: the loss
-is a sum over targets, scaled once by 1 / (global targets)."""
+"""Who sums a gradient: over the axes that `gradient_axes` gives, once per step. Sums, never means: the loss is a sum
+over targets, scaled once by 1 / (global targets)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,35 @@
+"""Layers whose result depends on which samples are computed together. What a lane or a microbatch happens to hold
+differs from layout to layout, so they would train something else in each of them, silently: they are refused."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hetmesh.errors import RecipeError
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)  # and their lazy forms
+
+
+def batch_dependent_layers(module: nn.Module) -> list[str]:
+    """FQNs of the layers that normalise over samples or keep running statistics of them.
+
+    BatchNorm of any kind (SyncBatchNorm too: lanes of different microbatches never meet, and lanes without samples
+    run on blank ones), and whatever else tracks running statistics.
+    """
+    return [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, _BATCH_NORMS) or getattr(part, "track_running_stats", False)
+    ]
+
+
+def check_batch_statistics(name: str, model: str, module: nn.Module) -> None:
+    """Raise RecipeError if the module `name` of a recipe has layers that depend on the batch of a lane."""
+    if found := batch_dependent_layers(module):
+        kinds = sorted({type(module.get_submodule(fqn)).__name__ for fqn in found})
+        raise RecipeError(
+            f"modules.{name}.model = {model!r}: its layers {found[:4]}{' and more' if len(found) > 4 else ''} are "
+            f"{', '.join(kinds)}, whose result depends on the samples that are computed together and would change with "
+            "lanes and microbatches; use LayerNorm, GroupNorm or RMSNorm, or, where they are frozen, fold the running "
+            "statistics into a layer that keeps none"
+        )

@@ -1,0 +1,80 @@
+"""The one map from parameter to mesh axes: over which its gradient is summed, and along which ranks hold parts of it.
+
+Made once per module, after everything is sharded; read by the sums of gradients, by FSDP, by the global norm (which
+counts replicas once) and by the check that replicas are equal. Pure: values of a mesh and of placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from hetmesh.graph.module_graph import LANE_AXES
+from hetmesh.layout.mesh import MeshSpec
+
+SUM_ORDER = ("tp", *LANE_AXES, "cp")
+"""The order of sums over several axes, equal on all ranks: those of few parameters come first."""
+
+
+@dataclass(frozen=True)
+class ParameterAxes:
+    """How one parameter and its gradient lie on the mesh of its module (of its pipeline stage).
+
+    Attributes:
+        summed: axes over which what ranks compute are summands of the gradient, in the order in which they are summed.
+        in_backward: of these, the axes over which the backward itself sums (FSDP and HSDP).
+        sharded: axes along which ranks hold different elements; along all others they hold replicas.
+    """
+
+    summed: tuple[str, ...]
+    in_backward: tuple[str, ...] = ()
+    sharded: tuple[str, ...] = ()
+
+    @property
+    def after_backward(self) -> tuple[str, ...]:
+        """Axes over which the gradient is still to be summed when the last backward is over."""
+        return tuple(axis for axis in self.summed if axis not in self.in_backward)
+
+    def is_first_replica(self, spec: MeshSpec, rank: int) -> bool:
+        """Whether `rank` holds the first copy of its elements; over these ranks every element counts once. False for
+        a rank outside `spec`."""
+        coordinate = spec.coordinate(rank)
+        return coordinate is not None and all(
+            c == 0 for axis, c in zip(spec.axes, coordinate, strict=True) if axis not in self.sharded
+        )
+
+
+def gradient_axes(
+    parameters: Mapping[str, Tensor], spec: MeshSpec, partial_over_tp: Collection[str] = ()
+) -> dict[str, ParameterAxes]:
+    """The map of one module on the mesh `spec`.
+
+    Args:
+        parameters: by FQN, as a rank holds them: plain, or DTensors over some of the axes.
+        partial_over_tp: FQNs of those that every rank along `tp` holds in full and uses for its share of heads or
+            tokens.
+    """
+    different_tokens = tuple(axis for axis in (*LANE_AXES, "cp") if spec.axis_size(axis) > 1)
+    by_fsdp = fully_shard_axes(spec)
+    out = {}
+    for name, parameter in parameters.items():
+        axes = (*different_tokens, *(["tp"] if name in partial_over_tp else []))
+        summed = tuple(sorted(axes, key=SUM_ORDER.index))
+        out[name] = ParameterAxes(summed, by_fsdp, sharded_axes(parameter))
+    return out
+
+
+def fully_shard_axes(spec: MeshSpec) -> tuple[str, ...]:
+    """The axes over which FSDP, or HSDP, sums gradients in the backward; none for a module that it does not shard."""
+    return tuple(axis for axis in LANE_AXES if spec.axis_size(axis) > 1) if spec.axis_size("dp_shard") > 1 else ()
+
+
+def sharded_axes(parameter: Tensor) -> tuple[str, ...]:
+    """Axes along which ranks hold different elements of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return tuple(n for n, p in zip(names, parameter.placements, strict=True) if not isinstance(p, Replicate))

@@ -1,0 +1,43 @@
+"""What a backward needs of a forward, kept in the host's memory in between: activations, and no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from hetmesh.parallel import local_part
+
+Kept = Tensor | tuple[torch.device, Tensor]
+
+
+def activations_on_host(parameters: Iterable[nn.Parameter], *, pin_memory: bool) -> saved_tensors_hooks:
+    """A context in which autograd keeps what it saves in the host's memory, until the backward needs it.
+
+    `torch.autograd.graph.save_on_cpu` would move weights as well, one copy per microbatch; they stay where they are.
+
+    Args:
+        parameters: of the module that runs inside.
+        pin_memory: copy without waiting for the device.
+    """
+    weights = {local_part(p).untyped_storage().data_ptr() for p in parameters}
+
+    def pack(saved: Tensor) -> Kept:
+        # What FSDP has gathered is a parameter for as long as the forward lasts, and comes back into the same memory.
+        gathered = isinstance(saved, nn.Parameter) or isinstance(saved._base, nn.Parameter)
+        if gathered or saved.untyped_storage().data_ptr() in weights:
+            return saved
+        if not pin_memory:
+            return saved.device, saved.cpu()
+        host = torch.empty(saved.size(), dtype=saved.dtype, layout=saved.layout, pin_memory=not saved.is_sparse)
+        return saved.device, host.copy_(saved, non_blocking=True)
+
+    def unpack(kept: Kept) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        device, host = kept
+        return host.to(device, non_blocking=pin_memory)
+
+    return saved_tensors_hooks(pack, unpack)

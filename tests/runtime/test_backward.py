@@ -1,0 +1,77 @@
+"""The backward in two parts equals the whole one, also where a parameter is used twice; and what offloading keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from hetmesh.runtime.backward import SplitBackward, backward
+from hetmesh.runtime.offload import activations_on_host
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.second(torch.tanh(self.first(x)))  # the input is used twice, no parameter is
+
+
+class CalledTwice(Plain):
+    def forward(self, x):
+        return self.first(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+class Tied(Plain):
+    """A head tied to the embedding, in one stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+
+    def forward(self, x):
+        return linear(super().forward(x + self.embedding(torch.tensor([1, 4, 1]))), self.embedding.weight)
+
+
+def gradients(kind, split: bool):
+    torch.manual_seed(0)
+    module = kind().double()
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    parts = []
+    for scale in (1.0, 2.0):  # two microbatches, whose weights' parts come after both
+        output = module(x * scale if scale > 1 else x)
+        gradient = torch.ones_like(output)
+        if split:
+            parts.append(SplitBackward(list(module.parameters())))
+            parts[-1].input_part([output], [gradient], [x])
+        else:
+            backward([output], [gradient])
+    in_between = [p.grad is None for p in module.parameters()]
+    for part in parts:
+        part.weight_part()
+    return [x.grad, *(p.grad for p in module.parameters())], in_between
+
+
+@pytest.mark.parametrize("kind", [Plain, CalledTwice, Tied])
+def test_a_backward_in_two_parts_equals_the_whole_one(kind):
+    (expected, _), (given, in_between) = gradients(kind, False), gradients(kind, True)
+    assert all(in_between) is (kind is Plain)  # the others' gradients all come with the inputs' part
+    for one, other in zip(expected, given, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
+
+
+def test_offloading_moves_activations_and_no_weights(monkeypatch):
+    module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6).requires_grad_(False), nn.LayerNorm(6))
+    moved = []
+    cpu = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: (moved.append(tuple(self.shape)), cpu(self))[1])
+    with activations_on_host(module.parameters(), pin_memory=False):
+        output = module(torch.ones(3, 6, requires_grad=True))
+    assert (6, 6) not in moved
+    assert (6,) not in moved
+    assert (3, 6) in moved
+    output.sum().backward()
+    assert module[0].weight.grad is not None
