@@ -35,6 +35,16 @@ class BoundaryTimeout(HetmeshError, TimeoutError):
     used afterwards: end the job and resume it from its last checkpoint."""
 
 
+class NonFiniteError(HetmeshError, ArithmeticError):
+    """The loss or a gradient of a step is infinite or not a number. No parameter was changed by that step; the message
+    names the step and the modules and ranks where it was seen."""
+
+
+class OutputError(HetmeshError, OSError):
+    """A file of a run cannot be written or is not what its name says. The message names the file; free some space or
+    give another folder."""
+
+
 class ReplicaError(HetmeshError, RuntimeError):
     """Replicas of a parameter are no longer equal. The message names the parameter, its module, ranks and the step."""
 

@@ -105,7 +105,7 @@ def test_a_restored_loader_continues_exactly(before, after):
     [
         (Loader(Tiny(), 4, seed=5), "global_batch_size was 3 and is 4"),
         (Loader(Tiny(), 3), "seed was 5 and is 0"),
-        (Loader(Tiny(6), 3, seed=5), "source_length was 5 and is 6"),
+        (Loader(Tiny(6), 3, seed=5), "the number of samples of data.source was 5 and is 6"),
         (Loader(Tiny(), 3, seed=5, shuffle=False), "shuffle was 1 and is 0"),
     ],
 )

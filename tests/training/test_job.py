@@ -13,8 +13,8 @@ from hetmesh.errors import SampleError
 from hetmesh.graph import Stage
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.training.describe import describe, make_prepare
 from hetmesh.training.feed import Feed
-from hetmesh.training.job import describe, make_prepare
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 IMAGE, TEXT = 1, 5

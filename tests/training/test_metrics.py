@@ -5,12 +5,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.training.loggers import Loggers, require_wandb
 from hetmesh.training.meter import Measured, StepCost, measure_peak
-from hetmesh.training.metrics import Reporter, StepMetrics, amount, flat
+from hetmesh.training.metrics import LINE_WIDTH, StepMetrics, amount, duration, flat
+from hetmesh.training.reporter import Reporter
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 COST = StepCost({"vision": 3_000_000, "llm": 5_000_000_000}, {"vision": 0.01, "llm": 0.2}, 0.12, {"vision": 1.25})
@@ -18,11 +21,47 @@ MEASURED = Measured(2_000_000_000, 3, 4, {"vision->llm": {"forward": 1000, "back
 STEP = StepMetrics(10, 2.5, 0.75, 1e-3, 100.0, 2000.0, 0.64, COST, MEASURED)
 
 
-def test_a_log_line_shows_everything():
-    assert STEP.line(80) == (
-        "step 10/80  loss 2.5000  grad norm 0.750  100 samples/s  2000 tokens/s  MFU 12.0%  memory 2 GB  "
-        "3 of 4 ranks active  vision 3 MFLOP MFU 1.0% imbalance 1.25  vision->llm 1.5 kB waited 12 ms"
+def test_a_log_line_says_what_matters():
+    line = "step 10/80  loss 2.5000  grad norm 0.750  lr 0.001  2000 tokens/s  0.64 s"
+    assert STEP.line(80) == line
+    assert STEP.line(80, 44.8) == f"{line}  ETA 0:45"
+
+
+def test_verbose_shows_everything(tmp_path, capsys):
+    for verbose in (False, True):
+        reporter = Reporter(tmp_path, 10, rank=0, verbose=verbose)
+        reporter.step(STEP)
+        reporter.close()
+    plain, verbose = capsys.readouterr().out.splitlines()
+    assert verbose == plain + (
+        "  100 samples/s  MFU 12.0%  memory 2 GB  3 of 4 ranks active  vision 3 MFLOP MFU 1.0% imbalance 1.25  "
+        "vision->llm 1.5 kB waited 12 ms"
     )
+
+
+@given(
+    step=st.integers(1, 10**8),
+    loss=st.floats(),
+    norm=st.floats(),
+    lr=st.floats(0, 10),
+    tokens=st.floats(0, 1e12),
+    seconds=st.floats(1e-4, 1e5),
+    left=st.none() | st.floats(0, 8e7),
+    skipped=st.booleans(),
+)
+def test_a_log_line_has_at_most_120_characters(step, loss, norm, lr, tokens, seconds, left, skipped):
+    """Whatever the numbers, not finite ones included; and usual ones show everything."""
+    metrics = StepMetrics(step, loss, norm, lr, 1.0, tokens, seconds, COST, MEASURED, skipped)
+    assert len(metrics.line(10**8, left)) <= LINE_WIDTH == 120
+    large = StepMetrics(9_999_999, 9999.1234, 9999.123, 1.23e-05, 1.0, 98_765_432.1, 1234.5)
+    assert large.line(10_000_000, 8e6).endswith("98765432 tokens/s  1.23e+03 s  ETA 92d 14:13")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3725, "1:02:05"), (200_000, "2d 7:33"), (86399, "23:59:59")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
 
 
 def test_records_keep_the_first_keys_first_and_leave_out_what_is_unknown():

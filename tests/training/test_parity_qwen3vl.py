@@ -19,7 +19,7 @@ from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import faults
 from hetmesh.testing.parity import ParityError, compare, reference, run
 from hetmesh.testing.precision import exact_dtypes
-from hetmesh.training.job import describe, make_prepare
+from hetmesh.training.describe import describe, make_prepare
 from hetmesh.training.modules import loaded_module
 
 RECIPE = """

@@ -13,7 +13,7 @@ from hetmesh.graph import Activation, Edge, ModuleGraph, Stage, stage_graph
 from hetmesh.layout import MeshSpec
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.schedule import POLICIES
-from hetmesh.training.job import describe, make_prepare
+from hetmesh.training.describe import describe, make_prepare
 from hetmesh.training.module_shapes import module_shapes
 from hetmesh.training.step_model import recipe_step_model
 

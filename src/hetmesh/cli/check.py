@@ -27,8 +27,17 @@ def checked(recipe: Recipe) -> list[str]:
     Raises:
         RecipeError: everything that is wrong, a line each.
     """
+    from hetmesh.errors import Refusals
     from hetmesh.training.describe import describe
+    from hetmesh.training.held_out import held_out_source
     from hetmesh.training.summary import summary
 
-    _, adapters, _ = describe(recipe)
+    refusals, adapters = Refusals(), None
+    with refusals.collect():
+        _, adapters, _ = describe(recipe)
+    if not refusals.said:  # without a source there are no splits either
+        with refusals.collect():
+            held_out_source(recipe)
+    refusals.finish()
+    assert adapters is not None
     return list(summary(recipe, adapters))

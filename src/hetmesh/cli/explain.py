@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from collections.abc import Sequence
 
@@ -20,13 +19,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Explain the recipe in this one process, without weights."""
     recipe = load_recipe(args.recipe, overrides)
+    from hetmesh.files import to_json
     from hetmesh.report import as_text, explain, save_picture
 
     view = explain(recipe)
     if args.png:
         save_picture(view, args.png)
     if args.json:
-        print(json.dumps(view.as_json(), indent=2))
+        print(to_json(view.as_json(), indent=2))
     else:
         print(as_text(view, shutil.get_terminal_size((120, 24)).columns))
     return 0

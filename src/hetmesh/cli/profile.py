@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,14 +20,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Measure in this one process, with one thread."""
     recipe = load_recipe(args.recipe, overrides)
+    from hetmesh.files import to_json, writing
     from hetmesh.training.profile import profile_recipe
 
     profile = profile_recipe(recipe, seconds=args.seconds)
     path = Path(args.output or Path(recipe.job.dump_folder) / "profile.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     profile.save(path)
     if args.json:
-        print(json.dumps(profile.as_json(), indent=2))
+        print(to_json(profile.as_json(), indent=2))
         return 0
     held = profile.held_out
     print(f"{len(profile.layers)} kinds of layers in {profile.dtype} on {profile.device}, one thread")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from collections.abc import Sequence
 
@@ -19,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Read the run's folder."""
     from hetmesh.errors import RecipeError
+    from hetmesh.files import to_json
     from hetmesh.report.gantt import save_gantt
     from hetmesh.report.gantt_text import bubble_table, gantt_text, headline, summary_json
     from hetmesh.report.run_folder import read_run
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         save_trace(found.timelines, args.trace)
     if args.json:
         figures = {name: summary_json(timeline) for name, timeline in found.timelines.items()}
-        print(json.dumps({"last": found.last, "summary": found.summary, "step": found.step, **figures}, indent=2))
+        print(to_json({"last": found.last, "summary": found.summary, "step": found.step, **figures}, indent=2))
         return 0
     print(found.as_text())
     width = shutil.get_terminal_size((120, 24)).columns

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from collections.abc import Sequence
 
@@ -23,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Simulate a step over the first global batch, in this one process."""
     recipe = load_recipe(args.recipe, overrides)
+    from hetmesh.files import to_json
     from hetmesh.report.gantt import save_gantt
     from hetmesh.report.gantt_text import bubble_table, gantt_text, headline, summary_json
     from hetmesh.report.trace import save_trace
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.trace:
         save_trace({"predicted": timeline}, args.trace)
     if args.json:
-        print(json.dumps(summary_json(timeline), indent=2))
+        print(to_json(summary_json(timeline), indent=2))
         return 0
     width = shutil.get_terminal_size((120, 24)).columns
     print(f"one step, schedule {recipe.schedule}: {headline(timeline)}\n")

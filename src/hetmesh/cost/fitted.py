@@ -21,6 +21,7 @@ from hetmesh.cost.layer_time import LayerTime
 from hetmesh.cost.shapes import LayerShape
 from hetmesh.cost.work import Work
 from hetmesh.errors import HetmeshError
+from hetmesh.files import write_json
 
 PARTS = ("forward", "backward_input", "backward_weight", "backward")
 """What is measured: a forward, and backwards that make the gradients of the input alone, of the parameters alone, and
@@ -123,8 +124,12 @@ class Profile:
         return {"device": self.device, "dtype": self.dtype, "held_out": asdict(self.held_out), "layers": layers}
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
-        Path(path).write_text(json.dumps(self.as_json(), indent=2) + "\n", encoding="utf-8")
+        """Write it as JSON.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        write_json(path, self.as_json(), indent=2)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

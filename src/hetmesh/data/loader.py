@@ -8,7 +8,7 @@ twice in one batch.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetmesh.data.expand import Expansion, expand_tokens
@@ -16,6 +16,17 @@ from hetmesh.data.shuffle import permuted
 from hetmesh.data.source import Sample, Source
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import SampleMeta
+
+_KEYS = {
+    "seed": "debug.seed",
+    "global_batch_size": "training.global_batch_size",
+    "source_length": "the number of samples of data.source",
+    "shuffle": "the loader's shuffle",
+}
+"""What the values that a position depends on are called in a recipe."""
+
+
+_SHOWN = 3  # samples that a message names
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +155,11 @@ class Loader:
             raise RecipeError(f"checkpoint: the data position lacks {sorted(missing)}; it has {sorted(state)}")
         differs = {k: (state[k], v) for k, v in identity.items() if state[k] != v}
         if differs:
-            told = ", ".join(f"{k} was {old} and is {new}" for k, (old, new) in differs.items())
-            raise RecipeError(f"checkpoint: cannot resume the data exactly: {told}; restore the recipe's values")
+            told = ", ".join(f"{_KEYS[k]} was {old} and is {new}" for k, (old, new) in differs.items())
+            raise RecipeError(
+                f"the checkpoint's place in the data means other samples now: {told}; restore what was, or start a new "
+                "run from the saved weights: checkpoint.initial_load_path and another job.dump_folder"
+            )
         self.step = int(state["step"])
 
     def _identity(self) -> dict[str, int]:
@@ -155,3 +169,12 @@ class Loader:
             "source_length": len(self.source),
             "shuffle": int(self.shuffle),
         }
+
+
+def describe_without_targets(samples: Sequence[DrawnSample], seq_len: int) -> str:
+    """Samples without a target token by their ids, and why they have none."""
+    shown = ", ".join(repr(d.meta.id) for d in samples[:_SHOWN])
+    more = f" and {len(samples) - _SHOWN} more" if len(samples) > _SHOWN else ""
+    cut = sum(bool(d.given.targets) for d in samples)
+    why = f" (training.seq_len = {seq_len} cuts the targets of {cut})" if cut else " (the data source gives them none)"
+    return f"{'sample' if len(samples) == 1 else 'samples'} {shown}{more}{why}"

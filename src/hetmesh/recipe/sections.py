@@ -247,6 +247,7 @@ class Training(Section):
     seq_len: Size = 2048  # the longest sample allowed, placeholders expanded
     pack_samples: bool = False  # the samples of a lane in one row, without padding; always so with context parallelism
     max_norm: NotNegative = 1.0  # of the gradient over all modules; 0 does not clip
+    on_non_finite: Literal["stop", "skip"] = "stop"  # a step whose loss or gradient is not finite: end, or leave it out
     steps: Size = 10_000
     dtype: Literal["float32", "float64"] = "float32"  # of parameters, gradients and optimizer state
     mixed_precision_param: ComputeDtype = "float32"  # bfloat16: compute in it, and send rows in it
@@ -306,6 +307,7 @@ class Metrics(Section):
     """`[metrics]`: what is logged besides metrics.jsonl."""
 
     log_freq: Size = 10  # steps between two updates of the console, TensorBoard and Weights & Biases
+    verbose: bool = False  # log lines with FLOPs, imbalance, memory, bytes and waits too; they are always in the files
     enable_tensorboard: bool = False
     enable_wandb: bool = False
     machine: str | None = None  # whose peak MFU refers to: "h100", ... or a TOML file; None: what the device says

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hetmesh.errors import RecipeError
+from hetmesh.files import to_json
 from hetmesh.report.gantt_text import row_label
 from hetmesh.simulate import Span, Timeline
 
@@ -33,7 +33,7 @@ def save_trace(timelines: Mapping[str, Timeline], path: str | Path) -> None:
         RecipeError: `path` cannot be written.
     """
     try:
-        Path(path).write_text(json.dumps(trace(timelines)), encoding="utf-8")
+        Path(path).write_text(to_json(trace(timelines)), encoding="utf-8")
     except OSError as error:
         raise RecipeError(f"--trace {path}: cannot be written: {(error.strerror or str(error)).lower()}") from error
 

@@ -6,6 +6,7 @@ one lane handed to another, a replica left out of a sum, rows in the wrong order
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from hetmesh.graph import Stage
 from hetmesh.models.adapter import Adapter
+from hetmesh.parallel import local_gradient
 from hetmesh.runtime import Reducer
 from hetmesh.training.gradients import scale
 from hetmesh.training.job import Job
@@ -47,6 +49,31 @@ class DropReplica:
         for stage in _stages(job, self.module):
             parameters = list(job.runtime.modules[stage].parameters())
             _set(job.runtime.reducers, stage, partial(_dropped, parameters, job.runtime.reducers[stage]))
+
+
+@dataclass(frozen=True)
+class BreakGradient:
+    """Let one element of the gradient of `module`'s last parameter be `value` on `rank` alone, in its first step from
+    now on."""
+
+    module: str
+    rank: int
+    value: float = math.nan
+
+    def __call__(self, job: Job) -> None:
+        if job.world.rank != self.rank:
+            return
+        stage = _stages(job, self.module)[-1]
+        parameters = [p for p in job.runtime.modules[stage].parameters() if p.requires_grad]
+        left = [1]
+
+        def breaks() -> None:
+            if left and left.pop():
+                gradient = local_gradient(parameters[-1])
+                assert gradient is not None
+                gradient.view(-1)[0] = self.value
+
+        _after_reduce(job, stage, breaks)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ class RandomMedia:
         max_text: most text tokens; each sample has at least 2.
         largest: kind -> raw shape of its largest items; each side of an item is then a random multiple, up to that, of
             the one in `kinds`.
+        without_targets: share of samples without a target.
         length: samples in the source.
         seed: another seed gives other samples.
 
@@ -46,6 +47,7 @@ class RandomMedia:
         text_only: float = 0.3,
         max_text: int = 9,
         largest: Mapping[str, Sequence[int]] | None = None,
+        without_targets: float = 0.0,
         length: int = 1000,
         seed: int = 0,
     ) -> None:
@@ -54,7 +56,7 @@ class RandomMedia:
         self.same = dict(same or {})
         self.largest = dict(largest or {})
         self.max_items, self.items, self.text_only, self.max_text = max_items, items, text_only, max_text
-        self.length, self.seed = length, seed
+        self.without_targets, self.length, self.seed = without_targets, length, seed
         self.placeholders = {name: 1 + i for i, name in enumerate([*self.kinds, *self.same])}
         self.vocab_size = 12 + len(self.placeholders)
 
@@ -87,7 +89,9 @@ class RandomMedia:
         left = {name: iter(each) for name, each in shapes.items()}
         media = tuple(MediaItem(name, next(left[name]), at) for at, name in enumerate(sequence) if name)
         stop = len(sequence)
-        targets = ((max(1, stop - rng.randint(1, 2)), stop),)
+        targets: tuple[tuple[int, int], ...] = ((max(1, stop - rng.randint(1, 2)), stop),)
+        if random.Random(f"{self.seed}:{index}:targets").random() < self.without_targets:
+            targets = ()
         generator = torch.Generator().manual_seed(rng.randrange(2**31))
         payload = {name: [torch.randn(shape, generator=generator) for shape in shapes[name]] for name in self.kinds}
         payload |= {name: payload[other] for name, other in self.same.items()}

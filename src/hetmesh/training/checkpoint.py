@@ -78,12 +78,7 @@ class Checkpointer:
         chosen = [-1]
 
         def choose() -> None:
-            chosen[0] = max(self.steps(), default=-1)
-            for step in _steps_with(self.folder, METADATA):
-                if step > chosen[0]:
-                    raise CheckpointError(
-                        f"{checksums.no_manifest(self.folder / f'step-{step}')}; {_RESTORE}, or {_GO}"
-                    )
+            chosen[0] = newest_step(self.folder)
 
         self._on_first(f"checkpoints in {self.folder} cannot be read", choose)
         with self.world.waiting("choice of the checkpoint to resume from"):
@@ -254,6 +249,20 @@ def complete_steps(folder: Path) -> list[int]:
     return _steps_with(folder, COMPLETE)
 
 
+def newest_step(folder: Path) -> int:
+    """The newest step with a complete checkpoint in `folder`, -1 if there is none.
+
+    Raises:
+        CheckpointError: a newer one has lost its checksums.
+        OSError: the folder cannot be read.
+    """
+    newest = max(complete_steps(folder), default=-1)
+    for step in _steps_with(folder, METADATA):
+        if step > newest:
+            raise CheckpointError(f"{checksums.no_manifest(folder / f'step-{step}')}; {_RESTORE}, or {_GO}")
+    return newest
+
+
 def _steps_with(folder: Path, file: str) -> list[int]:
     if not folder.is_dir():
         return []
@@ -344,9 +353,10 @@ def _finish(partial: Path, path: Path, sums: Mapping[checksums.Part, int]) -> No
 
 
 def _optional(key: str, saved: Iterable[str]) -> bool:
-    """Whether a checkpoint may lack `key`: the random state of a rank that did not exist; the optimizer's state of a
-    parameter that never had a gradient (and none must be made up, for it would begin with another step count)."""
-    if key.startswith("random."):
+    """Whether a checkpoint may lack `key`: the random state of a rank that did not exist; the recipe that older ones do
+    not hold; the optimizer's state of a parameter that never had a gradient (and none must be made up, for it would
+    begin with another step count)."""
+    if key.startswith("random.") or key == "extra.run":
         return True
     prefix = "optimizer.state."
     parameter = key.removeprefix(prefix).rpartition(".")[0]

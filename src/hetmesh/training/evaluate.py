@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hetmesh.data.loader import Loader
+from hetmesh.data.loader import Loader, describe_without_targets
 from hetmesh.data.source import QuestionSource, Source
+from hetmesh.errors import SampleError
 from hetmesh.training.feed import Feed
 
 if TYPE_CHECKING:
@@ -74,7 +75,11 @@ def _evaluate(job: Job, source: Source, limit: int | None) -> Evaluation:
     loader = Loader(source, batch, job.loader.prepare, shuffle=False)
     count = min(len(source), limit or len(source))
     drawn = [loader.draw(i) for i in range(count)]
-    width = max((d.meta.num_targets for d in drawn), default=0)
+    targets = sum(d.meta.num_targets for d in drawn)
+    if not targets:
+        text = describe_without_targets(drawn, job.recipe.training.seq_len)
+        raise SampleError(f"evaluation: no held-out sample has a target token: {text}")
+    width = max(d.meta.num_targets for d in drawn)
     # Each row is written by one rank; the sum over ranks hands it to all.
     results = torch.zeros(count, width + 1, dtype=torch.int64)
     loss = torch.zeros((), dtype=torch.float64)
@@ -108,10 +113,9 @@ def _evaluate(job: Job, source: Source, limit: int | None) -> Evaluation:
         dist.all_reduce(loss, group=everyone)
     results = results.cpu()
     kinds = tuple(source.kind(i) for i in range(count)) if isinstance(source, QuestionSource) else ()
-    targets = sum(d.meta.num_targets for d in drawn)
     whole = torch.tensor([source.meta(i).num_targets for i in range(count)])  # also what `seq_len` cut off
     right = (results[:, 0] == whole) & (whole > 0)
-    return Evaluation(float(loss) / max(targets, 1), right, results[:, 1:] - 1, kinds)
+    return Evaluation(float(loss) / targets, right, results[:, 1:] - 1, kinds)
 
 
 def show(source: Source, evaluation: Evaluation, number: int = 5) -> list[str]:

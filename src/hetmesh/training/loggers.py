@@ -11,6 +11,7 @@ from typing import Any
 
 from hetmesh import _titan
 from hetmesh.errors import RecipeError
+from hetmesh.files import writing
 
 
 class Loggers:
@@ -19,29 +20,53 @@ class Loggers:
     Args:
         folder: the run's dump folder.
         config: what Weights & Biases shows as the run's configuration.
+        resumed_at: steps done by earlier runs; what TensorBoard has of later ones is hidden, it will come again.
 
     Raises:
         RecipeError: `wandb` is wanted but not installed.
+        OutputError: something cannot be written. So do all methods.
     """
 
     def __init__(
-        self, folder: Path, *, tensorboard: bool = False, wandb: bool = False, config: Mapping[str, Any] | None = None
+        self,
+        folder: Path,
+        *,
+        tensorboard: bool = False,
+        wandb: bool = False,
+        config: Mapping[str, Any] | None = None,
+        resumed_at: int = 0,
     ) -> None:
+        self.folder = folder
         self._loggers: list[Any] = []
         if tensorboard:
-            self._loggers.append(_titan.tensorboard_logger()(str(folder / "tensorboard"), None))
+            with writing(folder / "tensorboard"):
+                logger = _titan.tensorboard_logger()(str(folder / "tensorboard"), None)
+                if resumed_at:
+                    _hide_after(logger, resumed_at)
+            self._loggers.append(logger)
         if wandb:
             self._loggers.append(_wandb(folder, dict(config or {})))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log some scalars of one step."""
-        for logger in self._loggers:
-            logger.log(dict(values), step)
+        with writing(f"{self.folder}: a logger's files"):
+            for logger in self._loggers:
+                logger.log(dict(values), step)
 
     def close(self) -> None:
         """Flush and close all of them."""
-        for logger in self._loggers:
-            logger.close()
+        with writing(f"{self.folder}: a logger's files"):
+            for logger in self._loggers:
+                logger.close()
+
+
+def _hide_after(logger: Any, step: int) -> None:
+    """Tell TensorBoard that events after `step` in older files of this folder are void."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    writer = logger.writer.file_writer
+    writer.add_event(Event(file_version="brain.Event:2"), step + 1)
+    writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step + 1)
 
 
 def require_wandb() -> None:

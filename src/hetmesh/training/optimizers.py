@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,6 +53,34 @@ def make_optimizers(recipe: Recipe, root: Root) -> tuple[Any, Any] | None:
     config = container.Config(param_groups=groups, implementation=recipe.optimizer.implementation)
     optimizers = container(config, model_parts=[root])
     return optimizers, _schedulers(recipe, optimizers)
+
+
+def take_step(optimizers: Any, schedules: Any, update: bool = True) -> None:
+    """One step of the schedule and, unless `update` is false, of the optimizer."""
+    if update:
+        optimizers.step()
+        schedules.step()
+        return
+    with warnings.catch_warnings():  # torch takes a schedule that is ahead of its optimizer for a mistake
+        warnings.simplefilter("ignore", UserWarning)
+        schedules.step()
+
+
+@contextmanager
+def keeping_options(optimizers: tuple[Any, Any] | None) -> Iterator[None]:
+    """Let the recipe's learning rates, weight decay and other options stand whatever the body loads.
+
+    An optimizer's saved state holds its options too; only moments and step counts are to come from there. Learning
+    rates are those of the step that the schedule has loaded.
+    """
+    if optimizers is None:
+        yield
+        return
+    own = [[{k: v for k, v in g.items() if k != "params"} for g in o.param_groups] for o in optimizers[0]]
+    yield
+    for optimizer, groups, schedule in zip(optimizers[0], own, optimizers[1], strict=True):
+        for group, options, lr in zip(optimizer.param_groups, groups, schedule.get_last_lr(), strict=True):
+            group.update(options | {"lr": lr})
 
 
 def learning_rate(recipe: Recipe) -> Callable[[int], float]:

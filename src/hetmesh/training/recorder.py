@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +11,7 @@ import torch.distributed as dist
 from hetmesh.balance import BatchPlan
 from hetmesh.cost import Profile, StepCosts
 from hetmesh.errors import HetmeshError
+from hetmesh.files import write_json
 from hetmesh.runtime import Recording
 from hetmesh.schedule import Schedule
 from hetmesh.simulate import Timeline, simulate
@@ -68,9 +67,7 @@ class StepRecorder:
         }
         if (costs := self._costs(schedule, plan)) is not None:
             out["predicted"] = simulate(schedule, costs).as_json()
-        temporary = self.path.with_suffix(".part")
-        temporary.write_text(json.dumps(out) + "\n", encoding="utf-8")
-        os.replace(temporary, self.path)
+        write_json(self.path, out)
 
     def _costs(self, schedule: Schedule, plan: BatchPlan) -> StepCosts | None:
         job = self.job

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hetmesh.boundary import World, init
-from hetmesh.data.registry import make_source
-from hetmesh.data.source import Source
-from hetmesh.errors import RecipeError
+from hetmesh.data.loader import DrawnSample, describe_without_targets
+from hetmesh.errors import NonFiniteError, RecipeError, SampleError
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.checkpoint import Checkpointer
+from hetmesh.training.dump_folder import SUMMARY_FILE, RunFolder, claim_folder
 from hetmesh.training.evaluate import Evaluation, evaluate, show
 from hetmesh.training.feed import Feed
 from hetmesh.training.gradients import clip_factor, counted, reduce_over_ranks, scale, squared_norm
+from hetmesh.training.held_out import held_out_source
 from hetmesh.training.initial_load import load_initial_weights
 from hetmesh.training.job import Job
 from hetmesh.training.meter import Meter, StepCost
-from hetmesh.training.metrics import Reporter, StepMetrics
-from hetmesh.training.optimizers import learning_rate, make_optimizers
+from hetmesh.training.metrics import StepMetrics
+from hetmesh.training.non_finite import describe_non_finite
+from hetmesh.training.optimizers import keeping_options, learning_rate, make_optimizers, take_step
 from hetmesh.training.recorder import StepRecorder
+from hetmesh.training.reporter import Reporter
+from hetmesh.training.resume import ADVICE, changes, check_changes, described, run_state, saved_run
 
 
 def train(recipe: Recipe) -> dict[str, Any]:
@@ -31,56 +36,87 @@ def train(recipe: Recipe) -> dict[str, Any]:
 
     Returns:
         The summary of the run, equal on all ranks; rank 0 has written it to summary.json.
+
+    Raises:
+        NonFiniteError: a loss or gradient is not finite, and `[training] on_non_finite` says stop.
+        RecipeError, SampleError, OutputError: the recipe, a sample or a file is not as it must be.
     """
     patience = recipe.comm.init_timeout_seconds
     world = init(timeout=patience, init_timeout=patience)
     try:
         if world.size != recipe.world_size:
             raise RecipeError(f"the recipe needs {recipe.world_size} ranks, this job has {world.size}")
-        return Trainer(recipe, world).run()
+        folder = claim_folder(recipe, world)
+        if folder.summary is not None:
+            if world.rank == 0:
+                print(_finished(recipe, folder), flush=True)
+            return folder.summary
+        return Trainer(recipe, world, folder).run()
     finally:
         world.close()
 
 
 class Trainer:
-    """One run on one rank."""
+    """One run on one rank.
 
-    def __init__(self, recipe: Recipe, world: World) -> None:
+    Args:
+        folder: what `claim_folder` gave; None claims one.
+    """
+
+    def __init__(self, recipe: Recipe, world: World, folder: RunFolder | None = None) -> None:
         torch.manual_seed(recipe.debug.seed)
         if recipe.debug.deterministic:
             torch.use_deterministic_algorithms(True)
         self.recipe, self.world = recipe, world
-        self.folder = Path(recipe.job.dump_folder)
+        self.claimed = folder or claim_folder(recipe, world)
+        self.folder = self.claimed.path
+        self.notes = self.claimed.describe()
+        self.skipped_steps = 0
+        try:
+            self._build()
+        except BaseException:
+            self.claimed.release()
+            raise
+
+    def _build(self) -> None:
+        recipe, world = self.recipe, self.world
         self.job = Job.assemble(recipe, world)
         if recipe.checkpoint.initial_load_path:
             source = Path(recipe.checkpoint.initial_load_path)
             load_initial_weights(world, self.job.root, source, recipe.checkpoint.exclude_from_loading)
         self.parameters = list(self.job.root.parameters())
         self.counted = counted(self.job.parallel.values(), world.rank, self.job.counted_elsewhere)
+        here = set(map(id, self.counted))
+        self.counted_by_others = [p for p in self.parameters if id(p) not in here]
         self.optimizers = make_optimizers(recipe, self.job.root)
         self.lr = learning_rate(recipe)
-        self.held_out = _held_out(recipe)
+        self.held_out = held_out_source(recipe)
         kept = recipe.checkpoint
         self.checkpointer = Checkpointer(world, self.folder / kept.folder, kept.keep_latest_k, kept.timeout_seconds)
-        self.step = self._resume() if recipe.checkpoint.enable else 0
+        if kept.enable:
+            self.checkpointer.prepare()
+        self.step = 0 if self.claimed.step is None else self._resume()
         self.meter = Meter(self.job)
         self.recorder = StepRecorder(self.job, self.folder)
+        self.claimed.begin(recipe)
         self.reporter = Reporter(
             self.folder,
             recipe.training.steps,
             rank=world.rank,
             resumed_at=self.step,
             log_freq=recipe.metrics.log_freq,
+            verbose=recipe.metrics.verbose,
             tensorboard=recipe.metrics.enable_tensorboard,
             wandb=recipe.metrics.enable_wandb,
             config=recipe.model_dump(mode="json", by_alias=True),
+            claim=self.claimed.claim,
         )
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, evaluate, and show what was learnt."""
         recipe, started, metrics = self.recipe, time.perf_counter(), None
         try:
-            self.reporter.print("\n".join(self.meter.describe()))
+            self.reporter.print("\n".join([*self.notes, *self.meter.describe()]))
             while not self._done:
                 first, metrics = metrics is None, self.train_step()
                 if first:  # connections stand and libraries are warm: from now on a slow rank is a stalled one
@@ -96,6 +132,7 @@ class Trainer:
             self.reporter.summary(summary)
             for text in show(self.held_out, evaluation) if evaluation and self.held_out else ():
                 self.reporter.print(text)
+            self.reporter.print(self._results())
             return summary
         finally:
             self.reporter.close()
@@ -107,6 +144,7 @@ class Trainer:
         with self.world.watchdog.watching(f"metadata of the samples of step {self.step + 1}"):
             drawn = next(self.job.loader)
         plan = self.job.plan([d.meta for d in drawn])
+        targets, without = plan.num_targets, self._without_targets(drawn)
         feed = Feed(self.job.loader, drawn, plan, self.job.adapters, self.world.rank)
 
         if self.optimizers is not None:
@@ -116,17 +154,19 @@ class Trainer:
         loss_sum = self.job.runtime.run(schedule, plan, feed, step=self.step)
         computed = time.perf_counter()
 
-        targets = max(plan.num_targets, 1)
         mine = loss_sum if self.job.counts_loss else 0.0
-        total, squares = reduce_over_ranks([mine, squared_norm(self.counted)], self.world)
+        norm = squared_norm(self.counted, self.counted_by_others)
+        total, squares = reduce_over_ranks([mine, norm], self.world)
         # Gradients are sums over the whole batch; this is the only place where they are normalised.
         grad_norm = math.sqrt(squares) / targets
-        scale(self.parameters, clip_factor(grad_norm, self.recipe.training.max_norm) / targets)
-
+        finite = math.isfinite(total) and math.isfinite(grad_norm)  # equal on all ranks, so all do the same
+        if finite:
+            scale(self.parameters, clip_factor(grad_norm, self.recipe.training.max_norm) / targets)
+        else:
+            self._refuse(mine, total / targets, grad_norm)
         lr = self.lr(self.step)
         if self.optimizers is not None:
-            self.optimizers[0].step()
-            self.optimizers[1].step()
+            take_step(*self.optimizers, update=finite)
         self.step += 1
         if (every := self.recipe.debug.check_replicas) and self.step % every == 0:
             self.job.check_replicas(self.step)
@@ -143,7 +183,35 @@ class Trainer:
             seconds,
             self.meter.cost(plan, seconds) if self.reporter.active else StepCost(),
             self.meter.measure() if self.reporter.logs(self.step) else None,
+            skipped=not finite,
+            skipped_steps=self.skipped_steps,
+            samples_without_target=without,
         )
+
+    def _without_targets(self, drawn: Sequence[DrawnSample]) -> int:
+        """How many samples of the global batch have no target token. The first are named; all is an error."""
+        without = [d for d in drawn if not d.meta.targets]
+        if without:
+            step, text = self.step + 1, describe_without_targets(without, self.recipe.training.seq_len)
+            if len(without) == len(drawn):
+                raise SampleError(f"step {step}: no sample of the global batch has a target token: {text}")
+            self.reporter.warn_once(
+                f"step {step}: {len(without)} of {len(drawn)} samples add nothing to the loss: {text}; from here on "
+                "they are only counted, as samples_without_target in metrics.jsonl"
+            )
+        return len(without)
+
+    def _refuse(self, loss_sum: torch.Tensor | float, loss: float, grad_norm: float) -> None:
+        """Count this step as skipped, or stop the run. Collective."""
+        where = describe_non_finite(self.job.root, loss_sum, self.world)
+        told = f"step {self.step + 1}: {where} are not finite (loss {loss:.4g}, grad norm {grad_norm:.4g})"
+        if self.recipe.training.on_non_finite == "stop":
+            raise NonFiniteError(
+                f"{told}; no parameter was changed by it. Lower optimizer.lr or training.max_norm, look at the "
+                f'samples, or leave such steps out: training.on_non_finite = "skip". Results are in {self.folder}'
+            )
+        self.skipped_steps += 1
+        self.reporter.print(f"{told}: skipped, parameters stay as they are")
 
     def evaluate(self) -> Evaluation | None:
         """Evaluate on the held-out samples, if the source has some, and report it."""
@@ -159,16 +227,25 @@ class Trainer:
         self.checkpointer.save(self.step, self.job.root, self.optimizers, self._position())
 
     def _resume(self) -> int:
-        self.checkpointer.prepare()
         step = self.checkpointer.latest()
-        if step is None:
-            return 0
-        position = self.checkpointer.load(step, self.job.root, self.optimizers, self._position())
+        assert step is not None
+        path = self.checkpointer.folder / f"step-{step}"
+        saved, self.skipped_steps = saved_run(self.world, path)
+        changed = changes(saved, self.recipe)
+        check_changes(changed, path)
+        with keeping_options(self.optimizers):
+            try:
+                position = self.checkpointer.load(step, self.job.root, self.optimizers, self._position())
+            except RecipeError as error:
+                told = f"; keys that have changed: {described(changed)}; {ADVICE}" if changed else ""
+                raise RecipeError(f"{error}{told}") from error
         self.job.loader.load_state_dict(position)
+        if changed:
+            self.notes.append(f"changed since, and taken from step {step + 1} on: {described(changed)}")
         return step
 
-    def _position(self) -> dict[str, int]:
-        return self.job.loader.state_dict()
+    def _position(self) -> dict[str, Any]:
+        return {**self.job.loader.state_dict(), "run": run_state(self.recipe, self.skipped_steps)}
 
     def _due(self, interval: int) -> bool:
         return self.step % interval == 0 or self._done
@@ -181,6 +258,8 @@ class Trainer:
         summary: dict[str, Any] = {"steps": self.step, "ranks": self.world.size, "train_seconds": round(seconds, 3)}
         if last is not None:
             summary["loss"] = last.loss
+        if self.skipped_steps:
+            summary["skipped_steps"] = self.skipped_steps
         if evaluation is not None:
             summary |= {
                 "validation_loss": evaluation.loss,
@@ -190,11 +269,14 @@ class Trainer:
             }
         return summary
 
+    def _results(self) -> str:
+        files = "summary.json, metrics.jsonl" + (", tensorboard/" if self.recipe.metrics.enable_tensorboard else "")
+        saved = f", {self.recipe.checkpoint.folder}/" if self.recipe.checkpoint.enable else ""
+        return f"results are in {self.folder}: {files}{saved}"
 
-def _held_out(recipe: Recipe) -> Source | None:
-    """The validation split of the data source, or None if it has no splits."""
-    options = {**recipe.data.options, "split": "validation"}
-    try:
-        return make_source(recipe.data.source, **options)
-    except RecipeError:
-        return None
+
+def _finished(recipe: Recipe, folder: RunFolder) -> str:
+    return (
+        f"the run in {folder.path} is finished: step {folder.step} of {recipe.training.steps}, results in "
+        f"{folder.path / SUMMARY_FILE}; raise training.steps to go on, or give another job.dump_folder to start anew"
+    )

@@ -1,11 +1,12 @@
 """Predicted against measured makespan of training steps on two pinned ranks, costs fitted at other shapes.
 
-Six configurations of one small VLM, each rank on a core of its own with one thread. Every rank times its stages by
-themselves at other microbatch sizes, both ranks at the same time, through the code that the runtime uses; each part of
-each stage becomes a quadratic of its tokens, and the simulator runs the step's schedule with these seconds, less what
-busy cores slow each other down (`benchmarks.busy`): where only one of them works, it is faster. Measuring
-and running take turns, because a machine's speed drifts, and medians are kept. A makespan is from the first action to
-the last on any rank; the optimizer is not part of it.
+Configurations of one small VLM, packed and context-parallel ones among them, each rank on a core of its own with one
+thread. Every rank times its stages by themselves at other microbatch sizes, both ranks at the same time, through the
+code that the runtime uses; each part of each stage becomes a quadratic of its tokens, and the simulator runs the step's
+schedule with these seconds, less what busy cores slow each other down (`benchmarks.busy`): where only one of them
+works, it is faster. Ranks that share tokens run their stage together, fetches included. Measuring and running take
+turns, because a machine's speed drifts, and medians are kept. A makespan is from the first action to the last on any
+rank; the optimizer is not part of it.
 
 With `--profile-seconds`, what `hetmesh profile` fits, layer by layer, makes a second prediction (`profile_error`).
 """

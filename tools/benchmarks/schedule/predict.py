@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.schedule.stages import Measured
+from benchmarks.schedule.stages import Measured, own_work
 from hetmesh.balance import BatchPlan, edge_layouts
-from hetmesh.cost import Observation, Profile, StageCost, StepCosts, TransferCost, computed_work, fit
+from hetmesh.cost import Observation, Profile, StageCost, StepCosts, TransferCost, fit
 from hetmesh.cost.fitted import PARTS, non_negative_least_squares
 from hetmesh.graph import Edge, Stage
 from hetmesh.layout import plan_transfer
@@ -58,10 +58,7 @@ def _profile(measured: Measured) -> Profile:
 
 
 def _cost(profile: Profile, plan: BatchPlan, schedule: Schedule, stage: Stage, m: int, rank: int) -> StageCost:
-    lane = plan.graph[stage.module].lane_of(rank)
-    assert lane is not None
-    samples = [plan.samples[i] for i in plan.samples_of(stage.module, m, lane)]
-    work = computed_work(plan.graph, stage.module, samples)
+    work = own_work(plan, stage.module, m, rank)
     forward, own, weight, whole = (profile.layers[str(stage)][part].at(work.rows, work.pairs) for part in PARTS)
     # A backward in one piece counts to either part.
     return StageCost(forward, own, weight) if stage in schedule.split else StageCost(forward, 0.0, whole)

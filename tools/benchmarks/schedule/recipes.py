@@ -1,4 +1,4 @@
-"""The six configurations: one small VLM on two ranks, laid out and scheduled in different ways."""
+"""The configurations: one small VLM on two ranks, laid out and scheduled in different ways."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ max_text = {text}
 
 [training]
 local_batch_size = {batch}
+pack_samples = {packed}
 steps = 1000000
 
 [checkpoint]
@@ -65,6 +66,7 @@ pipeline_parallel_microbatch_size = {microbatch}
 _ON_RANK_0 = "[parallelism.vision]\nranks = [0]\n"
 _PIPELINE = "[parallelism.llm]\nranks = [0, 1]\npipeline_parallel_degree = 2\n"
 _BOTH = "[parallelism.{}]\nranks = [0, 1]\ndata_parallel_replicate_degree = 2\n"
+_CONTEXT = "[parallelism.llm]\nranks = [0, 1]\ncontext_parallel_degree = 2\n"
 _SPREAD = _BOTH.format("vision") + _BOTH.format("projector")
 
 
@@ -74,6 +76,7 @@ class Configuration:
 
     Attributes:
         vision_wide: the inner width of the encoder's MLPs, in widths.
+        packed: the samples of a lane of the LLM lie in one row.
     """
 
     name: str
@@ -84,6 +87,7 @@ class Configuration:
     llm_trainable: bool = True
     text: int = 25
     vision_wide: int = 4
+    packed: bool = False
 
     def recipe(self, *, width: int, llm_layers: int, microbatch: int, microbatches: int) -> Recipe:
         """The recipe; the encoder's depth grows with the LLM's."""
@@ -97,6 +101,7 @@ class Configuration:
             vision_layers=max(self.vision_layers * llm_layers // 4, 1),
             llm_layers=llm_layers,
             text=self.text,
+            packed=str(self.packed).lower(),
             batch=microbatch * microbatches,
             microbatch=microbatch,
             policy=self.policy,
@@ -112,5 +117,7 @@ CONFIGURATIONS = (
     Configuration("three_phase", "three_phase", _SPREAD + _PIPELINE, vision_layers=2),
     Configuration("frozen", "1f1b", _ON_RANK_0 + _PIPELINE, 4, vision_trainable=False),
     Configuration("disjoint encoder", "1f1b", _ON_RANK_0 + "[parallelism.llm]\nranks = [1]\n", vision_layers=4),
+    Configuration("packed pipeline", "1f1b", _ON_RANK_0 + _PIPELINE, packed=True, text=120),
+    Configuration("packed context", "1f1b", _SPREAD + _CONTEXT, packed=True, text=120),
 )
 """`frozen`: the encoder has no backward. Where nothing is said of the projector it lives with the LLM's first stage."""

@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.busy import BusyMeter, Sizes, blocks, pin
-from hetmesh.balance import edge_layouts, plan_batch
+from hetmesh.balance import BatchPlan, edge_layouts, plan_batch
 from hetmesh.boundary import World
-from hetmesh.cost import Profile, computed_work
+from hetmesh.cost import Profile, Work
 from hetmesh.graph import Stage
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.runtime import Recording
 from hetmesh.runtime.step import StepRunner
 from hetmesh.schedule import Action, Kind
 from hetmesh.schedule.schedule import backward_kinds
+from hetmesh.simulate import rank_work
 from hetmesh.training.feed import Feed
 from hetmesh.training.job import Job, recipe_schedule
 from hetmesh.training.profile import profile_recipe
@@ -98,13 +99,14 @@ class Probe:
         while True:
             for stage, size in self.cases:
                 self._stage_alone(stage, size)
-            if time.perf_counter() > stop:
+            over = torch.tensor(time.perf_counter() > stop, dtype=torch.int32)
+            dist.all_reduce(over)  # context-parallel ranks run a stage together, so equally often
+            if over:
                 return
 
     def _stage_alone(self, stage: Stage, size: int) -> None:
         """One stage on one microbatch, through the code with which the runtime executes actions."""
         job, rank = self.job, self.rank
-        spec = job.graph[stage.module]
         drawn = self.others[: size * job.graph.sink.num_lanes]
         plan = plan_batch(job.graph, [d.meta for d in drawn], size)
         schedule = recipe_schedule(job.recipe, job.graph, 1)
@@ -112,11 +114,11 @@ class Probe:
         step = StepRunner(job.runtime, schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank), None)
         for edge in stages.inputs(stage):
             shape, _, layout = edge_layouts(plan, edge, 0)
-            rows = torch.randn(layout.local_shape(shape, rank), dtype=job.runtime.dtypes[edge.source.module])
+            rows = torch.randn(layout.local_shape(shape, rank), dtype=job.graph[edge.source.module].options.row_dtype)
             step.leaves[edge, 0] = rows.requires_grad_(edge in stages.gradient_edges)
-        lane = spec.lane_of(rank)
-        assert lane is not None
-        work = computed_work(job.graph, stage.module, [plan.samples[i] for i in plan.samples_of(spec.name, 0, lane)])
+        work = own_work(plan, stage.module, 0, rank)
+        if job.graph[stage.module].mesh.axis_size("cp") > 1:
+            dist.barrier()  # what they wait for each other is in their actions
         for kind in (Kind.FORWARD, *backward_kinds(stage, stages, schedule.split)):
             if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and stage != stages.sink:
                 outputs = step.outputs[stage, 0]
@@ -175,3 +177,13 @@ def profile(rank: int, recipe: Recipe, seconds: float) -> Profile:
     pin(rank)
     dist.barrier()
     return profile_recipe(recipe, seconds=seconds)
+
+
+def own_work(plan: BatchPlan, name: str, microbatch: int, rank: int) -> Work:
+    """What one member rank computes of a module in a microbatch."""
+    spec = plan.graph[name]
+    lane, each = spec.lane_of(rank), rank_work(plan, name, microbatch)
+    assert lane is not None
+    shares = len(each) // spec.num_lanes
+    coordinate = dict(zip(spec.mesh.axes, spec.mesh.coordinate(rank) or (), strict=True))
+    return each[lane * shares + (coordinate.get("cp", 0) if shares > 1 else 0)].work

@@ -1,0 +1,240 @@
+"""Which folder a run writes to: one that it resumes, or one without results of another run. Rank 0 looks and claims."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch.distributed as dist
+
+from hetmesh.boundary import World
+from hetmesh.errors import HetmeshError, OutputError, RecipeError
+from hetmesh.files import to_json, writing
+from hetmesh.recipe.recipe import Recipe
+from hetmesh.training.checkpoint import complete_steps, newest_step
+
+RECIPE_FILE = "recipe.json"
+"""In a run's folder: the recipe with all defaults, as it was last started. Locked while the run writes there."""
+
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+_HINT = "job.dump_folder must be a folder that can be written"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run writes, equal on all ranks.
+
+    Attributes:
+        path: the folder.
+        step: the checkpoint to resume from; None for a run that starts anew.
+        occupied: the recipe's dump_folder, where another run's results are in it; None where `path` is that folder.
+        summary: of a run that is finished and has nothing left to do; None otherwise.
+        claim: rank 0's open recipe.json, whose lock says that a run is writing here; None on other ranks.
+    """
+
+    path: Path
+    step: int | None = None
+    occupied: Path | None = None
+    summary: dict[str, Any] | None = None
+    claim: IO[str] | None = field(default=None, compare=False, repr=False)
+
+    def describe(self) -> list[str]:
+        """What a user should know before the run starts, a line each."""
+        lines = []
+        if self.occupied is not None:
+            lines.append(f"results of another run are in {self.occupied}: this one writes to {self.path}")
+        if self.step is not None:
+            lines.append(f"resuming at step {self.step} of {self.path}")
+        return lines
+
+    def release(self) -> None:
+        """Let others have the folder."""
+        if self.claim is not None:
+            self.claim.close()
+
+    def begin(self, recipe: Recipe) -> None:
+        """Write down the recipe and drop the metrics of steps that will come again. Nothing is changed before this: a
+        resume that is refused leaves everything as it was. Does nothing on ranks without the claim."""
+        if self.claim is None:
+            return
+        with writing(self.path / RECIPE_FILE, _HINT):
+            self.claim.truncate(0)
+            self.claim.write(to_json(recipe.model_dump(mode="json", by_alias=True), indent=2) + "\n")
+            self.claim.flush()
+        if self.step is not None:
+            trim_metrics(self.path / METRICS_FILE, self.step)
+
+
+def claim_folder(recipe: Recipe, world: World) -> RunFolder:
+    """Choose the folder of a run and claim it. Collective: rank 0 looks, the others hear of it.
+
+    With `[checkpoint] enable` a run goes on from the newest checkpoint under its dump_folder (or under the folder that
+    an earlier run of this dump_folder took). Otherwise results that are there are left alone: `digits` is followed by
+    `digits-2`, `digits-3` and so on.
+
+    Raises:
+        OutputError: the folder cannot be written, its metrics.jsonl is not a run's, or a run is writing there.
+        CheckpointError: the newest checkpoint has lost its checksums.
+        RecipeError: `[training] steps` is below the step of the checkpoint.
+    """
+    chosen: RunFolder | None = None
+    message: list[Any] = [None]
+    if world.rank == 0:
+        try:
+            with writing(recipe.job.dump_folder, _HINT):
+                chosen = _claim(recipe)
+            message = [(str(chosen.path), chosen.step, chosen.occupied, chosen.summary)]
+        except HetmeshError as error:
+            message = [error]
+    with world.waiting("choice of the run's folder", "rank 0"):
+        dist.broadcast_object_list(message, src=0, group=world.group(range(world.size)), device=world.device)
+    if isinstance(message[0], HetmeshError):
+        raise message[0]
+    path, step, occupied, summary = message[0]
+    return chosen or RunFolder(Path(path), step, occupied, summary)
+
+
+def _claim(recipe: Recipe) -> RunFolder:
+    asked, keys = Path(recipe.job.dump_folder), recipe.checkpoint
+    asked = asked if asked.name not in ("", "..") else asked.resolve()
+    if not asked.name:
+        raise RecipeError(f"job.dump_folder = {recipe.job.dump_folder!r}: give a folder of the run's own")
+    if keys.enable:
+        for folder in reversed([asked, *_followers(asked)]):
+            if (step := newest_step(folder / keys.folder)) >= 0:
+                return _resumed(recipe, folder, step)
+    for folder in _numbered(asked):
+        if not holds_results(folder, keys.folder) and (claim := _locked(folder)) is not None:
+            return RunFolder(folder, occupied=None if folder == asked else asked, claim=claim)
+    raise AssertionError("there are always more numbers")
+
+
+def _resumed(recipe: Recipe, folder: Path, step: int) -> RunFolder:
+    steps = recipe.training.steps
+    if steps < step:
+        raise RecipeError(
+            f"training.steps = {steps}: the run in {folder} is at step {step} already; raise it, or give another "
+            "job.dump_folder to start anew"
+        )
+    summary = _summary(folder) if steps == step else {}
+    if summary.get("steps") == step:
+        return RunFolder(folder, step, summary=summary)
+    claim = _locked(folder)
+    if claim is None:
+        raise OutputError(
+            f"{folder}: another process is training there; wait for it, or give another job.dump_folder to start anew"
+        )
+    _kept_lines(folder / METRICS_FILE, step)
+    return RunFolder(folder, step, claim=claim)
+
+
+def holds_results(folder: Path, checkpoints: str = "checkpoint") -> bool:
+    """Whether a run has left something in `folder`: lines of metrics, a summary, events or a complete checkpoint."""
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{folder} cannot be written: it is a file; {_HINT}")
+    metrics, events = folder / METRICS_FILE, folder / "tensorboard"
+    with writing(folder, _HINT):
+        if metrics.exists() and metrics.stat().st_size:
+            return True
+        if any((folder / name).exists() for name in (SUMMARY_FILE, "timeline.json")):
+            return True
+        return (events.is_dir() and any(events.iterdir())) or bool(complete_steps(folder / checkpoints))
+
+
+def trim_metrics(path: Path, step: int) -> None:
+    """Drop the lines of metrics.jsonl after `step`, which will come again, and a last one that a kill cut short.
+
+    Raises:
+        OutputError: the file holds anything but a run's lines, or cannot be written.
+    """
+    if not path.exists():
+        return
+    kept = _kept_lines(path, step)
+    with writing(path):
+        temporary = path.with_suffix(".part")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.replace(path)  # a kill right here loses nothing
+
+
+def _kept_lines(path: Path, step: int) -> list[str]:
+    kept: list[str] = []
+    if not path.exists():
+        return kept
+    with writing(path):
+        lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
+        for number, line in enumerate(lines, 1):
+            found = _step_of(line)
+            if found is None and number == len(lines):
+                break  # what a kill cut short
+            if found is None:
+                raise OutputError(
+                    f"{path}, line {number}: {line[:60]!r} is not a step of a run; move the file away, or give another "
+                    "job.dump_folder"
+                )
+            if found <= step:
+                kept.append(line + "\n")
+    return kept
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return step if isinstance(step, int) else None
+
+
+def _numbered(asked: Path) -> Iterator[Path]:
+    yield asked
+    number = 2
+    while True:
+        yield asked.with_name(f"{asked.name}-{number}")
+        number += 1
+
+
+def _followers(asked: Path) -> list[Path]:
+    """Folders beside `asked` that earlier runs took because there were results in `asked`."""
+    found: list[Path] = []
+    for folder in _numbered(asked):
+        if not folder.is_dir():
+            return found
+        if folder != asked and _asked_for(folder) == asked.name:
+            found.append(folder)
+    return found
+
+
+def _asked_for(folder: Path) -> str | None:
+    try:
+        recipe = json.loads((folder / RECIPE_FILE).read_text(encoding="utf-8"))
+        return Path(recipe["job"]["dump_folder"]).name
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _locked(folder: Path) -> IO[str] | None:
+    """The folder's recipe.json, locked; None where another process has it."""
+    with writing(folder, _HINT):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / RECIPE_FILE).open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        except OSError:
+            pass  # a file system that knows no locks
+    return file

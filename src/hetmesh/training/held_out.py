@@ -1,0 +1,33 @@
+"""The held-out samples of a recipe: the validation split of its data source, which `[validation]` may ask for."""
+
+from __future__ import annotations
+
+from hetmesh.data.registry import make_source
+from hetmesh.data.source import Source
+from hetmesh.errors import RecipeError
+from hetmesh.recipe.recipe import Recipe
+
+
+def held_out_source(recipe: Recipe) -> Source | None:
+    """The validation split of the recipe's data source; None if it has none and `[validation]` does not ask for one.
+
+    Raises:
+        RecipeError: `[validation]` has a freq or a number of samples, and the source has no validation split, or an
+            empty one.
+    """
+    keys = recipe.validation
+    key = f"validation.freq = {keys.freq}" if keys.freq else f"validation.samples = {keys.samples}"
+    asked = bool(keys.freq) or keys.samples is not None
+    try:
+        source = make_source(recipe.data.source, **{**recipe.data.options, "split": "validation"})
+    except RecipeError as error:
+        if not asked:
+            return None
+        raise RecipeError(
+            f"{key}: the data source has no validation split ({error}); give it one, or leave [validation] out"
+        ) from error
+    if len(source) == 0:
+        if not asked:
+            return None
+        raise RecipeError(f"{key}: the validation split of {recipe.data.source!r} is empty")
+    return source

@@ -1,0 +1,141 @@
+"""The reporter: writes metrics.jsonl, loggers, log lines, a progress bar and summary.json, on rank 0 alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from hetmesh.files import to_json, write_json, writing
+from hetmesh.training.dump_folder import METRICS_FILE, SUMMARY_FILE
+from hetmesh.training.loggers import Loggers, require_wandb
+from hetmesh.training.metrics import StepMetrics, flat
+
+_MEMORY = 0.9  # of the pace that the time left is worked out from: about the last ten steps
+
+
+class Reporter:
+    """Writes metrics on rank 0 and does nothing on the others.
+
+    Args:
+        folder: the run's dump folder; lines are added to its metrics.jsonl.
+        steps: of the whole run.
+        resumed_at: steps done by earlier runs.
+        log_freq: steps between two log lines.
+        verbose: log lines with everything that is known.
+        tensorboard, wandb: which loggers to feed.
+        config: the recipe, for Weights & Biases.
+        claim: `RunFolder.claim`, released by `close`.
+
+    Raises:
+        RecipeError: wandb is wanted but not installed.
+        OutputError: a file cannot be written. So does every method.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        *,
+        rank: int,
+        resumed_at: int = 0,
+        log_freq: int = 10,
+        verbose: bool = False,
+        tensorboard: bool = False,
+        wandb: bool = False,
+        config: Mapping[str, Any] | None = None,
+        claim: IO[str] | None = None,
+    ) -> None:
+        if wandb:
+            require_wandb()  # on every rank: no one waits for a rank 0 that has failed
+        self.folder, self.steps, self.log_freq, self.verbose = folder, steps, log_freq, verbose
+        self.active = rank == 0
+        self.console = Console(quiet=not self.active, highlight=False)
+        self._pace: float | None = None
+        self._warned = False
+        self._claim = claim
+        if not self.active:
+            return
+        self._path = folder / METRICS_FILE
+        with writing(self._path):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a", encoding="utf-8")
+        self._loggers = Loggers(folder, tensorboard=tensorboard, wandb=wandb, config=config, resumed_at=resumed_at)
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("loss {task.fields[loss]:.4f}  grad norm {task.fields[norm]:.3f}"),
+            TextColumn("{task.fields[rate]:.0f} tokens/s"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._progress.add_task("train", total=steps, completed=resumed_at, loss=0.0, norm=0.0, rate=0.0)
+        self._progress.start()
+
+    def logs(self, step: int) -> bool:
+        """Whether `step` gets a log line; the same on every rank."""
+        return step % self.log_freq == 0 or step == self.steps
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Report one step."""
+        if not self.active:
+            return
+        with writing(self._path):
+            self._file.write(to_json(metrics.record()) + "\n")
+            self._file.flush()
+        if self._pace is not None:
+            self._pace = _MEMORY * self._pace + (1 - _MEMORY) * metrics.time_s
+        elif metrics.step > 1:  # the first one also starts everything
+            self._pace = metrics.time_s
+        self._progress.update(
+            self._task,
+            completed=metrics.step,
+            loss=metrics.loss,
+            norm=metrics.grad_norm,
+            rate=metrics.tokens_per_s,
+        )
+        if not self.logs(metrics.step) and not metrics.skipped:
+            return
+        self._loggers.log({k: v for k, v in flat(metrics.record()).items() if k != "step"}, metrics.step)
+        if not self.console.is_terminal or metrics.skipped:
+            left = None if self._pace is None else self._pace * (self.steps - metrics.step)
+            line = metrics.line(self.steps, left)
+            self.print(f"{line}  {metrics.details()}" if self.verbose else line)
+
+    def warn_once(self, text: str) -> None:
+        """Print a warning, the first one of the run only: the rest are counted in the metrics."""
+        if not self._warned:
+            self._warned = True
+            self.print(text)
+
+    def evaluation(self, step: int, scores: Mapping[str, float]) -> None:
+        """Report an evaluation: a name and a number each."""
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
+        self.print(f"validation at step {step}: {shown}")
+        if self.active:
+            self._loggers.log({f"validation/{k}": v for k, v in scores.items()}, step)
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Write summary.json."""
+        if self.active:
+            write_json(self.folder / SUMMARY_FILE, values, indent=2)
+
+    def print(self, text: str) -> None:
+        """Print lines on rank 0, each as it is, however long."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        if self.active:
+            self._progress.stop()
+            with writing(self._path):
+                self._file.close()
+            self._loggers.close()
+            if self._claim is not None:
+                self._claim.close()

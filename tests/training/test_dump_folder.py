@@ -1,0 +1,179 @@
+"""Which folder a run writes to: never one with results of another run; resumed and finished runs say so in a line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hetmesh.boundary import init
+from hetmesh.errors import OutputError, RecipeError
+from hetmesh.recipe.recipe import load_recipe
+from hetmesh.training.checkpoint import COMPLETE
+from hetmesh.training.dump_folder import claim_folder
+from hetmesh.training.metrics import StepMetrics
+from hetmesh.training.reporter import Reporter
+from hetmesh.training.trainer import Trainer, train
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "digits_single.toml"
+
+
+@pytest.fixture
+def world():
+    world = init()
+    yield world
+    world.close()
+
+
+def recipe(folder, *overrides):
+    small = ("--training.local_batch_size", "2", "--training.steps", "2", "--validation.samples", "2")
+    return load_recipe(RECIPE, (*small, "--metrics.log_freq", "1", "--job.dump_folder", str(folder), *overrides))
+
+
+def saved(folder, step, **summary):
+    """What a run with checkpoints leaves, as far as the choice of a folder looks at it."""
+    (folder / "checkpoint" / f"step-{step}").mkdir(parents=True)
+    (folder / "checkpoint" / f"step-{step}" / COMPLETE).write_text("")
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {i}}}\n' for i in range(1, step + 3)))
+    (folder / "recipe.json").write_text(json.dumps({"job": {"dump_folder": str(folder)}}))
+    if summary:
+        (folder / "summary.json").write_text(json.dumps(summary))
+
+
+@pytest.mark.slow
+def test_the_same_command_again_takes_a_folder_of_its_own(tmp_path, capsys):
+    folder, other = tmp_path / "digits", tmp_path / "digits-2"
+    events = ("--metrics.enable_tensorboard", "true")
+    train(recipe(folder, *events))
+    left = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert {path.name for path in left} >= {"metrics.jsonl", "summary.json", "recipe.json"}
+    assert any("tfevents" in path.name for path in left)
+    out = capsys.readouterr().out
+    assert f"results are in {folder}: summary.json, metrics.jsonl, tensorboard/\n" in out
+    assert "another run" not in out
+
+    train(recipe(folder, *events, "--optimizer.lr", "1e-4"))
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == left
+    assert len((other / "metrics.jsonl").read_text().splitlines()) == 2
+    assert len(list((other / "tensorboard").iterdir())) == 1
+    out = capsys.readouterr().out
+    assert f"results of another run are in {folder}: this one writes to {other}\n" in out
+    assert f"results are in {other}: " in out
+
+
+def test_numbers_go_on_and_folders_without_results_are_used(world, tmp_path):
+    folder = tmp_path / "digits"
+    for _ in range(2):
+        claim_folder(recipe(folder), world).claim.close()  # a run that failed before its first step left nothing
+        assert [path.name for path in tmp_path.iterdir()] == ["digits"]
+    for number in ("", "-2"):
+        (tmp_path / f"digits{number}").mkdir(exist_ok=True)
+        (tmp_path / f"digits{number}" / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert claim_folder(recipe(folder), world).path == tmp_path / "digits-3"
+
+
+def test_two_runs_at_once_do_not_share_a_folder(world, tmp_path):
+    first, second = (claim_folder(recipe(tmp_path / "digits"), world) for _ in range(2))
+    assert (first.path.name, second.path.name) == ("digits", "digits-2")
+    saved(tmp_path / "saved", 1)
+    enabled = recipe(tmp_path / "saved", "--checkpoint.enable", "true")
+    resumed = claim_folder(enabled, world)
+    with pytest.raises(OutputError, match="saved: another process is training there; wait for it, or give another"):
+        claim_folder(enabled, world)
+    resumed.claim.close()
+    assert claim_folder(enabled, world).step == 1
+
+
+def test_a_checkpoint_is_resumed_wherever_the_run_went(world, tmp_path):
+    folder = tmp_path / "digits"
+    enabled = recipe(folder, "--checkpoint.enable", "true", "--training.steps", "9")
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')  # of a run without checkpoints
+    first = claim_folder(enabled, world)
+    assert (first.path.name, first.step, first.occupied) == ("digits-2", None, folder)
+    first.claim.close()
+    saved(tmp_path / "digits-2", 3)
+    (tmp_path / "digits-2" / "recipe.json").write_text(json.dumps({"job": {"dump_folder": str(folder)}}))
+    (tmp_path / "digits-3").mkdir()  # of somebody who named it so
+    saved(tmp_path / "digits-3", 5)
+    resumed = claim_folder(enabled, world)
+    assert (resumed.path.name, resumed.step) == ("digits-2", 3)
+    assert len((tmp_path / "digits-2" / "metrics.jsonl").read_text().splitlines()) == 5  # a refused one changes nothing
+    resumed.begin(enabled)
+    assert resumed.describe() == [f"resuming at step 3 of {tmp_path / 'digits-2'}"]
+    assert (tmp_path / "digits-2" / "metrics.jsonl").read_text() == "".join(f'{{"step": {i}}}\n' for i in (1, 2, 3))
+
+
+def test_steps_below_the_checkpoint_are_refused(world, tmp_path):
+    saved(tmp_path / "run", 3)
+    with pytest.raises(RecipeError, match=r"training\.steps = 2: the run in .*run is at step 3 already; raise it"):
+        claim_folder(recipe(tmp_path / "run", "--checkpoint.enable", "true"), world)
+
+
+def test_a_finished_run_says_so_and_does_nothing(tmp_path, capsys):
+    saved(tmp_path / "run", 2, steps=2, loss=1.5)
+    enabled = recipe(tmp_path / "run", "--checkpoint.enable", "true")
+    assert train(enabled) == {"steps": 2, "loss": 1.5}
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"the run in {tmp_path / 'run'} is finished: step 2 of 2, results in ")
+    assert "raise training.steps to go on" in line
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4  # untouched
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n', 'line 2: \'{"step": 2, "lo\' is not a step of a run'),
+        ("epoch,loss\n1,2.0\n", "line 1: 'epoch,loss' is not a step of a run"),
+        ("[1]\n[2]\n", "line 1: '.1.' is not a step of a run"),
+        ('{"loss": 1}\n{"step": 1}\n', "line 1: .* is not a step of a run"),
+        ("\x00\xff\n{}\n", "line 1: .* is not a step of a run"),
+    ],
+    ids=["broken", "foreign", "no table", "no step", "binary"],
+)
+def test_a_foreign_or_broken_metrics_file_is_one_line(world, tmp_path, text, line):
+    saved(tmp_path / "run", 1)
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_text(text)
+    with pytest.raises(OutputError, match=f"run/metrics.jsonl, {line}; move the file away, or give another"):
+        claim_folder(recipe(tmp_path / "run", "--checkpoint.enable", "true"), world)
+    assert path.read_text() == text
+
+
+def test_a_folder_that_cannot_be_written_is_named(world, tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/hetmesh/run")):
+        with pytest.raises(OutputError, match=f"^{folder}.* cannot be written: .*; job.dump_folder must be a folder"):
+            Trainer(recipe(folder), world)
+
+
+def full(folder, name):
+    """Let writes to a file of `folder` fail as on a full disk: /dev/full refuses every one."""
+    folder.mkdir()
+    (folder / name).symlink_to("/dev/full")
+    return folder
+
+
+def test_a_full_disk_is_named(tmp_path):
+    step = StepMetrics(1, 2.0, 1.0, 0.1, 5.0, 6.0, 7.0)
+    reporter = Reporter(full(tmp_path / "a", "metrics.jsonl"), 9, rank=0)
+    with pytest.raises(OutputError, match=r"a/metrics\.jsonl cannot be written: no space left on device"):
+        reporter.step(step)
+    reporter = Reporter(full(tmp_path / "b", "summary.json.part"), 9, rank=0)
+    with pytest.raises(OutputError, match=r"b/summary\.json cannot be written: no space left on device"):
+        reporter.summary({"steps": 9})
+
+
+def log_some(reporter):
+    for step in range(9):
+        reporter.step(StepMetrics(step, 2.0, 1.0, 0.1, 5.0, 6.0, 7.0))
+    reporter.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_under_tensorboard_is_named(tmp_path):
+    reporter = Reporter(tmp_path, 9, rank=0, log_freq=1, tensorboard=True)
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    file.unlink()
+    file.symlink_to("/dev/full")
+    with pytest.raises(OutputError, match=f"^{tmp_path}.* cannot be written: no space left on device"):
+        log_some(reporter)

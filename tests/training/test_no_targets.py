@@ -1,0 +1,90 @@
+"""U14: samples without a target are named and counted; a batch, or a validation split, of nothing else is an error."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hetmesh.boundary import init
+from hetmesh.cli import main
+from hetmesh.errors import RecipeError, SampleError
+from hetmesh.recipe.recipe import load_recipe
+from hetmesh.testing.sources import RandomMedia
+from hetmesh.training.evaluate import evaluate
+from hetmesh.training.held_out import held_out_source
+from hetmesh.training.trainer import Trainer
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "digits_single.toml"
+SOURCE = ("--data.source", "hetmesh.testing.sources:RandomMedia", "--data.options.kinds", "{image = [1, 8, 8]}")
+
+
+@pytest.fixture
+def world():
+    world = init()
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def text(tmp_path):
+    """The recipe without [validation]."""
+    path = tmp_path / "recipe.toml"
+    whole = RECIPE.read_text()
+    start = whole.index("[validation]")
+    path.write_text(whole[:start] + whole[whole.index("[metrics]", start) :])
+    return path
+
+
+def small(text, *overrides):
+    keys = ("--training.local_batch_size", "6", "--training.steps", "2", "--metrics.enable_tensorboard", "false")
+    return load_recipe(text, (*keys, "--job.dump_folder", str(text.parent / "run"), *SOURCE, *overrides))
+
+
+@pytest.mark.slow
+def test_samples_without_a_target_are_named_once_and_counted(world, text, capsys):
+    Trainer(small(text, "--data.options.without_targets", "0.5"), world).run()
+    lines = [json.loads(line) for line in (text.parent / "run" / "metrics.jsonl").read_text().splitlines()]
+    counts = [line["samples_without_target"] for line in lines]
+    assert all(0 < count < 6 for count in counts)
+    out = capsys.readouterr().out
+    assert f"step 1: {counts[0]} of 6 samples add nothing to the loss: sample" in out
+    assert "'random-0-" in out
+    assert out.count("add nothing to the loss") == 1
+
+
+@pytest.mark.slow
+def test_a_batch_without_any_target_is_an_error_that_names_samples(world, text):
+    trainer = Trainer(small(text, "--data.options.without_targets", "1.0"), world)
+    before = [p.clone() for p in trainer.parameters]
+    message = (
+        r"step 1: no sample of the global batch has a target token: samples 'random-0-\d+', .* and 3 more \(the data"
+    )
+    with pytest.raises(SampleError, match=message):
+        trainer.run()
+    assert all((a == b).all() for a, b in zip(before, trainer.parameters, strict=True))
+
+
+@pytest.mark.slow
+def test_targets_that_seq_len_cuts_are_told_with_the_key(world, text):
+    source = ("--data.options.max_text", "30", "--data.options.text_only", "1.0", "--training.seq_len", "1")
+    with pytest.raises(SampleError, match=r"\(training\.seq_len = 1 cuts the targets of 6\)"):
+        Trainer(small(text, *source), world).run()
+
+
+@pytest.mark.slow
+def test_an_evaluation_without_any_target_is_an_error(world, text):
+    trainer = Trainer(small(text), world)
+    trainer.reporter.close()
+    with pytest.raises(SampleError, match="evaluation: no held-out sample has a target token: samples 'random-0-0', "):
+        evaluate(trainer.job, RandomMedia({"image": (1, 8, 8)}, length=5, without_targets=1.0))
+
+
+@pytest.mark.parametrize("key", [("--validation.freq", "2"), ("--validation.samples", "2")])
+def test_validation_without_a_validation_split_is_refused(text, capsys, key):
+    message = r"validation\.\w+ = 2: the data source has no validation split \(.*split.*\); give it one, or leave"
+    with pytest.raises(RecipeError, match=message):
+        held_out_source(small(text, *key))
+    assert main(["check", str(text), *SOURCE, *key]) == 2
+    assert "has no validation split" in capsys.readouterr().err
+    assert held_out_source(small(text)) is None  # nobody asked
+    assert main(["check", str(text), *SOURCE]) == 0

@@ -1,0 +1,130 @@
+"""What a resumed run takes from a changed recipe, from its first step on, and what it refuses by name."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetmesh.boundary import init
+from hetmesh.errors import RecipeError
+from hetmesh.recipe.recipe import load_recipe
+from hetmesh.training.resume import changes, check_changes, described
+from hetmesh.training.trainer import Trainer
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "digits_single.toml"
+
+
+@pytest.fixture
+def world():
+    world = init()
+    yield world
+    world.close()
+
+
+def recipe(folder, *overrides):
+    small = (
+        *("--training.local_batch_size", "2", "--training.steps", "4", "--validation.samples", "2"),
+        *("--modules.llm.config.num_hidden_layers", "1", "--modules.vision.config.num_hidden_layers", "1"),
+        *("--checkpoint.enable", "true", "--lr_scheduler.warmup_steps", "0", "--lr_scheduler.decay_type", "linear"),
+        *("--metrics.enable_tensorboard", "false", "--modules.llm.lr", "1e-3"),
+    )
+    return load_recipe(RECIPE, (*small, "--job.dump_folder", str(folder), *overrides))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A run's folder with a checkpoint of step 2."""
+    folder, world = tmp_path_factory.mktemp("made") / "run", init()
+    trainer = Trainer(recipe(folder), world)
+    for _ in range(2):
+        trainer.reporter.step(trainer.train_step())
+    trainer.save()
+    trainer.reporter.close()
+    world.close()
+    return folder
+
+
+@pytest.fixture
+def saved(made, tmp_path):
+    """A copy of it for each test."""
+    return Path(shutil.copytree(made, tmp_path / "run"))
+
+
+@pytest.mark.slow
+def test_changed_options_hold_from_the_first_resumed_step(saved, world):
+    """With a learning rate of 0 nothing moves; with weight decay alone parameters shrink by just that."""
+    zero = ("--optimizer.lr", "0", "--modules.llm.lr", "0")
+    still = Trainer(recipe(saved, *zero), world)
+    before = [p.clone() for p in still.parameters]
+    metrics = still.train_step()
+    assert (metrics.step, metrics.lr) == (3, 0.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, still.parameters, strict=True))
+    still.reporter.close()
+
+    # betas of 0 and a huge eps: AdamW's own update vanishes, its decay is lr * weight_decay * factor
+    decay = ("--optimizer.lr", "0.5", "--modules.llm.lr", "0.25", "--optimizer.weight_decay", "0.5")
+    decay = (
+        *decay,
+        "--optimizer.eps",
+        "1e12",
+        "--lr_scheduler.warmup_steps",
+        "4",
+        "--lr_scheduler.min_lr_factor",
+        "0.5",
+    )
+    shrunk = Trainer(recipe(saved, *decay), world)
+    before = {name: p.clone() for name, p in shrunk.job.root.named_parameters()}
+    metrics = shrunk.train_step()
+    shrunk.reporter.close()
+    assert metrics.lr == 0.5 * 3 / 4  # the third of four steps of the new warm-up
+    for name, p in shrunk.job.root.named_parameters():
+        rate = 0.25 if name.startswith("llm.") else 0.5
+        torch.testing.assert_close(p, before[name] * (1 - rate * 3 / 4 * 0.5), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_says_so_and_what_has_changed(saved, world, capsys):
+    Trainer(recipe(saved, "--optimizer.lr", "0.001", "--training.steps", "3"), world).run()
+    out = capsys.readouterr().out
+    assert f"resuming at step 2 of {saved}\n" in out
+    assert "changed since, and taken from step 3 on: optimizer.lr 0.002 -> 0.001, training.steps 4 -> 3\n" in out
+    assert f"results are in {saved}: summary.json, metrics.jsonl, checkpoint/\n" in out
+    lines = [json.loads(line) for line in (saved / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (("--optimizer.name", "SGD"), r'optimizer\.name = "SGD": the checkpoint .*step-2 is of a run with "AdamW"'),
+        (("--training.dtype", "float64"), r'training\.dtype = "float64": .* is of a run with "float32"; restore it'),
+        (("--debug.seed", "1"), r"debug\.seed = 1: .* is of a run with 0; restore it, or start a new run"),
+        (("--data.source", "synthetic"), r'data\.source = "synthetic": .* is of a run with "digits"; restore it'),
+        (("--training.local_batch_size", "4"), r"training\.global_batch_size was 2 and is 4; restore what was, or"),
+        (
+            ("--modules.llm.config.intermediate_size", "128"),
+            r"does not fit .*; keys that have changed: modules\.llm\.config\.intermediate_size 256 -> 128",
+        ),
+    ],
+    ids=["optimizer", "dtype", "seed", "source", "batch size", "model"],
+)
+def test_what_cannot_change_is_refused_by_name(saved, world, override, message):
+    other = recipe(saved, *override)
+    if override[0] == "--data.source":  # whose vocabulary would not fit either
+        with pytest.raises(RecipeError, match=message):
+            check_changes(changes(recipe(saved).model_dump(mode="json", by_alias=True), other), saved / "step-2")
+        return
+    with pytest.raises(RecipeError, match=message):
+        Trainer(other, world)
+
+
+def test_changes_of_what_is_not_trained_are_no_changes(tmp_path):
+    old = recipe(tmp_path).model_dump(mode="json", by_alias=True)
+    assert changes(old, recipe(tmp_path / "b", "--metrics.log_freq", "3", "--checkpoint.interval", "7")) == {}
+    assert changes(None, recipe(tmp_path)) == {}
+    found = changes(old, recipe(tmp_path, "--parallelism.llm.ranks", "[0]", "--optimizer.name", "Adam"))
+    check_changes(found, tmp_path)  # Adam's state is AdamW's
+    assert 'optimizer.name "AdamW" -> "Adam"' in described(found)
