@@ -286,12 +286,25 @@ def test_old_configs_with_rope_theta_are_understood(tmp_path):
     assert modules["llm"].lm_head.weight.dtype == torch.float32
 
 
+class Statistics(torch.nn.Module):
+    """Running statistics as a batch norm keeps them, of fixed values: nothing depends on the batch."""
+
+    def __init__(self, features: int):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(features))
+        self.register_buffer("running_mean", torch.zeros(features))
+        self.register_buffer("num_batches_tracked", torch.tensor(0))
+
+    def forward(self, rows):
+        return (rows - self.running_mean) * self.weight
+
+
 class Normed(torch.nn.Module):
     """A user's projector, whose running statistics and constants are no parameters."""
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__()
-        self.norm = torch.nn.BatchNorm1d(in_features)
+        self.norm = Statistics(in_features)
         self.linear = torch.nn.Linear(in_features, out_features)
         self.register_buffer("constant", torch.full((2,), 3.0), persistent=False)
 

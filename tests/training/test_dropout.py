@@ -77,11 +77,10 @@ LAYOUTS = {
     ("layout", "keys"),
     [
         ("TP", ("--activation_checkpoint.mode=full",)),
-        ("PP", ()),
         ("PP", ("--parallelism.pipeline_parallel_schedule=three_phase", "--parallelism.three_phase_recompute=true")),
         ("PP x TP", ("--activation_checkpoint.mode=selective",)),
     ],
-    ids=["TP, checkpointed", "PP", "PP, stages recomputed", "PP x TP"],
+    ids=["TP, checkpointed", "PP, stages recomputed", "PP x TP"],
 )
 def test_layouts_of_one_lane_equal_one_process(pool, layout, keys):
     keys = (*WHOLE, "--parallelism.llm.pipeline_parallel_microbatch_size=2", *keys)

@@ -9,6 +9,7 @@ from torch import nn
 from hetmesh.boundary import World, init
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.loader import Loader
+from hetmesh.errors import SampleError
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.testing.sources import RandomMedia
@@ -140,7 +141,7 @@ class Fives:
         return Sample(f"s{index}", torch.tensor([1, 2, 3, 4, 5, 6 if index == 3 else 5]))
 
 
-@pytest.mark.parametrize(("seq_len", "right"), [(6, [True, True, True, False]), (5, [False] * 4), (3, [False] * 4)])
+@pytest.mark.parametrize(("seq_len", "right"), [(6, [True, True, True, False]), (5, [False] * 4), (3, None)])
 def test_an_answer_that_was_cut_is_not_right(job, tmp_path, seq_len, right):
     path = tmp_path / "recipe.toml"
     path.write_text(f"""
@@ -152,6 +153,10 @@ def test_an_answer_that_was_cut_is_not_right(job, tmp_path, seq_len, right):
         local_batch_size = 2
         seq_len = {seq_len}
     """)
+    if right is None:
+        with pytest.raises(SampleError, match="no held-out sample has a target token: samples 's0', 's1'"):
+            evaluate(job(load_recipe(path)), Fives())
+        return
     evaluation = evaluate(job(load_recipe(path)), Fives())
     assert evaluation.right.tolist() == right
     assert evaluation.accuracy == sum(right) / 4

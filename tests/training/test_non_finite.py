@@ -110,7 +110,7 @@ def steps_with_a_broken_gradient(rank, described, module, at):
 
 @pytest.mark.parametrize(("module", "at"), [("vision", 1), ("llm", 3)])
 def test_a_value_on_one_rank_of_one_module_is_seen_by_all(pool4, tmp_path, module, at):
-    """U25. Rank 1 holds a replica of the encoder, rank 3 one of the LLM's norms: neither counts in the norm."""
+    """U25. Rank 1 holds a replica of the encoder, which does not count in the norm, rank 3 a shard of the LLM."""
     stop = pool4.run(steps_with_a_broken_gradient, recipe("digits", tmp_path), module, at)
     for error, unchanged in stop:
         assert error.startswith(f"step 1: gradients of {module} (rank {at}) are not finite")
