@@ -14,16 +14,20 @@ from hetmesh.layout.intervals import extent
 from hetmesh.schedule import Schedule
 from hetmesh.simulate.rank_work import overlap
 
-_RANKS = 32  # whose bytes are counted; more are sampled evenly (lanes repeat along a mesh)
-_MICROBATCHES = 32  # whose layouts are made; the bytes of others are those of their neighbour, by samples' tokens
 
-
-def transfer_costs(plan: BatchPlan, schedule: Schedule, machine: Machine) -> dict[tuple[Edge, int], TransferCost]:
+def transfer_costs(
+    plan: BatchPlan, schedule: Schedule, machine: Machine, sample: int
+) -> dict[tuple[Edge, int], TransferCost]:
     """Per edge, forward and where a gradient flows reversed, and microbatch: the bytes of the rank that receives most,
-    and the seconds of the rank that receives or sends most, over the slowest link into the former."""
+    and the seconds of the rank that receives or sends most, over the slowest link into the former.
+
+    Args:
+        sample: ranks, and microbatches, that are looked at. Where there are more they are taken evenly: lanes repeat
+            along a mesh, and a microbatch between takes the bytes of the one before, by tokens.
+    """
     costs: dict[tuple[Edge, int], TransferCost] = {}
     count = schedule.microbatches
-    step = math.ceil(count / _MICROBATCHES)
+    step = math.ceil(count / sample)
     sizes = [_tokens(plan, m) for m in range(count)]
     for edge in schedule.stages.edges:
         itemsize = plan.graph[edge.source.module].options.row_dtype.itemsize
@@ -32,7 +36,7 @@ def transfer_costs(plan: BatchPlan, schedule: Schedule, machine: Machine) -> dic
             shape, src, dst = edge_layouts(plan, edge, first)
             ways = [(edge, src, dst)] + ([(edge.reversed, dst, src)] if back else [])
             for each, held, kept in ways:
-                received, sent, link = _busiest(shape, held, kept, machine)
+                received, sent, link = _busiest(shape, held, kept, machine, sample)
                 for m in range(first, min(first + step, count)):
                     scale = itemsize * sizes[m] / sizes[first]
                     seconds = link.seconds(round(max(received, sent) * scale))
@@ -45,15 +49,17 @@ def _tokens(plan: BatchPlan, microbatch: int) -> int:
     return max(1, sum(plan.samples[i].tokens for lane in lanes for i in lane))
 
 
-def _busiest(shape: tuple[int, int], src: Layout, dst: Layout, machine: Machine) -> tuple[int, float, Link]:
+def _busiest(
+    shape: tuple[int, int], src: Layout, dst: Layout, machine: Machine, sample: int
+) -> tuple[int, float, Link]:
     """Elements that the rank receives which receives most, elements that the rank sends which sends most, and the
     slowest link over which the former come. Every element that a rank keeps and does not hold comes to it once, from
     its own node where a rank there holds it."""
-    ranks = _sample(dst)
+    ranks = _sample(dst, sample)
     received = {rank: _lacking(shape, src, dst, rank) for rank in ranks}
     rank = max(received, key=lambda r: received[r])
     # Each sends as large a part of all as it holds: one rank in front of four replicas sends four times what each gets.
-    held = [math.prod(extent(rows) for rows in src.intervals(shape, r)) for r in _sample(src)]
+    held = [math.prod(extent(rows) for rows in src.intervals(shape, r)) for r in _sample(src, sample)]
     total = sum(received.values()) / len(ranks) * dst.mesh.size
     mean = sum(held) / len(held)
     sent = total / src.mesh.size * max(held) / mean if mean else 0.0
@@ -63,9 +69,9 @@ def _busiest(shape: tuple[int, int], src: Layout, dst: Layout, machine: Machine)
     return received[rank], sent, Link(machine.network_bandwidth, machine.network_latency)
 
 
-def _sample(layout: Layout) -> tuple[int, ...]:
+def _sample(layout: Layout, sample: int) -> tuple[int, ...]:
     ranks = layout.mesh.ranks
-    return ranks[:: math.ceil(len(ranks) / _RANKS)]
+    return ranks[:: math.ceil(len(ranks) / sample)]
 
 
 def _lacking(shape: tuple[int, int], src: Layout, dst: Layout, rank: int) -> int:
