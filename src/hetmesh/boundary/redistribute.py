@@ -109,11 +109,11 @@ def _redistribute(
     if grad_placements is not None:
         if dst.is_dtensor:
             raise BoundaryError(f"{label}: a DTensor's gradient carries its own placements; leave grad_placements out")
-        grad_layout = Layout(dst.mesh, tuple(grad_placements))
+        grad_layout = Layout(dst.mesh, grad_placements)  # type: ignore[arg-type]
         if grad_layout.cells(shape) and any(
             dst.local_shape(shape, r) != grad_layout.local_shape(shape, r) for r in dst.mesh.ranks
         ):
-            raise BoundaryError(f"{label}: grad_placements {tuple(grad_placements)} do not fit the result {dst}")
+            raise BoundaryError(f"{label}: grad_placements {grad_layout.placements} do not fit the result {dst}")
     back = plan_gradient(shape, grad_layout, src, ranks_per_node=world.ranks_per_node)
     # The adjoint of a collective that torch does well may be one that it emulates: a forced dtensor holds forward only.
     transports = (transport, "auto" if transport == "dtensor" else transport)
