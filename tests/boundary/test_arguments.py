@@ -34,7 +34,7 @@ def test_a_later_timeout_too(world):
 
 @pytest.mark.parametrize("spec", [None, (0,), "0"])
 def test_a_device_mesh_needs_a_spec(world, spec):
-    with pytest.raises(LayoutError, match="device_mesh needs a hetmesh.MeshSpec, got "):
+    with pytest.raises(LayoutError, match=r"device_mesh needs a hetmesh\.MeshSpec, got "):
         hetmesh.device_mesh(spec)
 
 

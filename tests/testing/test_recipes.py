@@ -83,8 +83,8 @@ def test_a_wrong_gradient_anywhere_fails_a_drawn_recipe_and_is_made_small(pool, 
     """The oracle of the tool, as a whole: a wrong truth is noticed, and the smallest recipe that shows it printed."""
     right = fuzz.reference
 
-    def wrong(recipe, steps, lr):
-        outcome = right(recipe, steps, lr)
+    def wrong(recipe, steps, lr, **how):
+        outcome = right(recipe, steps, lr, **how)
         name = next(name for name, gradient in outcome.gradients.items() if gradient is not None)
         outcome.gradients[name] *= 1 + 1e-9
         return outcome

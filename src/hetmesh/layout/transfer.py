@@ -248,9 +248,7 @@ class TransferPlan:
 _PLANS = 128
 
 
-def plan_transfer(
-    shape: Sequence[int], src: Layout, dst: Layout, *, ranks_per_node: int | None = None
-) -> TransferPlan:
+def plan_transfer(shape: Sequence[int], src: Layout, dst: Layout, *, ranks_per_node: int | None = None) -> TransferPlan:
     """Plan the movement of a tensor of global `shape` from layout `src` to layout `dst`.
 
     Cached; computed identically on every rank. The bytes are the lower bound: what each destination rank keeps and

@@ -163,6 +163,15 @@ def freezing(draw: st.DrawFn, draft: Draft) -> None:
                 modules[name]["lora"]["target_modules"] = draw(st.sampled_from(names))
 
 
+def dropout(draw: st.DrawFn, draft: Draft) -> None:
+    """Random masks: before adapters, and on hidden states of the models that have it."""
+    for module in draft.tables["modules"].values():
+        if "lora" in module and draw(st.booleans()):
+            module["lora"]["dropout"] = 0.25
+        if module["model"] == "whisper" and sometimes(draw):
+            module["config"]["dropout"] = 0.25
+
+
 LORA_LAYERS = {
     "qwen3": [["q_proj"], ["o_proj", "down_proj"], ["v_proj", "up_proj"]],
     "llama": [["q_proj"], ["o_proj", "down_proj"], ["v_proj", "up_proj"]],
@@ -215,6 +224,7 @@ PIECES: tuple[Piece, ...] = (
     packing,
     sequence_parallelism,
     freezing,
+    dropout,
     checkpointing,
     sharding,
     precision,
