@@ -95,7 +95,7 @@ def _redistribute(
     name: str | None,
     microbatch: int,
 ) -> Tensor | DTensor | None:
-    shape = check_arguments(x, dst, src, shape, dtype, requires_grad, transport, name, microbatch)
+    shape = check_arguments(x, dst, src, shape, dtype, requires_grad, grad_placements, transport, name, microbatch)
     label = Label(f"redistribute {world.transfers}" if name is None else name, microbatch)
     for layout in (dst, src):
         if layout is not None:
@@ -109,7 +109,7 @@ def _redistribute(
     if grad_placements is not None:
         if dst.is_dtensor:
             raise BoundaryError(f"{label}: a DTensor's gradient carries its own placements; leave grad_placements out")
-        grad_layout = Layout(dst.mesh, grad_placements)  # type: ignore[arg-type]
+        grad_layout = Layout(dst.mesh, tuple(grad_placements))
         if grad_layout.cells(shape) and any(
             dst.local_shape(shape, r) != grad_layout.local_shape(shape, r) for r in dst.mesh.ranks
         ):
