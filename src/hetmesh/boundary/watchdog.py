@@ -16,12 +16,25 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
+from hetmesh.errors import LaunchError
+
 EXIT_CODE = 70
 """Exit status of a process that its watchdog ended (EX_SOFTWARE of sysexits.h)."""
 
 GRACE = 2.0
 """Seconds after the timeout before the watchdog speaks (the timeout itself where that is shorter): waits that raise by
 themselves come first, and what is stuck is named within timeout + 5 s."""
+
+
+LONGEST = 1e9
+"""Seconds that a timeout may have, 30 years: backends count in milliseconds, of which there is a most."""
+
+
+def check_timeout(seconds: object, argument: str = "timeout") -> None:
+    """Raise LaunchError for what is no number of seconds that a wait may take."""
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not (number and 0 < seconds <= LONGEST):  # nan is neither
+        raise LaunchError(f"{argument} must be a number of seconds above 0 and up to {LONGEST:g}, got {seconds!r}")
 
 
 def timed_out(error: BaseException) -> bool:
