@@ -7,14 +7,15 @@ import pytest
 
 from hetmesh.attention.plan import fetch_order, plan_attention
 from hetmesh.balance import edge_layouts, plan_batch
-from hetmesh.cost import Machine, Rates, Work, activation_bytes, layer_time, load_machine
+from hetmesh.cost import Machine, Profile, Rates, Work, activation_bytes, layer_time, load_machine
 from hetmesh.data.loader import Loader
+from hetmesh.errors import HetmeshError
 from hetmesh.graph import Stage
 from hetmesh.layout import plan_transfer
 from hetmesh.layout.intervals import extent
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report.explain import explain
-from hetmesh.simulate import LayerCosts, rank_work
+from hetmesh.simulate import LayerCosts, StepModel, rank_work
 from hetmesh.simulate.layer_costs import PARTS, How
 from hetmesh.training.job import describe, make_prepare, recipe_schedule
 from hetmesh.training.module_shapes import module_shapes
@@ -154,3 +155,10 @@ def test_coefficients_are_what_layers_cost():
                 assert made[part] == pytest.approx(getattr(time, part), rel=1e-6, abs=1e-12)
             kept = activation_bytes(layer, work, 4, upstream=upstream, tp=2, recompute=again)
             assert made["kept"] == pytest.approx(kept, abs=3)
+
+
+def test_a_profile_of_another_dtype_is_refused():
+    recipe, adapters, graph, *_ = setup("digits.toml")
+    shapes = module_shapes(recipe, adapters)
+    with pytest.raises(HetmeshError, match=r"measured in bfloat16, and 'llm' computes in float32"):
+        StepModel(graph, shapes, MACHINE, profile=Profile({}, dtype="bfloat16"))

@@ -31,7 +31,7 @@ class StepModel:
         sample: destination ranks and microbatches of which the bytes of transfers are counted; others follow them.
 
     Raises:
-        HetmeshError: the sizes of a module are not given.
+        HetmeshError: the sizes of a module are not given, or the profile was measured in another dtype.
     """
 
     def __init__(
@@ -47,6 +47,11 @@ class StepModel:
     ) -> None:
         if missing := [name for name in graph.order if shapes.get(name) is None]:
             raise HetmeshError(f"costs of a step: the sizes of modules {missing} are not known")
+        dtype = str(graph.sink.options.row_dtype).removeprefix("torch.")
+        if profile is not None and profile.dtype != dtype:
+            raise HetmeshError(
+                f"the profile was measured in {profile.dtype}, and {graph.sink.name!r} computes in {dtype}"
+            )
         self.graph, self.machine, self.optimizer, self.sample = graph, machine, optimizer, sample
         known = layers or LayerCosts(machine, profile)
         self._modules = {
