@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hetmesh.attention.plan import fetch_order
+from hetmesh.attention.plan import fetch_order, plan_attention
 from hetmesh.balance import edge_layouts, plan_batch
 from hetmesh.cost import Machine, Rates, Work, activation_bytes, layer_time, load_machine
 from hetmesh.data.loader import Loader
@@ -61,6 +61,11 @@ def test_context_parallel_ranks_share_tokens_targets_and_entries():
             shares, mask = plan.lane_tokens("llm", m, lane).shares, plan.lane_mask("llm", m, lane)
             taken = fetch_order(mask, shares, None, 256)
             assert [r.fetched for r in ranks] == [sum(extent(chunk[i]) for chunk in taken) for i in range(2)]
+            for i, rank in enumerate(ranks):
+                attention = plan_attention(mask, shares, i, None, 256, False)
+                calls = [c for work in (attention.own, *(chunk.work for chunk in attention.chunks)) for c in work.calls]
+                computed = sum((c.rows[1] - c.rows[0]) * extent(c.keys) for c in calls)
+                assert rank.work.pairs == 2 * computed
             assert sum(r.served for r in ranks) == sum(r.fetched for r in ranks)
 
 

@@ -17,7 +17,8 @@ from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.training.describe import describe
 from hetmesh.training.modules import full_module
 from hetmesh.training.refusals import check_recipe
-from hetmesh.training.summary import count_parameters, ranks_text, summary
+from hetmesh.training.summary import count_parameters, summary
+from hetmesh.training.wording import ranks_text
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
 TEXT = """
@@ -100,9 +101,11 @@ def test_the_summary_says_what_the_recipe_does():
         "  vision -> projector",
         "  projector -> llm at 'image'",
         "note: no module uses rank 1",
-        "note: not given, and not torchtitan's default: training.mixed_precision_param = 'float32' (torchtitan: "
-        "'bfloat16'); activation_checkpoint.mode = 'none' (torchtitan: 'selective'); lr_scheduler.warmup_steps = 0 "
-        "(torchtitan: 200); parallelism.llm.data_parallel_shard_degree = 1 (torchtitan: -1)",
+        "note: not given, and not torchtitan's default:",
+        "  training.mixed_precision_param = 'float32' (torchtitan: 'bfloat16')",
+        "  activation_checkpoint.mode = 'none' (torchtitan: 'selective')",
+        "  lr_scheduler.warmup_steps = 0 (torchtitan: 200)",
+        "  parallelism.llm.data_parallel_shard_degree = 1 (torchtitan: -1)",
     ]
 
 
@@ -111,8 +114,8 @@ def test_what_a_recipe_gives_or_has_no_use_for_is_no_default_to_mention():
     shards = ("--parallelism.vision.data_parallel_shard_degree", "1")
     recipe = parse_recipe(TEXT, (*keys, *shards, "--lr_scheduler.warmup_steps", "0"))
     assert [line for line in summary(recipe, {}) if "torchtitan" in line] == [
-        "note: not given, and not torchtitan's default: parallelism.llm.enable_sequence_parallel = False "
-        "(torchtitan: True)"
+        "note: not given, and not torchtitan's default:",
+        "  parallelism.llm.enable_sequence_parallel = False (torchtitan: True)",
     ]
 
 

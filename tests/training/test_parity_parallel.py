@@ -284,7 +284,11 @@ def test_sharded_modules_that_are_frozen_or_have_adapters(pool, encoder, llm, ke
 
 
 @pytest.mark.parametrize(
-    "keys", ["data_parallel_shard_degree = 2", SEQUENCE], ids=["FSDP x TP, checkpointed", "sequence parallel"]
+    "keys",
+    [
+        pytest.param("data_parallel_shard_degree = 2", id="FSDP x TP, checkpointed"),
+        pytest.param(SEQUENCE, id="sequence parallel", marks=pytest.mark.exhaustive),  # half a minute of tracing
+    ],
 )
 def test_a_compiled_block_equals_one_process(pool, keys):
     """Traced, but not compiled to machine code: whether torch.compile keeps what hooks and collectives do."""

@@ -46,9 +46,9 @@ def train(rank, recipe, steps):
         while trainer.step < steps:
             taken.append(trainer.train_step())
             if recipe.checkpoint.enable and trainer.step % recipe.checkpoint.interval == 0:
-                trainer.evaluate()  # before the save: what evaluation gathered must not be what is saved
+                trainer.validate()  # before the save: what evaluation gathered must not be what is saved
                 trainer.save()
-        evaluation = trainer.evaluate()
+        evaluation = trainer.validate()
     trainer.reporter.close()
     full = {k: p.full_tensor() if isinstance(p, DTensor) else p for k, p in trainer.job.root.state_dict().items()}
     return [m.loss for m in taken], [m.grad_norm for m in taken], full, evaluation.loss

@@ -50,8 +50,8 @@ def check(label: Label, named: bool, requires_grad: bool) -> None:
         BoundaryError: `hetmesh.backward` was forgotten: an optimizer has made a step since a boundary was crossed, or
             the same name and microbatch is crossed again. Nothing is pending then.
     """
-    again = requires_grad and named and any(known and each == label for each, known in _pending.crossed)
-    if not (again or _pending.stepped):
+    repeated = requires_grad and named and any(known and each == label for each, known in _pending.crossed)
+    if not (repeated or _pending.stepped):
         return
     what = str(_pending)
     why = "an optimizer has made a step since" if _pending.stepped else f"{label} comes again"

@@ -100,7 +100,7 @@ def module_activation_bytes(
     """Per layer name what it keeps; `recompute` names the layers whose forward runs again."""
     kept = {}
     for layer in module.layers:
-        again = layer.name in recompute
-        kept[layer.name] = activation_bytes(layer, work, itemsize, upstream=upstream, tp=tp, recompute=again)
+        recomputed = layer.name in recompute
+        kept[layer.name] = activation_bytes(layer, work, itemsize, upstream=upstream, tp=tp, recompute=recomputed)
         upstream = upstream or layer.trainable
     return kept

@@ -102,12 +102,12 @@ class Profile:
             return found.constant + share * (found.at(rows, work.pairs) - found.constant)
 
         forward = seconds("forward")
-        again = forward if recompute and (upstream or layer.trainable) else 0.0
+        recomputed = forward if recompute and (upstream or layer.trainable) else 0.0
         if not upstream:
-            return LayerTime(forward, 0.0, seconds("backward_weight") if layer.trainable else 0.0, again)
+            return LayerTime(forward, 0.0, seconds("backward_weight") if layer.trainable else 0.0, recomputed)
         own = seconds("backward_input")
         whole = max(own, seconds("backward")) if layer.trainable else own
-        return LayerTime(forward, own, whole - own, again)
+        return LayerTime(forward, own, whole - own, recomputed)
 
     def _find(self, layer: LayerShape, tp: int) -> tuple[Mapping[str, Coefficients], float]:
         for degree in dict.fromkeys((tp, 1)):

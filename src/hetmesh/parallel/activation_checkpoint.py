@@ -30,13 +30,13 @@ def apply_activation_checkpoint(blocks: Iterable[nn.Module], mode: CheckpointMod
     if mode == "none":
         return
     for block in blocks:
-        block.forward = _again(block.forward, mode)
+        block.forward = _recomputing(block.forward, mode)
         for module in block.modules():
             if mode == "selective" and isinstance(module, RowwiseLinear):
                 module.sum_a_copy = True  # what selective checkpointing keeps must not change
 
 
-def _again(forward: Any, mode: CheckpointMode) -> Any:
+def _recomputing(forward: Any, mode: CheckpointMode) -> Any:
     arguments: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
@@ -45,12 +45,12 @@ def _again(forward: Any, mode: CheckpointMode) -> Any:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # what is random is then computed again as torch.compile sees to it
             return checkpoint(forward, *args, **arguments, **kwargs)
-        return checkpoint(_Repeated(forward), *args, **arguments, **kwargs)
+        return checkpoint(_Recomputed(forward), *args, **arguments, **kwargs)
 
     return checkpointed
 
 
-class _Repeated:
+class _Recomputed:
     """A forward that draws the same when it is computed again: torch restores the generators as they were when it
     began, this restores the place that they are seeded from within."""
 
@@ -62,7 +62,7 @@ class _Repeated:
         if self.remembered is None:
             self.remembered = Remembered()
             return self.forward(*args, **kwargs)
-        with self.remembered.again():
+        with self.remembered.restored():
             return self.forward(*args, **kwargs)
 
 

@@ -106,7 +106,7 @@ class Remembered:
         self.counts = {} if _current is None else dict(_current.counts)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """The body runs where this was made."""
         global _current
         before = _current

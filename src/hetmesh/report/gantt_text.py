@@ -10,7 +10,7 @@ import numpy as np
 from hetmesh.simulate import CLASSES, Timeline, average_bubbles, bubble_spans, bubbles
 from hetmesh.simulate.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, OPTIMIZER
 from hetmesh.training.metrics import amount
-from hetmesh.training.summary import ranks_text
+from hetmesh.training.wording import ranks_text, table
 
 MARKS = {"dp_gather": "g", "dp_scatter": "r", "pp_warmup": " ", "pp_cooldown": " ", "pp_other": "·"}
 LEGEND = (
@@ -76,17 +76,10 @@ _MARKS = {
 def bubble_table(timeline: Timeline) -> str:
     """Per row: share of the step that it computes and of each class of bubbles, and peak memory."""
     header = ("", "compute", *(name.replace("_", "-") for name in CLASSES), "peak")
-    lines = [header, *_table_rows(timeline)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(
-            text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
+    return "\n".join(table([header, *_table_cells(timeline)], numbers=True))
 
 
-def _table_rows(timeline: Timeline) -> Iterator[tuple[str, ...]]:
+def _table_cells(timeline: Timeline) -> Iterator[tuple[str, ...]]:
     total = timeline.makespan or 1.0
     found = bubbles(timeline)
     shown = [(row_label(timeline, i), b, timeline.peak_bytes[i]) for i, b in enumerate(found[:MOST_ROWS])]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from hetmesh.report.values import BoundaryView, ModuleView, RecipeView, Traffic
 from hetmesh.training.metrics import amount
-from hetmesh.training.summary import ranks_text
+from hetmesh.training.wording import counted, ranks_text, table
 
 
 def as_text(view: RecipeView, width: int = 100) -> str:
@@ -18,19 +18,20 @@ def _lines(view: RecipeView, width: int) -> Iterator[str]:
     if view.description:
         yield view.description
     yield (
-        f"{_count(view.ranks, 'rank')}, {view.steps} steps of {view.global_batch_size} samples in "
-        f"{_count(view.microbatches, 'microbatch', 'es')}, schedule {view.schedule}"
+        f"{counted(view.ranks, 'rank')}, {view.steps} steps of {view.global_batch_size} samples in "
+        f"{counted(view.microbatches, 'microbatch', 'microbatches')}, schedule {view.schedule}"
     )
     yield ""
     yield from _ranks(view, width)
     yield ""
-    yield from _table(_module_rows(view))
+    for line in table(_module_lines(view)):
+        yield f"  {line}"
     yield (
         f"  forward and backward: FLOPs of one step over all ranks, first global batch ({amount(view.tokens)}tokens)"
     )
     yield f"  state: parameters, gradients and {view.optimizer}'s state in {view.dtype}; activations come on top"
     yield (
-        f"  {_count(view.process_groups, 'process group')}, at most {view.process_groups_per_rank} on one rank: per "
+        f"  {counted(view.process_groups, 'process group')}, at most {view.process_groups_per_rank} on one rank: per "
         "mesh axis, for edges between few ranks, and one of all ranks"
     )
     yield from _stages(view)
@@ -64,12 +65,12 @@ def _ranks(view: RecipeView, width: int) -> Iterator[str]:
         yield f"  note: no module uses rank {ranks_text(view.idle_ranks)}"
 
 
-def _module_rows(view: RecipeView) -> list[Sequence[str]]:
+def _module_lines(view: RecipeView) -> list[Sequence[str]]:
     header = ("module", "model", "mesh", "ranks", "parameters", "per rank", "state/rank", "training", "dtype")
-    return [(*header, "forward", "backward", "imbalance"), *(_module_row(module) for module in view.modules)]
+    return [(*header, "forward", "backward", "imbalance"), *(_module_cells(module) for module in view.modules)]
 
 
-def _module_row(module: ModuleView) -> Sequence[str]:
+def _module_cells(module: ModuleView) -> Sequence[str]:
     held = [memory.elements for memory in module.memory.values()]
     state = [memory.total for memory in module.memory.values()]
     training = module.training
@@ -89,12 +90,6 @@ def _module_row(module: ModuleView) -> Sequence[str]:
         f"{amount(module.flops.backward)}" if module.flops else "?",
         f"{module.imbalance:.2f}",
     )
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        yield "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
 
 
 def _stages(view: RecipeView) -> Iterator[str]:
@@ -126,7 +121,3 @@ def _traffic(traffic: Traffic) -> str:
     transport = names[0] if len(names) == 1 else ", ".join(f"{t} on {b}" for b, t in traffic.transport.items())
     bound = "the least possible" if traffic.bytes == traffic.bound else f"at least {amount(traffic.bound)}B needed"
     return f"{amount(traffic.bytes)}B between ranks, {bound}; by {transport}"
-
-
-def _count(n: int, one: str, plural: str = "s") -> str:
-    return f"{n} {one}{'' if n == 1 else plural}"

@@ -58,7 +58,7 @@ class StepRunner:
         self.outputs: dict[tuple[Stage, int], Outputs] = {}
         self.gradients: dict[tuple[Stage, int], dict[str, Tensor]] = {}
         self.deferred: dict[tuple[Stage, int], SplitBackward] = {}
-        self.again: dict[tuple[Stage, int], Callable[[], Outputs]] = {}
+        self.recomputed: dict[tuple[Stage, int], Callable[[], Outputs]] = {}
         self.exchanges: dict[tuple[Edge, int], Exchange] = {}
         self.plans: dict[tuple[Edge, int], TransferPlan] = {}
         self.sent: set[tuple[Edge, int]] = set()
@@ -94,7 +94,7 @@ class StepRunner:
         if stage in schedule.recompute and schedule.training:
             with torch.no_grad():
                 self.outputs[stage, m] = self._run(stage, m, batch, inputs)
-            self.again[stage, m] = compute
+            self.recomputed[stage, m] = compute
             return
         outputs = compute()
         if stage == stages.sink:
@@ -120,8 +120,8 @@ class StepRunner:
     def _outputs_and_gradients(self, stage: Stage, m: int) -> tuple[list[Tensor], list[Tensor | None]]:
         """The outputs of a forward, on their autograd graph, and their gradients; no gradient for the loss."""
         outputs = self.outputs.pop((stage, m))
-        if (stage, m) in self.again:
-            outputs = self.again.pop((stage, m))()
+        if (stage, m) in self.recomputed:
+            outputs = self.recomputed.pop((stage, m))()
         gradients = self.gradients.pop((stage, m), {})
         return list(outputs.values()), [gradients.get(name) for name in outputs]
 

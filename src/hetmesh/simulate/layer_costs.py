@@ -79,10 +79,10 @@ class LayerCosts:
         tp = max(len(how.group), 1)
         time = self._time(layer, how, work, tp)
         sums = tensor_parallel_time(layer, work, how.group, self.machine, itemsize=how.itemsize, upstream=how.upstream)
-        again = sums.forward if how.recompute and (how.upstream or layer.trainable) else 0.0
+        recomputed = sums.forward if how.recompute and (how.upstream or layer.trainable) else 0.0
         kept = activation_bytes(layer, work, how.itemsize, upstream=how.upstream, tp=tp, recompute=how.recompute)
         parts = (time.forward, time.backward_input, time.backward_weight, time.recompute)
-        return np.array([*parts, sums.forward, sums.backward + again, kept])
+        return np.array([*parts, sums.forward, sums.backward + recomputed, kept])
 
     def _time(self, layer: LayerShape, how: How, work: Work, tp: int) -> LayerTime:
         flags = {"upstream": how.upstream, "recompute": how.recompute}

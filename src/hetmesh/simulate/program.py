@@ -111,7 +111,7 @@ class _Costs:
     """Looks actions up in tables; made once per program."""
 
     def __init__(self, schedule: Schedule, costs: StepCosts, stages: dict[Stage, int], edges: dict[Edge, int]) -> None:
-        self.stages, self.edges, self.costs, self.again = stages, edges, costs, schedule.recompute
+        self.stages, self.edges, self.costs, self.recomputed = stages, edges, costs, schedule.recompute
 
     def entry(self, action: Action) -> Entry:
         kind, target, m = action.kind, action.target, action.microbatch
@@ -132,7 +132,7 @@ class _Costs:
             return BACKWARD_WEIGHT, stage, m, cost.backward_weight + overhead, 0.0, cost.activation_bytes
         # all collectives of a backward are in its first part
         seconds, collectives = cost.backward_input + overhead, cost.collectives_backward
-        if target in self.again:
+        if target in self.recomputed:
             seconds, collectives = seconds + cost.forward, collectives + cost.collectives_forward
         if kind is _BACKWARD:
             return BACKWARD, stage, m, seconds + cost.backward_weight, collectives, cost.activation_bytes

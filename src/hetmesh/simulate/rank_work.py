@@ -6,13 +6,14 @@ a kernel of blocks of 128 query rows computes on the keys that its rows see.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hetmesh.balance import BatchPlan
-from hetmesh.context import Mask, needed_keys, row_edges, tile_counts
+from hetmesh.context import Mask, needed_keys, tile_counts
 from hetmesh.context.token_owners import LaneTokens
 from hetmesh.cost import Work, computed_work
 from hetmesh.graph import ModuleSpec, SampleMeta
@@ -76,8 +77,15 @@ def computed_entries(mask: Mask, runs: Intervals) -> int:
     """Entries of the attention matrix that a kernel of blocks computes for the rows `runs`, ascending."""
     if not extent(runs):
         return 0
-    edges, own = row_edges(runs, BLOCK)
-    return int((tile_counts(mask, edges, 1)[own] * np.diff(edges)[own]).sum())
+    long = mask.stops - mask.starts >= BLOCK
+    cuts = np.unique(np.concatenate([mask.starts[long], mask.stops[long]]))  # a block ends where a long segment does
+    starts: list[np.ndarray] = []
+    for a, b in runs:
+        inside = [a, *cuts[(cuts > a) & (cuts < b)].tolist(), b]
+        starts += [np.arange(low, high, BLOCK) for low, high in itertools.pairwise(inside)] + [np.array([b])]
+    edges = np.unique(np.concatenate(starts))
+    rows, own = np.diff(edges), np.isin(edges[:-1], [b for _, b in runs], invert=True)
+    return int((tile_counts(mask, edges, 1) * rows)[own].sum())
 
 
 def _predicting(samples: Sequence[SampleMeta], starts: Sequence[int]) -> Intervals:

@@ -132,10 +132,10 @@ class StageCosts:
         return StageCost(forward, own, weight, ahead, back, round(values[_KEPT]))
 
     def _how(self, name: str, before: bool) -> How:
-        again = self.recompute or (self.options.activation_checkpoint == "full" and name in self.module.blocks)
+        recomputed = self.recompute or (self.options.activation_checkpoint == "full" and name in self.module.blocks)
         dtype = self.options.row_dtype
         return How(
-            str(dtype).removeprefix("torch."), dtype.itemsize, before, self.backward and again, self._group("tp")
+            str(dtype).removeprefix("torch."), dtype.itemsize, before, self.backward and recomputed, self._group("tp")
         )
 
     @cached_property

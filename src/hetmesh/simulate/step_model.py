@@ -28,6 +28,7 @@ class StepModel:
         profile: its fitted seconds take the place of the analytic ones for every layer.
         optimizer: its name in a recipe.
         layers: what is known of layers on this machine already; give the same to the models of many layouts.
+        sample: destination ranks and microbatches of which the bytes of transfers are counted; others follow them.
 
     Raises:
         HetmeshError: the sizes of a module are not given.
@@ -42,10 +43,11 @@ class StepModel:
         profile: Profile | None = None,
         optimizer: str = "AdamW",
         layers: LayerCosts | None = None,
+        sample: int = 32,
     ) -> None:
         if missing := [name for name in graph.order if shapes.get(name) is None]:
             raise HetmeshError(f"costs of a step: the sizes of modules {missing} are not known")
-        self.graph, self.machine, self.optimizer = graph, machine, optimizer
+        self.graph, self.machine, self.optimizer, self.sample = graph, machine, optimizer, sample
         known = layers or LayerCosts(machine, profile)
         self._modules = {
             name: ModuleCosts(graph[name], shapes[name], any(map(graph.needs_gradient, graph.inputs(name))), known)
@@ -84,7 +86,7 @@ class StepModel:
         }
         return StepCosts(
             costs,
-            transfer_costs(plan, schedule, self.machine),
+            transfer_costs(plan, schedule, self.machine, self.sample),
             {stage: built[stage].gather for stage in stages.stages},
             {stage: built[stage].reduce for stage in stages.stages if stage in stages.trainable_stages},
             self._optimizer_seconds,

@@ -13,16 +13,20 @@ from hetmesh.layout import Layout
 from hetmesh.schedule import Schedule
 from hetmesh.simulate.rank_work import overlap
 
-_RANKS = 32  # whose bytes are counted; more are sampled evenly (lanes repeat along a mesh)
-_MICROBATCHES = 32  # whose layouts are made; the bytes of others are those of their neighbour, by samples' tokens
 
-
-def transfer_costs(plan: BatchPlan, schedule: Schedule, machine: Machine) -> dict[tuple[Edge, int], TransferCost]:
+def transfer_costs(
+    plan: BatchPlan, schedule: Schedule, machine: Machine, sample: int
+) -> dict[tuple[Edge, int], TransferCost]:
     """Per edge, forward and where a gradient flows reversed, and microbatch: the bytes of the rank that receives most,
-    over the slowest link into it."""
+    over the slowest link into it.
+
+    Args:
+        sample: destination ranks, and microbatches, that are looked at. Where there are more they are taken evenly:
+            lanes repeat along a mesh, and a microbatch between takes the bytes of the one before, by tokens.
+    """
     costs: dict[tuple[Edge, int], TransferCost] = {}
     count = schedule.microbatches
-    step = math.ceil(count / _MICROBATCHES)
+    step = math.ceil(count / sample)
     sizes = [_tokens(plan, m) for m in range(count)]
     for edge in schedule.stages.edges:
         itemsize = plan.graph[edge.source.module].options.row_dtype.itemsize
@@ -31,7 +35,7 @@ def transfer_costs(plan: BatchPlan, schedule: Schedule, machine: Machine) -> dic
             shape, src, dst = edge_layouts(plan, edge, first)
             ways = [(edge, src, dst)] + ([(edge.reversed, dst, src)] if back else [])
             for each, held, kept in ways:
-                elements, link = _most_received(shape, held, kept, machine)
+                elements, link = _most_received(shape, held, kept, machine, sample)
                 for m in range(first, min(first + step, count)):
                     size = round(elements * itemsize * sizes[m] / sizes[first])
                     costs[each, m] = TransferCost(link.seconds(size), size)
@@ -43,11 +47,11 @@ def _tokens(plan: BatchPlan, microbatch: int) -> int:
     return max(1, sum(plan.samples[i].tokens for lane in lanes for i in lane))
 
 
-def _most_received(shape: tuple[int, int], src: Layout, dst: Layout, machine: Machine) -> tuple[int, Link]:
+def _most_received(shape: tuple[int, int], src: Layout, dst: Layout, machine: Machine, sample: int) -> tuple[int, Link]:
     """Elements that the rank receives which receives most, and the slowest link that they come over. Every element that
     a rank keeps and does not hold comes to it once, from its own node where a rank there holds it."""
     ranks = dst.mesh.ranks
-    received = {rank: _lacking(shape, src, dst, rank) for rank in ranks[:: math.ceil(len(ranks) / _RANKS)]}
+    received = {rank: _lacking(shape, src, dst, rank) for rank in ranks[:: math.ceil(len(ranks) / sample)]}
     rank = max(received, key=lambda r: received[r])
     inside = Link(machine.node_bandwidth, machine.node_latency)
     if not received[rank] or _on_node(shape, src, dst, rank, machine.ranks_per_node):

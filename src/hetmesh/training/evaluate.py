@@ -80,7 +80,7 @@ def _evaluate(job: Job, source: Source, limit: int | None) -> Evaluation:
         text = describe_without_targets(drawn, job.recipe.training.seq_len)
         raise SampleError(f"evaluation: no held-out sample has a target token: {text}")
     width = max(d.meta.num_targets for d in drawn)
-    # Each row is written by one rank; the sum over ranks hands it to all.
+    # The line of a sample is written by one rank; the sum over ranks hands it to all.
     results = torch.zeros(count, width + 1, dtype=torch.int64)
     loss = torch.zeros((), dtype=torch.float64)
     for start in range(0, count, batch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch.distributed as dist
@@ -79,6 +79,7 @@ class Job:
             if pretrained is not None:
                 device = "cpu" if graph[name].options.cpu_offload and parallel.fully_sharded else world.device
                 load_weights(adapters[name], parallel.module, pretrained, device, roots=parallel.stages)
+                parallel = replace(parallel)  # which looks its parameters up: those on meta are others now
             modules[name] = parallel
             adapted |= zip(own, parallel.stages, strict=True)
             trained = ((i, stage) for i, stage in enumerate(own) if stage in stages.trainable_stages)

@@ -119,11 +119,11 @@ class Meter:
         mine = [float(peak_memory(self.world.device))]
         mine += [float(log.bytes_received(name, way)) for name in names for way in DIRECTIONS]
         mine += [log.seconds_waited(name) for name in names]
-        rows = gather_over_ranks(mine, self.world)
-        received = rows[:, 1 : 1 + 2 * len(names)].sum(0).reshape(-1, 2).tolist()
-        waited = rows[:, 1 + 2 * len(names) :].amax(0).tolist()
+        everyone = gather_over_ranks(mine, self.world)
+        received = everyone[:, 1 : 1 + 2 * len(names)].sum(0).reshape(-1, 2).tolist()
+        waited = everyone[:, 1 + 2 * len(names) :].amax(0).tolist()
         return Measured(
-            int(rows[:, 0].max()),
+            int(everyone[:, 0].max()),
             len(self.graph.ranks),
             self.world.size,
             {

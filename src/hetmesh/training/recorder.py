@@ -53,7 +53,7 @@ class StepRecorder:
         """
         runtime, world = self.job.runtime, self.job.world
         recording, runtime.recording = runtime.recording or [], None
-        mine = (_rows(recording, schedule, self.zero), (computed - self.zero, time.perf_counter() - self.zero))
+        mine = (_by_index(recording, schedule, self.zero), (computed - self.zero, time.perf_counter() - self.zero))
         everyone: list[Any] = [None] * world.size
         with world.waiting("recordings of all ranks"):
             dist.all_gather_object(everyone, mine, group=world.group(range(world.size)))
@@ -61,8 +61,8 @@ class StepRecorder:
             return
         actions = schedule.actions
         records = {
-            rank: [(actions[i], start, stop) for i, start, stop in rows]
-            for rank, (rows, _) in enumerate(everyone)
+            rank: [(actions[i], start, stop) for i, start, stop in recorded]
+            for rank, (recorded, _) in enumerate(everyone)
             if rank in self.job.graph.ranks
         }
         optimizer = {rank: everyone[rank][1] for rank in records}
@@ -83,7 +83,7 @@ class StepRecorder:
             return None
 
 
-def _rows(recording: Recording, schedule: Schedule, zero: float) -> list[tuple[int, float, float]]:
+def _by_index(recording: Recording, schedule: Schedule, zero: float) -> list[tuple[int, float, float]]:
     """A recording by index into the schedule's actions, in seconds since `zero`."""
     places = {action: i for i, action in enumerate(schedule.actions)}
     return [(places[action], start - zero, stop - zero) for action, start, stop in recording]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from hetmesh.models.build import build_on_meta
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.torchtitan_defaults import differing_defaults
+from hetmesh.training.wording import counted, ranks_text, table
 
 if TYPE_CHECKING:
     from hetmesh.layout.mesh import MeshSpec
@@ -29,16 +30,16 @@ def summary(recipe: Recipe, adapters: Mapping[str, Adapter]) -> Iterator[str]:
     batch, wiring = recipe.batch, recipe.wiring
     if recipe.job.description:
         yield recipe.job.description
-    yield f"{_count(recipe.world_size, 'rank')}, {recipe.training.steps} steps of {batch.global_batch_size} samples"
+    yield f"{counted(recipe.world_size, 'rank')}, {recipe.training.steps} steps of {batch.global_batch_size} samples"
     yield (
-        f"each step: {_count(batch.lanes, 'lane')} of {recipe.sink} x "
-        f"{_count(batch.num_microbatches, 'microbatch', 'microbatches')} x {_count(batch.microbatch_size, 'sample')}, "
-        f"schedule {recipe.schedule}"
+        f"each step: {counted(batch.lanes, 'lane')} of {recipe.sink} x "
+        f"{counted(batch.num_microbatches, 'microbatch', 'microbatches')} x "
+        f"{counted(batch.microbatch_size, 'sample')}, schedule {recipe.schedule}"
     )
-    rows = [("module", "model", "ranks", "mesh", "parameters")]
+    lines = [("module", "model", "ranks", "mesh", "parameters")]
     for name, module in recipe.modules.items():
         count = count_parameters(adapters[name]) if name in adapters else None
-        rows.append(
+        lines.append(
             (
                 name,
                 module.model,
@@ -47,30 +48,15 @@ def summary(recipe: Recipe, adapters: Mapping[str, Adapter]) -> Iterator[str]:
                 "" if count is None else f"{count:,}",
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    for line in table(lines):
+        yield f"  {line}"
     for boundary in recipe.boundaries:
         yield f"  {boundary.source} -> {boundary.destination}" + (f" at {boundary.at!r}" if boundary.at else "")
     if idle := sorted(set(range(recipe.world_size)) - set(wiring.ranks)):
         yield f"note: no module uses rank {ranks_text(tuple(idle))}"
     if different := differing_defaults(recipe):
-        yield "note: not given, and not torchtitan's default: " + "; ".join(different)
-
-
-def ranks_text(ranks: tuple[int, ...]) -> str:
-    """Ranks as a recipe may write them: `(0, 1, 2, 5)` -> `"0-2,5"`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-def _count(n: int, one: str, many: str | None = None) -> str:
-    return f"{n} {one if n == 1 else many or one + 's'}"
+        yield "note: not given, and not torchtitan's default:"
+        yield from (f"  {line}" for line in different)
 
 
 def _mesh_text(mesh: MeshSpec) -> str:

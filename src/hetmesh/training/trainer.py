@@ -125,9 +125,9 @@ class Trainer:
                 if recipe.checkpoint.enable and self._due(recipe.checkpoint.interval):
                     self.save()
                 if recipe.validation.freq and self.step % recipe.validation.freq == 0 and not self._done:
-                    self.evaluate()
+                    self.validate()
             seconds = time.perf_counter() - started
-            evaluation = self.evaluate()
+            evaluation = self.validate()
             summary = self._summary(metrics, evaluation, seconds)
             self.reporter.summary(summary)
             for text in show(self.held_out, evaluation) if evaluation and self.held_out else ():
@@ -213,7 +213,7 @@ class Trainer:
         self.skipped_steps += 1
         self.reporter.print(f"{told}: skipped, parameters stay as they are")
 
-    def evaluate(self) -> Evaluation | None:
+    def validate(self) -> Evaluation | None:
         """Evaluate on the held-out samples, if the source has some, and report it."""
         if self.held_out is None:
             return None

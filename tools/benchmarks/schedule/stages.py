@@ -111,7 +111,7 @@ class Probe:
         plan = plan_batch(job.graph, [d.meta for d in drawn], size)
         schedule = recipe_schedule(job.recipe, job.graph, 1)
         stages = schedule.stages
-        step = StepRunner(job.runtime, schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank), None)
+        step = StepRunner(job.runtime, schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank), None, 0)
         for edge in stages.inputs(stage):
             shape, _, layout = edge_layouts(plan, edge, 0)
             rows = torch.randn(layout.local_shape(shape, rank), dtype=job.graph[edge.source.module].options.row_dtype)

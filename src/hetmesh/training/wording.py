@@ -1,0 +1,36 @@
+"""Counts, ranks and tables as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+
+def counted(n: int, one: str, many: str | None = None) -> str:
+    """`"1 rank"`, `"2 ranks"`; `many` where the plural is not one with an s."""
+    return f"{n} {one if n == 1 else many or one + 's'}"
+
+
+def ranks_text(ranks: tuple[int, ...]) -> str:
+    """Ranks as a recipe may write them: `(0, 1, 2, 5)` -> `"0-2,5"`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def table(lines: Sequence[Sequence[str]], *, numbers: bool = False) -> Iterator[str]:
+    """Lines of cells in columns that are as wide as their widest cell.
+
+    Args:
+        numbers: all columns but the first hold numbers and are aligned on the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for cells in lines:
+        padded = (
+            cell.rjust(width) if numbers and i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        yield "  ".join(padded).rstrip()
