@@ -36,6 +36,12 @@ MESH = MeshSpec.make([0, 1], dp=2)
         (lambda: MeshSpec.make(4, dp=4), "the ranks of a mesh must be whole numbers, got 4"),
         (lambda: MeshSpec((0, 1), ("dp",), (2.5,)), "the sizes of mesh axes must be whole numbers"),
         (lambda: MeshSpec((0, 1), (3,), (2,)), "names of mesh axes must be strings"),
+        (lambda: MeshSpec((0, 1), 3, (2,)), "a mesh needs a sequence of axis names, got 3"),
+        (lambda: Layout(MESH, (Shard(0),)).cells(4), "the sizes of a shape must be whole numbers, got 4"),
+        (lambda: Layout(MESH, (Shard(0),)).canonical(None), "the sizes of a shape must be whole numbers, got None"),
+        (lambda: plan_transfer((4,), MESH, Layout(MESH, (Shard(0),))), r"src must be a hetmesh.Layout, got MeshSpec"),
+        (lambda: plan_transfer((4,), Layout(MESH, (Shard(0),)), "S(0)"), r"dst must be a hetmesh.Layout, got 'S\(0\)'"),
+        (lambda: plan_transfer([4.5], *[Layout(MESH, (Shard(0),))] * 2), "sizes of a shape must be whole numbers"),
         (lambda: MeshSpec.make([0, 1], dp="2"), "the sizes of mesh axes must be whole numbers"),
         (lambda: RowSplit(0, (((0, 1.5),), ((2, 4),))), r"pairs \[start, stop\) of whole numbers"),
         (lambda: RowSplit(0, ((0, 1), (2, 4))), r"pairs \[start, stop\) of whole numbers"),
@@ -53,3 +59,8 @@ MESH = MeshSpec.make([0, 1], dp=2)
 def test_numbers_and_types_that_make_no_layout(make, says):
     with pytest.raises(LayoutError, match=says):
         make()
+
+
+def test_a_shape_may_be_a_list():
+    src, dst = Layout(MESH, (Shard(0),)), Layout(MESH, (Replicate(),))
+    assert plan_transfer([4, 3], src, dst) is plan_transfer((4, 3), src, dst)

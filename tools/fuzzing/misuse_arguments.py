@@ -114,7 +114,7 @@ def _redistribute(rng: random.Random) -> tuple[str, Callable[[], object]]:
         "dtype": rng.choice([torch.float32, None, "float32", float]),
     }
     if rng.random() < 0.3:
-        keys["lowering"] = rng.choice(["p2p", "all_to_all", "dtensor", "magic", None, 3])
+        keys["transport"] = rng.choice(["p2p", "all_to_all", "dtensor", "magic", None, 3])
     if rng.random() < 0.3:
         keys["grad_placements"] = rng.choice([(Partial(),), (Replicate(), Replicate()), (), Shard(0), "S", (None,)])
     if rng.random() < 0.2:

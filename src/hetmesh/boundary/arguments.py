@@ -20,6 +20,7 @@ def check_arguments(
     shape: object,
     dtype: object,
     requires_grad: object,
+    grad_placements: object,
     transport: str,
     name: object,
     microbatch: object,
@@ -30,6 +31,10 @@ def check_arguments(
     _check("src", src, "a hetmesh.Layout or None", src is None or isinstance(src, Layout))
     _check("dtype", dtype, "a torch.dtype or None", dtype is None or isinstance(dtype, torch.dtype))
     _check("requires_grad", requires_grad, "True or False", isinstance(requires_grad, bool))
+    placements = grad_placements is None or (
+        isinstance(grad_placements, Sequence) and not isinstance(grad_placements, str)
+    )
+    _check("grad_placements", grad_placements, "a sequence of placements or None", placements)
     _check("name", name, "a string or None", name is None or isinstance(name, str))
     _check("microbatch", microbatch, "a whole number >= 0", _whole(microbatch))
     check_transport(transport)

@@ -95,7 +95,7 @@ def _redistribute(
     name: str | None,
     microbatch: int,
 ) -> Tensor | DTensor | None:
-    shape = check_arguments(x, dst, src, shape, dtype, requires_grad, transport, name, microbatch)
+    shape = check_arguments(x, dst, src, shape, dtype, requires_grad, grad_placements, transport, name, microbatch)
     label = Label(f"redistribute {world.transfers}" if name is None else name, microbatch)
     for layout in (dst, src):
         if layout is not None:
@@ -113,7 +113,7 @@ def _redistribute(
         if grad_layout.cells(shape) and any(
             dst.local_shape(shape, r) != grad_layout.local_shape(shape, r) for r in dst.mesh.ranks
         ):
-            raise BoundaryError(f"{label}: grad_placements {tuple(grad_placements)} do not fit the result {dst}")
+            raise BoundaryError(f"{label}: grad_placements {grad_layout.placements} do not fit the result {dst}")
     back = plan_gradient(shape, grad_layout, src, ranks_per_node=world.ranks_per_node)
     # The adjoint of a collective that torch does well may be one that it emulates: a forced dtensor holds forward only.
     transports = (transport, "auto" if transport == "dtensor" else transport)

@@ -16,12 +16,25 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
+from hetmesh.errors import LaunchError
+
 EXIT_CODE = 70
 """Exit status of a process that its watchdog ended (EX_SOFTWARE of sysexits.h)."""
 
 GRACE = 2.0
 """Seconds after the timeout before the watchdog speaks (the timeout itself where that is shorter): waits that raise by
 themselves come first, and what is stuck is named within timeout + 5 s."""
+
+
+LONGEST = 1e9
+"""Seconds that a timeout may have, 30 years: backends count in milliseconds, of which there is a most."""
+
+
+def check_timeout(seconds: object, argument: str = "timeout") -> None:
+    """Raise LaunchError for what is no number of seconds that a wait may take."""
+    number = seconds if isinstance(seconds, int | float) and not isinstance(seconds, bool) else 0
+    if not 0 < number <= LONGEST:  # nan is neither
+        raise LaunchError(f"{argument} must be a number of seconds above 0 and up to {LONGEST:g}, got {seconds!r}")
 
 
 def timed_out(error: BaseException) -> bool:
@@ -126,12 +139,13 @@ class _Watch:
         watchdog = self._watchdog
         if watchdog._thread is None:
             watchdog._start()
-        watchdog._watched.append(self)
+        # The time first: between the two the thread may look, and must not count this one from what was long before.
         watchdog._since = time.monotonic()
+        watchdog._watched.append(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         watchdog = self._watchdog
-        watchdog._watched.remove(self)
         watchdog._since = time.monotonic()
+        watchdog._watched.remove(self)

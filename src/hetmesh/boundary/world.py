@@ -18,7 +18,7 @@ from hetmesh.boundary import pending
 from hetmesh.boundary.backend import Backend, Nccl
 from hetmesh.boundary.buffers import Buffers
 from hetmesh.boundary.log import CommunicationLog
-from hetmesh.boundary.watchdog import Watchdog, timed_out
+from hetmesh.boundary.watchdog import Watchdog, check_timeout, timed_out
 from hetmesh.errors import BoundaryError, BoundaryTimeout, LaunchError, LayoutError
 from hetmesh.layout import Layout, MeshSpec
 
@@ -47,6 +47,7 @@ class World:
     def __init__(self, *, timeout: float = 300.0, backend: Backend | None = None) -> None:
         if not dist.is_initialized():
             raise LaunchError("torch.distributed is not initialised; call hetmesh.init() or init_process_group first")
+        check_timeout(timeout)
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.backend = Backend.of(dist.get_backend()) if backend is None else backend
@@ -105,7 +106,13 @@ class World:
         return self._groups[ranks]
 
     def device_mesh(self, spec: MeshSpec) -> DeviceMesh | None:
-        """The DeviceMesh of `spec`, the same object for equal specs; None on ranks outside it. Collective."""
+        """The DeviceMesh of `spec`, the same object for equal specs; None on ranks outside it. Collective.
+
+        Raises:
+            LayoutError: `spec` is no MeshSpec, or has ranks that this job does not.
+        """
+        if not isinstance(spec, MeshSpec):
+            raise LayoutError(f"device_mesh needs a hetmesh.MeshSpec, got {spec!r} ({type(spec).__name__})")
         if spec not in self._meshes:
             self._check_ranks(spec.ranks)
             mine = []
@@ -147,7 +154,12 @@ class World:
         return f"rank {self.rank} waited {self.timeout:g} s for {whom}{pending.hint()}"
 
     def set_timeout(self, timeout: float) -> None:
-        """From here on, any single wait may take `timeout` seconds. Call it on every rank, where none waits."""
+        """From here on, any single wait may take `timeout` seconds. Call it on every rank, where none waits.
+
+        Raises:
+            LaunchError: it is no number of seconds above 0.
+        """
+        check_timeout(timeout)
         self.timeout = self.watchdog.timeout = timeout
         for group in (dist.group.WORLD, *self._groups.values()):  # the default group carries the messages
             if group is not None:
@@ -207,9 +219,12 @@ def init(
         The World of this process. `World.close()` ends it.
 
     Raises:
-        LaunchError: there is a World already, or this machine has fewer GPUs than local ranks.
+        LaunchError: there is a World already, this machine has fewer GPUs than local ranks, or a timeout is no number
+            of seconds above 0.
     """
     global _current
+    check_timeout(timeout)
+    check_timeout(init_timeout, "init_timeout")
     if _current is not None:
         raise LaunchError("hetmesh.init() was called twice; close the first World before")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))

@@ -69,7 +69,7 @@ class Layout(HashedOnce):
 
     def cells(self, shape: tuple[int, ...]) -> tuple[Cells, ...]:
         """One Cells per tensor dim of a tensor of global `shape`. Raises LayoutError where a placement does not fit."""
-        return _cells(self, shape if type(shape) is tuple else tuple(shape))
+        return _cells(self, shape if type(shape) is tuple else check_shape(shape))
 
     def intervals(self, shape: tuple[int, ...], rank: int) -> tuple[Intervals, ...]:
         """Per tensor dim the ordered global intervals whose concatenation is the local extent of `rank`."""

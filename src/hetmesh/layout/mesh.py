@@ -38,7 +38,10 @@ class MeshSpec(HashedOnce):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", whole_numbers(self.ranks, "the ranks of a mesh"))
-        object.__setattr__(self, "axes", tuple(self.axes))
+        try:
+            object.__setattr__(self, "axes", tuple(self.axes))
+        except TypeError:
+            raise LayoutError(f"a mesh needs a sequence of axis names, got {self.axes!r}") from None
         object.__setattr__(self, "sizes", whole_numbers(self.sizes, "the sizes of mesh axes"))
         if not all(isinstance(axis, str) for axis in self.axes):
             raise LayoutError(f"the names of mesh axes must be strings, got {self.axes}")

@@ -248,10 +248,7 @@ class TransferPlan:
 _PLANS = 128
 
 
-@lru_cache(maxsize=_PLANS)
-def plan_transfer(
-    shape: tuple[int, ...], src: Layout, dst: Layout, *, ranks_per_node: int | None = None
-) -> TransferPlan:
+def plan_transfer(shape: Sequence[int], src: Layout, dst: Layout, *, ranks_per_node: int | None = None) -> TransferPlan:
     """Plan the movement of a tensor of global `shape` from layout `src` to layout `dst`.
 
     Cached; computed identically on every rank. The bytes are the lower bound: what each destination rank keeps and
@@ -262,10 +259,18 @@ def plan_transfer(
         ranks_per_node: prefer senders on the destination's node (consecutive ranks share one); None: all alike.
 
     Raises:
-        LayoutError: a placement does not fit the shape, source coordinates overlap, or the destination keeps rows
-            that no source rank holds.
+        LayoutError: a placement does not fit the shape, source coordinates overlap, the destination keeps rows that
+            no source rank holds, or an argument is of the wrong kind.
     """
-    plan = _plan(check_shape(shape), src, dst, False, ranks_per_node)
+    for argument, layout in (("src", src), ("dst", dst)):
+        if not isinstance(layout, Layout):
+            raise LayoutError(f"plan_transfer: {argument} must be a hetmesh.Layout, got {layout!r}")
+    return _plan_forward(check_shape(shape), src, dst, ranks_per_node)
+
+
+@lru_cache(maxsize=_PLANS)
+def _plan_forward(shape: tuple[int, ...], src: Layout, dst: Layout, node: int | None) -> TransferPlan:
+    plan = _plan(shape, src, dst, False, node)
     plan.steps[-1].check()
     return plan
 

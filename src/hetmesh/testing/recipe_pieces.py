@@ -155,12 +155,36 @@ def freezing(draw: st.DrawFn, draft: Draft) -> None:
             modules[name]["trainable"] = False
     blocks = [name for name in draft.modules if modules[name]["model"] != "mlp"]
     for name in blocks:
-        split = draft.tables["parallelism"].get(name, {}).get("enable_sequence_parallel", False)
-        if modules[name].get("trainable", True) and not split and sometimes(draw, 3):
+        if modules[name].get("trainable", True) and not _splits_tokens(draft, name) and sometimes(draw, 3):
             modules[name]["lora"] = {"rank": draw(st.integers(1, 3))}
             names = LORA_LAYERS.get(modules[name]["model"])
             if names and sometimes(draw, 2):
                 modules[name]["lora"]["target_modules"] = draw(st.sampled_from(names))
+
+
+def _splits_tokens(draft: Draft, name: str) -> bool:
+    return draft.tables["parallelism"].get(name, {}).get("enable_sequence_parallel", False)
+
+
+def dropout(draw: st.DrawFn, draft: Draft) -> None:
+    """Random masks: before adapters, and on hidden states of the models that have it. More often, and with adapters of
+    their own, where one process draws the same (`hetmesh.testing.dropout`), a strict test and a rare layout."""
+    alike = _draws_alike(draft)
+    for name, module in draft.tables["modules"].items():
+        names = BEFORE_COLUMNS.get(module["model"])
+        if alike and names and module.get("trainable", True) and not _splits_tokens(draft, name) and sometimes(draw, 2):
+            module["lora"] = {"rank": draw(st.integers(1, 3)), "target_modules": draw(st.sampled_from(names))}
+        if "lora" in module and sometimes(draw, 2):
+            module["lora"]["dropout"] = 0.25
+        if module["model"] == "whisper" and sometimes(draw, 2):
+            module["config"]["dropout"] = 0.25
+
+
+def _draws_alike(draft: Draft) -> bool:
+    """Whether all modules have one lane and nothing is packed."""
+    lanes = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "context_parallel_degree")
+    packed = draft.table("training").get("pack_samples") or "attention_mask" in draft.tables["modules"][SINK]
+    return not packed and all(draft.layout(name).get(key, 1) == 1 for name in draft.modules for key in lanes)
 
 
 LORA_LAYERS = {
@@ -169,6 +193,13 @@ LORA_LAYERS = {
     "siglip": [["q_proj", "out_proj"], ["fc1"], ["fc2"]],
 }
 """Names of linear layers that may get adapters alone."""
+
+BEFORE_COLUMNS = {
+    "qwen3": [["q_proj"], ["v_proj", "up_proj"], ["k_proj", "gate_proj"]],
+    "llama": [["q_proj"], ["v_proj", "up_proj"], ["k_proj", "gate_proj"]],
+    "siglip": [["q_proj", "v_proj"], ["fc1"]],
+}
+"""Of these names those whose inputs tensor-parallel ranks hold alike."""
 
 
 def checkpointing(draw: st.DrawFn, draft: Draft) -> None:
@@ -215,6 +246,7 @@ PIECES: tuple[Piece, ...] = (
     packing,
     sequence_parallelism,
     freezing,
+    dropout,
     checkpointing,
     sharding,
     precision,

@@ -169,6 +169,8 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "frozen encoder": lambda r: any(not m.trainable for n, m in r.modules.items() if n != r.sink),
     "frozen LLM": lambda r: not r.modules[r.sink].trainable,
     "LoRA": lambda r: any(m.lora is not None for m in r.modules.values()),
+    "LoRA dropout": lambda r: any(m.lora is not None and m.lora.dropout > 0 for m in r.modules.values()),
+    "hidden dropout": lambda r: any(m.config.get("dropout") for m in r.modules.values()),
     "checkpointing": lambda r: (
         r.activation_checkpoint.mode != "none"
         or any(m.activation_checkpoint not in (None, "none") for m in r.modules.values())
