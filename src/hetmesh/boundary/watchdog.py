@@ -32,8 +32,8 @@ LONGEST = 1e9
 
 def check_timeout(seconds: object, argument: str = "timeout") -> None:
     """Raise LaunchError for what is no number of seconds that a wait may take."""
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not (number and 0 < seconds <= LONGEST):  # nan is neither
+    number = seconds if isinstance(seconds, int | float) and not isinstance(seconds, bool) else 0
+    if not 0 < number <= LONGEST:  # nan is neither
         raise LaunchError(f"{argument} must be a number of seconds above 0 and up to {LONGEST:g}, got {seconds!r}")
 
 
