@@ -69,3 +69,42 @@ def test_every_test_that_stands_for_a_requirement_exists():
     for path, name in named:
         assert (ROOT / path).is_file(), path
         assert not name or f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
+
+
+def pages():
+    """The README, CONTRIBUTING and the README of each room, with the folders that they name files from."""
+    package = ROOT / "src" / "hetmesh"
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        yield path, (ROOT, package)
+    for path in sorted(package.glob("*/README.md")):
+        yield path, (path.parent, package, ROOT)
+
+
+def test_every_file_that_a_page_names_exists():
+    found = 0
+    for page, folders in pages():
+        text = page.read_text(encoding="utf-8")
+        listed = re.findall(r"^(\w+\.py) {2,}", text, re.MULTILINE)  # a room's map of its own files
+        for name in [*re.findall(r"`([\w./-]+\.(?:py|toml|md))`", text), *listed]:
+            assert any((folder / name).is_file() for folder in folders), f"{page.relative_to(ROOT)} names {name}"
+            found += 1
+    assert found > 100
+
+
+def test_every_room_has_a_page():
+    rooms = {path.parent for path in (ROOT / "src" / "hetmesh").glob("*/__init__.py")}
+    assert {room.name for room in rooms if not (room / "README.md").is_file()} == set()
+
+
+@pytest.mark.parametrize(
+    ("file", "definition"),
+    [
+        ("schedule/schedule.py", "class Schedule:"),
+        ("boundary/world.py", "class World:"),
+        ("training/recorder.py", "class StepRecorder:"),
+        ("context/token_owners.py", "def "),
+        ("parallel/gradient_sums.py", "def "),
+    ],
+)
+def test_what_a_newcomer_looks_for_is_in_the_file_of_its_name(file, definition):
+    assert f"\n{definition}" in (ROOT / "src" / "hetmesh" / file).read_text(encoding="utf-8")

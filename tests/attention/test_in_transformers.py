@@ -5,7 +5,7 @@ import torch
 
 from hetmesh.attention import in_transformers
 from hetmesh.attention.context_attention import ContextAttention
-from hetmesh.attention.in_transformers import register, using
+from hetmesh.attention.in_transformers import register
 from hetmesh.context import assign, causal, join, text_with_instances
 from hetmesh.errors import BoundaryError
 
@@ -34,8 +34,9 @@ def decoder(attention):
     return Qwen3Model(config).double()
 
 
-def run(model, x, positions):
-    return model(inputs_embeds=x, position_ids=positions, use_cache=False).last_hidden_state
+def run(model, x, positions, state=None):
+    more = {} if state is None else {"attention_state": state}
+    return model(inputs_embeds=x, position_ids=positions, use_cache=False, **more).last_hidden_state
 
 
 def embeddings(batch, length):
@@ -51,8 +52,7 @@ def test_a_model_equals_its_own_attention_and_every_layer_is_counted():
     x, positions = embeddings(2, 12), torch.arange(12).expand(2, 12)
     ours, theirs = decoder(register()), decoder("sdpa")
     in_transformers.counter.clear()
-    with using(ContextAttention(join([causal(12)] * 2), name="llm cp attention")):
-        y = run(ours, x, positions)
+    y = run(ours, x, positions, ContextAttention(join([causal(12)] * 2), name="llm cp attention"))
     expected = run(theirs, x, positions)
     assert torch.allclose(y, expected, rtol=0, atol=1e-12)
     y.square().sum().backward()
@@ -64,8 +64,8 @@ def test_a_model_equals_its_own_attention_and_every_layer_is_counted():
 def test_autocast():
     x, positions = embeddings(1, 12).float(), torch.arange(12)[None]
     ours, theirs = decoder(register()).float(), decoder("sdpa").float()
-    with torch.autocast("cpu", torch.bfloat16), using(ContextAttention(causal(12))):
-        y = run(ours, x, positions)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = run(ours, x, positions, ContextAttention(causal(12)))
     with torch.autocast("cpu", torch.bfloat16):
         expected = run(theirs, x, positions)
     assert torch.allclose(y, expected, atol=0.05)
@@ -74,11 +74,9 @@ def test_autocast():
 def test_packed_samples_equal_each_alone():
     x, positions = embeddings(1, 20), torch.cat([torch.arange(8), torch.arange(12)])[None]
     model = decoder(register())
-    with using(ContextAttention(join([causal(8), causal(12)]))):
-        packed = run(model, x, positions)
+    packed = run(model, x, positions, ContextAttention(join([causal(8), causal(12)])))
     for rows in (slice(0, 8), slice(8, 20)):
-        with using(ContextAttention(causal(rows.stop - rows.start))):
-            alone = run(model, x[:, rows], positions[:, rows])
+        alone = run(model, x[:, rows], positions[:, rows], ContextAttention(causal(rows.stop - rows.start)))
         assert torch.allclose(packed[:, rows], alone, rtol=0, atol=1e-12)
 
 
@@ -99,10 +97,9 @@ def shared(rank, shares, checkpoint):
     at = torch.tensor([row for a, b in shares[rank] for row in range(a, b)], dtype=torch.int64)
     in_transformers.counter.clear()
     state = ContextAttention(MASK, shares, range(len(shares)), name="llm cp attention", chunk=128)
-    with using(state):
-        used = at if len(at) else torch.zeros(1, dtype=torch.int64)
-        y = run(model, embeddings(1, MASK.length)[:, used], used[None])[:, : len(at)]
-        y.square().sum().backward()
+    used = at if len(at) else torch.zeros(1, dtype=torch.int64)
+    y = run(model, embeddings(1, MASK.length)[:, used], used[None], state)[:, : len(at)]
+    y.square().sum().backward()
     for gradient in gradients(model):
         torch.distributed.all_reduce(gradient)
     return y.detach(), gradients(model), dict(in_transformers.counter)
@@ -112,8 +109,7 @@ def shared(rank, shares, checkpoint):
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_a_model_on_four_ranks_equals_one(pool4, checkpoint):
     whole = decoder(register())
-    with using(ContextAttention(MASK)):
-        expected = run(whole, embeddings(1, MASK.length), torch.arange(MASK.length)[None])
+    expected = run(whole, embeddings(1, MASK.length), torch.arange(MASK.length)[None], ContextAttention(MASK))
     expected.square().sum().backward()
     shares = (*assign(MASK, 3), ())
     for runs, (y, found, calls) in zip(shares, pool4.run(shared, shares, checkpoint), strict=True):

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from random_masks import random_mask
 
-from hetmesh.context import POLICIES, assign, balanced, causal, dense, loads, padded, row_split, tile_counts
+from hetmesh.context import POLICIES, assign, balanced, causal, loads, padded, tile_counts
 from hetmesh.context.assign import lpt
 from hetmesh.context.families import blockwise, families
 from hetmesh.context.tiles import block_edges
 from hetmesh.errors import LayoutError
-from hetmesh.layout import Layout, MeshSpec
+from hetmesh.layout import Layout, MeshSpec, RowSplit
+from hetmesh.testing.dense_masks import dense
 
 FAMILIES = families(32_768)
 
@@ -130,7 +131,7 @@ def test_a_cost_per_row_makes_tokens_count():
 
 def test_an_assignment_is_a_layout():
     shares = assign(padded(causal(250), 300), 2, block=16)
-    layout = Layout(MeshSpec.make([3, 5], cp=2), [row_split(shares, dim=1)])
+    layout = Layout(MeshSpec.make([3, 5], cp=2), [RowSplit(1, shares)])
     assert layout.intervals((4, 300), 5)[1] == shares[1]
 
 

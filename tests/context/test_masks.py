@@ -10,11 +10,12 @@ from random_masks import random_mask
 from hetmesh.context.builders import blockwise_causal, causal, of_sample, packed, padded, prefix, text_with_instances
 from hetmesh.context.families import families
 from hetmesh.context.full_tiles import full_tiles, row_edges
-from hetmesh.context.masks import Mask, Segment, dense, visible
+from hetmesh.context.masks import Mask, Segment, visible
 from hetmesh.context.rule import TEXT, Rule, Sees
 from hetmesh.context.tiles import block_edges, needed_keys, tile_counts, tile_intervals
 from hetmesh.errors import LayoutError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
+from hetmesh.testing.dense_masks import dense
 
 IMAGE = [(2, 4)]
 

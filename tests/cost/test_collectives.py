@@ -10,7 +10,6 @@ from hetmesh.cost.collectives import (
     all_reduce,
     gradient_sum_time,
     link,
-    point_to_point,
     tensor_parallel_time,
 )
 
@@ -31,12 +30,6 @@ def test_links_across_nodes_share_the_ports_of_a_node():
     assert link(MACHINE, range(16)).bandwidth == 80
     assert link(MACHINE, range(8)).bandwidth == 100
     assert link(replace(MACHINE, ranks_per_node=0), [0, 800]).bandwidth == 100
-
-
-def test_messages():
-    assert point_to_point(50, 0, 1, MACHINE) == pytest.approx(1.5)
-    assert point_to_point(50, 0, 9, MACHINE) == pytest.approx(10)
-    assert point_to_point(50, 3, 3, MACHINE) == 0
 
 
 def test_a_block_sums_twice_each_way():

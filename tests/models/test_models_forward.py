@@ -22,11 +22,11 @@ def recipe(**llm) -> dict[str, Any]:
     vision = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}
     sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, **llm}
     modules = {
-        "vision": SimpleNamespace(model="siglip", config=vision, media=None),
-        "drawing": SimpleNamespace(model="siglip", config={**vision, "patch_size": 8}, media=None),
-        "projector": SimpleNamespace(model="mlp", config={}, media=None),
-        "second": SimpleNamespace(model="mlp", config={"hidden_features": 7}, media=None),
-        "llm": SimpleNamespace(model="qwen3", config=sizes, media=None),
+        "vision": SimpleNamespace(model="siglip", config=vision),
+        "drawing": SimpleNamespace(model="siglip", config={**vision, "patch_size": 8}),
+        "projector": SimpleNamespace(model="mlp", config={}),
+        "second": SimpleNamespace(model="mlp", config={"hidden_features": 7}),
+        "llm": SimpleNamespace(model="qwen3", config=sizes),
     }
     boundaries = [
         BoundarySpec("vision", "projector"),
@@ -34,7 +34,13 @@ def recipe(**llm) -> dict[str, Any]:
         BoundarySpec("projector", "llm", "image"),
         BoundarySpec("second", "llm", "sketch"),
     ]
-    return make_adapters(modules, boundaries, VOCAB, {"image": (1, 8, 8), "sketch": (1, 8, 8)})
+    return make_adapters(
+        modules,
+        boundaries,
+        {"vision": "image", "drawing": "sketch"},
+        VOCAB,
+        {"image": (1, 8, 8), "sketch": (1, 8, 8)},
+    )
 
 
 def make_sample(name: str, text: str, targets, seed: int = 0):

@@ -44,12 +44,12 @@ def make(pair: str) -> tuple[Any, str]:
     encoder, encoder_config, llm, llm_config = PAIRS[pair]
     kind = "audio" if encoder == "whisper" else "image"
     modules = {
-        "encoder": SimpleNamespace(model=encoder, config=encoder_config, media=None),
-        "projector": SimpleNamespace(model="mlp", config={"hidden_features": 9}, media=None),
-        "llm": SimpleNamespace(model=llm, config=llm_config, media=None),
+        "encoder": SimpleNamespace(model=encoder, config=encoder_config),
+        "projector": SimpleNamespace(model="mlp", config={"hidden_features": 9}),
+        "llm": SimpleNamespace(model=llm, config=llm_config),
     }
     boundaries = [BoundarySpec("encoder", "projector"), BoundarySpec("projector", "llm", kind)]
-    return make_adapters(modules, boundaries, VOCAB, SHAPES), kind
+    return make_adapters(modules, boundaries, {"encoder": kind}, VOCAB, SHAPES), kind
 
 
 def samples(adapters: Any, kind: str, counts: tuple[int, ...]):

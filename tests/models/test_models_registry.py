@@ -23,7 +23,6 @@ SHAPES = {"image": (1, 8, 8), "sketch": (1, 8, 8)}
 class Module:
     model: str
     config: dict[str, Any] = field(default_factory=dict)
-    media: str | None = None
 
 
 class Patches(nn.Module):
@@ -94,7 +93,8 @@ def make(vision=None, projector=None, llm=None, boundaries=None, **more):
         **more,
     }
     boundaries = boundaries or [BoundarySpec("vision", "projector"), BoundarySpec("projector", "llm", "image")]
-    return make_adapters(modules, boundaries, vocab_size=23, media_shapes=SHAPES)
+    media = {"vision": "image", "drawing": "stroke"}
+    return make_adapters(modules, boundaries, media, vocab_size=23, media_shapes=SHAPES)
 
 
 def test_sizes_follow_from_the_neighbours_and_the_data():
@@ -132,9 +132,7 @@ def test_two_encoders_and_one_encoder_with_two_consumers():
         BoundarySpec("third", "llm", "stroke"),
     ]
     more = {"second": Module("mlp"), "third": Module("mlp"), "drawing": Module("siglip", {**VISION, "image_size": 4})}
-    with pytest.raises(RecipeError, match=r"modules\.vision\.media: which kind"):
-        make(boundaries=boundaries, **more)
-    adapters: Any = make(Module("siglip", VISION, "image"), boundaries=boundaries, **more)
+    adapters: Any = make(boundaries=boundaries, **more)
     assert adapters["llm"].sources == {"projector": "image", "second": "sketch", "third": "stroke"}
     assert adapters["drawing"].media == "stroke"
 
@@ -186,7 +184,7 @@ def test_two_encoders_and_one_encoder_with_two_consumers():
         ({"vision": Module(path("Patches"))}, r"the constructor of Patches also needs \['width'\]"),
         ({"vision": Module(path("Patches"), {"with": 3})}, r"config\.with: unknown key; did you mean 'width'"),
         (
-            {"projector": Module(path("Patches"), {"width": 3, "media_shape": [1, 8, 8]}, None)},
+            {"projector": Module(path("Patches"), {"width": 3, "media_shape": [1, 8, 8]})},
             r"emits rows of width 3",
         ),
         ({"projector": Module("torch.nn:GELU")}, r"modules\.projector\.config\.out_features: missing"),

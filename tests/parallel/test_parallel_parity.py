@@ -45,12 +45,12 @@ LLM = {
 
 def recipe(**llm: Any):
     modules = {
-        "vision": SimpleNamespace(model="siglip", media=None, config=VISION),
-        "projector": SimpleNamespace(model="mlp", media=None, config={"hidden_features": 9}),
-        "llm": SimpleNamespace(model="qwen3", media=None, config={**LLM, **llm}),
+        "vision": SimpleNamespace(model="siglip", config=VISION),
+        "projector": SimpleNamespace(model="mlp", config={"hidden_features": 9}),
+        "llm": SimpleNamespace(model="qwen3", config={**LLM, **llm}),
     }
     boundaries = [BoundarySpec("vision", "projector"), BoundarySpec("projector", "llm", "image")]
-    return make_adapters(modules, boundaries, DigitsSource.vocab_size, {"image": (1, 8, 8)})
+    return make_adapters(modules, boundaries, {"vision": "image"}, DigitsSource.vocab_size, {"image": (1, 8, 8)})
 
 
 def samples(adapters, kinds: tuple[str, ...]):

@@ -14,9 +14,7 @@ from hetmesh.errors import LayoutError, RecipeError
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.parallel import (
     apply_tensor_parallel,
-    check_tensor_parallel_degree,
     parallelize,
-    tensor_parallel_degrees,
 )
 
 
@@ -92,16 +90,3 @@ def test_mesh_errors(mesh):
         apply_tensor_parallel(blocks(), two, {})
     with pytest.raises(LayoutError, match="is not a handle of"):
         parallelize(None, blocks(), MeshSpec.make(range(4), tp=4), two)  # type: ignore[arg-type]
-
-
-def test_u12_degrees():
-    sizes = {"num_attention_heads": 12, "num_key_value_heads": 4}
-    assert tensor_parallel_degrees(sizes, 8) == (1, 2, 4)
-    assert tensor_parallel_degrees({}, 3) == (1, 2, 3)
-    check_tensor_parallel_degree("llm", sizes, 2)
-    with pytest.raises(RecipeError) as error:
-        check_tensor_parallel_degree("llm", sizes, 8)
-    assert str(error.value) == (
-        "parallelism.llm.tensor_parallel_degree: 8 does not divide num_attention_heads = 12, num_key_value_heads = 4; "
-        "valid degrees are [1, 2, 4]"
-    )

@@ -327,6 +327,32 @@ def test_all_keys_and_values_that_are_wrong_are_said_at_once(tmp_path):
     ]
 
 
+TWO_PLACEHOLDERS = """
+[modules.second]
+model = "mlp"
+[[boundaries]]
+from = "vision"
+to = "second"
+[[boundaries]]
+from = "second"
+to = "llm"
+at = "glance"
+"""
+
+
+def test_an_encoder_of_several_placeholders_says_which_media_it_reads():
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(DESIGN + TWO_PLACEHOLDERS, ("--parallelism.vision.data_parallel_replicate_degree", "3"))
+    missing, mesh = str(caught.value).splitlines()
+    assert missing == (
+        "modules.vision.media is missing: the rows of 'vision' replace the placeholders ['image', 'glance']; say which "
+        'media it reads, e.g. media = "image"'
+    )
+    assert mesh.startswith("parallelism.vision: ")
+    given = parse_recipe(DESIGN + TWO_PLACEHOLDERS, ("--modules.vision.media", "glance"))
+    assert given.wiring.media == {"vision": "glance", "projector": None, "llm": None, "second": None}
+
+
 def test_all_boundaries_and_ranks_that_do_not_fit_are_said_at_once():
     text = DESIGN.replace('at = "image"', "").replace("tensor_parallel_degree = 2", "tensor_parallel_degree = 3")
     text = text.replace("data_parallel_replicate_degree = 2", "data_parallel_replicate_degree = 3")

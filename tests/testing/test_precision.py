@@ -19,13 +19,13 @@ SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "n
 
 def make() -> tuple[Any, dict[str, nn.Module]]:
     modules = {
-        "vision": SimpleNamespace(model="siglip", media="image", config={**SIZES, "patch_size": 4}),
-        "projector": SimpleNamespace(model="mlp", media=None, config={}),
-        "llm": SimpleNamespace(model="qwen3", media=None, config=SIZES),
+        "vision": SimpleNamespace(model="siglip", config={**SIZES, "patch_size": 4}),
+        "projector": SimpleNamespace(model="mlp", config={}),
+        "llm": SimpleNamespace(model="qwen3", config=SIZES),
     }
     del modules["vision"].config["num_key_value_heads"]
     boundaries = [BoundarySpec("vision", "projector"), BoundarySpec("projector", "llm", "image")]
-    adapters = make_adapters(modules, boundaries, 23, {"image": (1, 8, 8)})
+    adapters = make_adapters(modules, boundaries, {"vision": "image"}, 23, {"image": (1, 8, 8)})
     return adapters, {name: build_module(a, name, 0, torch.float64) for name, a in adapters.items()}
 
 

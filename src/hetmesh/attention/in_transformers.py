@@ -1,16 +1,14 @@
 """Context-parallel attention under a name in transformers' registry of attention functions.
 
 A model built with `attn_implementation=register()` calls `attention` in every layer. What it shall compute belongs to a
-microbatch, so it is not in the model: the runtime says `using(state)` around a microbatch's forward, and around its
-backward where layers are computed again (activation checkpointing).
+microbatch, so it is not in the model: it is handed through the model's forward as the keyword `attention_state`, which
+the recomputation of activation checkpointing keeps.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,9 +26,6 @@ WHOLE = "hetmesh_context_flash"
 counter: Counter[tuple[str, int]] = Counter()
 """How often attention ran, by name of the `ContextAttention` and index of the layer: proves that none was left out."""
 
-# Not a context variable: on CUDA a backward runs in a thread of autograd, which would not see it.
-_current: ContextAttention | None = None
-
 
 def register(name: str = NAME) -> str:
     """Enter `attention` into transformers' registry as `NAME` or `WHOLE`; returns that, for `attn_implementation`."""
@@ -47,17 +42,6 @@ def use_in(module: nn.Module, config: Any, name: str = NAME) -> None:
     for part in module.modules():
         if getattr(part, "config", None) is not None:
             part.config = config
-
-
-@contextmanager
-def using(state: ContextAttention) -> Iterator[None]:
-    """Attention inside is that of `state`: one microbatch's mask and rows."""
-    global _current
-    before, _current = _current, state
-    try:
-        yield
-    finally:
-        _current = before
 
 
 @torch.compiler.disable
@@ -80,19 +64,19 @@ def attention(
             keeps none passes some that count for nothing: transformers' views are ambiguous on empty tensors.
         key, value: `[B, key heads, S, features]`.
         attention_mask: ignored: the mask is that of the `ContextAttention`.
-        attention_state: what to compute, handed through the model as a keyword, which recomputation keeps; None: that
-            of `using`.
+        attention_state: what to compute.
 
     Returns:
         `[B, S, heads, features]`, and no weights.
 
     Raises:
-        BoundaryError: outside `using`, rows that are not those of its state, or an option that it does not have.
+        BoundaryError: no `attention_state`, rows that are not those of its state, or an option that it does not have.
     """
     layer = getattr(module, "layer_idx", -1)
-    state = attention_state or _current
-    if state is None:
-        raise BoundaryError(f"attention {NAME!r} of layer {layer}: no microbatch is set; run the model inside using()")
+    if (state := attention_state) is None:
+        raise BoundaryError(
+            f"attention {NAME!r} of layer {layer}: no microbatch is set; hand the model's forward attention_state="
+        )
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if dropout or unknown:
         raise BoundaryError(f"attention {NAME!r} of layer {layer}: has no dropout ({dropout}), nor {unknown}")

@@ -1,6 +1,6 @@
 """Context parallelism's plan: attention masks as values, visible tiles, token assignment. Pure: no communication."""
 
-from hetmesh.context.assign import POLICIES, Policy, assign, row_split
+from hetmesh.context.assign import POLICIES, Policy, assign
 from hetmesh.context.balanced import balanced
 from hetmesh.context.builders import (
     blockwise_causal,
@@ -13,7 +13,7 @@ from hetmesh.context.builders import (
 )
 from hetmesh.context.full_tiles import full_tiles, row_edges
 from hetmesh.context.loads import Loads, loads
-from hetmesh.context.masks import Mask, Segment, dense, join, visible
+from hetmesh.context.masks import Mask, Segment, join, visible
 from hetmesh.context.rule import TEXT, Rule, Sees
 from hetmesh.context.tiles import TileIntervals, block_edges, needed_keys, tile_counts, tile_intervals
 
@@ -32,7 +32,6 @@ __all__ = [
     "block_edges",
     "blockwise_causal",
     "causal",
-    "dense",
     "full_tiles",
     "join",
     "loads",
@@ -42,7 +41,6 @@ __all__ = [
     "padded",
     "prefix",
     "row_edges",
-    "row_split",
     "text_with_instances",
     "tile_counts",
     "tile_intervals",

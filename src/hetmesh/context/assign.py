@@ -17,7 +17,7 @@ from hetmesh.context.balanced import balanced
 from hetmesh.context.masks import Mask
 from hetmesh.context.tiles import block_edges, tile_counts
 from hetmesh.errors import LayoutError
-from hetmesh.layout import Intervals, RowSplit
+from hetmesh.layout import Intervals
 
 Policy = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 """(work of each block, tokens of each block, ranks) -> the rank of each block, int64."""
@@ -95,10 +95,3 @@ def intervals_of(edges: np.ndarray, owner: np.ndarray, ranks: int) -> tuple[Inte
     pairs = list(zip(starts[order].tolist(), stops[order].tolist(), strict=True))
     cuts = np.searchsorted(owner[first][order], np.arange(ranks + 1)).tolist()
     return tuple(tuple(pairs[a:b]) for a, b in itertools.pairwise(cuts))
-
-
-def row_split(shares: tuple[Intervals, ...], dim: int = 1) -> RowSplit:
-    """The assignment as a placement of tensors whose sequence dim is `dim`; boundaries, position ids, labels and loss
-    follow it.
-    """
-    return RowSplit(dim, shares)

@@ -3,7 +3,7 @@
 A multimodal mask is not causal: text is, the tokens of an image see each other in both directions, packed documents
 do not see each other at all. A bit field per token (Cornstarch, arXiv 2503.11367, section on token distribution) holds
 61 instances and no packing; a list of segments holds any number of both. Who sees whom is said in rule.py; tiles,
-fetches and boolean masks all come from it. `dense` states it again, entry by entry, for tests.
+fetches and boolean masks all come from it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from hetmesh.context.rule import ALWAYS, BEFORE, NEVER, TEXT, Fields, Rule, Sees, reach
+from hetmesh.context.rule import ALWAYS, BEFORE, NEVER, Fields, Rule, Sees, reach
 from hetmesh.context.sources import Sources, find_sources
 from hetmesh.errors import LayoutError
 from hetmesh.layout.hashing import HashedOnce
@@ -122,26 +122,6 @@ def visible(mask: Mask, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     found[:, columns < 0] = NEVER
     found = found[row[:, None], column[None, :]]
     return (found == ALWAYS) | ((found == BEFORE) & (keys[None, :] <= queries[:, None]))
-
-
-def dense(mask: Mask) -> np.ndarray:
-    """The whole mask, bool [length, length], entry by entry from the rule in words: the oracle of the tests."""
-    out = np.zeros((mask.length, mask.length), bool)
-    owner = {p: segment for segment in mask.segments for p in range(segment.start, segment.stop)}
-    for i, query in owner.items():
-        for j, key in owner.items():
-            out[i, j] = _sees(query, i, key, j)
-    return out
-
-
-def _sees(query: Segment, i: int, key: Segment, j: int) -> bool:
-    if key.document == query.document and key.instance == query.instance:
-        return query.rule is Rule.BIDIRECTIONAL or j <= i
-    if j > i or not key.seen or key.document > query.document:
-        return False
-    if key.document == query.document:
-        return bool(query.sees & (Sees.TEXT if key.instance == TEXT else Sees.INSTANCES))
-    return bool(query.sees & (Sees.EARLIER_TEXT if key.instance == TEXT else Sees.EARLIER_INSTANCES))
 
 
 def join(parts: Iterable[Mask]) -> Mask:

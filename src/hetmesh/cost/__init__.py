@@ -14,7 +14,7 @@ step_costs.py   seconds and bytes of every stage and transfer of a step
 machine.py  peak rates, memory and links (machines/*.toml)
 """
 
-from hetmesh.cost.activations import activation_bytes, module_activation_bytes
+from hetmesh.cost.activations import activation_bytes
 from hetmesh.cost.fitted import Coefficients, HeldOut, Observation, Profile, fit, layer_kind
 from hetmesh.cost.flops import Flops, layer_flops, module_flops
 from hetmesh.cost.layer_time import LayerTime, Rates, frozen_blind, layer_time, module_times, upstream_flags
@@ -59,7 +59,6 @@ __all__ = [
     "layer_kind",
     "layer_time",
     "load_machine",
-    "module_activation_bytes",
     "module_flops",
     "module_memory",
     "module_times",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 
-from hetmesh.cost.shapes import LayerShape, ModuleShape, WeightShape
+from hetmesh.cost.shapes import LayerShape, WeightShape
 from hetmesh.cost.work import Work
 
 
@@ -91,16 +91,4 @@ def _distinct(products: list[WeightShape]) -> list[WeightShape]:
         if weight.trainable and reads != previous:
             kept.append(weight)
         previous = reads if weight.trainable else None
-    return kept
-
-
-def module_activation_bytes(
-    module: ModuleShape, work: Work, itemsize: int, *, upstream: bool, tp: int = 1, recompute: tuple[str, ...] = ()
-) -> dict[str, int]:
-    """Per layer name what it keeps; `recompute` names the layers whose forward runs again."""
-    kept = {}
-    for layer in module.layers:
-        recomputed = layer.name in recompute
-        kept[layer.name] = activation_bytes(layer, work, itemsize, upstream=upstream, tp=tp, recompute=recomputed)
-        upstream = upstream or layer.trainable
     return kept

@@ -56,11 +56,6 @@ def all_reduce(size: float, ranks: Sequence[int], machine: Machine) -> float:
     return reduce_scatter(size, ranks, machine) + all_gather(size, ranks, machine)
 
 
-def point_to_point(size: float, source: int, destination: int, machine: Machine) -> float:
-    """Seconds of one message; 0 where both ranks are the same."""
-    return 0.0 if source == destination else link(machine, (source, destination)).seconds(size)
-
-
 @dataclass(frozen=True)
 class TensorParallelTime:
     """Seconds of a layer's own collectives."""

@@ -84,13 +84,6 @@ class StageGraph:
     def _ranks(self) -> dict[Stage, tuple[int, ...]]:
         return dict(zip(self.stages, self.ranks, strict=True))
 
-    @cached_property
-    def _distances(self) -> dict[Stage, int]:
-        distances: dict[Stage, int] = {}
-        for stage in reversed(self.stages):
-            distances[stage] = max((1 + distances[e.destination] for e in self._outputs[stage]), default=0)
-        return distances
-
     def inputs(self, stage: Stage) -> tuple[Edge, ...]:
         """Forward edges into `stage`."""
         return self._inputs[stage]
@@ -102,10 +95,6 @@ class StageGraph:
     def ranks_of(self, stage: Stage) -> tuple[int, ...]:
         """The ranks that hold `stage`, ascending."""
         return self._ranks[stage]
-
-    def distance(self, stage: Stage) -> int:
-        """Edges on the longest path from `stage` to the sink."""
-        return self._distances[stage]
 
     @cached_property
     def sink(self) -> Stage:

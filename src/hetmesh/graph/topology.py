@@ -92,6 +92,13 @@ class Topology:
         """Boundaries out of module `name`, in the order given."""
         return tuple(b for b in self.boundaries if b.source == name)
 
+    def placeholders(self, name: str) -> tuple[str, ...]:
+        """The placeholders that rows of module `name` replace, directly or behind other modules, in the order given."""
+        found: list[str] = []
+        for b in self.outputs(name):
+            found += self.placeholders(b.destination) if b.at is None else [b.at]
+        return tuple(dict.fromkeys(found))
+
     def upstream(self, name: str) -> frozenset[str]:
         """The modules whose rows reach module `name`, directly or not."""
         sources = {b.source for b in self.inputs(name)}

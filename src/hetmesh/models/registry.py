@@ -36,6 +36,7 @@ as long as it needs a neighbour's width that the request does not know yet."""
 def make_adapters(
     modules: Mapping[str, ModuleLike],
     boundaries: Sequence[BoundaryLike],
+    media: Mapping[str, str | None],
     vocab_size: int,
     media_shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Adapter]:
@@ -44,10 +45,9 @@ def make_adapters(
     Args:
         modules: the recipe's module tables by name.
         boundaries: the recipe's boundaries.
+        media: per encoder the kind of media it reads (`Wiring.media`).
         vocab_size: tokens in the data source's vocabulary.
         media_shapes: raw shape of an item per kind of media, where the data source has one fixed shape.
-
-    A module that reads media and does not say which reads the one whose placeholders its rows end up in.
 
     Raises:
         RecipeError: unknown models or config keys, of all modules; a width that nothing determines; or widths that
@@ -64,7 +64,7 @@ def make_adapters(
                 continue
             before, adapter = len(refusals.said), None
             with refusals.collect():
-                request = _request(name, modules, boundaries, vocab_size, media_shapes or {}, made)
+                request = _request(name, modules, boundaries, media.get(name), vocab_size, media_shapes or {}, made)
                 adapter = _make(modules[name].model, request)
             if len(refusals.said) > before:
                 refused.add(name)
@@ -124,6 +124,7 @@ def _request(
     name: str,
     modules: Mapping[str, ModuleLike],
     boundaries: Sequence[BoundaryLike],
+    media: str | None,
     vocab_size: int,
     media_shapes: Mapping[str, tuple[int, ...]],
     made: Mapping[str, Adapter],
@@ -132,7 +133,6 @@ def _request(
     out_of = [b for b in boundaries if b.source == name]
     emitted = [made[b.source].out_features for b in into if b.source in made]
     consumed = [made[b.destination].in_features for b in out_of if b.destination in made]
-    media = modules[name].media if into or modules[name].media else _placeholder_of(name, boundaries)
     return AdapterRequest(
         name=name,
         model=modules[name].model,
@@ -156,12 +156,3 @@ def pretrained_of(name: str, module: ModuleLike) -> Pretrained | None:
     """
     path = getattr(module, "initial_load_path", None)
     return Pretrained(Path(path).expanduser(), f"modules.{name}.initial_load_path") if path else None
-
-
-def _placeholder_of(name: str, boundaries: Sequence[BoundaryLike], seen: frozenset[str] = frozenset()) -> str | None:
-    """The one placeholder that rows of `name` end up in, None if there are several or none."""
-    found = set()
-    for b in boundaries:
-        if b.source == name and b.destination not in seen:
-            found.add(b.at if b.at is not None else _placeholder_of(b.destination, boundaries, seen | {name}))
-    return found.pop() if len(found) == 1 else None

@@ -14,8 +14,6 @@ from hetmesh.parallel.replicas import check_replicas
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.tensor_parallel import (
     apply_tensor_parallel,
-    check_tensor_parallel_degree,
-    tensor_parallel_degrees,
 )
 from hetmesh.parallel.tied import TiedParameter, sum_tied_parameters, tied_parameters
 
@@ -34,7 +32,6 @@ __all__ = [
     "apply_sequence_parallel",
     "apply_tensor_parallel",
     "check_replicas",
-    "check_tensor_parallel_degree",
     "entering",
     "gradient_axes",
     "local_gradient",
@@ -45,6 +42,5 @@ __all__ = [
     "start_reduction",
     "sum_gradients",
     "sum_tied_parameters",
-    "tensor_parallel_degrees",
     "tied_parameters",
 ]

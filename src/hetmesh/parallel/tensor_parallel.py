@@ -60,22 +60,6 @@ def apply_tensor_parallel(
     return tuple(partial)
 
 
-def tensor_parallel_degrees(sizes: Mapping[str, int], limit: int) -> tuple[int, ...]:
-    """The degrees up to `limit` that divide all of an adapter's `tensor_parallel_sizes`."""
-    return tuple(d for d in range(1, limit + 1) if all(size % d == 0 for size in sizes.values()))
-
-
-def check_tensor_parallel_degree(name: str, sizes: Mapping[str, int], degree: int) -> None:
-    """Raise RecipeError unless `degree` divides all `sizes` of module `name`; the message lists the valid degrees."""
-    wrong = {key: size for key, size in sizes.items() if size % degree}
-    if wrong:
-        valid = tensor_parallel_degrees(sizes, min(sizes.values()))
-        raise RecipeError(
-            f"parallelism.{name}.tensor_parallel_degree: {degree} does not divide "
-            f"{', '.join(f'{key} = {size}' for key, size in wrong.items())}; valid degrees are {list(valid)}"
-        )
-
-
 def matching(module: nn.Module, pattern: str) -> list[str]:
     """FQNs of the submodules that match `pattern`, in which `*` stands for one name."""
     regex = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))

@@ -157,7 +157,7 @@ class Module(Section):
     """`[modules.<name>]`: one module of the model.
 
     `initial_load_path` is a local directory with config.json and safetensors: the model's sizes and weights come from
-    there. `media` is the kind of media an encoder reads; where absent, the placeholder that its rows end up at. `plan`
+    there. `media` is the kind of media an encoder reads; where absent, the one placeholder of its rows. `plan`
     adds to or replaces entries of the adapter's tensor-parallel plan (parameter name pattern -> style). `lr` and
     `weight_decay` override `[optimizer]`, `activation_checkpoint` the mode of its table, `mixed_precision_param`
     `[training]`. `attention_mask` is what tokens of the LLM see of each other (`hetmesh.context.share_tokens.MASKS`).

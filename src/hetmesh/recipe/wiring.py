@@ -70,12 +70,17 @@ def wiring(recipe: Recipe) -> Wiring:
     refusals = Refusals()
     with refusals.collect():
         _check_ends(recipe, topology)
+    media: dict[str, str | None] = {}
+    if not refusals.said:  # where `at` is wrong, what follows from it is no news
+        for name in recipe.modules:
+            with refusals.collect():
+                media[name] = _media(recipe, topology, name)
     tables = {name: _table(recipe, topology, name) for name in recipe.modules}
     meshes: Mapping[str, MeshSpec] = {}
     with refusals.collect():
         meshes = module_meshes(recipe.parallelism.modules, topology)
     refusals.finish()
-    return Wiring(topology, meshes, tables, {name: _media(recipe, topology, name) for name in recipe.modules})
+    return Wiring(topology, meshes, tables, media)
 
 
 def _check_ends(recipe: Recipe, topology: Topology) -> None:
@@ -110,12 +115,19 @@ def _table(recipe: Recipe, topology: Topology, name: str) -> str | None:
 
 
 def _media(recipe: Recipe, topology: Topology, name: str) -> str | None:
-    """The media that an encoder reads: as the recipe says, else the placeholder where its rows end up first."""
+    """The media that an encoder reads: as the recipe says, else the one placeholder where its rows end up.
+
+    Raises:
+        RecipeError: its rows end up in several, and the recipe does not say.
+    """
     if topology.inputs(name) or name == topology.sink:
         return None
     if (media := recipe.modules[name].media) is not None:
         return media
-    boundary = topology.outputs(name)[0]
-    while boundary.destination != topology.sink:
-        boundary = topology.outputs(boundary.destination)[0]
-    return boundary.at
+    placeholders = topology.placeholders(name)
+    if len(placeholders) > 1:
+        raise RecipeError(
+            f"modules.{name}.media is missing: the rows of {name!r} replace the placeholders {list(placeholders)}; say "
+            f'which media it reads, e.g. media = "{placeholders[0]}"'
+        )
+    return placeholders[0]

@@ -149,33 +149,6 @@ class Timeline:
         for r, kind, target, m, start, stop in zip(*(c.tolist() for c in columns.columns), strict=True):
             yield Span(KINDS[kind], self.targets[target] if target >= 0 else "", m, start, stop, r)
 
-    def busiest_of_each_class(self) -> Timeline:
-        """Of the rows whose ranks hold the same stages, the one that works longest; in a simulation, all."""
-        seconds = np.zeros(len(self.rows))
-        np.add.at(seconds, self.work.row, self.work.stop - self.work.start)
-        kept: dict[tuple[str, ...], int] = {}
-        for i, held in enumerate(self.holds):
-            if held not in kept or seconds[i] > seconds[kept[held]]:
-                kept[held] = i
-        rows = sorted(kept.values())
-        place = np.full(len(self.rows), -1)
-        place[rows] = np.arange(len(rows))
-
-        def renumbered(spans: Spans) -> Spans:
-            some = spans.select(place[spans.row] >= 0)
-            return Spans(place[some.row], *some.columns[1:])
-
-        return Timeline(
-            tuple(self.rows[i] for i in rows),
-            tuple(self.holds[i] for i in rows),
-            self.targets,
-            renumbered(self.work),
-            renumbered(self.transfers),
-            self.makespan,
-            tuple(self.collectives[i] for i in rows),
-            tuple(self.peak_bytes[i] for i in rows),
-        )
-
     def as_json(self) -> dict[str, Any]:
         """A value for `json.dumps`; `from_json` is its inverse."""
         return {

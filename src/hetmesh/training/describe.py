@@ -37,7 +37,9 @@ def describe(recipe: Recipe) -> tuple[Source, dict[str, Adapter], ModuleGraph]:
     adapters: dict[str, Adapter] | None = None
     if not refusals.said:
         with refusals.collect():
-            adapters = make_adapters(recipe.modules, recipe.boundaries, source.vocab_size, _media_shapes(source))
+            adapters = make_adapters(
+                recipe.modules, recipe.boundaries, recipe.wiring.media, source.vocab_size, _media_shapes(source)
+            )
     with refusals.collect():
         check_recipe(recipe, adapters, source.placeholders)
     graph: ModuleGraph | None = None
