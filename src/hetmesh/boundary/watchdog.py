@@ -32,8 +32,8 @@ LONGEST = 1e9
 
 def check_timeout(seconds: object, argument: str = "timeout") -> None:
     """Raise LaunchError for what is no number of seconds that a wait may take."""
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not (number and 0 < seconds <= LONGEST):  # nan is neither
+    number = seconds if isinstance(seconds, int | float) and not isinstance(seconds, bool) else 0
+    if not 0 < number <= LONGEST:  # nan is neither
         raise LaunchError(f"{argument} must be a number of seconds above 0 and up to {LONGEST:g}, got {seconds!r}")
 
 
@@ -139,12 +139,13 @@ class _Watch:
         watchdog = self._watchdog
         if watchdog._thread is None:
             watchdog._start()
-        watchdog._watched.append(self)
+        # The time first: between the two the thread may look, and must not count this one from what was long before.
         watchdog._since = time.monotonic()
+        watchdog._watched.append(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         watchdog = self._watchdog
-        watchdog._watched.remove(self)
         watchdog._since = time.monotonic()
+        watchdog._watched.remove(self)
