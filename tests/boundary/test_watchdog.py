@@ -1,5 +1,6 @@
 """The watchdog: what does not end by itself is named."""
 
+import math
 import threading
 import time
 
@@ -50,3 +51,33 @@ def test_progress_inside_begins_anew_and_the_innermost_is_named():
         assert watchdog._late(time.monotonic()) is None
     watchdog.close()
     assert late == "watchdog: boundary 'vision->llm' did not finish within 1000 s (during llm.0 F1)"
+
+
+class _Seen(list):
+    """What is watched, looked at right after every change, where the thread may look too."""
+
+    def __init__(self, watchdog):
+        super().__init__()
+        self.watchdog, self.said = watchdog, []
+
+    def append(self, watch):
+        super().append(watch)
+        self.look()
+
+    def remove(self, watch):
+        super().remove(watch)
+        self.look()
+
+    def look(self):
+        self.said.append(self.watchdog._late(time.monotonic()))
+
+
+def test_what_was_long_before_is_not_counted_when_something_begins_or_ends():
+    watchdog = Watchdog(1000)
+    watchdog._watched = seen = _Seen(watchdog)
+    watchdog._since = -5000.0  # nothing was watched for long
+    with watchdog.watching("training"):
+        with watchdog.watching("the first step", math.inf):
+            watchdog._since -= 5000  # it may take as long as it likes
+        assert seen.said == [None] * 3
+    watchdog.close()

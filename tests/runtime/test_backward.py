@@ -12,6 +12,8 @@ from hetmesh.runtime.offload import activations_on_host
 
 
 class Plain(nn.Module):
+    dtype = torch.float64
+
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -38,8 +40,8 @@ class Tied(Plain):
 
 def gradients(kind, split: bool):
     torch.manual_seed(0)
-    module = kind().double()
-    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    module = kind().to(kind.dtype)
+    x = torch.randn(3, 4, dtype=kind.dtype, requires_grad=True)
     parts = []
     for scale in (1.0, 2.0):  # two microbatches, whose weights' parts come after both
         output = module(x * scale if scale > 1 else x)
@@ -55,10 +57,28 @@ def gradients(kind, split: bool):
     return [x.grad, *(p.grad for p in module.parameters())], in_between
 
 
-@pytest.mark.parametrize("kind", [Plain, CalledTwice, Tied])
+class CastOnce(CalledTwice):
+    """Autocast casts the weights of the layer that is called twice once."""
+
+    dtype = torch.float32
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+class CastPlain(Plain):
+    dtype = torch.float32
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Plain, CalledTwice, Tied, CastPlain, CastOnce])
 def test_a_backward_in_two_parts_equals_the_whole_one(kind):
     (expected, _), (given, in_between) = gradients(kind, False), gradients(kind, True)
-    assert all(in_between) is (kind is Plain)  # the others' gradients all come with the inputs' part
+    assert all(in_between) is (kind in (Plain, CastPlain))  # the others' gradients all come with the inputs' part
     for one, other in zip(expected, given, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
 

@@ -74,7 +74,7 @@ def delayed_steps(rank, recipe, runs):
     def gradients():
         for parameter in parameters:
             parameter.grad = None
-        job.runtime.run(schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank))
+        job.runtime.run(schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank), step=0)
         return [None if (own := local_gradient(p)) is None else own.clone() for p in parameters]
 
     def slow(step, action):
@@ -118,7 +118,7 @@ def sent_and_kept(rank, recipe):
 
     StepRunner.drain = counting
     try:
-        job.runtime.run(schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank))
+        job.runtime.run(schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank), step=0)
     finally:
         StepRunner.drain = drain
     return found[0]

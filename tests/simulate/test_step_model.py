@@ -103,6 +103,21 @@ def test_fetches_hide_behind_attention():
     assert cost.collectives_forward < 0.3 * cost.forward  # only the last chunk is computed after it came
 
 
+def test_a_rank_in_front_of_replicas_sends_to_each_of_them():
+    tables = ("--parallelism.vision.data_parallel_replicate_degree", "1", "--parallelism.vision.ranks", "[0]")
+    tables += ("--parallelism.llm.tensor_parallel_degree", "2", "--parallelism.llm.ranks", "2-3")
+    recipe, adapters, graph, plan, schedule = setup("digits.toml", *tables)
+    machine = replace(MACHINE, node_bandwidth=1e6, node_latency=0.0)
+    costs = recipe_step_model(recipe, graph, adapters, machine=machine).costs(plan, schedule)
+    edge = next(e for e in schedule.stages.edges if plan.graph[e.source.module].mesh.size == 1 and not e.internal)
+    shape, src, dst = edge_layouts(plan, edge, 0)
+    (step,) = plan_transfer(shape, src, dst).steps
+    sent = 4 * sum(piece.numel for piece in step.sent(0))
+    assert sent == 2 * costs.transfers[edge, 0].bytes > 0
+    assert costs.transfers[edge, 0].seconds == pytest.approx(sent / 1e6)
+    assert costs.transfers[edge.reversed, 0].seconds == pytest.approx(sent / 2 / 1e6)
+
+
 @pytest.mark.parametrize(
     "name", ["digits_cp_pp.toml", "digits_overlapping.toml", "digits_fsdp.toml", "digits_long.toml"]
 )

@@ -104,7 +104,7 @@ def kept_activations(rank, recipe):
         adapted.forward = counting
     drawn = next(job.loader)
     plan = job.plan([d.meta for d in drawn])
-    job.runtime.run(job.schedule(plan), plan, Feed(job.loader, drawn, plan, job.adapters, rank))
+    job.runtime.run(job.schedule(plan), plan, Feed(job.loader, drawn, plan, job.adapters, rank), step=0)
     return sum(kept)
 
 

@@ -23,7 +23,7 @@ def norm_and_clip(rank, recipe, max_norm):
     job = Job.assemble(recipe, world)
     drawn = next(job.loader)
     plan = job.plan([d.meta for d in drawn])
-    job.runtime.run(job.schedule(plan), plan, Feed(job.loader, drawn, plan, job.adapters, rank))
+    job.runtime.run(job.schedule(plan), plan, Feed(job.loader, drawn, plan, job.adapters, rank), step=0)
     parameters = list(job.root.parameters())
     scale(parameters, 1 / plan.num_targets)
     norms = []

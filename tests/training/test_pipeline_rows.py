@@ -45,7 +45,7 @@ def one_step(rank, recipe):
     job.runtime.modules = stages
     job.runtime.recording = []
     world.log.clear()
-    job.runtime.run(schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank))
+    job.runtime.run(schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank), step=0)
     messages = {(m.label.boundary, m.label.direction) for m in world.log.messages}
     return messages, {str(s): saved.elements for s, saved in stages.items()}, job.runtime.recording
 

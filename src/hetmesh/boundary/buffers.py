@@ -28,7 +28,8 @@ class Buffers:
         size = 1 << (numel - 1).bit_length()
         free = self._free.get((dtype, size))
         if not free:
-            return torch.empty(size, dtype=dtype)
+            with torch.inference_mode(False):  # what is made inside cannot be written to outside
+                return torch.empty(size, dtype=dtype)
         buffer = free.pop()
         self._bytes -= buffer.nbytes
         return buffer

@@ -139,12 +139,13 @@ class _Watch:
         watchdog = self._watchdog
         if watchdog._thread is None:
             watchdog._start()
-        watchdog._watched.append(self)
+        # The time first: between the two the thread may look, and must not count this one from what was long before.
         watchdog._since = time.monotonic()
+        watchdog._watched.append(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         watchdog = self._watchdog
-        watchdog._watched.remove(self)
         watchdog._since = time.monotonic()
+        watchdog._watched.remove(self)

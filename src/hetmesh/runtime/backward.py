@@ -18,6 +18,9 @@ def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> N
         torch.autograd.backward([out for out, _ in pairs], [gradient for _, gradient in pairs])
 
 
+_CAST = "ToCopyBackward0"  # autograd's name of what autocast makes of a parameter
+
+
 class SplitBackward:
     """A backward in two parts: `input_part` now, `weight_part` whenever there is time.
 
@@ -57,12 +60,14 @@ class SplitBackward:
 
 
 def uses_twice(outputs: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether the autograd graph of `outputs` reaches one of `parameters` along several edges."""
+    """Whether the autograd graph of `outputs` reaches one of `parameters`, or its cast, along several edges: autocast
+    casts a parameter once, however often it is used."""
     waiting: list[Any] = [out.grad_fn for out in outputs if out.grad_fn is not None]
     wanted, reached, seen = set(map(id, parameters)), set(), set(waiting)
     while waiting:
         for node, _ in waiting.pop().next_functions:
-            leaf = id(getattr(node, "variable", None))  # of a node that adds to the gradient of a leaf
+            source = node.next_functions[0][0] if node is not None and node.name() == _CAST else node
+            leaf = id(getattr(source, "variable", None))  # of a node that adds to the gradient of a leaf
             if leaf in wanted:
                 if leaf in reached:
                     return True

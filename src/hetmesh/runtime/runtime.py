@@ -78,7 +78,7 @@ class Runtime:
         load_batch: LoadBatch,
         observe: Observe | None = None,
         *,
-        step: int = 0,
+        step: int,
     ) -> Tensor:
         """Run one step on this rank.
 

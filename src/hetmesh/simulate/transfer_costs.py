@@ -10,6 +10,7 @@ from hetmesh.cost import Machine, TransferCost
 from hetmesh.cost.collectives import Link
 from hetmesh.graph import Edge
 from hetmesh.layout import Layout
+from hetmesh.layout.intervals import extent
 from hetmesh.schedule import Schedule
 from hetmesh.simulate.rank_work import overlap
 
@@ -18,11 +19,11 @@ def transfer_costs(
     plan: BatchPlan, schedule: Schedule, machine: Machine, sample: int
 ) -> dict[tuple[Edge, int], TransferCost]:
     """Per edge, forward and where a gradient flows reversed, and microbatch: the bytes of the rank that receives most,
-    over the slowest link into it.
+    and the seconds of the rank that receives or sends most, over the slowest link into the former.
 
     Args:
-        sample: destination ranks, and microbatches, that are looked at. Where there are more they are taken evenly:
-            lanes repeat along a mesh, and a microbatch between takes the bytes of the one before, by tokens.
+        sample: ranks, and microbatches, that are looked at. Where there are more they are taken evenly: lanes repeat
+            along a mesh, and a microbatch between takes the bytes of the one before, by tokens.
     """
     costs: dict[tuple[Edge, int], TransferCost] = {}
     count = schedule.microbatches
@@ -35,10 +36,11 @@ def transfer_costs(
             shape, src, dst = edge_layouts(plan, edge, first)
             ways = [(edge, src, dst)] + ([(edge.reversed, dst, src)] if back else [])
             for each, held, kept in ways:
-                elements, link = _most_received(shape, held, kept, machine, sample)
+                received, sent, link = _busiest(shape, held, kept, machine, sample)
                 for m in range(first, min(first + step, count)):
-                    size = round(elements * itemsize * sizes[m] / sizes[first])
-                    costs[each, m] = TransferCost(link.seconds(size), size)
+                    scale = itemsize * sizes[m] / sizes[first]
+                    seconds = link.seconds(round(max(received, sent) * scale))
+                    costs[each, m] = TransferCost(seconds, round(received * scale))
     return costs
 
 
@@ -47,16 +49,29 @@ def _tokens(plan: BatchPlan, microbatch: int) -> int:
     return max(1, sum(plan.samples[i].tokens for lane in lanes for i in lane))
 
 
-def _most_received(shape: tuple[int, int], src: Layout, dst: Layout, machine: Machine, sample: int) -> tuple[int, Link]:
-    """Elements that the rank receives which receives most, and the slowest link that they come over. Every element that
-    a rank keeps and does not hold comes to it once, from its own node where a rank there holds it."""
-    ranks = dst.mesh.ranks
-    received = {rank: _lacking(shape, src, dst, rank) for rank in ranks[:: math.ceil(len(ranks) / sample)]}
+def _busiest(
+    shape: tuple[int, int], src: Layout, dst: Layout, machine: Machine, sample: int
+) -> tuple[int, float, Link]:
+    """Elements that the rank receives which receives most, elements that the rank sends which sends most, and the
+    slowest link over which the former come. Every element that a rank keeps and does not hold comes to it once, from
+    its own node where a rank there holds it."""
+    ranks = _sample(dst, sample)
+    received = {rank: _lacking(shape, src, dst, rank) for rank in ranks}
     rank = max(received, key=lambda r: received[r])
-    inside = Link(machine.node_bandwidth, machine.node_latency)
-    if not received[rank] or _on_node(shape, src, dst, rank, machine.ranks_per_node):
-        return received[rank], inside
-    return received[rank], Link(machine.network_bandwidth, machine.network_latency)
+    # Each sends as large a part of all as it holds: one rank in front of four replicas sends four times what each gets.
+    held = [math.prod(extent(rows) for rows in src.intervals(shape, r)) for r in _sample(src, sample)]
+    total = sum(received.values()) / len(ranks) * dst.mesh.size
+    mean = sum(held) / len(held)
+    sent = total / src.mesh.size * max(held) / mean if mean else 0.0
+    near = not received[rank] or _on_node(shape, src, dst, rank, machine.ranks_per_node)
+    if near:
+        return received[rank], sent, Link(machine.node_bandwidth, machine.node_latency)
+    return received[rank], sent, Link(machine.network_bandwidth, machine.network_latency)
+
+
+def _sample(layout: Layout, sample: int) -> tuple[int, ...]:
+    ranks = layout.mesh.ranks
+    return ranks[:: math.ceil(len(ranks) / sample)]
 
 
 def _lacking(shape: tuple[int, int], src: Layout, dst: Layout, rank: int) -> int:

@@ -104,7 +104,8 @@ def _evaluate(job: Job, source: Source, limit: int | None) -> Evaluation:
 
         counts = job.counts_loss
         feed = Feed(loader, part, plan, job.adapters, job.world.rank)
-        lane_loss = job.runtime.run(job.schedule(plan, training=False), plan, feed, observe if counts else None)
+        schedule = job.schedule(plan, training=False)
+        lane_loss = job.runtime.run(schedule, plan, feed, observe if counts else None, step=0)
         loss += lane_loss if counts else 0
     results, loss = results.to(job.world.device), loss.to(job.world.device)
     everyone = job.world.group(range(job.world.size))

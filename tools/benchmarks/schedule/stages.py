@@ -167,7 +167,7 @@ class Probe:
         feed = Feed(job.loader, drawn, plan, job.adapters, self.rank)
         recording = job.runtime.recording = []
         dist.barrier()
-        job.runtime.run(job.schedule(plan), plan, feed)
+        job.runtime.run(job.schedule(plan), plan, feed, step=0)
         end, job.runtime.recording = time.perf_counter(), None
         return recording, end
 
