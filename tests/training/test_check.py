@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from hetmesh.cli.check import checked
 from hetmesh.errors import RecipeError
 from hetmesh.models import Abilities
 from hetmesh.models.adapter import NONE
@@ -227,3 +228,34 @@ def test_attention_dropout_is_refused_where_attention_is_hetmeshs_own(overrides,
     with pytest.raises(RecipeError, match=re.escape(says)):
         describe(load_recipe(DIGITS, (*overrides, *dropout, "--parallelism.llm.tensor_parallel_degree", "1")))
     describe(load_recipe(DIGITS, (*dropout, "--parallelism.llm.tensor_parallel_degree", "1")))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("modules.llm.lora.target_modules=['nope']", "modules.llm.lora.target_modules: no linear layer is called"),
+        (
+            "modules.llm.plan.nope=colwise",
+            "modules.llm.plan: tensor parallel plan of Qwen3ForCausalLM: 'nope' matches no",
+        ),
+        ("compile.backend=nope", "compile.backend = 'nope': torch knows no such backend; valid are "),
+    ],
+)
+def test_what_only_a_worker_would_find_is_refused_before_one_starts(override, message):
+    recipe = load_recipe(DIGITS, (f"--{override}", "--compile.enable", "true"))
+    with pytest.raises(RecipeError) as caught:
+        describe(recipe)
+    assert message in str(caught.value)
+
+
+def test_what_a_run_needs_beside_its_modules_is_checked_all_at_once(tmp_path):
+    wrong = {
+        "metrics.machine": "h999",
+        "profiling.profile": str(tmp_path / "none.json"),
+        "checkpoint.exclude_from_loading": "['vision']",
+    }
+    recipe = load_recipe(DIGITS, [f"--{key}={value}" for key, value in wrong.items()])
+    with pytest.raises(RecipeError) as caught:
+        checked(recipe)
+    assert sorted(line.partition(" ")[0].rstrip(":") for line in str(caught.value).split("\n")) == sorted(wrong)
+    describe(recipe)  # `hetmesh profile` is what writes the profile

@@ -119,6 +119,16 @@ def test_a_finished_run_says_so_and_does_nothing(tmp_path, capsys):
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4  # untouched
 
 
+def test_the_summary_of_a_shorter_run_does_not_outlive_its_resumption(world, tmp_path):
+    saved(tmp_path / "run", 2, steps=2, loss=1.5)
+    longer = recipe(tmp_path / "run", "--checkpoint.enable", "true", "--training.steps", "4")
+    resumed = claim_folder(longer, world)
+    assert (tmp_path / "run" / "summary.json").exists()
+    resumed.begin(longer)
+    assert not (tmp_path / "run" / "summary.json").exists()  # `hetmesh report` would show its loss as this run's
+    resumed.release()
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [

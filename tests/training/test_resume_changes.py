@@ -128,3 +128,10 @@ def test_changes_of_what_is_not_trained_are_no_changes(tmp_path):
     found = changes(old, recipe(tmp_path, "--parallelism.llm.ranks", "[0]", "--optimizer.name", "Adam"))
     check_changes(found, tmp_path)  # Adam's state is AdamW's
     assert 'optimizer.name "AdamW" -> "Adam"' in described(found)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_does_without_the_weights_that_it_once_began_with(saved, world):
+    trainer = Trainer(recipe(saved, "--checkpoint.initial_load_path", str(saved / "gone")), world)
+    assert trainer.step == 2
+    trainer.reporter.close()

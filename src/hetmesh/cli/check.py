@@ -30,12 +30,15 @@ def checked(recipe: Recipe) -> list[str]:
     from hetmesh.errors import Refusals
     from hetmesh.training.describe import describe
     from hetmesh.training.held_out import held_out_source
+    from hetmesh.training.refusals import check_run
     from hetmesh.training.summary import summary
 
     refusals, adapters = Refusals(), None
     with refusals.collect():
         _, adapters, _ = describe(recipe)
-    if not refusals.said:  # without a source there are no splits either
+    with refusals.collect():
+        check_run(recipe)
+    if adapters is not None:  # without a source there are no splits either
         with refusals.collect():
             held_out_source(recipe)
     refusals.finish()

@@ -30,6 +30,16 @@ def apply_compile(blocks: Iterable[nn.Module], backend: str, device_type: str) -
         block.forward = torch.compile(block.forward, backend=backend, dynamic=True)
 
 
+def unknown_backend(backend: str) -> list[str]:
+    """The names that torch.compile knows, if `backend` is none of them; else nothing."""
+    if backend in ("inductor", *WITHOUT_COMPILER):
+        return []
+    from torch._dynamo import list_backends
+
+    valid = list_backends(exclude_tags=())
+    return [] if backend in valid else valid
+
+
 def missing_compiler(backend: str, device_type: str) -> str | None:
     """What `backend` needs on this machine and does not find; None if nothing is missing."""
     if backend in WITHOUT_COMPILER:

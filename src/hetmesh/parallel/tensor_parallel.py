@@ -45,9 +45,7 @@ def apply_tensor_parallel(
     """
     if tp_mesh.ndim != 1:
         raise RecipeError(f"tensor parallelism takes one mesh axis, got {tp_mesh.mesh_dim_names or tp_mesh.ndim}")
-    found = {pattern: matching(module, pattern) for pattern in plan}
-    for pattern, style in plan.items():
-        _check(module, pattern, style, found[pattern])
+    found = check_plan(module, plan)
     partial: list[str] = []
     for pattern, style in plan.items():
         for name in found[pattern]:
@@ -60,6 +58,18 @@ def apply_tensor_parallel(
     return tuple(partial)
 
 
+def check_plan(module: nn.Module, plan: Mapping[str, str | ParallelStyle]) -> dict[str, list[str]]:
+    """The FQNs that each pattern of `plan` matches in `module`, whose weights are not looked at.
+
+    Raises:
+        RecipeError: a pattern that matches no module, an unknown style, a style that does not suit the module.
+    """
+    found = {pattern: matching(module, pattern) for pattern in plan}
+    for pattern, style in plan.items():
+        _check(module, pattern, style, found[pattern])
+    return found
+
+
 def matching(module: nn.Module, pattern: str) -> list[str]:
     """FQNs of the submodules that match `pattern`, in which `*` stands for one name."""
     regex = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
@@ -69,7 +79,8 @@ def matching(module: nn.Module, pattern: str) -> list[str]:
 def _check(module: nn.Module, pattern: str, style: str | ParallelStyle, found: list[str]) -> None:
     where = f"tensor parallel plan of {type(module).__name__}: {pattern!r}"
     if not found:
-        raise RecipeError(f"{where} matches no module")
+        names = sorted({name.rpartition(".")[2] for name, m in module.named_modules() if type(m) is nn.Linear})
+        raise RecipeError(f"{where} matches no module; its linear layers are called {names}, write e.g. layers.*.name")
     if isinstance(style, ParallelStyle):
         return
     if style not in STYLES:

@@ -58,8 +58,9 @@ class RunFolder:
             self.claim.close()
 
     def begin(self, recipe: Recipe) -> None:
-        """Write down the recipe and drop the metrics of steps that will come again. Nothing is changed before this: a
-        resume that is refused leaves everything as it was. Does nothing on ranks without the claim."""
+        """Write down the recipe; drop an earlier summary and the metrics of steps that will come again. Nothing is
+        changed before this: a resume that is refused leaves everything as it was. Does nothing on ranks without the
+        claim."""
         if self.claim is None:
             return
         with writing(self.path / RECIPE_FILE, _HINT):
@@ -68,6 +69,8 @@ class RunFolder:
             self.claim.flush()
         if self.step is not None:
             trim_metrics(self.path / METRICS_FILE, self.step)
+            with writing(self.path / SUMMARY_FILE):  # of a run that had fewer steps; not of this one before its end
+                (self.path / SUMMARY_FILE).unlink(missing_ok=True)
 
 
 def claim_folder(recipe: Recipe, world: World) -> RunFolder:

@@ -12,6 +12,7 @@ from hetmesh.boundary import World
 from hetmesh.errors import RecipeError
 from hetmesh.models.lora import base_name, is_adapter
 from hetmesh.training.checkpoint import COMPLETE, differences, opened, read_into
+from hetmesh.training.checksums import METADATA, no_manifest
 from hetmesh.training.optimizers import Root
 
 KEY = "checkpoint.initial_load_path"
@@ -32,6 +33,8 @@ def load_initial_weights(world: World, root: Root, path: Path, exclude: Sequence
         CheckpointError: the checkpoint cannot be read, or bytes have changed since it was written; on every rank.
     """
     if not (path / COMPLETE).is_file():
+        if (path / METADATA).is_file():
+            raise RecipeError(f"{KEY} = {str(path)!r}: {no_manifest(path)}")
         raise RecipeError(f"{KEY} = {str(path)!r}: no complete checkpoint there; name a folder such as .../step-800")
     saved, sums = opened(world, path)
     state: dict[str, Any] = {}

@@ -25,10 +25,15 @@ FILE = "timeline.json"
 
 
 class StepRecorder:
-    """Records the step that `[profiling]` names, and writes `timeline.json` on rank 0."""
+    """Records the step that `[profiling]` names, and writes `timeline.json` on rank 0.
+
+    Raises:
+        HetmeshError: `[profiling] profile` is none.
+    """
 
     def __init__(self, job: Job, folder: Path) -> None:
         self.job, self.path, self.keys = job, folder / FILE, job.recipe.profiling
+        self.profile = Profile.load(self.keys.profile) if self.keys.timeline and self.keys.profile else None
         self.zero = 0.0
 
     def begin(self, step: int) -> bool:
@@ -71,9 +76,8 @@ class StepRecorder:
 
     def _costs(self, schedule: Schedule, plan: BatchPlan) -> StepCosts | None:
         job = self.job
-        profile = Profile.load(self.keys.profile) if self.keys.profile else None
         try:
-            model = recipe_step_model(job.recipe, job.graph, job.adapters, profile=profile)
+            model = recipe_step_model(job.recipe, job.graph, job.adapters, profile=self.profile)
             return model.costs(plan, schedule)
         except HetmeshError:  # sizes of a user's module, or a machine's peak, are not known
             return None

@@ -6,14 +6,22 @@ import math
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from hetmesh.errors import Refusals
-from hetmesh.models import Adapter, build_empty, check_weights, pretrained_of
+import torch
+
+from hetmesh.cost import Profile, load_machine
+from hetmesh.errors import HetmeshError, RecipeError, Refusals
+from hetmesh.models import Adapter, add_lora, build_empty, check_weights, pretrained_of
 from hetmesh.models.batch_statistics import check_batch_statistics
 from hetmesh.models.build import build_on_meta
+from hetmesh.parallel.compile import unknown_backend
+from hetmesh.parallel.tensor_parallel import check_plan
 from hetmesh.recipe.batch_sizes import divisors
 from hetmesh.recipe.module_options import module_options, packs, token_axes
+from hetmesh.training.loggers import require_wandb
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hetmesh.recipe.recipe import Recipe
 
 
@@ -34,7 +42,7 @@ def check_recipe(
         RecipeError: all that is wrong, a line each: key, what was given, what is valid.
     """
     refusals = Refusals()
-    for check in (_precision, _offload):
+    for check in (_precision, _offload, _compile):
         check(recipe, refusals)
     if placeholders is not None:
         _placeholders(recipe, placeholders, refusals)
@@ -50,9 +58,40 @@ def check_recipe(
             check_module(recipe, name, adapter, refusals)
         with refusals.collect():
             _weights(recipe, name, adapter)
-        with refusals.collect():
-            if (module := build_on_meta(adapter)) is not None:
+        if (module := build_on_meta(adapter)) is not None:
+            with refusals.collect():
                 check_batch_statistics(name, recipe.modules[name].model, module)
+            _plan(recipe, name, module, refusals)
+            with refusals.collect():
+                _lora(recipe, name, adapter, module)
+    refusals.finish()
+
+
+def check_run(recipe: Recipe) -> None:
+    """Check what a run of `recipe` needs and no other verb: loggers and the files of its `[metrics]` and `[profiling]`.
+
+    Raises:
+        RecipeError: all that is wrong, a line each.
+    """
+    refusals, keys = Refusals(), recipe.checkpoint
+    if keys.exclude_from_loading and not keys.initial_load_path:
+        refusals.add(
+            f"checkpoint.exclude_from_loading = {list(keys.exclude_from_loading)}: nothing is loaded without "
+            "checkpoint.initial_load_path; give it, or leave this key out"
+        )
+    if recipe.metrics.enable_wandb:
+        with refusals.collect():
+            require_wandb()
+    if recipe.metrics.machine:
+        try:
+            load_machine(recipe.metrics.machine)
+        except RecipeError as error:
+            refusals.add(f"metrics.machine: {error}")
+    if recipe.profiling.profile:
+        try:
+            Profile.load(recipe.profiling.profile)
+        except HetmeshError as error:
+            refusals.add(f"profiling.profile: {error}")
     refusals.finish()
 
 
@@ -76,6 +115,12 @@ def _offload(recipe: Recipe, refusals: Refusals) -> None:
             "training.enable_cpu_offload: it moves the shards of modules with a data_parallel_shard_degree above 1 to "
             "the CPU, but no module has one"
         )
+
+
+def _compile(recipe: Recipe, refusals: Refusals) -> None:
+    keys = recipe.compile
+    if keys.enable and keys.components and (valid := unknown_backend(keys.backend)):
+        refusals.add(f"compile.backend = {keys.backend!r}: torch knows no such backend; valid are {', '.join(valid)}")
 
 
 def _placeholders(recipe: Recipe, placeholders: Collection[str], refusals: Refusals) -> None:
@@ -169,6 +214,21 @@ def _attention_dropout(recipe: Recipe, name: str, adapter: Adapter, refusals: Re
         refusals.add(
             f"{key}: hetmesh's own attention, which {_packing_key(recipe, name)} needs, drops nothing; set it to 0"
         )
+
+
+def _plan(recipe: Recipe, name: str, module: nn.Module, refusals: Refusals) -> None:
+    for pattern, style in recipe.modules[name].plan.items():
+        try:
+            check_plan(module, {pattern: style})
+        except RecipeError as error:
+            refusals.add(f"modules.{name}.plan: {error}")
+
+
+def _lora(recipe: Recipe, name: str, adapter: Adapter, module: nn.Module) -> None:
+    """Put adapters beside the layers of a module without memory: what has no such layers says so."""
+    if (lora := recipe.modules[name].lora) is not None:
+        with torch.device("meta"):
+            add_lora(module, lora, name, recipe.debug.seed, adapter.layers())
 
 
 def _weights(recipe: Recipe, name: str, adapter: Adapter) -> None:

@@ -81,7 +81,7 @@ class Trainer:
     def _build(self) -> None:
         recipe, world = self.recipe, self.world
         self.job = Job.assemble(recipe, world)
-        if recipe.checkpoint.initial_load_path:
+        if recipe.checkpoint.initial_load_path and self.claimed.step is None:  # a resumed run has its own weights
             source = Path(recipe.checkpoint.initial_load_path)
             load_initial_weights(world, self.job.root, source, recipe.checkpoint.exclude_from_loading)
         self.parameters = list(self.job.root.parameters())
