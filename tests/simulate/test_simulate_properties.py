@@ -118,8 +118,8 @@ def test_no_rank_does_two_things_at_a_time_and_inputs_come_first(case):
     schedule, costs = case
     timeline = simulate(schedule, costs)
     stops = {}
-    for row in range(len(timeline.rows)):
-        own = [s for s in timeline.spans(row) if s.kind != "REDUCE"]
+    for track in range(len(timeline.tracks)):
+        own = [s for s in timeline.spans(track) if s.kind != "REDUCE"]
         assert all(a.stop <= b.start for a, b in itertools.pairwise(own))
         stops |= {(s.kind, s.target, s.microbatch): s.stop for s in own}
     kinds = dict.fromkeys(map(str, schedule.stages.edges), ("F",))
@@ -152,8 +152,8 @@ def test_latest_starts_hold_every_start(case):
 def test_classes_agree_with_looking_at_every_interval(case):
     schedule, costs = case
     timeline = simulate(schedule, costs)
-    for row, held in enumerate(bubbles(timeline)):
-        spans = list(timeline.spans(row))
+    for track, held in enumerate(bubbles(timeline)):
+        spans = list(timeline.spans(track))
         layers = [s for s in spans if s.kind in ("F", "B", "I", "W")]
         seconds = dict.fromkeys((*CLASSES, "compute"), 0.0)
         points = sorted({0.0, timeline.makespan, *(t for s in spans for t in (s.start, s.stop))})
@@ -173,7 +173,7 @@ def test_classes_agree_with_looking_at_every_interval(case):
         assert held.compute + held.tp == pytest.approx(seconds["compute"])
         for name in CLASSES[:-1]:
             assert getattr(held, name) == pytest.approx(seconds[name]), name
-        gaps = bubble_spans(timeline, row)
+        gaps = bubble_spans(timeline, track)
         assert sum(stop - start for _, start, stop in gaps) == pytest.approx(held.idle - held.tp)
 
 
@@ -191,29 +191,29 @@ def test_every_action_gets_its_work_done_at_the_pace_that_its_busy_neighbours_le
     costs = replace(alone, busy_slowdown=slowdown, ranks_per_node=ranks_per_node)
     timeline, before = simulate(schedule, costs, overlap=overlap), simulate(schedule, alone, overlap=overlap)
     assert timeline.makespan >= before.makespan - 1e-9 or ranks_per_node != 0
-    seconds = {(s.row, s.kind, s.target, s.microbatch): s.stop - s.start for s in before.spans()}
+    seconds = {(s.track, s.kind, s.target, s.microbatch): s.stop - s.start for s in before.spans()}
     spans = list(timeline.spans())
     working = [s for s in spans if s.kind not in ("GATHER", "REDUCE")]
     points = sorted({t for s in spans for t in (s.start, s.stop)})
     done = dict.fromkeys(seconds, 0.0)
-    stage_rows: dict[tuple[str, str, int], list[int]] = {}  # an action over several rows goes on at one pace
+    stage_tracks: dict[tuple[str, str, int], list[int]] = {}  # an action over several tracks goes on at one pace
     for s in working:
-        stage_rows.setdefault((s.kind, s.target, s.microbatch), []).append(s.row)
+        stage_tracks.setdefault((s.kind, s.target, s.microbatch), []).append(s.track)
     for start, stop in itertools.pairwise(points):
         running = [s for s in working if s.start <= start and stop <= s.stop]
         busy: dict[int, int] = {}
         for s in running:
-            for rank in timeline.rows[s.row]:
+            for rank in timeline.tracks[s.track]:
                 node = rank // ranks_per_node if ranks_per_node else 0
                 busy[node] = busy.get(node, 0) + 1
         for s in running:
-            together = stage_rows[s.kind, s.target, s.microbatch] if s.target else [s.row]
-            ranks = [rank for row in together for rank in timeline.rows[row]]
+            together = stage_tracks[s.kind, s.target, s.microbatch] if s.target else [s.track]
+            ranks = [rank for track in together for rank in timeline.tracks[track]]
             most = max(busy[rank // ranks_per_node if ranks_per_node else 0] for rank in ranks)
-            key = (s.row, s.kind, s.target, s.microbatch)
+            key = (s.track, s.kind, s.target, s.microbatch)
             done[key] += (stop - start) / slowdown[min(most, len(slowdown)) - 1]
     for s in spans:
-        key = (s.row, s.kind, s.target, s.microbatch)
+        key = (s.track, s.kind, s.target, s.microbatch)
         got = done[key] if s in working else s.stop - s.start
         assert got == pytest.approx(seconds[key], abs=1e-9), s
 
@@ -228,8 +228,8 @@ def test_a_slowdown_of_one_leaves_every_second_as_it_is(case, overlap):
         for each in (simulate(schedule, costs, overlap=overlap), simulate(schedule, nearly, overlap=overlap))
     ]
     for some, others in zip(*spans, strict=True):
-        assert [(s.kind, s.target, s.microbatch, s.row) for s in some] == [
-            (s.kind, s.target, s.microbatch, s.row) for s in others
+        assert [(s.kind, s.target, s.microbatch, s.track) for s in some] == [
+            (s.kind, s.target, s.microbatch, s.track) for s in others
         ]
         assert [(s.start, s.stop) for s in others] == [pytest.approx((s.start, s.stop), abs=1e-9) for s in some]
 
@@ -242,7 +242,7 @@ def test_json_and_back(case):
     again = Timeline.from_json(value)
     assert again.as_json() == value
     assert list(again.spans()) == list(timeline.spans())
-    assert (again.rows, again.holds, again.peak_bytes) == (timeline.rows, timeline.holds, timeline.peak_bytes)
+    assert (again.tracks, again.holds, again.peak_bytes) == (timeline.tracks, timeline.holds, timeline.peak_bytes)
 
 
 @settings(max_examples=25)

@@ -185,9 +185,9 @@ def test_memory_of_buffers_and_of_outputs_without_a_backward():
 def test_ranks_that_hold_the_same_stages_share_a_row():
     stages = encoder_and_llm(module("vision", list(range(8)), 1), module("llm", list(range(8)), 4))
     timeline = simulate(one_f_one_b(stages, 2), equal_costs(stages, 2, ONE_TWO))
-    assert timeline.rows == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert timeline.tracks == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert timeline.holds[1] == ("vision.0", "llm.1")
-    assert timeline.row_of(5) == 2
+    assert timeline.track_of(5) == 2
 
 
 def test_a_missing_cost_is_named():

@@ -76,7 +76,7 @@ def test_the_bubbles_of_a_real_step_add_up(pool4):
     records = {r: [(a, b - zero, e - zero) for a, b, e in record] for r, (_, _, record) in enumerate(results)}
     _, _, graph = describe(given)
     timeline = Timeline.recorded(recipe_schedule(given, graph, 5), records)
-    assert len(timeline.rows) == 4
+    assert len(timeline.tracks) == 4
     for row in bubbles(timeline):
         assert row.compute + row.idle == pytest.approx(timeline.makespan, rel=0.01)
         assert row.compute > 0

@@ -64,8 +64,8 @@ def _case(name: str, stages: StageGraph, actions: int) -> dict[str, Any]:
     return {
         "name": name,
         "actions": len(schedule.actions),
-        "ranks": sum(map(len, timeline.rows)),
-        "rows": len(timeline.rows),
+        "ranks": sum(map(len, timeline.tracks)),
+        "rows": len(timeline.tracks),
         "seconds": cpu,
         "wall_seconds": wall,
         "actions_per_second": len(schedule.actions) / cpu,

@@ -34,9 +34,7 @@ def unknown_backend(backend: str) -> list[str]:
     """The names that torch.compile knows, if `backend` is none of them; else nothing."""
     if backend in ("inductor", *WITHOUT_COMPILER):
         return []
-    from torch._dynamo import list_backends
-
-    valid = list_backends(exclude_tags=())
+    valid = torch.compiler.list_backends(exclude_tags=())
     return [] if backend in valid else valid
 
 

@@ -1,4 +1,4 @@
-"""Timelines as a Gantt picture, PNG or SVG: one row per rank class, several timelines on one axis. Needs matplotlib."""
+"""Timelines as a Gantt picture, PNG or SVG: a line per track, several timelines on one axis. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hetmesh.errors import RecipeError
-from hetmesh.report.gantt_text import headline, row_label
+from hetmesh.report.gantt_text import headline, track_label
 from hetmesh.simulate import Timeline, bubble_spans, bubbles
 from hetmesh.simulate.timeline import (
     BACKWARD,
@@ -42,7 +42,7 @@ BUBBLES = {
 """Class of bubbles -> its name and colour."""
 OPTIMIZER_COLOUR, REDUCE_COLOUR = "#333333", "#cc3311"
 WIDTH, ROW, PIXELS_PER_INCH = 14.0, 0.42, 150  # inches, inches, -
-MOST_ROWS = 32  # per timeline; of more, as many are drawn, evenly spaced
+MOST_TRACKS = 32  # per timeline; of more, as many are drawn, evenly spaced
 MOST_LABELS = 4000  # boxes with a number: text is what takes time
 PLOT_SHARE = 0.78  # of the width that is left to the time axis, about
 
@@ -63,8 +63,8 @@ def save_gantt(timelines: Mapping[str, Timeline], path: str | Path, title: str =
         from matplotlib.figure import Figure
     except ImportError as error:
         raise RecipeError("a picture needs matplotlib: pip install 'hetmesh[report]', or leave out --png") from error
-    shown = {name: _rows(timeline) for name, timeline in timelines.items()}
-    heights = [ROW * max(len(rows), 2) + 0.45 for rows in shown.values()]
+    shown = {name: _tracks(timeline) for name, timeline in timelines.items()}
+    heights = [ROW * max(len(tracks), 2) + 0.45 for tracks in shown.values()]
     figure = Figure(figsize=(WIDTH, sum(heights) + 1.35 + 0.3 * bool(title)), dpi=PIXELS_PER_INCH, layout="constrained")
     if title:
         figure.suptitle(title, fontsize=11)
@@ -80,32 +80,34 @@ def save_gantt(timelines: Mapping[str, Timeline], path: str | Path, title: str =
         raise RecipeError(f"--png {path}: cannot be written: {(error.strerror or str(error)).lower()}") from error
 
 
-def _rows(timeline: Timeline) -> list[int]:
-    count = len(timeline.rows)
-    return sorted({round(i) for i in np.linspace(0, count - 1, min(count, MOST_ROWS))})
+def _tracks(timeline: Timeline) -> list[int]:
+    count = len(timeline.tracks)
+    return sorted({round(i) for i in np.linspace(0, count - 1, min(count, MOST_TRACKS))})
 
 
-def _draw(axes: Any, name: str, timeline: Timeline, rows: list[int], end: float) -> None:
+def _draw(axes: Any, name: str, timeline: Timeline, tracks: list[int], end: float) -> None:
     stages = _StageLooks(timeline)
     labels = MOST_LABELS
-    for place, row in enumerate(rows):
-        gaps = bubble_spans(timeline, row)
+    for place, track in enumerate(tracks):
+        gaps = bubble_spans(timeline, track)
         for cause, (_, colour) in BUBBLES.items():
             bars = [(1e3 * start, 1e3 * (stop - start)) for found, start, stop in gaps if found == cause]
             axes.broken_barh(bars, (place - 0.44, 0.88), facecolors=colour, linewidth=0)
-        spans = timeline.work.select(timeline.work.row == row)
+        spans = timeline.work.select(timeline.work.track == track)
         for kind in LOOKS:
             labels -= _boxes(axes, place, spans.select(spans.kind == kind), kind, stages, end, labels)
         _thin(axes, place, spans)
-    left_out = f" ({len(rows)} of {len(timeline.rows)} rows)" if len(rows) < len(timeline.rows) else ""
+    left_out = f" ({len(tracks)} of {len(timeline.tracks)} tracks)" if len(tracks) < len(timeline.tracks) else ""
     axes.set_title(f"{name}: {headline(timeline)}{left_out}", fontsize=10, loc="left")
     axes.set_xlim(0, 1e3 * end)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_yticks(range(len(rows)), [row_label(timeline, row, separator="\n") for row in rows], fontsize=7.5)
+    axes.set_ylim(len(tracks) - 0.5, -0.5)
+    axes.set_yticks(
+        range(len(tracks)), [track_label(timeline, track, separator="\n") for track in tracks], fontsize=7.5
+    )
     idle = bubbles(timeline)
-    for place, row in enumerate(rows):
+    for place, track in enumerate(tracks):
         axes.text(
-            1.005, place, f"{idle[row].fraction:.0%}", transform=axes.get_yaxis_transform(), fontsize=8, va="center"
+            1.005, place, f"{idle[track].fraction:.0%}", transform=axes.get_yaxis_transform(), fontsize=8, va="center"
         )
     axes.text(1.005, -0.62, "idle", transform=axes.get_yaxis_transform(), fontsize=8, va="bottom")
     axes.tick_params(labelsize=8, labelbottom=True)
@@ -157,7 +159,7 @@ def _boxes(axes: Any, place: int, spans: Spans, kind: int, stages: _StageLooks, 
 
 
 def _thin(axes: Any, place: int, spans: Spans) -> None:
-    """The optimizer as a box, reductions as a line at the foot of the row: they may run beside other work."""
+    """The optimizer as a box, reductions as a line at the foot of the track: they may run beside other work."""
     for kind, colour, low, height in ((OPTIMIZER, OPTIMIZER_COLOUR, -0.38, 0.76), (REDUCE, REDUCE_COLOUR, 0.38, 0.08)):
         some = spans.select(spans.kind == kind)
         bars = list(zip(1e3 * some.start, 1e3 * (some.stop - some.start), strict=True))
@@ -172,7 +174,7 @@ def _legend(figure: Any, timelines: Mapping[str, Timeline]) -> None:
     from matplotlib.patches import Patch
 
     kinds = {KINDS[kind] for t in timelines.values() for kind in np.unique(t.work.kind).tolist()}
-    gaps = {found for t in timelines.values() for row in _rows(t) for found, _, _ in bubble_spans(t, row)}
+    gaps = {found for t in timelines.values() for track in _tracks(t) for found, _, _ in bubble_spans(t, track)}
     entries = [
         Patch(facecolor=_colour(0, lightness), edgecolor="white", hatch=hatch, label=name)
         for kind, (name, lightness, hatch) in LOOKS.items()
@@ -181,7 +183,7 @@ def _legend(figure: Any, timelines: Mapping[str, Timeline]) -> None:
     if "OPTIMIZER" in kinds:
         entries.append(Patch(color=OPTIMIZER_COLOUR, label="optimizer"))
     if "REDUCE" in kinds:
-        entries.append(Patch(color=REDUCE_COLOUR, label="reduction (foot of a row)"))
+        entries.append(Patch(color=REDUCE_COLOUR, label="reduction (foot of a track)"))
     entries += [Patch(color=colour, label=label) for kind, (label, colour) in BUBBLES.items() if kind in gaps]
     note = "number and colour: microbatch; letter: stage, where a rank has several of a module"
     if any(len({n.rpartition(".")[0] for n in t.targets if "->" not in n}) > 1 for t in timelines.values()):

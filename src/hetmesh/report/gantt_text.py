@@ -1,4 +1,4 @@
-"""Timelines as text: a Gantt chart of characters, and a table of bubbles and memory per row."""
+"""Timelines as text: a Gantt chart of characters, and a table of bubbles and memory per track."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LEGEND = (
     "0-9 forward and A-J backward of microbatch 0-9 (then from 0 again), w weights' part of a backward, o optimizer, "
     "g gather, r reduction, · waiting"
 )
-MOST_ROWS = 32
-MOST_NAMES = 3  # stages in a row's label
+MOST_TRACKS = 32
+MOST_NAMES = 3  # stages in a track's label
 
 
 def headline(timeline: Timeline) -> str:
@@ -26,32 +26,32 @@ def headline(timeline: Timeline) -> str:
     return f"{1e3 * timeline.makespan:,.4g} ms, {average_bubbles(timeline).fraction:.1%} idle"
 
 
-def row_label(timeline: Timeline, row: int, separator: str = "  ") -> str:
+def track_label(timeline: Timeline, track: int, separator: str = "  ") -> str:
     """`"ranks 0-3  vision.0, llm.1"`."""
-    ranks, held = timeline.rows[row], timeline.holds[row]
+    ranks, held = timeline.tracks[track], timeline.holds[track]
     names = ", ".join(held[:MOST_NAMES]) + (f", {len(held) - MOST_NAMES} more" if len(held) > MOST_NAMES else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}{separator}{names}"
 
 
 def gantt_text(timeline: Timeline, width: int = 100) -> str:
-    """One line per row; every character is what takes most of its share of the step."""
-    rows = range(min(len(timeline.rows), MOST_ROWS))
-    labels = [row_label(timeline, row) for row in rows]
+    """One line per track; every character is what takes most of its share of the step."""
+    tracks = range(min(len(timeline.tracks), MOST_TRACKS))
+    labels = [track_label(timeline, track) for track in tracks]
     margin = min(max(map(len, labels), default=0), width // 3)
     columns = max(width - margin - 4, 10)
-    lines = [f"{label[:margin]:<{margin}} |{_line(timeline, row, columns)}|" for row, label in enumerate(labels)]
-    if len(timeline.rows) > len(rows):
-        lines.append(f"and {len(timeline.rows) - len(rows)} rows more")
+    lines = [f"{label[:margin]:<{margin}} |{_line(timeline, track, columns)}|" for track, label in enumerate(labels)]
+    if len(timeline.tracks) > len(tracks):
+        lines.append(f"and {len(timeline.tracks) - len(tracks)} tracks more")
     step = f"{1e3 * timeline.makespan / columns:.3g} ms"
     return "\n".join([*(line.rstrip() for line in lines), f"one character is {step}: {LEGEND}"])
 
 
-def _line(timeline: Timeline, row: int, columns: int) -> str:
+def _line(timeline: Timeline, track: int, columns: int) -> str:
     share = timeline.makespan / columns
     if not share:
         return " " * columns
-    spans = timeline.work.select(timeline.work.row == row)
-    pieces = [(MARKS[kind], start, stop) for kind, start, stop in bubble_spans(timeline, row)]
+    spans = timeline.work.select(timeline.work.track == track)
+    pieces = [(MARKS[kind], start, stop) for kind, start, stop in bubble_spans(timeline, track)]
     for kind, m, start, stop in zip(*(c.tolist() for c in (spans.kind, *spans.columns[3:])), strict=True):
         if kind in _MARKS:
             pieces.append((_MARKS[kind][m % len(_MARKS[kind])], start, stop))
@@ -74,7 +74,7 @@ _MARKS = {
 
 
 def bubble_table(timeline: Timeline) -> str:
-    """Per row: share of the step that it computes and of each class of bubbles, and peak memory."""
+    """Per track: share of the step that it computes and of each class of bubbles, and peak memory."""
     header = ("", "compute", *(name.replace("_", "-") for name in CLASSES), "peak")
     return "\n".join(table([header, *_table_cells(timeline)], numbers=True))
 
@@ -82,7 +82,7 @@ def bubble_table(timeline: Timeline) -> str:
 def _table_cells(timeline: Timeline) -> Iterator[tuple[str, ...]]:
     total = timeline.makespan or 1.0
     found = bubbles(timeline)
-    shown = [(row_label(timeline, i), b, timeline.peak_bytes[i]) for i, b in enumerate(found[:MOST_ROWS])]
+    shown = [(track_label(timeline, i), b, timeline.peak_bytes[i]) for i, b in enumerate(found[:MOST_TRACKS])]
     shown.append(("all", average_bubbles(timeline), max(timeline.peak_bytes, default=0)))
     for label, each, peak in shown:
         seconds = (each.compute, *(getattr(each, name) for name in CLASSES))
@@ -101,7 +101,7 @@ def summary_json(timeline: Timeline) -> dict[str, Any]:
             {"ranks": list(ranks), "stages": list(held), "peak_bytes": peak, "compute": each.compute}
             | {name: getattr(each, name) for name in CLASSES}
             for ranks, held, peak, each in zip(
-                timeline.rows, timeline.holds, timeline.peak_bytes, bubbles(timeline), strict=True
+                timeline.tracks, timeline.holds, timeline.peak_bytes, bubbles(timeline), strict=True
             )
         ],
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 from hetmesh.errors import RecipeError
 from hetmesh.files import to_json
-from hetmesh.report.gantt_text import row_label
+from hetmesh.report.gantt_text import track_label
 from hetmesh.simulate import Span, Timeline
 
 THREADS = ("compute", "transfers", "reductions")
@@ -22,7 +22,7 @@ def trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     offset = 0
     for name, timeline in timelines.items():
         events += _events(name if len(timelines) > 1 else "", timeline, offset)
-        offset += max((ranks[-1] for ranks in timeline.rows), default=-1) + 1
+        offset += max((ranks[-1] for ranks in timeline.tracks), default=-1) + 1
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -39,17 +39,17 @@ def save_trace(timelines: Mapping[str, Timeline], path: str | Path) -> None:
 
 
 def _events(name: str, timeline: Timeline, offset: int) -> Iterator[dict[str, Any]]:
-    pids = [ranks[0] + offset for ranks in timeline.rows]
-    for row, pid in enumerate(pids):
-        label = f"{name} {row_label(timeline, row)}".strip()
+    pids = [ranks[0] + offset for ranks in timeline.tracks]
+    for track, pid in enumerate(pids):
+        label = f"{name} {track_label(timeline, track)}".strip()
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": label}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
         for tid, thread in enumerate(THREADS):
             yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": thread}}
     for span in timeline.spans():
-        yield _event(span, pids[span.row], 2 if span.kind == "REDUCE" else 0)
+        yield _event(span, pids[span.track], 2 if span.kind == "REDUCE" else 0)
     for span in timeline.spans(transfers=True):
-        yield _event(span, pids[span.row], 1)
+        yield _event(span, pids[span.track], 1)
 
 
 def _event(span: Span, pid: int, tid: int) -> dict[str, Any]:

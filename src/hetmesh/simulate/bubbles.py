@@ -63,13 +63,13 @@ class Bubbles:
 
 
 def bubbles(timeline: Timeline) -> tuple[Bubbles, ...]:
-    """Per row. Compute and all classes add up to the makespan."""
+    """Per track. Compute and all classes add up to the makespan."""
     out = []
-    for row in range(len(timeline.rows)):
-        codes, starts, stops = _classified(timeline, row)
+    for track in range(len(timeline.tracks)):
+        codes, starts, stops = _classified(timeline, track)
         seconds = np.bincount(codes, weights=stops - starts, minlength=len(CLASSES)).tolist()
         busy = seconds[_COMPUTE]
-        tp = min(timeline.collectives[row], busy)
+        tp = min(timeline.collectives[track], busy)
         gather, scatter, warmup, cooldown, other = seconds[: len(CLASSES) - 1]
         out.append(Bubbles(busy - tp, gather, scatter, warmup, cooldown, other, tp))
     return tuple(out)
@@ -77,19 +77,19 @@ def bubbles(timeline: Timeline) -> tuple[Bubbles, ...]:
 
 def average_bubbles(timeline: Timeline) -> Bubbles:
     """The mean over ranks."""
-    rows = bubbles(timeline)
-    sizes = [len(ranks) for ranks in timeline.rows]
+    tracks = bubbles(timeline)
+    sizes = [len(ranks) for ranks in timeline.tracks]
     return Bubbles(
         *(
-            sum(getattr(b, f.name) * n for b, n in zip(rows, sizes, strict=True)) / max(sum(sizes), 1)
+            sum(getattr(b, f.name) * n for b, n in zip(tracks, sizes, strict=True)) / max(sum(sizes), 1)
             for f in fields(Bubbles)
         )
     )
 
 
-def bubble_spans(timeline: Timeline, row: int) -> list[tuple[str, float, float]]:
-    """The gaps of one row in order: class, start, stop. Collectives inside layers are no gaps."""
-    codes, starts, stops = (column.tolist() for column in _classified(timeline, row))
+def bubble_spans(timeline: Timeline, track: int) -> list[tuple[str, float, float]]:
+    """The gaps of one track in order: class, start, stop. Collectives inside layers are no gaps."""
+    codes, starts, stops = (column.tolist() for column in _classified(timeline, track))
     out: list[tuple[str, float, float]] = []
     for code, start, stop in zip(codes, starts, stops, strict=True):
         if code == _COMPUTE:
@@ -104,9 +104,9 @@ def bubble_spans(timeline: Timeline, row: int) -> list[tuple[str, float, float]]
 _COMPUTE = len(CLASSES) - 1  # in the place of tp, which is no interval
 
 
-def _classified(timeline: Timeline, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The elementary intervals between all starts and stops of a row: class, start, stop."""
-    spans = timeline.work.select(timeline.work.row == row)
+def _classified(timeline: Timeline, track: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The elementary intervals between all starts and stops of a track: class, start, stop."""
+    spans = timeline.work.select(timeline.work.track == track)
     layers = spans.select(np.isin(spans.kind, _LAYERS))
     first = layers.start.min() if len(layers) else timeline.makespan
     last = layers.stop.max() if len(layers) else timeline.makespan
@@ -132,12 +132,12 @@ def busiest_rank(schedule: Schedule, costs: StepCosts) -> float:
     p = program(schedule, costs)
     busy = list(p.optimizer)
     for stage in {target for kind, target in zip(p.kinds, p.targets, strict=True) if kind == FORWARD}:
-        for row in p.stage_rows[stage]:
-            busy[row] += p.gather[stage]
+        for track in p.stage_tracks[stage]:
+            busy[track] += p.gather[stage]
     for kind, target, seconds in zip(p.kinds, p.targets, p.seconds, strict=True):
         if kind in _LAYERS:
-            for row in p.stage_rows[target]:
-                busy[row] += seconds
+            for track in p.stage_tracks[target]:
+                busy[track] += seconds
     return max(busy, default=0.0)
 
 
@@ -146,7 +146,7 @@ def critical_path(schedule: Schedule, costs: StepCosts) -> float:
     shorter."""
     p, count = program(schedule, costs), schedule.microbatches
     forward_edges = len(p.sources) // 2
-    cells = len(p.stage_rows) * count
+    cells = len(p.stage_tracks) * count
     ready = [0.0] * cells  # when a stage's inputs, then its gradients, are there
     forward, first, last = [0.0] * cells, [0.0] * cells, [0.0] * cells  # ends of forward, first and last part
     arrivals = [0.0] * (len(p.sources) * count)

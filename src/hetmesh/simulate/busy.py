@@ -35,7 +35,7 @@ def slowed_program(schedule: Schedule, costs: StepCosts, *, overlap: bool = True
     columns = program(schedule, costs)
     if all(factor == 1.0 for factor in costs.busy_slowdown):
         return columns
-    loads = [_load(ranks, costs.ranks_per_node) for ranks in columns.rows]
+    loads = [_load(ranks, costs.ranks_per_node) for ranks in columns.tracks]
     waiting, at = _dependencies(columns, schedule.microbatches, loads, overlap)
     spent = waiting.run(costs.busy_slowdown)
     seconds = [own if node is None else spent[node] for own, node in zip(columns.seconds, at, strict=True)]
@@ -143,25 +143,25 @@ def _dependencies(
 ) -> tuple[_Waiting, list[int | None]]:
     """What each action waits for, by the rules of `engine`; and the number of each action that keeps ranks busy."""
     waiting, at = _Waiting(), []
-    held = [_joined(loads[row] for row in rows) for rows in p.stage_rows]
-    rows = range(len(p.rows))
-    # What a row's next work waits for, what its last work was; of its links and reductions, what was last.
-    free: list[frozenset[int]] = [frozenset() for _ in rows]
+    held = [_joined(loads[track] for track in tracks) for tracks in p.stage_tracks]
+    tracks = range(len(p.tracks))
+    # What a track's next work waits for, what its last work was; of its links and reductions, what was last.
+    free: list[frozenset[int]] = [frozenset() for _ in tracks]
     idle, reduced, outgoing, incoming = (list(free) for _ in range(4))
     arrivals: list[frozenset[int]] = [frozenset()] * (len(p.sources) * microbatches)
     gather = list(p.gather)
     for kind, target, m, seconds in zip(p.kinds, p.targets, p.microbatches, p.seconds, strict=True):
         node = None
         if kind == RECEIVE:
-            for row in p.stage_rows[p.destinations[target]]:
-                free[row] |= arrivals[target * microbatches + m]
+            for track in p.stage_tracks[p.destinations[target]]:
+                free[track] |= arrivals[target * microbatches + m]
         elif kind == TRANSFER:
-            sources, destinations = p.stage_rows[p.sources[target]], p.stage_rows[p.destinations[target]]
-            before = [free[row] for row in sources]
+            sources, destinations = p.stage_tracks[p.sources[target]], p.stage_tracks[p.destinations[target]]
+            before = [free[track] for track in sources]
             if seconds and overlap:
-                before += [outgoing[row] for row in sources] + [incoming[row] for row in destinations]
+                before += [outgoing[track] for track in sources] + [incoming[track] for track in destinations]
             elif seconds:
-                before += [free[row] for row in destinations]
+                before += [free[track] for track in destinations]
             sent = frozenset([waiting.add(seconds, before=frozenset().union(*before))])
             arrivals[target * microbatches + m] = sent
             if seconds and overlap:
@@ -171,14 +171,14 @@ def _dependencies(
                 _set(free, (*sources, *destinations), sent)
                 _set(idle, (*sources, *destinations), sent)
         elif kind == REDUCE:
-            own = p.stage_rows[target]
-            before = [free[row] | reduced[row] for row in own]
+            own = p.stage_tracks[target]
+            before = [free[track] | reduced[track] for track in own]
             _set(reduced, own, frozenset([waiting.add(seconds, before=frozenset().union(*before))]))
         else:
-            own = p.stage_rows[target]
-            before = [free[row] for row in own]
+            own = p.stage_tracks[target]
+            before = [free[track] for track in own]
             if kind == FORWARD and gather[target]:
-                gathered = waiting.add(gather[target], before=frozenset().union(*(idle[row] for row in own)))
+                gathered = waiting.add(gather[target], before=frozenset().union(*(idle[track] for track in own)))
                 before.append(frozenset([gathered]))
                 gather[target] = 0.0
             node = waiting.add(seconds, held[target], frozenset().union(*before))
@@ -188,6 +188,6 @@ def _dependencies(
     return waiting, at
 
 
-def _set(column: list[frozenset[int]], rows: Iterable[int], value: frozenset[int]) -> None:
-    for row in rows:
-        column[row] = value
+def _set(column: list[frozenset[int]], tracks: Iterable[int], value: frozenset[int]) -> None:
+    for track in tracks:
+        column[track] = value

@@ -33,7 +33,7 @@ def simulate(schedule: Schedule, costs: StepCosts, *, overlap: bool = True) -> T
     run.optimizer()
     held = tuple(tuple(columns.names[stage] for stage in stages) for stages in columns.held)
     return Timeline(
-        columns.rows,
+        columns.tracks,
         held,
         columns.names,
         Spans.of(run.work),
@@ -45,26 +45,26 @@ def simulate(schedule: Schedule, costs: StepCosts, *, overlap: bool = True) -> T
 
 
 class _Run:
-    """The state of a simulation: when rows and links are free, when transfers arrived, and the spans so far."""
+    """The state of a simulation: when tracks and links are free, when transfers arrived, and the spans so far."""
 
     def __init__(self, columns: Program, microbatches: int, overlap: bool) -> None:
         self.columns, self.microbatches, self.overlap = columns, microbatches, overlap
-        rows = len(columns.rows)
-        self.free = [0.0] * rows  # when a row can go on, waits included
-        self.idle = [0.0] * rows  # when its last work ended
-        self.reduced = [0.0] * rows
-        self.outgoing, self.incoming = [0.0] * rows, [0.0] * rows
-        self.collectives = [0.0] * rows
+        tracks = len(columns.tracks)
+        self.free = [0.0] * tracks  # when a track can go on, waits included
+        self.idle = [0.0] * tracks  # when its last work ended
+        self.reduced = [0.0] * tracks
+        self.outgoing, self.incoming = [0.0] * tracks, [0.0] * tracks
+        self.collectives = [0.0] * tracks
         self.work: tuple[list[float], ...] = ([], [], [], [], [], [])
         self.transfers: tuple[list[float], ...] = ([], [], [], [], [], [])
         self.end = 0.0
 
     def actions(self) -> None:
         c, free, idle = self.columns, self.free, self.idle
-        stage_rows, sources, destinations, inside = c.stage_rows, c.sources, c.destinations, self.collectives
+        stage_tracks, sources, destinations, inside = c.stage_tracks, c.sources, c.destinations, self.collectives
         count, overlap, gather = self.microbatches, self.overlap, list(c.gather)
         arrivals = [0.0] * (len(sources) * count)
-        row_append, kind_append, target_append, microbatch_append, start_append, stop_append = (
+        track_append, kind_append, target_append, microbatch_append, start_append, stop_append = (
             column.append for column in self.work
         )
         for kind, target, m, seconds, collectives in zip(
@@ -72,27 +72,27 @@ class _Run:
         ):
             if kind == RECEIVE:
                 arrival = arrivals[target * count + m]
-                for row in stage_rows[destinations[target]]:
-                    if free[row] < arrival:
-                        free[row] = arrival
+                for track in stage_tracks[destinations[target]]:
+                    if free[track] < arrival:
+                        free[track] = arrival
             elif kind == TRANSFER:
                 transfer = self._linked if overlap else self._blocking
                 arrivals[target * count + m] = transfer(target, m, seconds)
             elif kind == REDUCE:
                 self._reduce(target, seconds)
             else:
-                rows = stage_rows[target]
+                tracks = stage_tracks[target]
                 if kind == FORWARD and gather[target]:
                     self._gather(target)
                     gather[target] = 0.0
-                start = free[rows[0]]
-                if len(rows) > 1:
-                    start = max([free[row] for row in rows])
+                start = free[tracks[0]]
+                if len(tracks) > 1:
+                    start = max([free[track] for track in tracks])
                 stop = start + seconds
-                for row in rows:
-                    free[row] = idle[row] = stop
-                    inside[row] += collectives
-                    row_append(row)
+                for track in tracks:
+                    free[track] = idle[track] = stop
+                    inside[track] += collectives
+                    track_append(track)
                     kind_append(kind)
                     target_append(target)
                     microbatch_append(m)
@@ -102,68 +102,68 @@ class _Run:
     def optimizer(self) -> None:
         """What follows the last action; sets `end`."""
         ready = max([*self.free, *self.reduced, *self.outgoing, *self.incoming], default=0.0)
-        for row, seconds in enumerate(self.columns.optimizer):
+        for track, seconds in enumerate(self.columns.optimizer):
             if seconds:
-                self._span(row, OPTIMIZER, -1, -1, ready, ready + seconds)
+                self._span(track, OPTIMIZER, -1, -1, ready, ready + seconds)
         self.end = ready + max(self.columns.optimizer, default=0.0)
 
     def _linked(self, edge: int, m: int, seconds: float) -> float:
         """A transfer on links of its own; its arrival."""
         c, outgoing, incoming = self.columns, self.outgoing, self.incoming
-        sources, destinations = c.stage_rows[c.sources[edge]], c.stage_rows[c.destinations[edge]]
-        start = max([self.free[row] for row in sources])
+        sources, destinations = c.stage_tracks[c.sources[edge]], c.stage_tracks[c.destinations[edge]]
+        start = max([self.free[track] for track in sources])
         if not seconds:
             return start
-        for row in sources:
-            if outgoing[row] > start:
-                start = outgoing[row]
-        for row in destinations:
-            if incoming[row] > start:
-                start = incoming[row]
+        for track in sources:
+            if outgoing[track] > start:
+                start = outgoing[track]
+        for track in destinations:
+            if incoming[track] > start:
+                start = incoming[track]
         stop = start + seconds
-        for row in sources:
-            outgoing[row] = stop
-        for row in destinations:
-            incoming[row] = stop
-            self._transfer(row, edge, m, start, stop)
+        for track in sources:
+            outgoing[track] = stop
+        for track in destinations:
+            incoming[track] = stop
+            self._transfer(track, edge, m, start, stop)
         return stop
 
     def _blocking(self, edge: int, m: int, seconds: float) -> float:
         """A transfer for which both sides stop; its arrival."""
         c, free = self.columns, self.free
         if not seconds:
-            return max(free[row] for row in c.stage_rows[c.sources[edge]])
-        destinations = c.stage_rows[c.destinations[edge]]
-        rows = {*c.stage_rows[c.sources[edge]], *destinations}
-        start = max(free[row] for row in rows)
+            return max(free[track] for track in c.stage_tracks[c.sources[edge]])
+        destinations = c.stage_tracks[c.destinations[edge]]
+        tracks = {*c.stage_tracks[c.sources[edge]], *destinations}
+        start = max(free[track] for track in tracks)
         stop = start + seconds
-        for row in rows:
-            free[row] = self.idle[row] = stop
-        for row in destinations:
-            self._transfer(row, edge, m, start, stop)
+        for track in tracks:
+            free[track] = self.idle[track] = stop
+        for track in destinations:
+            self._transfer(track, edge, m, start, stop)
         return stop
 
     def _gather(self, stage: int) -> None:
-        rows = self.columns.stage_rows[stage]
-        start = max(self.idle[row] for row in rows)
+        tracks = self.columns.stage_tracks[stage]
+        start = max(self.idle[track] for track in tracks)
         stop = start + self.columns.gather[stage]
-        for row in rows:
-            self.idle[row] = stop
-            self.free[row] = max(self.free[row], stop)
-            self._span(row, GATHER, stage, -1, start, stop)
+        for track in tracks:
+            self.idle[track] = stop
+            self.free[track] = max(self.free[track], stop)
+            self._span(track, GATHER, stage, -1, start, stop)
 
     def _reduce(self, stage: int, seconds: float) -> None:
-        rows = self.columns.stage_rows[stage]
-        start = max(max(self.free[row], self.reduced[row]) for row in rows)
-        for row in rows:
-            self.reduced[row] = start + seconds
-            self._span(row, REDUCE, stage, -1, start, start + seconds)
+        tracks = self.columns.stage_tracks[stage]
+        start = max(max(self.free[track], self.reduced[track]) for track in tracks)
+        for track in tracks:
+            self.reduced[track] = start + seconds
+            self._span(track, REDUCE, stage, -1, start, start + seconds)
 
-    def _span(self, row: int, kind: int, target: int, m: int, start: float, stop: float) -> None:
-        for column, value in zip(self.work, (row, kind, target, m, start, stop), strict=True):
+    def _span(self, track: int, kind: int, target: int, m: int, start: float, stop: float) -> None:
+        for column, value in zip(self.work, (track, kind, target, m, start, stop), strict=True):
             column.append(value)
 
-    def _transfer(self, row: int, edge: int, m: int, start: float, stop: float) -> None:
-        target = len(self.columns.stage_rows) + edge
-        for column, value in zip(self.transfers, (row, TRANSFER, target, m, start, stop), strict=True):
+    def _transfer(self, track: int, edge: int, m: int, start: float, stop: float) -> None:
+        target = len(self.columns.stage_tracks) + edge
+        for column, value in zip(self.transfers, (track, TRANSFER, target, m, start, stop), strict=True):
             column.append(value)

@@ -41,9 +41,9 @@ def latest_starts(schedule: Schedule, costs: StepCosts, makespan: float) -> np.n
     """
     p, count = slowed_program(schedule, costs), schedule.microbatches
     end = makespan - max(p.optimizer, default=0.0)
-    rows = range(len(p.rows))
-    work, wait = [end for _ in rows], [end for _ in rows]  # by when a row's work, and its waits, must be over
-    reduced, outgoing, incoming = [end for _ in rows], [end for _ in rows], [end for _ in rows]
+    tracks = range(len(p.tracks))
+    work, wait = [end for _ in tracks], [end for _ in tracks]  # by when a track's work, and its waits, must be over
+    reduced, outgoing, incoming = [end for _ in tracks], [end for _ in tracks], [end for _ in tracks]
     arrival = [end] * (len(p.sources) * count)
     first: dict[int, int] = {}  # stage -> place of its first forward, which its gather precedes
     for i in range(len(p.kinds) - 1, -1, -1):
@@ -54,30 +54,30 @@ def latest_starts(schedule: Schedule, costs: StepCosts, makespan: float) -> np.n
         kind, target, seconds = p.kinds[i], p.targets[i], p.seconds[i]
         if kind == RECEIVE:
             at = target * count + p.microbatches[i]
-            start = arrival[at] = min(wait[row] for row in p.stage_rows[p.destinations[target]])
+            start = arrival[at] = min(wait[track] for track in p.stage_tracks[p.destinations[target]])
         elif kind == TRANSFER:
-            sources, destinations = p.stage_rows[p.sources[target]], p.stage_rows[p.destinations[target]]
+            sources, destinations = p.stage_tracks[p.sources[target]], p.stage_tracks[p.destinations[target]]
             start = arrival[target * count + p.microbatches[i]]
             if seconds:
                 start = min(start, *(outgoing[r] for r in sources), *(incoming[r] for r in destinations)) - seconds
-                for row in sources:
-                    outgoing[row] = start
-                for row in destinations:
-                    incoming[row] = start
-            for row in sources:
-                work[row], wait[row] = min(work[row], start), min(wait[row], start)
+                for track in sources:
+                    outgoing[track] = start
+                for track in destinations:
+                    incoming[track] = start
+            for track in sources:
+                work[track], wait[track] = min(work[track], start), min(wait[track], start)
         elif kind == REDUCE:
-            own = p.stage_rows[target]
-            start = min(reduced[row] for row in own) - seconds
-            for row in own:
-                reduced[row] = start
-                work[row], wait[row] = min(work[row], start), min(wait[row], start)
+            own = p.stage_tracks[target]
+            start = min(reduced[track] for track in own) - seconds
+            for track in own:
+                reduced[track] = start
+                work[track], wait[track] = min(work[track], start), min(wait[track], start)
         else:
-            own = p.stage_rows[target]
-            start = min(work[row] for row in own) - seconds
+            own = p.stage_tracks[target]
+            start = min(work[track] for track in own) - seconds
             gathered = p.gather[target] if first.get(target) == i else 0.0
-            for row in own:
-                wait[row], work[row] = start, start - gathered
+            for track in own:
+                wait[track], work[track] = start, start - gathered
         out[i] = start
     earliest = min([*work, *out.tolist()], default=0.0)
     if earliest < -1e-9 * max(abs(makespan), 1e-9):

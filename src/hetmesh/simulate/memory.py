@@ -1,4 +1,4 @@
-"""Peak memory of each row. It depends on the order alone, not on times: every rank runs its work in one order."""
+"""Peak memory of each track. It depends on the order alone, not on times: every rank runs its work in one order."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from hetmesh.simulate.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT,
 
 
 def peak_bytes(schedule: Schedule, columns: Program) -> tuple[int, ...]:
-    """Per row, the most bytes at a time of the rank that holds most: static, activations, and buffers of boundaries.
+    """Per track, the most bytes at a time of the rank that holds most: static, activations, and buffers of boundaries.
 
     Activations live from their forward to the end of the backward (its second part where it is split). A stage that is
     recomputed holds its inputs instead, and its activations during the backward alone. Offloaded ones are in the
     memory of the host. Where no backward follows, the output lives until the consumers' forwards have read it. A
     receive buffer lives from the SEND, at whose place it is posted, to the end of what reads it.
     """
-    count, table = schedule.microbatches, columns.stage_rows
+    count, table = schedule.microbatches, columns.stage_tracks
     facts = _Facts(schedule, columns)
     held = list(columns.static_bytes)
     peak = list(held)
@@ -25,10 +25,10 @@ def peak_bytes(schedule: Schedule, columns: Program) -> tuple[int, ...]:
 
     def add(stage: int, size: int) -> None:
         if size:
-            for row in table[stage]:
-                held[row] += size
-                if held[row] > peak[row]:
-                    peak[row] = held[row]
+            for track in table[stage]:
+                held[track] += size
+                if held[track] > peak[track]:
+                    peak[track] = held[track]
 
     forward_edges = len(columns.sources) // 2
     for kind, target, m, size in zip(columns.kinds, columns.targets, columns.microbatches, columns.bytes, strict=True):

@@ -28,7 +28,7 @@ _SEND, _REDUCE = Kind.SEND, Kind.REDUCE
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Actions as columns of equal length, in the schedule's order, and tables by stage, edge and row.
+    """Actions as columns of equal length, in the schedule's order, and tables by stage, edge and track.
 
     Attributes:
         kinds: indices into `timeline.KINDS`, or RECEIVE.
@@ -37,12 +37,12 @@ class Program:
         seconds: what the action takes, the runtime's own overhead included.
         collectives: how much of it are collectives inside layers.
         bytes: FORWARD and the first part of a backward: activations; SEND: what arrives.
-        rows: the ranks of each row.
-        held: per row, the stages of its ranks.
-        stage_rows: per stage, its rows.
+        tracks: the ranks of each track.
+        held: per track, the stages of its ranks.
+        stage_tracks: per stage, its tracks.
         sources, destinations: per edge, a stage.
         gather: per stage, seconds.
-        optimizer, static_bytes: per row, of the rank that has most.
+        optimizer, static_bytes: per track, of the rank that has most.
         names: see `Timeline.targets`.
     """
 
@@ -52,9 +52,9 @@ class Program:
     seconds: list[float]
     collectives: list[float]
     bytes: list[int]
-    rows: tuple[tuple[int, ...], ...]
+    tracks: tuple[tuple[int, ...], ...]
     held: tuple[tuple[int, ...], ...]
-    stage_rows: list[tuple[int, ...]]
+    stage_tracks: list[tuple[int, ...]]
     sources: list[int]
     destinations: list[int]
     gather: list[float]
@@ -71,10 +71,10 @@ def program(schedule: Schedule, costs: StepCosts) -> Program:
     """
     stages = schedule.stages
     classes = rank_classes(stages)
-    stage_rows: list[list[int]] = [[] for _ in stages.stages]
-    for row, held in enumerate(classes.values()):
+    stage_tracks: list[list[int]] = [[] for _ in stages.stages]
+    for track, held in enumerate(classes.values()):
         for stage in held:
-            stage_rows[stage].append(row)
+            stage_tracks[stage].append(track)
     edges = (*stages.edges, *(edge.reversed for edge in stages.edges))
     index = {stage: i for i, stage in enumerate(stages.stages)}
     training = schedule.training
@@ -89,9 +89,9 @@ def program(schedule: Schedule, costs: StepCosts) -> Program:
         seconds,
         collectives,
         size,
-        rows=tuple(classes),
+        tracks=tuple(classes),
         held=tuple(classes.values()),
-        stage_rows=[tuple(rows) for rows in stage_rows],
+        stage_tracks=[tuple(tracks) for tracks in stage_tracks],
         sources=[index[edge.source] for edge in edges],
         destinations=[index[edge.destination] for edge in edges],
         gather=[costs.gather.get(stage, 0.0) for stage in stages.stages],

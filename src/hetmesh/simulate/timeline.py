@@ -30,7 +30,7 @@ class Span:
         target: a stage (`"llm.0"`) or, of a transfer, an edge (`"vision.0->llm.0"`); empty for OPTIMIZER.
         microbatch: -1 where the kind comes once per step.
         start, stop: seconds since the step began.
-        row: of the timeline, i.e. on which ranks; of a transfer, where it arrives.
+        track: of the timeline, i.e. on which ranks; of a transfer, where it arrives.
     """
 
     kind: str
@@ -38,7 +38,7 @@ class Span:
     microbatch: int
     start: float
     stop: float
-    row: int
+    track: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class Spans:
     """Spans as columns of equal length: see `Span`. `kind` and `target` are indices into `KINDS` and
     `Timeline.targets`."""
 
-    row: np.ndarray
+    track: np.ndarray
     kind: np.ndarray
     target: np.ndarray
     microbatch: np.ndarray
@@ -56,15 +56,15 @@ class Spans:
     @classmethod
     def of(cls, columns: Iterable[Sequence[float]]) -> Spans:
         """From six sequences, in the order of the attributes."""
-        row, kind, target, microbatch, start, stop = columns
-        rows, kinds, targets, microbatches = (
-            np.asarray(column, dtype=np.int64) for column in (row, kind, target, microbatch)
+        track, kind, target, microbatch, start, stop = columns
+        tracks, kinds, targets, microbatches = (
+            np.asarray(column, dtype=np.int64) for column in (track, kind, target, microbatch)
         )
         starts, stops = (np.asarray(column, dtype=np.float64) for column in (start, stop))
-        return cls(rows, kinds, targets, microbatches, starts, stops)
+        return cls(tracks, kinds, targets, microbatches, starts, stops)
 
     def __len__(self) -> int:
-        return len(self.row)
+        return len(self.track)
 
     def select(self, chosen: np.ndarray) -> Spans:
         """The spans at some indices, or where a mask is true."""
@@ -73,7 +73,7 @@ class Spans:
     @property
     def columns(self) -> tuple[np.ndarray, ...]:
         """All columns, in the order of the attributes."""
-        return self.row, self.kind, self.target, self.microbatch, self.start, self.stop
+        return self.track, self.kind, self.target, self.microbatch, self.start, self.stop
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,19 +81,19 @@ class Timeline:
     """One step.
 
     Attributes:
-        rows: the ranks of each row, ascending. Simulated: ranks that hold exactly the same stages behave alike and
-            share a row. Recorded: one row per rank.
-        holds: per row, the stages that its ranks hold.
+        tracks: the ranks of each track (a line of the picture), ascending. Simulated: ranks that hold exactly the same
+            stages behave alike and share a track. Recorded: one track per rank.
+        holds: per track, the stages that its ranks hold.
         targets: names of stages and edges.
-        work: what ranks do themselves; one span per row and action.
-        transfers: what travels beside it; one span per receiving row.
+        work: what ranks do themselves; one span per track and action.
+        transfers: what travels beside it; one span per receiving track.
         makespan: seconds from the step's begin to the last stop.
-        collectives: per row, how many of the seconds of its work are collectives inside layers (0: none, or unknown).
-        peak_bytes: per row, of the rank that holds most: static, activations in flight and boundary buffers; 0 where
+        collectives: per track, how many of the seconds of its work are collectives inside layers (0: none, or unknown).
+        peak_bytes: per track, of the rank that holds most: static, activations in flight and boundary buffers; 0 where
             it is not known.
     """
 
-    rows: tuple[tuple[int, ...], ...]
+    tracks: tuple[tuple[int, ...], ...]
     holds: tuple[tuple[str, ...], ...]
     targets: tuple[str, ...]
     work: Spans
@@ -127,32 +127,32 @@ class Timeline:
         """
         return _from_records(schedule, records, optimizer or {}, collectives or {}, peak_bytes or {})
 
-    def row_of(self, rank: int) -> int:
-        """The row of `rank`.
+    def track_of(self, rank: int) -> int:
+        """The track of `rank`.
 
         Raises:
             GraphError: no stage is on `rank`.
         """
-        if rank not in self._row_of:
+        if rank not in self._track_of:
             raise GraphError(f"timeline: no work on rank {rank}")
-        return self._row_of[rank]
+        return self._track_of[rank]
 
     @cached_property
-    def _row_of(self) -> dict[int, int]:
-        return {rank: i for i, ranks in enumerate(self.rows) for rank in ranks}
+    def _track_of(self) -> dict[int, int]:
+        return {rank: i for i, ranks in enumerate(self.tracks) for rank in ranks}
 
-    def spans(self, row: int | None = None, *, transfers: bool = False) -> Iterator[Span]:
-        """Work, or transfers, of one row or of all, as values."""
+    def spans(self, track: int | None = None, *, transfers: bool = False) -> Iterator[Span]:
+        """Work, or transfers, of one track or of all, as values."""
         columns = self.transfers if transfers else self.work
-        if row is not None:
-            columns = columns.select(columns.row == row)
+        if track is not None:
+            columns = columns.select(columns.track == track)
         for r, kind, target, m, start, stop in zip(*(c.tolist() for c in columns.columns), strict=True):
             yield Span(KINDS[kind], self.targets[target] if target >= 0 else "", m, start, stop, r)
 
     def as_json(self) -> dict[str, Any]:
         """A value for `json.dumps`; `from_json` is its inverse."""
         return {
-            "rows": [list(ranks) for ranks in self.rows],
+            "rows": [list(ranks) for ranks in self.tracks],
             "holds": [list(names) for names in self.holds],
             "targets": list(self.targets),
             "work": [column.tolist() for column in self.work.columns],
@@ -234,17 +234,17 @@ def _from_records(
                 sent[action] = min(start, sent.get(action, start)) if source else sent.get(action, start)
     work: list[tuple[float, ...]] = []
     transfers: list[tuple[float, ...]] = []
-    for row, rank in enumerate(ranks):
+    for track, rank in enumerate(ranks):
         for action, start, stop in records[rank]:
             target, m = index[str(action.target)], action.microbatch
             if action.kind in WORK:
-                work.append((row, WORK[action.kind], target, m, start, stop))
+                work.append((track, WORK[action.kind], target, m, start, stop))
             elif action.kind is Kind.RECV:
                 began = min(sent.get(Action(Kind.SEND, action.target, m), start), stop)
-                transfers.append((row, TRANSFER, target, m, began, stop))
+                transfers.append((track, TRANSFER, target, m, began, stop))
         if rank in optimizer:
-            work.append((row, OPTIMIZER, -1, -1, *optimizer[rank]))
-    worked, moved = (Spans.of(zip(*rows, strict=True) if rows else [()] * 6) for rows in (work, transfers))
+            work.append((track, OPTIMIZER, -1, -1, *optimizer[rank]))
+    worked, moved = (Spans.of(zip(*spans, strict=True) if spans else [()] * 6) for spans in (work, transfers))
     return Timeline(
         tuple((rank,) for rank in ranks),
         tuple(tuple(names[i] for i in held.get(rank, ())) for rank in ranks),
