@@ -77,7 +77,8 @@ def test_modules_without_a_table_take_their_consumers_mesh():
 def test_a_module_with_two_consumers_takes_the_first_ones_mesh():
     text = '[modules.head]\nmodel = "mlp"\n[[boundaries]]\nfrom = "vision"\nto = "head"\n'
     text += '[[boundaries]]\nfrom = "head"\nto = "llm"\nat = "thumb"\n'
-    found = meshes(text + "[parallelism]\nprojector = {ranks = 1}\nhead = {ranks = 2}\nllm = {ranks = 0}")
+    text += "[parallelism]\nprojector = {ranks = 1}\nhead = {ranks = 2}\nllm = {ranks = 0}"
+    found = parse_recipe(MODULES + text, ("--modules.vision.media", "image")).meshes()
     assert found["vision"] == found["projector"] == MeshSpec.make([1], dp_replicate=1)
 
 
