@@ -189,10 +189,13 @@ def test_a_schedule_is_not_predicted_from_its_own_shape(load):
 def test_frozen_aware_and_blind_cuts_differ(load, monkeypatch):
     frozen = load("benchmarks.frozen")
     monkeypatch.setattr(frozen, "simulated", list)
+    # What two busy cores do to each other is measured, and on a loaded machine may be anything: here it is given.
+    monkeypatch.setattr(frozen, "busy_slowdown", lambda rounds: (1.0, 1.0 + 0.1 * bool(list(rounds))))
     result = frozen.run(options(frozen, "--steps", "1", "--width", "16", "--microbatches", "6"))
     assert result["cuts"]["blind"][0] == [layer for layer in result["cuts"]["aware"][0] if "vision/" in layer]
     assert result["speedup_theory"] > 1
-    assert 0 < result["speedup_expected"] <= result["speedup_theory"]  # as slow as two busy cores were just now
+    assert result["busy_slowdown"] == 1.1
+    assert 1 < result["speedup_expected"] < result["speedup_theory"]
     assert result["speedup_over_expected"] == result["speedup_measured"] / result["speedup_expected"] > 0
     json.dumps(result, allow_nan=False)
     assert "theory" in frozen.table(result)
