@@ -31,10 +31,12 @@ class Backend:
     Attributes:
         name: as torch.distributed calls it.
         device_type: where its tensors lie.
+        shares_memory: whether messages between ranks of one host go through memory that both see.
     """
 
     name: str = "gloo"
     device_type: str = "cpu"
+    shares_memory: bool = True
 
     @staticmethod
     def of(name: str) -> Backend:
@@ -73,6 +75,7 @@ class Nccl(Backend):
 
     name: str = "nccl"
     device_type: str = "cuda"
+    shares_memory: bool = False
 
     def connect(self, device: torch.device) -> None:
         # The first batch of messages on a group makes its communicator over all ranks, also those without a message:
