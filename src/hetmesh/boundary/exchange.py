@@ -214,7 +214,7 @@ class _Pending:
                 self.receives.append((part.peer, arrival))
         for part in self.step.sends:
             if near.reaches(part.peer):
-                slot, message = near.take(part.numel, self.dtype)
+                slot, message = near.take(part.peer, part.numel, self.dtype)
                 self._pack(part, self._counted(message, part), int(message.storage_offset()))
                 self._peer = part.peer
                 try:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetmesh.boundary.inbox import Arrival, Inbox, Letter, Outbox
-from hetmesh.boundary.shared_memory import Slot, Slots, path
+from hetmesh.boundary.shared_memory import Incoming, Outgoing, Slot, path
 
 _LOOK = 1e-3  # seconds between looks at what others have yet to read, when this process closes
 
@@ -54,7 +54,8 @@ class Neighbours:
 
     def __init__(self, rank: int, inbox: Inbox, offers: dict[int, Offer], everyone: bool) -> None:
         self.rank, self.everyone, self._inbox = rank, everyone, inbox
-        self._slots = Slots({peer: offer.process for peer, offer in offers.items()})
+        self._outgoing = {peer: Outgoing() for peer in offers}
+        self._incoming = {peer: Incoming(offer.process) for peer, offer in offers.items()}
         self._outboxes = {peer: Outbox(offer.process, offer.inbox_file) for peer, offer in offers.items()}
         self._lives = {peer: _life(offer.process) for peer, offer in offers.items()}
         self._process = os.getpid()
@@ -83,9 +84,9 @@ class Neighbours:
         """Whether messages between this rank and `peer` go this way; both say the same."""
         return peer in self._outboxes
 
-    def take(self, numel: int, dtype: torch.dtype) -> tuple[Slot, Tensor]:
-        """Where to write a message; `send` follows."""
-        return self._slots.take(numel, dtype)
+    def take(self, peer: int, numel: int, dtype: torch.dtype) -> tuple[Slot, Tensor]:
+        """Where to write a message for `peer`; `send` follows."""
+        return self._outgoing[peer].take(numel, dtype)
 
     def send(self, peer: int, tag: int, slot: Slot, numel: int, timeout: float) -> None:
         """Tell `peer` where its message lies. Returns at once unless thousands are unread there.
@@ -101,11 +102,11 @@ class Neighbours:
 
     def read(self, letter: Letter, dtype: torch.dtype) -> Tensor:
         """The message where it lies; `release` must follow."""
-        return self._slots.read(letter.source, letter.slot, letter.numel, dtype)
+        return self._incoming[letter.source].read(letter.slot, letter.numel, dtype)
 
     def release(self, letter: Letter) -> None:
         """Its memory may be written to again."""
-        self._slots.release(letter.source, letter.slot)
+        self._incoming[letter.source].release(letter.slot)
 
     def close(self, patience: float) -> int:
         """Let go of everything; messages that are not read by then are lost.
@@ -119,7 +120,7 @@ class Neighbours:
         if self._process != os.getpid():  # a forked child, whose memory and files these are not
             return 0
         until = time.monotonic() + patience
-        while (unread := self._slots.unread) and time.monotonic() < until and not self._all_gone():
+        while (unread := self._unread()) and time.monotonic() < until:
             time.sleep(_LOOK)
         for outbox in self._outboxes.values():
             outbox.close()
@@ -128,11 +129,13 @@ class Neighbours:
                 os.close(life)
         self._outboxes.clear()
         self._inbox.close()
-        self._slots.close()
+        for outgoing in self._outgoing.values():
+            outgoing.close()
         return unread
 
-    def _all_gone(self) -> bool:
-        return all(_ended(life) for life in self._lives.values())
+    def _unread(self) -> int:
+        """Messages that their readers, if they live, have not read yet."""
+        return sum(out.unread for peer, out in self._outgoing.items() if not _ended(self._lives[peer]))
 
 
 def sees(mine: Offer, theirs: Offer) -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_HEADER = mmap.PAGESIZE  # of a segment: one flag per slot
+_HEADER = mmap.ALLOCATIONGRANULARITY  # of a segment: one flag per slot
 _SMALLEST, _SEGMENT = 2**12, 2**21  # bytes: of a slot; of all slots of a segment, where one is not larger
 _IN_USE, _FREE = 1, 0
 
@@ -19,25 +19,22 @@ class Slot(NamedTuple):
     """Where a message lies, as its writer tells its reader.
 
     Attributes:
-        segment: counts the segments of the writer.
-        file: the writer's open file behind it.
+        file: the writer's open file.
+        segment: where its segment begins there.
         place: in the segment.
     """
 
-    segment: int
     file: int
+    segment: int
     place: int
 
 
 class Segment:
-    """One piece of memory with slots of equal size."""
+    """Slots of equal size, one behind the other in a file that lies in memory."""
 
-    def __init__(self, file: int, slot_bytes: int, *, owned: bool) -> None:
-        self.file, self.slot_bytes = file, slot_bytes
-        self.slots = max(_SEGMENT // slot_bytes, 1)
-        if owned:
-            os.ftruncate(file, _HEADER + self.slots * slot_bytes)  # pages come when they are written to
-        memory = mmap.mmap(file, _HEADER + self.slots * slot_bytes)
+    def __init__(self, file: int, start: int, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        memory = mmap.mmap(file, segment_bytes(slot_bytes), offset=start)
         self._flags = memoryview(memory)[:_HEADER].cast("q")
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._barrier = threading.Lock()
@@ -59,63 +56,91 @@ class Segment:
         return self._flags[place] != _FREE
 
 
-class Slots:
-    """The slots of this process, and those of others as it has met them.
+class Outgoing:
+    """The slots that this process writes and one other reads. Each reader has its own: what it has mapped once serves
+    again, and the pages of memory that nobody has touched yet cost as much as the copy."""
 
-    Args:
-        processes: by rank, the process ids of those whose slots are read here.
-    """
-
-    def __init__(self, processes: dict[int, int]) -> None:
-        self._processes = processes
-        self._owned: list[Segment] = []
+    def __init__(self) -> None:
+        self._file: int | None = None
+        self._size = 0
+        self._segments: dict[int, Segment] = {}
         self._by_size: dict[int, list[Slot]] = {}
-        self._seen: dict[tuple[int, int], Segment] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[Slot, Tensor]:
-        """A free slot of this process, and where to write a message of `numel` elements."""
+        """A free slot, and where to write a message of `numel` elements."""
         size = _slot_bytes(numel * dtype.itemsize)
         slots = self._by_size.setdefault(size, [])
         # Always the first that is free: its pages are there, and likelier than others in a cache.
-        slot = next((each for each in slots if not self._owned[each.segment].in_use(each.place)), None)
+        slot = next((each for each in slots if not self._segments[each.segment].in_use(each.place)), None)
         if slot is None:
-            number = len(self._owned)
-            new = Segment(os.memfd_create(f"hetmesh-{number}", os.MFD_CLOEXEC), size, owned=True)
-            self._owned.append(new)
-            added = [Slot(number, new.file, place) for place in range(new.slots)]
-            slots += added
-            slot = added[0]
-        segment = self._owned[slot.segment]
+            slot = self._grow(size)
+        segment = self._segments[slot.segment]
         segment.mark(slot.place, _IN_USE)
         return slot, segment.tensor(slot.place, numel, dtype)
 
-    def read(self, rank: int, slot: Slot, numel: int, dtype: torch.dtype) -> Tensor:
-        """The message of `rank` where it lies; `release` must follow."""
-        key = (rank, slot.segment)
-        if key not in self._seen:
-            file = os.open(path(self._processes[rank], slot.file), os.O_RDWR)
-            try:
-                self._seen[key] = Segment(file, _slot_bytes(numel * dtype.itemsize), owned=False)
-            finally:
-                os.close(file)
-        return self._seen[key].tensor(slot.place, numel, dtype)
-
-    def release(self, rank: int, slot: Slot) -> None:
-        """The message has been read: its slot may be written to again."""
-        self._seen[rank, slot.segment].mark(slot.place, _FREE)
+    def _grow(self, size: int) -> Slot:
+        if self._file is None:
+            self._file = os.memfd_create("hetmesh", os.MFD_CLOEXEC)
+        start, length = self._size, segment_bytes(size)
+        self._size += length
+        os.ftruncate(self._file, self._size)  # pages come when they are written to
+        self._segments[start] = Segment(self._file, start, size)
+        added = [Slot(self._file, start, place) for place in range(_slots(size))]
+        self._by_size[size] += added
+        return added[0]
 
     @property
     def unread(self) -> int:
-        """Messages of this process that nobody has released yet."""
-        return sum(segment.in_use(place) for segment in self._owned for place in range(segment.slots))
+        """Messages that have not been released yet."""
+        return sum(self._segments[s.segment].in_use(s.place) for slots in self._by_size.values() for s in slots)
+
+    @property
+    def bytes(self) -> int:
+        """Size of the file; pages that were never written to take no memory."""
+        return self._size
 
     def close(self) -> None:
-        """Give back the files of this process; memory that others have met stays until they are done."""
-        for segment in self._owned:
-            os.close(segment.file)
-        self._owned.clear()
+        """Give back the file; memory that the other process has mapped stays until it is done."""
+        if self._file is not None:
+            os.close(self._file)
+        self._file = None
+        self._segments.clear()
         self._by_size.clear()
-        self._seen.clear()
+
+
+class Incoming:
+    """The slots of one other process that this one reads.
+
+    Args:
+        process: its id.
+    """
+
+    def __init__(self, process: int) -> None:
+        self._process = process
+        self._segments: dict[int, Segment] = {}
+
+    def read(self, slot: Slot, numel: int, dtype: torch.dtype) -> Tensor:
+        """The message where it lies; `release` must follow."""
+        if slot.segment not in self._segments:
+            file = os.open(path(self._process, slot.file), os.O_RDWR | os.O_CLOEXEC)
+            try:
+                self._segments[slot.segment] = Segment(file, slot.segment, _slot_bytes(numel * dtype.itemsize))
+            finally:
+                os.close(file)
+        return self._segments[slot.segment].tensor(slot.place, numel, dtype)
+
+    def release(self, slot: Slot) -> None:
+        """The message has been read: its slot may be written to again."""
+        self._segments[slot.segment].mark(slot.place, _FREE)
+
+
+def segment_bytes(slot_bytes: int) -> int:
+    """Bytes of a segment with slots of that size."""
+    return _HEADER + _slots(slot_bytes) * slot_bytes
+
+
+def _slots(slot_bytes: int) -> int:
+    return max(_SEGMENT // slot_bytes, 1)
 
 
 def path(process: int, file: int) -> str:
