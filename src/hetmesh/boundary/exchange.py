@@ -22,7 +22,6 @@ from hetmesh.boundary.world import World
 from hetmesh.errors import BoundaryError, BoundaryTimeout
 from hetmesh.layout import Step, TransferPlan
 
-
 _Arrived = tuple[LocalPiece, Tensor | Arrival, int]
 """A message that is not received in place: the buffer and where it begins in it, or where a neighbour tells of it."""
 
@@ -56,7 +55,7 @@ class Exchange:
         tag: int = 0,
     ) -> None:
         self.world, self.plan, self.label, self.dtype, self.tag = world, plan, label, dtype, tag
-        self.transport = choose(plan, world.backend.name, transport)
+        self.transport = choose(plan, world.link, transport)
         self._check_local(local)
         self._local = local
         self._result: Tensor | None = None

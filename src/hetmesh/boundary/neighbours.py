@@ -68,7 +68,9 @@ class Neighbours:
         inbox, mine = _offer()
         offers: list[Offer | None] = [None] * size
         dist.all_gather_object(offers, mine)
-        seen = {r: o for r, o in enumerate(offers) if r != rank and o is not None and mine is not None and sees(mine, o)}
+        seen = {
+            r: o for r, o in enumerate(offers) if r != rank and o is not None and mine is not None and sees(mine, o)
+        }
         views: list[frozenset[int]] = [frozenset()] * size
         dist.all_gather_object(views, frozenset(seen))
         if mine is not None:

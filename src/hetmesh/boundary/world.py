@@ -20,6 +20,7 @@ from hetmesh.boundary.backend import Backend, Nccl
 from hetmesh.boundary.buffers import Buffers
 from hetmesh.boundary.log import CommunicationLog
 from hetmesh.boundary.neighbours import Neighbours
+from hetmesh.boundary.transport import MEMORY
 from hetmesh.boundary.watchdog import Watchdog, check_timeout, timed_out
 from hetmesh.errors import BoundaryError, BoundaryTimeout, LaunchError, LayoutError
 from hetmesh.layout import Layout, MeshSpec
@@ -83,6 +84,11 @@ class World:
         """A number that is equal on all ranks, as long as all make their transfers in the same order."""
         self.transfers += 1
         return self.transfers
+
+    @property
+    def link(self) -> str:
+        """What carries messages, as `transport.choose` asks for it; equal on all ranks."""
+        return MEMORY if self.neighbours is not None and self.neighbours.everyone else self.backend.name
 
     def connect(self) -> None:
         """Make what the first message between two ranks would make over all of them. Collective; once is enough."""

@@ -27,8 +27,8 @@ def apply_fully_shard(
     """Shard the parameters of `root` in place over the `dp_shard` axis of its mesh (with a `dp_replicate` axis: HSDP).
 
     Each of `blocks` is gathered by itself, right before its forward and backward. Everything else belongs to
-    `root` and is gathered once for all of its forward; so does the first block where everything else is no larger. Tensor-parallel parameters, which are DTensors over `tp`,
-    become DTensors over `dp_shard` and `tp`.
+    `root` and is gathered once for all of its forward; so is the first block where everything else is no larger.
+    Tensor-parallel parameters, which are DTensors over `tp`, become DTensors over `dp_shard` and `tp`.
 
     Args:
         root: called for every forward, so that whatever an adapter does with its parts finds them gathered.
