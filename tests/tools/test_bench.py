@@ -214,6 +214,8 @@ def test_what_busy_ranks_measured_becomes_a_slowdown_and_costs_alone(load):
     busy = load("benchmarks.busy")
     assert busy.busy_slowdown([([1.0, 3.0], [2.0, 3.0]), ([1.0], [1.05])]) == pytest.approx((1.0, 1.15))
     assert busy.busy_slowdown([([1.0], [0.9])] * 3) == (1.0, 1.0, 1.0)
+    waiting = busy.busy_slowdown([([1.0], [1.0, 1.4]), ([2.0], [2.6, 2.0])], waiting=True)
+    assert waiting == pytest.approx((1.0, 1.35))  # the slowest of each turn: 1.3 and 1.4
     stage = Stage("llm")
     costs = busy.apart(StepCosts({(stage, 0): StageCost(2.0, 1.0, 3.0, activation_bytes=7)}), (1.0, 2.0))
     assert costs == StepCosts({(stage, 0): StageCost(1.0, 0.5, 1.5, activation_bytes=7)}, busy_slowdown=(1.0, 2.0))
