@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
 from hetmesh.boundary.groups import edge_groups
-from hetmesh.boundary.transport import MEMORY
 from hetmesh.boundary.watchdog import timed_out
 from hetmesh.errors import BoundaryError, BoundaryTimeout
 from hetmesh.graph import ModuleGraph, Stage, stage_graph
@@ -69,9 +68,8 @@ class Runtime:
         self.device_module = device_module(world.device)
         self.recording: Recording | None = None
         world.connect()
-        if world.link != MEMORY or transport != "auto":
-            for ranks in edge_groups(stage_graph(graph), transport):
-                world.group(ranks)
+        for ranks in edge_groups(stage_graph(graph), transport, world.link):
+            world.group(ranks)
 
     def run(
         self,
