@@ -25,7 +25,7 @@ def write(sender, values, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
 def test_the_reader_sees_what_was_written(ends, dtype):
     sender, reader = ends
-    slots = [write(sender, [k % 2, 1, 0], dtype) for k in range(700)]  # more than a segment has
+    slots = [write(sender, [k % 2, 1, 0], dtype) for k in range(700)]  # more than a slab has
     for k, slot in enumerate(slots):
         assert torch.equal(reader.read(slot, 3, dtype), torch.tensor([k % 2, 1, 0], dtype=dtype))
 
@@ -51,6 +51,6 @@ def test_memory_grows_only_with_what_is_unread(ends):
         reader.release(slot)
     before = sender.bytes
     assert before < 2**22
-    large = {write(sender, [0.0] * 3_000_000) for _ in range(2)}  # larger than a usual segment
+    large = {write(sender, [0.0] * 3_000_000) for _ in range(2)}  # larger than a usual slab
     assert len(large) == 2
     assert sender.bytes > before + 2 * 12_000_000

@@ -337,7 +337,7 @@ class _Pending:
         for place in places.values():
             self._put(*place)
 
-    def _lost(self, error: RuntimeError) -> BoundaryError:
+    def _lost(self, error: RuntimeError) -> BoundaryError | BoundaryTimeout:
         """What to raise for an error of a wait."""
         if timed_out(error):
             return BoundaryTimeout(f"{self.label}: {self.world.waited(self._whom)}")

@@ -20,6 +20,7 @@ from hetmesh.boundary.shared_memory import Slot, path
 
 _RECORD = struct.Struct("6q")
 _READ = _RECORD.size * (2**16 // _RECORD.size)  # whole records: each is written at once, so none is cut
+_LONG = timedelta(days=365)
 _PATIENCE = 20  # ms between looks into the own inbox while another one is full
 
 
@@ -46,8 +47,8 @@ class Inbox:
         """Take in what has come, without waiting."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._read, _READ):
-                for source, tag, segment, file, place, numel in _RECORD.iter_unpack(data):
-                    letter = Letter(source, tag, Slot(segment, file, place), numel)
+                for source, tag, file, slab, place, numel in _RECORD.iter_unpack(data):
+                    letter = Letter(source, tag, Slot(file, slab, place), numel)
                     self._letters.setdefault((source, tag), deque()).append(letter)
                 if len(data) < _READ:
                     return
@@ -147,7 +148,7 @@ class Arrival:
     life: int | None
     letter: Letter | None = None
 
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self, timeout: timedelta = _LONG, /) -> None:
         """Wait for the letter; see `Inbox.wait`."""
         if self.letter is None:
             self.letter = self.inbox.wait(self.source, self.tag, timeout.total_seconds(), self.life)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_HEADER = mmap.ALLOCATIONGRANULARITY  # of a segment: one flag per slot
-_SMALLEST, _SEGMENT = 2**12, 2**21  # bytes: of a slot; of all slots of a segment, where one is not larger
+_HEADER = mmap.ALLOCATIONGRANULARITY  # of a slab: one flag per slot
+_SMALLEST, _SLAB = 2**12, 2**21  # bytes: of a slot; of all slots of a slab, where one is not larger
 _IN_USE, _FREE = 1, 0
 
 
@@ -20,21 +20,21 @@ class Slot(NamedTuple):
 
     Attributes:
         file: the writer's open file.
-        segment: where its segment begins there.
-        place: in the segment.
+        slab: where its slab begins there.
+        place: in the slab.
     """
 
     file: int
-    segment: int
+    slab: int
     place: int
 
 
-class Segment:
+class Slab:
     """Slots of equal size, one behind the other in a file that lies in memory."""
 
     def __init__(self, file: int, start: int, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
-        memory = mmap.mmap(file, segment_bytes(slot_bytes), offset=start)
+        memory = mmap.mmap(file, slab_bytes(slot_bytes), offset=start)
         self._flags = memoryview(memory)[:_HEADER].cast("q")
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._barrier = threading.Lock()
@@ -63,7 +63,7 @@ class Outgoing:
     def __init__(self) -> None:
         self._file: int | None = None
         self._size = 0
-        self._segments: dict[int, Segment] = {}
+        self._slabs: dict[int, Slab] = {}
         self._by_size: dict[int, list[Slot]] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[Slot, Tensor]:
@@ -71,20 +71,20 @@ class Outgoing:
         size = _slot_bytes(numel * dtype.itemsize)
         slots = self._by_size.setdefault(size, [])
         # Always the first that is free: its pages are there, and likelier than others in a cache.
-        slot = next((each for each in slots if not self._segments[each.segment].in_use(each.place)), None)
+        slot = next((each for each in slots if not self._slabs[each.slab].in_use(each.place)), None)
         if slot is None:
             slot = self._grow(size)
-        segment = self._segments[slot.segment]
-        segment.mark(slot.place, _IN_USE)
-        return slot, segment.tensor(slot.place, numel, dtype)
+        slab = self._slabs[slot.slab]
+        slab.mark(slot.place, _IN_USE)
+        return slot, slab.tensor(slot.place, numel, dtype)
 
     def _grow(self, size: int) -> Slot:
         if self._file is None:
             self._file = os.memfd_create("hetmesh", os.MFD_CLOEXEC)
-        start, length = self._size, segment_bytes(size)
+        start, length = self._size, slab_bytes(size)
         self._size += length
         os.ftruncate(self._file, self._size)  # pages come when they are written to
-        self._segments[start] = Segment(self._file, start, size)
+        self._slabs[start] = Slab(self._file, start, size)
         added = [Slot(self._file, start, place) for place in range(_slots(size))]
         self._by_size[size] += added
         return added[0]
@@ -92,7 +92,7 @@ class Outgoing:
     @property
     def unread(self) -> int:
         """Messages that have not been released yet."""
-        return sum(self._segments[s.segment].in_use(s.place) for slots in self._by_size.values() for s in slots)
+        return sum(self._slabs[s.slab].in_use(s.place) for slots in self._by_size.values() for s in slots)
 
     @property
     def bytes(self) -> int:
@@ -104,7 +104,7 @@ class Outgoing:
         if self._file is not None:
             os.close(self._file)
         self._file = None
-        self._segments.clear()
+        self._slabs.clear()
         self._by_size.clear()
 
 
@@ -117,30 +117,30 @@ class Incoming:
 
     def __init__(self, process: int) -> None:
         self._process = process
-        self._segments: dict[int, Segment] = {}
+        self._slabs: dict[int, Slab] = {}
 
     def read(self, slot: Slot, numel: int, dtype: torch.dtype) -> Tensor:
         """The message where it lies; `release` must follow."""
-        if slot.segment not in self._segments:
+        if slot.slab not in self._slabs:
             file = os.open(path(self._process, slot.file), os.O_RDWR | os.O_CLOEXEC)
             try:
-                self._segments[slot.segment] = Segment(file, slot.segment, _slot_bytes(numel * dtype.itemsize))
+                self._slabs[slot.slab] = Slab(file, slot.slab, _slot_bytes(numel * dtype.itemsize))
             finally:
                 os.close(file)
-        return self._segments[slot.segment].tensor(slot.place, numel, dtype)
+        return self._slabs[slot.slab].tensor(slot.place, numel, dtype)
 
     def release(self, slot: Slot) -> None:
         """The message has been read: its slot may be written to again."""
-        self._segments[slot.segment].mark(slot.place, _FREE)
+        self._slabs[slot.slab].mark(slot.place, _FREE)
 
 
-def segment_bytes(slot_bytes: int) -> int:
-    """Bytes of a segment with slots of that size."""
+def slab_bytes(slot_bytes: int) -> int:
+    """Bytes of a slab with slots of that size."""
     return _HEADER + _slots(slot_bytes) * slot_bytes
 
 
 def _slots(slot_bytes: int) -> int:
-    return max(_SEGMENT // slot_bytes, 1)
+    return max(_SLAB // slot_bytes, 1)
 
 
 def path(process: int, file: int) -> str:
