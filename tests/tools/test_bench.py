@@ -190,7 +190,7 @@ def test_frozen_aware_and_blind_cuts_differ(load, monkeypatch):
     frozen = load("benchmarks.frozen")
     monkeypatch.setattr(frozen, "simulated", list)
     # What two busy cores do to each other is measured, and on a loaded machine may be anything: here it is given.
-    monkeypatch.setattr(frozen, "busy_slowdown", lambda rounds: (1.0, 1.0 + 0.1 * bool(list(rounds))))
+    monkeypatch.setattr(frozen, "busy_slowdown", lambda rounds, **_: (1.0, 1.0 + 0.1 * bool(list(rounds))))
     result = frozen.run(options(frozen, "--steps", "1", "--width", "16", "--microbatches", "6"))
     assert result["cuts"]["blind"][0] == [layer for layer in result["cuts"]["aware"][0] if "vision/" in layer]
     assert result["speedup_theory"] > 1
