@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 HEADER = 4096
 """Bytes that are read at once by who wants a header only; of an image they hold its size, unless it begins with a
@@ -67,8 +67,8 @@ class _Raw(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
-    def readinto(self, buffer: object) -> int:
-        view = memoryview(buffer)[: max(self._length - self._at, 0)]  # type: ignore[call-overload]
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(self._length - self._at, 0)]
         self._file.seek(self._first + self._at)
         count = self._file.readinto(view) or 0
         self._at += count
