@@ -143,6 +143,7 @@ def test_large_messages_are_the_same_and_counted_the_same_either_way(pool4):
 SCRIPT = textwrap.dedent("""
     import sys, time, torch, hetmesh
     from hetmesh import Layout, MeshSpec
+    from hetmesh.errors import BoundaryError
     from torch.distributed.tensor import Shard
     world = hetmesh.init()
     src, dst = (Layout(MeshSpec.make([r], dp=1), (Shard(0),)) for r in (0, 1))
@@ -164,3 +165,38 @@ def test_a_rank_whose_script_ends_waits_until_its_messages_are_read(tmp_path):
     done = subprocess.run(run, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("arrived") == 1
+
+
+UNREAD = textwrap.dedent("""
+    import os, sys, torch, hetmesh
+    from hetmesh import Layout, MeshSpec
+    from hetmesh.errors import BoundaryError
+    from torch.distributed.tensor import Shard
+    world = hetmesh.init(timeout=1.0)
+    src, dst = (Layout(MeshSpec.make([r], dp=1), (Shard(0),)) for r in (0, 1))
+    if world.rank == 0:
+        x = torch.arange(1000.0)
+        hetmesh.redistribute(x, dst, src=src, shape=(1000,), dtype=torch.float32, requires_grad=False)
+        world.close()
+        open(sys.argv[1], "w").close()
+    else:
+        import time
+        while not os.path.exists(sys.argv[1]):
+            time.sleep(0.05)
+        try:
+            hetmesh.redistribute(None, dst, src=src, shape=(1000,), dtype=torch.float32, requires_grad=False)
+        except BoundaryError as error:
+            print("said:", error, flush=True)
+        os._exit(0)
+""")
+
+
+@pytest.mark.slow
+def test_messages_that_nobody_reads_are_told_and_their_reader_hears_why(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(UNREAD)
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
+    run.append(str(tmp_path / "closed"))
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert "rank 0 ends, and 1 of its messages were not read within 1 s" in done.stderr
+    assert "rank 0 ended before its message was read" in done.stdout

@@ -1,5 +1,7 @@
 """hetmesh.redistribute on real processes and random layouts: content, exact adjoint, and bytes counted by the log."""
 
+import copy
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -11,16 +13,20 @@ from hetmesh.boundary import World, backward, redistribute
 from hetmesh.testing import bounds, executor, strategies
 
 ITEMSIZE = 8
-SHARED = st.booleans()  # whether messages go through shared memory, as they do on one host, or through gloo
+HOSTS = st.sampled_from([(4, 8), (2,), (1,)])  # ranks per host: messages within one go through shared memory
 TRANSPORTS = st.sampled_from(["auto", "auto", "p2p", "all_to_all"])
 
 
-def cross(rank, pair, transport, shared):
-    """One boundary there and back, through shared memory or gloo; returns what this rank saw."""
+def cross(rank, pair, transport, per_host):
+    """One boundary there and back, as if so many ranks were on each host; returns what this rank saw."""
     world = World.current()
     world.connect()
     world.log.clear()
-    neighbours, world.neighbours = world.neighbours, world.neighbours if shared else None
+    neighbours = world.neighbours
+    if world.size not in per_host:
+        world.neighbours = copy.copy(neighbours)
+        near = {peer: box for peer, box in neighbours._outboxes.items() if peer // per_host[0] == rank // per_host[0]}
+        world.neighbours._outboxes, world.neighbours.everyone = near, False
     try:
         return there_and_back(rank, world, pair, transport)
     finally:
@@ -83,7 +89,7 @@ def _held_once(pair):
 
 @pytest.mark.slow
 @settings(max_examples=28, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(cases=st.lists(st.tuples(strategies.layout_pairs(4), TRANSPORTS, SHARED), min_size=8, max_size=8))
+@given(cases=st.lists(st.tuples(strategies.layout_pairs(4), TRANSPORTS, HOSTS), min_size=8, max_size=8))
 def test_random_layouts_on_four_processes(pool4, cases):
     """>= 200 pairs (28 x 8) on real processes."""
     for (pair, *_), results in zip(cases, pool4.run_many(cross, cases), strict=True):
@@ -92,7 +98,7 @@ def test_random_layouts_on_four_processes(pool4, cases):
 
 @pytest.mark.slow
 @settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(cases=st.lists(st.tuples(strategies.layout_pairs(8), TRANSPORTS, SHARED), min_size=8, max_size=8))
+@given(cases=st.lists(st.tuples(strategies.layout_pairs(8), TRANSPORTS, HOSTS), min_size=8, max_size=8))
 def test_random_layouts_on_eight_processes(pool8, cases):
     """>= 60 pairs (8 x 8) on real processes."""
     for (pair, *_), results in zip(cases, pool8.run_many(cross, cases), strict=True):

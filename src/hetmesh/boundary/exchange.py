@@ -269,7 +269,10 @@ class _Pending:
         assert letter is not None
         if letter.numel != part.numel:
             raise BoundaryError(f"{self.label}: rank {part.peer} sent {letter.numel} elements for {part.numel}")
-        message = near.read(letter, self.dtype)
+        try:
+            message = near.read(letter, self.dtype)
+        except OSError as error:
+            raise BoundaryError(f"{self.label}: rank {part.peer} ended before its message was read: {error}") from error
         self._put(part, message, int(message.storage_offset()), add=add)
         near.release(letter)
 

@@ -105,8 +105,12 @@ class World:
         """Let go of the neighbours, once they have read what this rank sent; after an error without waiting."""
         if self.neighbours is not None:
             failed = sys.exception() is not None or getattr(sys, "last_type", None) is not None
-            self.neighbours.close(0.0 if failed else min(self.timeout, _PARTING))
+            patience = 0.0 if failed else min(self.timeout, _PARTING)
+            unread = self.neighbours.close(patience)
             self.neighbours = None
+            if unread and not failed:
+                told = f"rank {self.rank} ends, and {unread} of its messages were not read within {patience:g} s"
+                print(told, file=sys.stderr, flush=True)
             atexit.unregister(self._part)
 
     def group(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
