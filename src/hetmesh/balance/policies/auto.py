@@ -1,0 +1,44 @@
+"""Choosing per batch: several balancers are run, a scoring function says which result is fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hetmesh.balance.assignment import Assignment
+from hetmesh.balance.loads import BatchLoads, Slots
+from hetmesh.balance.pipeline import Score, pipeline_score
+from hetmesh.balance.policies.entrain import entrain
+from hetmesh.balance.policies.none import none
+from hetmesh.balance.policies.two_dim import two_dim
+
+
+MARGIN = 0.005  # a later candidate must be faster by this; the first ones hold fewer rows or are simpler to read
+
+
+def auto(loads: BatchLoads, slots: Slots, score: Score | None = None) -> Assignment:
+    """The fastest of the candidates, or an earlier one that is as fast up to `MARGIN`.
+
+    Args:
+        score: what a step takes with an assignment; None: `pipeline_score`.
+    """
+    score = score or pipeline_score(loads, slots)
+    best: tuple[float, Assignment] | None = None
+    for found in candidates(loads, slots):
+        length = score(found)
+        if best is None or length < best[0] * (1 - MARGIN):
+            best = length, found
+    assert best is not None
+    return replace(best[1], policy=f"auto: {best[1].policy}")
+
+
+def candidates(loads: BatchLoads, slots: Slots) -> Iterator[Assignment]:
+    """What `auto` chooses from. The other policies were never faster than all of these by 1% on any law of
+    `tools/bench.py balance`."""
+    if slots.deferral:
+        yield two_dim(loads, replace(slots, deferral=False))
+    found = two_dim(loads, slots)
+    yield replace(found, policy="two_dim with deferral") if slots.deferral else found
+    if slots.deferral:
+        yield entrain(loads, slots)
+    yield none(loads, slots)
