@@ -14,8 +14,8 @@ import numpy as np
 
 from hetmesh.balance.matching import bottleneck_matching
 
-MOVABLE = 12  # samples of one microbatch among which a subset is sought: 4,096 sums; the heaviest and the lightest
-FORBIDDEN = 1 << 60
+MOVABLE = 8  # samples of one microbatch among which a subset is sought (256 sums): all, or its heaviest and lightest
+FORBIDDEN = 1 << 55  # a load that no microbatch has; times MOVABLE it is still a whole number of 64 bits
 
 
 @dataclass(frozen=True)
@@ -48,23 +48,28 @@ def defer(
     half = len(members) // 2
     loads = np.array([int(work[list(m)].sum()) for m in members], np.int64)
     heaviest = np.argsort(-loads, kind="stable")
-    over, under = heaviest[:half].tolist(), heaviest[len(members) - half :].tolist()
+    over, under = heaviest[:half], heaviest[len(members) - half :]
     alone = heaviest[half : len(members) - half].tolist()
     if not half:
         return Pairing(tuple(alone), ())
-    held = None if tokens is None or cap is None else (tokens, [int(tokens[list(members[u])].sum()) for u in under], cap)
-    costs, subsets, movable = [], [], []
-    for o in over:
-        chosen = _movable(members[o], work)
-        cost, subset = _handovers(loads[o], loads[under], chosen, work, held)
-        costs.append(cost)
-        subsets.append(subset)
-        movable.append(chosen)
-    partner = bottleneck_matching(np.array(costs))
+    movable = [_movable(members[o], work) for o in over.tolist()]
+    width = max(map(len, movable))
+    table = np.array([samples + [-1] * (width - len(samples)) for samples in movable], np.int64).reshape(half, width)
+    real = table >= 0
+    sums = _subset_sums(np.where(real, work[table], 0))
+    after = np.maximum(loads[over][:, None, None] - sums[:, None], loads[under][None, :, None] + sums[:, None])
+    if tokens is not None and cap is not None:
+        held = np.array([int(tokens[list(members[u])].sum()) for u in under.tolist()])
+        moved = _subset_sums(np.where(real, tokens[table], 0))
+        fits = (held[None, :, None] + moved[:, None] <= cap) | (moved == 0)[:, None]
+        after = np.where(fits, after, FORBIDDEN)
+    # Of equally good handovers the one that moves fewest samples.
+    best = (after * (MOVABLE + 1) + _subset_sums(real.astype(np.int64))[:, None]).argmin(2)
+    partner = bottleneck_matching(np.take_along_axis(after, best[..., None], 2)[..., 0])
     order, deferred = [], []
-    for i, o in enumerate(over):
-        order += [o, under[partner[i]]]
-        bits = int(subsets[i][partner[i]])
+    for i, o in enumerate(over.tolist()):
+        order += [o, int(under[partner[i]])]
+        bits = int(best[i, partner[i]])
         deferred += [sample for place, sample in enumerate(movable[i]) if bits >> place & 1]
     return Pairing((*order, *alone), tuple(deferred))
 
@@ -75,29 +80,10 @@ def _movable(members: Sequence[int], work: np.ndarray) -> list[int]:
     return heavy if len(heavy) <= MOVABLE else heavy[:half] + heavy[-half:]
 
 
-def _handovers(
-    load: np.int64,
-    takers: np.ndarray,
-    movable: Sequence[int],
-    work: np.ndarray,
-    held: tuple[np.ndarray, list[int], int] | None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """For each taker the larger load of the two after the best handover, and which of `movable` that is, as bits. Of
-    equally good ones the one that moves fewest samples."""
-    sums = _subset_sums([int(work[i]) for i in movable])
-    moved = _subset_sums([1] * len(movable))
-    after = np.maximum(load - sums[None, :], takers[:, None] + sums[None, :])
-    if held is not None:
-        tokens, inside, cap = held
-        total = np.array(inside)[:, None] + _subset_sums([int(tokens[i]) for i in movable])[None, :]
-        after = np.where((total <= cap) | (sums == 0)[None, :], after, FORBIDDEN)
-    best = (after * (MOVABLE + 1) + moved[None, :]).argmin(1)
-    return after[np.arange(len(takers)), best], best
-
-
-def _subset_sums(values: Sequence[int]) -> np.ndarray:
-    """The sum of each subset; bit i of its index says whether value i is in it."""
-    sums = np.zeros(1, np.int64)
-    for value in values:
-        sums = np.concatenate([sums, sums + value])
+def _subset_sums(values: np.ndarray) -> np.ndarray:
+    """The sum of each subset of each row of `values` `[rows, n]`, `[rows, 2**n]`; bit i of its index says whether value
+    i is in it."""
+    sums = np.zeros((len(values), 1), np.int64)
+    for i in range(values.shape[1]):
+        sums = np.concatenate([sums, sums + values[:, i : i + 1]], 1)
     return sums

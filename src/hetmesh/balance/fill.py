@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -82,6 +83,7 @@ def least_loaded(
     return out
 
 
+@lru_cache(maxsize=512)
 def scrambled(count: int, seed: int) -> np.ndarray:
     """A fixed permutation of `count` numbers for each `seed`: equal on every machine and under every version of numpy.
 
@@ -90,4 +92,6 @@ def scrambled(count: int, seed: int) -> np.ndarray:
     x = np.arange(count, dtype=np.uint64) + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(x ^ (x >> np.uint64(31)), kind="stable")
+    out = np.argsort(x ^ (x >> np.uint64(31)), kind="stable")
+    out.setflags(write=False)  # it is cached
+    return out

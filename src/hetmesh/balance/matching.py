@@ -11,16 +11,21 @@ def bottleneck_matching(cost: np.ndarray) -> list[int]:
     Binary search over the costs that occur; for each, whether the pairs that cost no more hold a perfect matching, by
     augmenting paths (Kuhn). As in Entrain (arXiv 2605.27918).
     """
-    values = np.unique(cost)
-    low, high = 0, len(values) - 1
-    best = _perfect(cost, values[high]) if len(values) else []
+    if not len(cost):
+        return []
+    least = max(cost.min(0).max(), cost.min(1).max())  # every row and every column needs a partner
+    values = np.unique(cost[cost >= least])
+    best = _perfect(cost, values[0])  # enough, nearly always
+    if best is not None:
+        return best
+    low, high = 1, len(values) - 1  # the largest always suffices
     while low < high:
         middle = (low + high) // 2
-        found = _perfect(cost, values[middle])
-        if found is None:
+        if _perfect(cost, values[middle]) is None:
             low = middle + 1
         else:
-            high, best = middle, found
+            high = middle
+    best = _perfect(cost, values[low])
     assert best is not None, "all pairs together hold a perfect matching"
     return best
 

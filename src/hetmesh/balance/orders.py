@@ -10,6 +10,7 @@ from hetmesh.balance.pipeline import step_lengths
 
 RANDOM = 12  # random orders among the first candidates
 CHANGED = 20  # orders derived from the best one in each later round
+MANY = 64  # groups of lanes above which only the first candidates are tried, without random ones
 
 
 def best_orders(
@@ -43,9 +44,10 @@ def best_orders(
 def _searched(
     work: np.ndarray, pooled: np.ndarray, slots: Slots, unit: int, late: np.ndarray | None, rounds: int
 ) -> np.ndarray:
-    candidates = _first(pooled)
+    few = len(pooled) <= MANY
+    candidates = _first(pooled, RANDOM if few else 0)
     best, length = _score(work, candidates, slots, unit, late)
-    for i in range(rounds):
+    for i in range(rounds if few else 0):
         changed = np.stack([_changed(best, 97 * i + j) for j in range(CHANGED)])
         found, shorter = _score(work, changed, slots, unit, late)
         better = shorter < length
@@ -54,7 +56,7 @@ def _searched(
     return _windows(best, unit, work.shape[1])
 
 
-def _first(pooled: np.ndarray) -> np.ndarray:
+def _first(pooled: np.ndarray, randoms: int) -> np.ndarray:
     """Candidates `[orders, groups, units]`: as given, by each module's work and by their sum, also as pyramids and
     valleys, by how much the encoders have more (Johnson's rule for two machines), and random ones."""
     groups, units, modules = pooled.shape
@@ -65,7 +67,7 @@ def _first(pooled: np.ndarray) -> np.ndarray:
         rising = np.argsort(key, axis=1, kind="stable")
         pyramid = np.concatenate([rising[:, ::2], rising[:, 1::2][:, ::-1]], 1)
         out += [rising, rising[:, ::-1], pyramid, np.roll(pyramid, units // 2, 1)]
-    out += [np.tile(scrambled(units, seed), (groups, 1)) for seed in range(RANDOM)]
+    out += [np.tile(scrambled(units, seed), (groups, 1)) for seed in range(randoms)]
     return np.stack(out)
 
 
