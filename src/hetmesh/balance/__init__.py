@@ -5,7 +5,8 @@ from hetmesh.balance.assignment import Assignment, Spread, spread
 from hetmesh.balance.batch_plan import BatchPlan, Lanes
 from hetmesh.balance.loads import BatchLoads, Slots
 from hetmesh.balance.pipeline import Score, pipeline_score
-from hetmesh.balance.plan_batch import POLICIES, plan_batch
+from hetmesh.balance.plan_batch import plan_batch
+from hetmesh.balance.policies import POLICIES
 from hetmesh.balance.routes import EdgeLayouts, boundary_layouts, edge_layouts, row_space
 
 __all__ = [

@@ -78,7 +78,7 @@ class Spread:
 
     Attributes:
         mean, largest: work of one microbatch on one lane.
-        deviation: standard deviation over all of them.
+        deviation: standard deviation over those that hold a sample.
         over_mean: largest over mean; 1.0 where there is no work.
         over_bound: largest over what no assignment can go below: the larger of the mean and of the largest sample.
     """
@@ -97,7 +97,8 @@ def spread(loads: BatchLoads, assignment: Assignment) -> dict[str, Spread]:
         mean, largest = float(bins.mean()), int(bins.max())
         bound = max(mean, int(loads.work[:, i].max(initial=0)))
         ratios = (largest / mean, largest / bound) if mean else (1.0, 1.0)
-        out[name] = Spread(mean, largest, float(bins.std()), *ratios)
+        used = bins[assignment.counts[i] > 0]
+        out[name] = Spread(mean, largest, float(used.std()) if used.size else 0.0, *ratios)
     return out
 
 

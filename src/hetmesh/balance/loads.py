@@ -110,6 +110,8 @@ class Slots:
         for name in ("lanes", "microbatches", "stages"):
             if min(getattr(self, name)) < 1:
                 raise GraphError(f"balance: {name} must be positive, got {getattr(self, name)}")
+        if self.equal_counts and self.deferral:
+            raise GraphError("balance: deferral changes how many samples a microbatch has; not with equal counts")
         for i, affinity in enumerate(self.affinity):
             if affinity is not None and np.shape(affinity) != (self.lanes[i], self.lanes[-1]):
                 raise GraphError(

@@ -43,7 +43,7 @@ def resplit(
     count, capacity = bins.shape
     pooled = min(capacity, POOLED)
     bins, modules = bins.copy(), load.shape[1]
-    if count < 2 or not modules:
+    if count < 2 or not capacity or not modules:
         return bins
     values = np.zeros((modules, max(int(bins.max()) + 1, len(load))))
     values[:, : len(load)] = load.T
