@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -10,6 +11,12 @@ import numpy as np
 from hetmesh.balance.fill import SCALE, scrambled
 
 POOLED = 4  # samples of each bin; 5 would score 126 ways for a result that was no better per second
+PEAK_ROUNDS = 24
+PEAK = 0.01  # by how much a bin may be over its limit before it counts as a peak
+
+Cost = Callable[[int, np.ndarray, np.ndarray], np.ndarray]
+"""(module, load of the first bin minus that of the second `[ways, pairs]`, their sum `[pairs]`) -> what is minimised, a
+term per module `[ways, pairs]`."""
 
 
 def resplit(
@@ -21,6 +28,8 @@ def resplit(
     group: np.ndarray | None = None,
     tolerance: float = 0.0,
     equal_counts: bool = False,
+    limit: np.ndarray | None = None,
+    seed: int = 0,
 ) -> np.ndarray:
     """`bins` with less difference between them: a local search by exchanges between two bins at a time.
 
@@ -36,49 +45,120 @@ def resplit(
         group: int64 `[bins]`: exchanges stay inside a group of bins; None: one group.
         tolerance: stop when no bin is further above its target, relative to `SCALE`, or holds one sample alone.
         equal_counts: counts of samples differ by no more than one, and stay so.
+        limit: int64 `[modules]`: no bin gets further beyond it than it has to (`lower_peaks`).
+        seed: of the random pairs.
 
     Returns:
         int64 `[bins, capacity]`.
     """
     count, capacity = bins.shape
-    pooled = min(capacity, POOLED)
-    bins, modules = bins.copy(), load.shape[1]
-    if count < 2 or not capacity or not modules:
-        return bins
-    values = np.zeros((modules, max(int(bins.max()) + 1, len(load))))
-    values[:, : len(load)] = load.T
-    excess = values[:, bins].sum(2)  # [modules, bins]
-    if target is not None:
-        excess -= target.T
-    limit = tolerance * SCALE + (0 if target is not None else excess.mean(1, keepdims=True))
-    signs, members = _splits(pooled)
-    for i in range(rounds):
-        if tolerance and i % 4 == 0 and _good(excess, limit, values, bins):
+    if count < 2 or not capacity or not load.shape[1]:
+        return bins.copy()
+    state = _State(load, bins, target, equal_counts)
+    enough = tolerance * SCALE + (0 if target is not None else state.excess.mean(1, keepdims=True))
+    cost = _squared if limit is None else _guarded(limit)
+    for i in range(seed, seed + rounds):
+        if tolerance and i % 4 == 0 and state.settled(enough):
             break
-        first, second = _pairs(excess, i, group)
-        mine, theirs = (scrambled(capacity, 2 * i + side)[:pooled] for side in (0, 1))
+        first, second = _pairs(state.excess, i, group)
+        columns = [scrambled(capacity, 2 * i + side)[: state.pooled] for side in (0, 1)]
+        state.exchange(first, second, columns[0], columns[1], cost)
+    return state.bins
+
+
+def lower_peaks(load: np.ndarray, bins: np.ndarray, limit: np.ndarray, *, equal_counts: bool = False) -> np.ndarray:
+    """`bins` whose fullest hold less, at the price of others: squares alone trade one high bin for many good ones.
+
+    Bins over the limit are paired with others, now those with least load, now random ones; what counts is the squared
+    load beyond the limit, then the squared difference.
+
+    Args:
+        limit: int64 `[modules]`: what no bin need exceed: the mean load, or the largest sample.
+    """
+    count, capacity = bins.shape
+    if count < 2 or not capacity:
+        return bins.copy()
+    state = _State(load, np.sort(bins, axis=1), None, equal_counts)
+    bound, cost = limit[:, None].astype(np.float64), _guarded(limit)
+    for i in range(PEAK_ROUNDS):
+        beyond = (state.excess / bound).max(0)
+        high = np.flatnonzero(beyond > 1 + PEAK)[: count // 2]
+        if not len(high):
+            break
+        high = high[np.argsort(-beyond[high], kind="stable")]
+        rest = np.setdiff1d(np.arange(count), high)
+        by_load = np.argsort((state.excess[:, rest] / bound).sum(0), kind="stable")
+        partner = rest[by_load if i % 3 == 0 else scrambled(len(rest), 3000 + i)][: len(high)]
+        # Samples come first in their rows, so the first places pool as many as they can; then any.
+        seeds = (7000 + 2 * i, 7001 + 2 * i)
+        columns = [scrambled(capacity, s)[: state.pooled] if i % 2 else np.arange(state.pooled) for s in seeds]
+        state.exchange(high[: len(partner)], partner, columns[0], columns[1], cost)
+        state.bins.sort(axis=1)
+    return state.bins
+
+
+def _squared(module: int, difference: np.ndarray, total: np.ndarray) -> np.ndarray:
+    return difference * difference
+
+
+def _guarded(limit: np.ndarray) -> Cost:
+    """What the fuller bin has beyond `limit` first, then the difference."""
+
+    def cost(module: int, difference: np.ndarray, total: np.ndarray) -> np.ndarray:
+        beyond = np.maximum(total + np.abs(difference) - 2 * float(limit[module]), 0.0)
+        return 1e6 * beyond * beyond + difference * difference
+
+    return cost
+
+
+class _State:
+    """Bins while they are improved.
+
+    Attributes:
+        values: float64 `[modules, samples]`, 0 for nobody.
+        excess: float64 `[modules, bins]`: load of each bin, less its target.
+    """
+
+    def __init__(self, load: np.ndarray, bins: np.ndarray, target: np.ndarray | None, equal_counts: bool) -> None:
+        self.bins, self.samples, self.equal_counts = bins.copy(), len(load), equal_counts
+        self.pooled = min(bins.shape[1], POOLED)
+        self.values = np.zeros((load.shape[1], max(int(bins.max()) + 1, len(load))))
+        self.values[:, : len(load)] = load.T
+        self.excess = self.values[:, bins].sum(2)
+        if target is not None:
+            self.excess -= target.T
+
+    def exchange(self, first: np.ndarray, second: np.ndarray, mine: np.ndarray, theirs: np.ndarray, cost: Cost) -> None:
+        """Split what `first` holds in the places `mine` and `second` in `theirs` again, each pair for itself."""
+        bins, excess, pooled = self.bins, self.excess, self.pooled
+        signs, members = _splits(pooled)
         both = np.concatenate([bins[first][:, mine], bins[second][:, theirs]], 1).T  # [2 pooled, pairs]
-        cost = np.zeros((len(signs), len(first)))
-        for m in range(modules):
-            value = values[m][both]
+        total_cost = np.zeros((len(signs), len(first)))
+        for m in range(len(self.values)):
+            value = self.values[m][both]
             rest = excess[m, first] - excess[m, second] - value[:pooled].sum(0) + value[pooled:].sum(0)
             difference = signs @ value
             difference += rest
-            difference *= difference
-            cost += difference
-        if equal_counts:
-            count_of = np.where(both < len(load), 1.0, 0.0)
-            rest = (bins[first] < len(load)).sum(1) - count_of[:pooled].sum(0)
-            rest -= (bins[second] < len(load)).sum(1) - count_of[pooled:].sum(0)
-            cost[np.abs(signs @ count_of + rest) > 1] = np.inf
-        chosen = members[:, cost.argmin(0)]
-        new = np.take_along_axis(both, chosen, 0)
+            total_cost += cost(m, difference, excess[m, first] + excess[m, second])
+        if self.equal_counts:
+            real = np.where(both < self.samples, 1.0, 0.0)
+            rest = (bins[first] < self.samples).sum(1) - real[:pooled].sum(0)
+            rest -= (bins[second] < self.samples).sum(1) - real[pooled:].sum(0)
+            total_cost[np.abs(signs @ real + rest) > 1] = np.inf
+        new = np.take_along_axis(both, members[:, total_cost.argmin(0)], 0)
         bins[first[:, None], mine] = new[:pooled].T
         bins[second[:, None], theirs] = new[pooled:].T
-        gained = values[:, new[:pooled]].sum(1) - values[:, both[:pooled]].sum(1)
+        gained = self.values[:, new[:pooled]].sum(1) - self.values[:, both[:pooled]].sum(1)
         excess[:, first] += gained
         excess[:, second] -= gained
-    return bins
+
+    def settled(self, limit: np.ndarray | float) -> bool:
+        """Whether every bin within which samples could be exchanged is within `limit`."""
+        over = (self.excess > limit).any(0)
+        if not over.any():
+            return True
+        several = (self.values[:, self.bins[over]].sum(0) > 0).sum(1) > 1
+        return not bool(several.any())
 
 
 @lru_cache(maxsize=8)
@@ -106,11 +186,3 @@ def _pairs(excess: np.ndarray, i: int, group: np.ndarray | None) -> tuple[np.nda
     place = np.arange(count) - start
     low = place < size // 2
     return order[low], order[(start + size - 1 - place)[low]]
-
-
-def _good(excess: np.ndarray, limit: np.ndarray | float, values: np.ndarray, bins: np.ndarray) -> bool:
-    over = (excess > limit).any(0)
-    if not over.any():
-        return True
-    several = (values[:, bins[over]].sum(0) > 0).sum(1) > 1
-    return not bool(several.any())
