@@ -1,5 +1,7 @@
 """Every balancer on drawn batches: each sample once, caps held, the same result whatever the order of the input."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -48,10 +50,11 @@ def _cap(rng, column, bins):
     return int(2 * max(column.sum() / bins, column.max())) + 1
 
 
-def test_a_thousand_batches():
+@pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 1000), marks=pytest.mark.slow)], ids=len)
+def test_a_thousand_batches(seeds):
     rng = np.random.default_rng(0)
     kinds = {"deferred": 0, "capped": 0, "three": 0, "text": 0, "equal": 0}
-    for seed in range(1000):
+    for seed in seeds:
         loads, slots = drawn(seed)
         policy = NAMES[seed % len(NAMES)] if seed % 3 else "entrain"
         found = assign(loads, slots, policy)
@@ -66,7 +69,7 @@ def test_a_thousand_batches():
         kinds["three"] += len(loads.modules) == 3
         kinds["text"] += len(loads) > 0 and len(loads.modules) > 1 and not loads.work[:, :-1].any()
         kinds["equal"] += slots.equal_counts
-    assert min(kinds.values()) > 30, kinds
+    assert min(kinds.values()) > len(seeds) // 40, kinds
 
 
 def _holds(loads, slots, found):
@@ -163,8 +166,6 @@ def test_a_free_number_of_microbatches_makes_room_for_a_cap():
     slots = Slots((1, 1), (8, 8), max_tokens=(None, 25))
     with pytest.raises(GraphError, match=r"'llm': 320 tokens in 8 microbatches of 1 lanes, max_tokens 25"):
         assign(loads, slots, "two_dim")
-    from dataclasses import replace
-
     assert assign(loads, replace(slots, free=True), "two_dim").microbatches == (16, 16)
 
 

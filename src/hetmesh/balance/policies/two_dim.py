@@ -49,8 +49,8 @@ def balanced(loads: BatchLoads, slots: Slots) -> np.ndarray:
 
 
 def exchanges(bins: int) -> int:
-    """Rounds of exchanges: fewer for more bins, where they cost more and a good partner is sooner found."""
-    return min(64, 24 + 8192 // bins)
+    """Rounds of exchanges: few for few bins, which have few partners, and for many, where a good one is soon found."""
+    return min(16 + 2 * bins, 64, 24 + 8192 // bins)
 
 
 def arranged(loads: BatchLoads, slots: Slots, bins: np.ndarray) -> Assignment:
