@@ -13,7 +13,7 @@ from hetmesh.balance.loads import BatchLoads, Slots
 from hetmesh.balance.resplit import lower_peaks, resplit
 from hetmesh.balance.tables import from_table
 
-SPARE = 3  # empty places per bin beside the mean count: 2 to 6 give like results, 0 far worse ones
+SPARE = 2  # empty places per bin beside the mean count: 1 to 6 give like results, 0 far worse ones
 TOLERANCE = 0.002  # of the mean load; nobody sees a difference below
 GUARD = 1.05  # the last exchanges let no bin beyond this much of what the fullest has to hold
 
@@ -50,7 +50,7 @@ def balanced(loads: BatchLoads, slots: Slots) -> np.ndarray:
 
 def exchanges(bins: int) -> int:
     """Rounds of exchanges: few for few bins, which have few partners, and for many, where a good one is soon found."""
-    return min(16 + 2 * bins, 64, 24 + 8192 // bins)
+    return min(16 + 2 * bins, 64, 16 + 4096 // bins)
 
 
 def arranged(loads: BatchLoads, slots: Slots, bins: np.ndarray) -> Assignment:
