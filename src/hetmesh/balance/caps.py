@@ -74,7 +74,7 @@ class _Held:
         return False
 
     def exchange_one(self, samples: Iterable[int], cap: int, reach: np.ndarray) -> bool:
-        """Exchange one of `samples` for a smaller one of another bin that then keeps its caps; whether there was one."""
+        """Exchange one of `samples` for a smaller one of a bin that then keeps its caps; whether there was one."""
         bins, sizes = self.bins, self.sizes
         for sample in samples:
             partners = np.flatnonzero(reach[bins] & (sizes[:, cap] < sizes[sample, cap]))
