@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hetmesh.balance import BatchPlan
 from hetmesh.data.loader import TRAIN, VALIDATION, DrawnSample
 from hetmesh.data.payloads import Direct, InWorkers, Payloads, Sources
-from hetmesh.data.registry import make_source
+from hetmesh.data.registry import recipe_source
 from hetmesh.errors import HetmeshError, RecipeError
 from hetmesh.schedule import Schedule
 from hetmesh.training.feed import Feed
@@ -32,13 +32,7 @@ def open_payloads(recipe: Recipe) -> Payloads:
         RecipeError: the data source cannot be made.
     """
     keys = recipe.data
-    held_out = {**keys.options, "split": "validation"}
-    sources = Sources(
-        {
-            TRAIN: partial(make_source, keys.source, **keys.options),
-            VALIDATION: partial(make_source, keys.source, **held_out),
-        }
-    )
+    sources = Sources({TRAIN: partial(recipe_source, keys), VALIDATION: partial(recipe_source, keys, "validation")})
     if not keys.num_workers:
         return Direct(sources)
     sources[TRAIN]  # made now, forked workers share them
