@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetmesh.cost import StageCost, StepCosts, TransferCost
-from hetmesh.graph import BoundarySpec, ModuleGraph, StageGraph, stage_graph
+from hetmesh.graph import BoundarySpec, ModuleGraph, Route, StageGraph, stage_graph
 from hetmesh.schedule import POLICIES, PolicyOptions, Schedule, validate
 from hetmesh.simulate import (
     CLASSES,
@@ -68,7 +68,7 @@ def random_costs(draw: st.DrawFn, schedule: Schedule) -> StepCosts:
     def pick(*key: object) -> float:
         return some[(sum(map(ord, str(key))) + salt) % len(some)]
 
-    counted = range(schedule.microbatches)
+    counted = range(schedule.routes.most)
     both = (*stages.edges, *(e.reversed for e in stages.edges))
     return StepCosts(
         {
@@ -78,7 +78,7 @@ def random_costs(draw: st.DrawFn, schedule: Schedule) -> StepCosts:
             for s in stages.stages
             for m in counted
         },
-        {(e, m): TransferCost(pick(e, m == 0), int(8 * pick(e))) for e in both for m in counted},
+        {Route(e, m, m): TransferCost(pick(e, m == 0), int(8 * pick(e))) for e in both for m in counted},
         {s: pick(s, "g") for s in stages.stages},
         {s: pick(s, "r") for s in stages.stages},
         {r: pick(r) for r in range(8)},
