@@ -1,4 +1,4 @@
-"""Random graphs, policies and costs: schedules run through, within their bounds, and every second has a class."""
+"""Random graphs, policies, routes and costs: schedules run through within bounds, and every second has a class."""
 
 import itertools
 import json
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetmesh.cost import StageCost, StepCosts, TransferCost
-from hetmesh.graph import BoundarySpec, ModuleGraph, Route, StageGraph, stage_graph
+from hetmesh.graph import BoundarySpec, ModuleGraph, StageGraph, stage_graph
 from hetmesh.schedule import POLICIES, PolicyOptions, Schedule, validate
 from hetmesh.simulate import (
     CLASSES,
@@ -23,6 +23,7 @@ from hetmesh.simulate import (
     simulate,
 )
 from hetmesh.simulate.timeline import rank_classes
+from hetmesh.testing.strategies import routes
 
 SECONDS = st.integers(0, 8).map(lambda n: n / 4)  # exact in binary: sums have no rounding
 
@@ -55,7 +56,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         offload=draw(st.booleans()),
         early=draw(st.booleans()),
     )
-    return POLICIES[policy](stages, draw(st.integers(1, 5)), draw(st.booleans()), options)
+    return POLICIES[policy](stages, draw(routes(stages)), draw(st.booleans()), options)
 
 
 @st.composite
@@ -69,7 +70,8 @@ def random_costs(draw: st.DrawFn, schedule: Schedule) -> StepCosts:
         return some[(sum(map(ord, str(key))) + salt) % len(some)]
 
     counted = range(schedule.routes.most)
-    both = (*stages.edges, *(e.reversed for e in stages.edges))
+    ways = [route for e in stages.edges for route in schedule.routes.along(e)]
+    ways += [route.reversed for route in ways]
     return StepCosts(
         {
             (s, m): StageCost(
@@ -78,7 +80,7 @@ def random_costs(draw: st.DrawFn, schedule: Schedule) -> StepCosts:
             for s in stages.stages
             for m in counted
         },
-        {Route(e, m, m): TransferCost(pick(e, m == 0), int(8 * pick(e))) for e in both for m in counted},
+        {r: TransferCost(pick(r.edge, r.source == 0), int(8 * pick(r.edge))) for r in ways},
         {s: pick(s, "g") for s in stages.stages},
         {s: pick(s, "r") for s in stages.stages},
         {r: pick(r) for r in range(8)},

@@ -140,7 +140,9 @@ def test_transfers_run_beside_work_or_stop_both_sides(overlap, makespan):
 
 def test_a_link_carries_one_transfer_at_a_time():
     stages = encoder_and_llm(module("vision", [0], 1, trainable=False), module("llm", [1], 1))
-    costs = equal_costs(stages, 4, ONE_TWO, transfers={Route(stages.edges[0], m, m): TransferCost(3.0) for m in range(4)})
+    costs = equal_costs(
+        stages, 4, ONE_TWO, transfers={Route(stages.edges[0], m, m): TransferCost(3.0) for m in range(4)}
+    )
     assert simulate(one_f_one_b(stages, 4), costs).makespan == 1 + 4 * 3 + 3
 
 

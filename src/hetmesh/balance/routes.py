@@ -1,4 +1,4 @@
-"""Routes in rows: which rows of a boundary go where. The layouts on both sides of every edge, as a BatchPlan fixes them."""
+"""Routes in rows: which rows of a boundary go where. The layouts on both sides of every edge, as a plan fixes them."""
 
 from __future__ import annotations
 

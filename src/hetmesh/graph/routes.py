@@ -92,7 +92,7 @@ class Routes(HashedOnce):
             counts = [microbatches.count(module) for module in ends]
             if ends not in microbatches._tables and counts[0] != counts[1]:
                 raise ScheduleError(
-                    f"boundary {ends[0]}->{ends[1]}: {counts[0]} microbatches cannot feed {counts[1]} of the same number"
+                    f"boundary {ends[0]}->{ends[1]}: {counts[0]} microbatches cannot feed {counts[1]} number by number"
                 )
         return microbatches
 

@@ -12,9 +12,9 @@ from hetmesh.graph import Edge, Route, Routes
 
 
 class RoutedRows:
-    """What one rank does with rows before they are sent and after they came, forward and backward alike: each side's
-    rows of a microbatch, in the order in which its module has them, are dealt out to the routes of an edge, and put back
-    into that order. Where an edge joins the same number on both sides there is nothing to do."""
+    """What one rank does with rows before they are sent and after they came, forward and backward alike: the rows of a
+    microbatch, in the order in which its module has them, are dealt out to the routes of an edge, and put back into
+    that order. Where an edge joins the same number on both sides there is nothing to do."""
 
     def __init__(self, plan: BatchPlan, routes: Routes, rank: int) -> None:
         self.plan, self.routes, self.rank = plan, routes, rank

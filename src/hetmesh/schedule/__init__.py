@@ -24,8 +24,7 @@ from hetmesh.schedule.zero_bubble import zero_bubble
 
 Policy = Callable[..., Schedule]
 """`policy(stages, microbatches, training=True, options=PolicyOptions())`: cached, validated, equal on every rank.
-`microbatches` are the `Routes` of a BatchPlan, or a number: so many in every module, and the same number on both sides of
-every edge."""
+`microbatches` are the `Routes` of a BatchPlan, or a number: so many in every module, and each feeds its own number."""
 
 POLICIES: dict[str, Policy] = {
     "sequential": sequential,

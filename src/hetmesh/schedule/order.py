@@ -154,7 +154,9 @@ class _Scheduler:
         return best
 
     def _ready(self, action: Action) -> float | None:
-        times = [self.finish.get(before) for before in compute_dependencies(action, self.stages, self.routes, self.split)]
+        times = [
+            self.finish.get(before) for before in compute_dependencies(action, self.stages, self.routes, self.split)
+        ]
         known = [time for time in times if time is not None]
         return max(known, default=0.0) if len(known) == len(times) else None
 

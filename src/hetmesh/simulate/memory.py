@@ -122,8 +122,8 @@ class _Facts:
 
 
 def peak_rows(plan: BatchPlan, schedule: Schedule) -> Mapping[Stage, int]:
-    """Per stage, the most rows that one of its lanes holds at a time: those its module emits, or the tokens of the sink,
-    of all microbatches between their forward and the end of their backward (`hetmesh.schedule.holding`)."""
+    """Per stage, the most rows that one of its lanes holds at a time: those its module emits, or the sink's tokens, of
+    all microbatches between their forward and the end of their backward (`hetmesh.schedule.holding`)."""
     graph = plan.graph
     rows: dict[str, list[np.ndarray]] = {}
     for name in graph.order:
