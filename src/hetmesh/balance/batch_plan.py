@@ -83,7 +83,7 @@ class BatchPlan:
             ends = boundary.source, boundary.destination
             if ends not in pairs and not self.in_step(*ends):
                 source, destination = (self.microbatch_of(name) for name in ends)
-                moved = np.array([self.rows(boundary, i) > 0 for i in range(len(self.samples))])
+                moved = np.array([self.rows(boundary, i) > 0 for i in range(len(self.samples))], bool)
                 if len(self.lanes[ends[0]]) != len(self.lanes[ends[1]]) or (source != destination)[moved].any():
                     pairs[ends] = zip(source[moved].tolist(), destination[moved].tolist(), strict=True)
         return Routes.make({name: len(self.lanes[name]) for name in self.graph.order}, pairs)
