@@ -43,6 +43,7 @@ def peak_bytes(schedule: Schedule, columns: Program) -> tuple[int, ...]:
         add(stage, size)
         add(stage, -size)
 
+    joined = facts.joined
     forward_edges = len(columns.sources) // 2
     for kind, target, m, to, size in zip(
         columns.kinds, columns.targets, columns.microbatches, columns.to, columns.bytes, strict=True
@@ -63,7 +64,8 @@ def peak_bytes(schedule: Schedule, columns: Program) -> tuple[int, ...]:
             continue
         at = target * count + m
         if kind == FORWARD:
-            join(target, facts.joined.get((at, True), 0))
+            if (at, True) in joined:
+                join(target, joined[at, True])
             kept = 0 if facts.recompute[target] or facts.offload[target] or not facts.backward[target] else size
             add(target, kept)
             if not facts.recompute[target] or facts.offload[target]:
@@ -75,7 +77,8 @@ def peak_bytes(schedule: Schedule, columns: Program) -> tuple[int, ...]:
                     add(producer // count, -outputs[producer])
             continue
         if kind in (BACKWARD, BACKWARD_INPUT):
-            join(target, facts.joined.get((at, False), 0))
+            if (at, False) in joined:
+                join(target, joined[at, False])
             if facts.recompute[target]:
                 add(target, size)
         if kind in (BACKWARD, BACKWARD_WEIGHT):
@@ -103,18 +106,17 @@ class _Facts:
         count, forward_edges = columns.most, len(columns.sources) // 2
         self.readers = [0] * (len(stages) * count)
         self.feeding: dict[int, list[int]] = {}
-        pieces: dict[tuple[int, int], list[int]] = {}
-        for kind, target, m, to, size in zip(
-            columns.kinds, columns.targets, columns.microbatches, columns.to, columns.bytes, strict=True
-        ):
-            if kind != TRANSFER:
-                continue
-            pieces.setdefault((target, to), []).append(size)
+        transfers = [i for i, kind in enumerate(columns.kinds) if kind == TRANSFER]
+        for i in transfers:
+            target = columns.targets[i]
             if target < forward_edges:
-                source = columns.sources[target] * count + m
+                source = columns.sources[target] * count + columns.microbatches[i]
                 self.readers[source] += 1
-                self.feeding.setdefault(columns.destinations[target] * count + to, []).append(source)
+                self.feeding.setdefault(columns.destinations[target] * count + columns.to[i], []).append(source)
         self.joined: dict[tuple[int, bool], int] = {}
+        pieces: dict[tuple[int, int], list[int]] = {}
+        for i in transfers if schedule.routes.pairs else ():
+            pieces.setdefault((columns.targets[i], columns.to[i]), []).append(columns.bytes[i])
         for (edge, to), sizes in pieces.items():
             if len(sizes) > 1:
                 key = columns.destinations[edge] * count + to, edge < forward_edges

@@ -7,7 +7,7 @@ from typing import Any
 
 from hetmesh.cost.step_costs import StepCosts, TransferCost
 from hetmesh.errors import GraphError
-from hetmesh.graph import Edge, Route, Stage
+from hetmesh.graph import Edge, Stage
 from hetmesh.schedule import Action, Kind, Schedule
 from hetmesh.simulate.timeline import (
     BACKWARD,
@@ -124,17 +124,22 @@ class _Costs:
 
     def __init__(self, schedule: Schedule, costs: StepCosts, stages: dict[Stage, int], edges: dict[Edge, int]) -> None:
         self.stages, self.edges, self.costs, self.recomputed = stages, edges, costs, schedule.recompute
-        self.routes: dict[Route, int] = {}
+        # By number of the edge: hashing an edge costs more than all else that an entry takes.
+        self.routes: dict[tuple[int, int, int], int] = {}
+        self.transfers = {
+            (edges[edge], m, to): cost for (edge, m, to), cost in costs.transfers.items() if edge in edges
+        }
 
     def entry(self, action: Action) -> Entry:
         kind, target, m = action.kind, action.target, action.microbatch
         if isinstance(target, Edge):
-            route = action.route
-            number, to = self.routes.setdefault(route, len(self.routes)), route.destination
+            edge, to = self.edges[target], m if action.to is None else action.to
+            route = (edge, m, to)
+            number = self.routes.setdefault(route, len(self.routes))
             if kind is not _SEND:
-                return RECEIVE, self.edges[target], m, to, number, 0.0, 0.0, 0
-            transfer = self.costs.transfers.get(route, FREE)
-            return TRANSFER, self.edges[target], m, to, number, transfer.seconds, 0.0, transfer.bytes
+                return RECEIVE, edge, m, to, number, 0.0, 0.0, 0
+            transfer = self.transfers.get(route, FREE)
+            return TRANSFER, edge, m, to, number, transfer.seconds, 0.0, transfer.bytes
         stage, overhead = self.stages[target], self.costs.action_overhead
         if kind is _REDUCE:
             return REDUCE, stage, m, m, -1, self.costs.reduce.get(target, 0.0) + overhead, 0.0, 0
