@@ -14,7 +14,7 @@ from hetmesh.balance import BatchPlan, plan_batch
 from hetmesh.boundary import World
 from hetmesh.boundary.groups import ends_are_tied, tied_pairs
 from hetmesh.data.loader import Loader
-from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, SampleMeta, Stage, StageGraph, stage_graph
+from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, Routes, SampleMeta, Stage, StageGraph, stage_graph
 from hetmesh.models import Adapter, load_weights, lora_plan, pretrained_of
 from hetmesh.parallel import (
     ParallelModule,
@@ -105,7 +105,7 @@ class Job:
 
     def schedule(self, plan: BatchPlan, *, training: bool = True) -> Schedule:
         """The schedule of a step."""
-        return recipe_schedule(self.recipe, self.graph, plan.num_microbatches, training)
+        return recipe_schedule(self.recipe, self.graph, plan.routes, training)
 
     @property
     def counted_elsewhere(self) -> frozenset[int]:
@@ -132,15 +132,16 @@ class Job:
         )
 
 
-def recipe_schedule(recipe: Recipe, graph: ModuleGraph, microbatches: int, training: bool = True) -> Schedule:
-    """The schedule that `recipe` asks for, of a step of so many microbatches."""
+def recipe_schedule(recipe: Recipe, graph: ModuleGraph, routes: Routes | int, training: bool = True) -> Schedule:
+    """The schedule that `recipe` asks for, of a step with the `routes` of its BatchPlan, or of so many microbatches in
+    every module."""
     options = PolicyOptions(
         window=recipe.schedule_key("three_phase_window"),
         recompute=bool(recipe.schedule_key("three_phase_recompute")),
         offload=bool(recipe.schedule_key("three_phase_offload")),
         early=bool(recipe.schedule_key("interleaved_early_warmup")),
     )
-    return POLICIES[recipe.schedule](cached_stage_graph(graph), microbatches, training, options)
+    return POLICIES[recipe.schedule](cached_stage_graph(graph), routes, training, options)
 
 
 @lru_cache(maxsize=64)

@@ -25,7 +25,7 @@ def simulate_recipe(recipe: Recipe, *, machine: str | None = None, profile: str 
     prepare = make_prepare(recipe, graph, adapters)
     drawn = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed).batch(0)
     plan = plan_batch(graph, [d.meta for d in drawn], recipe.batch.microbatch_size)
-    schedule = recipe_schedule(recipe, graph, plan.num_microbatches)
+    schedule = recipe_schedule(recipe, graph, plan.routes)
     fitted = profile or recipe.profiling.profile
     model = recipe_step_model(
         recipe,
