@@ -132,7 +132,13 @@ def test_modules_with_other_numbers_of_lanes_are_balanced_too():
     rng = np.random.default_rng(3)
     work = np.exp(0.8 * rng.standard_normal((512, 2)) + 6).astype(np.int64)
     loads = BatchLoads(("vision", "llm"), work)
-    for lanes, microbatches in (((8, 2), (8, 8)), ((2, 8), (8, 8)), ((3, 2), (8, 8)), ((4, 4), (4, 16)), ((4, 4), (6, 4))):
+    for lanes, microbatches in (
+        ((8, 2), (8, 8)),
+        ((2, 8), (8, 8)),
+        ((3, 2), (8, 8)),
+        ((4, 4), (4, 16)),
+        ((4, 4), (6, 4)),
+    ):
         found = spread(loads, assign(loads, Slots(lanes, microbatches), "two_dim"))
         assert max(each.over_bound for each in found.values()) < 1.15, (lanes, microbatches)
 

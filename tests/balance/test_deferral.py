@@ -38,7 +38,10 @@ def brute_force(members, work, tokens=None, cap=None):
         return best
 
     cost = {(o, u): pair(o, u) for o in over for u in under}
-    return max(middle, min(max(cost[o, u] for o, u in zip(over, chosen, strict=True)) for chosen in itertools.permutations(under)))
+    return max(
+        middle,
+        min(max(cost[o, u] for o, u in zip(over, chosen, strict=True)) for chosen in itertools.permutations(under)),
+    )
 
 
 @pytest.mark.parametrize("seed", range(60))

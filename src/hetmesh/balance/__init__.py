@@ -5,13 +5,14 @@ from hetmesh.balance.assignment import Assignment, Spread, spread
 from hetmesh.balance.batch_plan import BatchPlan, Lanes
 from hetmesh.balance.loads import BatchLoads, Slots
 from hetmesh.balance.pipeline import Score, pipeline_score
-from hetmesh.balance.plan_batch import plan_batch
+from hetmesh.balance.plan_batch import Balance, plan_batch
 from hetmesh.balance.policies import POLICIES
 from hetmesh.balance.routes import EdgeLayouts, Runs, boundary_layouts, edge_layouts, route_runs, row_space
 
 __all__ = [
     "POLICIES",
     "Assignment",
+    "Balance",
     "BatchLoads",
     "BatchPlan",
     "EdgeLayouts",

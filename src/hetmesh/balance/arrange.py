@@ -62,9 +62,7 @@ def deal(work: np.ndarray, groups: int, windows: int) -> np.ndarray:
     return np.take_along_axis(table, heavy, 1)
 
 
-def _deferred(
-    loads: BatchLoads, blocks: Blocks, bins: np.ndarray, table: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _deferred(loads: BatchLoads, blocks: Blocks, bins: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The order of bins by pairs, and who is deferred, lane by lane."""
     members = as_table(bins, blocks.count)
     sizes = np.bincount(bins, minlength=blocks.count)

@@ -32,7 +32,10 @@ class Assignment:
     policy: str = ""
 
     def __post_init__(self) -> None:
-        for name, values, sizes in (("microbatch", self.microbatch, self.microbatches), ("lane", self.lane, self.lanes)):
+        for name, values, sizes in (
+            ("microbatch", self.microbatch, self.microbatches),
+            ("lane", self.lane, self.lanes),
+        ):
             if values.shape != (len(self.deferred), len(sizes)):
                 raise GraphError(f"assignment: {name} must have shape {(len(self.deferred), len(sizes))}")
             if values.size and (values.min() < 0 or (values >= np.array(sizes)).any()):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hetmesh.balance import BatchPlan, plan_batch
+from hetmesh.balance import Balance, BatchPlan, plan_batch
 from hetmesh.boundary import World
 from hetmesh.boundary.groups import ends_are_tied, tied_pairs
 from hetmesh.data.loader import Loader
@@ -28,6 +28,7 @@ from hetmesh.parallel import (
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.runtime import Reducer, Runtime
 from hetmesh.schedule import POLICIES, PolicyOptions, Schedule
+from hetmesh.training.balance import recipe_balance
 from hetmesh.training.describe import describe, make_prepare
 from hetmesh.training.loss import sum_cross_entropy
 from hetmesh.training.module_shapes import module_shape_of
@@ -47,6 +48,7 @@ class Job:
     root: Root
     parallel: Mapping[str, ParallelModule]  # the modules of this rank on their meshes
     runtime: Runtime
+    balance: Balance
     tied: tuple[TiedParameter, ...] = ()  # parameters of which another pipeline stage holds a copy
 
     @classmethod
@@ -97,11 +99,12 @@ class Job:
         prepare = make_prepare(recipe, graph, adapters)
         loader = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed)
         root = Root((name, each.module) for name, each in modules.items())
-        return cls(recipe, world, graph, adapters, loader, root, modules, runtime, tuple(tied))
+        balance = recipe_balance(recipe, graph, adapters)
+        return cls(recipe, world, graph, adapters, loader, root, modules, runtime, balance, tuple(tied))
 
     def plan(self, samples: Sequence[SampleMeta]) -> BatchPlan:
         """The batch plan of a global batch; equal on every rank."""
-        return plan_batch(self.graph, samples, self.recipe.batch.microbatch_size)
+        return plan_batch(self.graph, samples, self.recipe.batch.microbatch_size, self.balance)
 
     def schedule(self, plan: BatchPlan, *, training: bool = True) -> Schedule:
         """The schedule of a step."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from benchmarks.balance.cases import Case
 
+from benchmarks.balance.cases import Case
 from hetmesh.balance import Assignment, BatchLoads, Slots, assign, pipeline_score
 from hetmesh.cost import StageCost, StepCosts
 from hetmesh.graph import Activation, BoundarySpec, ModuleGraph, ModuleSpec, StageGraph, stage_graph

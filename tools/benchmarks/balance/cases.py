@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
 from benchmarks.balance.laws import Law, Rows, whole
 from benchmarks.balance.towers import price
-
 from hetmesh.balance import BatchLoads, Slots
 
 LANES, MICROBATCHES, STAGES = 4, 32, 4
@@ -108,7 +108,7 @@ def _lines(path: Path) -> Iterator[dict[str, int]]:
         good = isinstance(sample, dict) and sample
         if not good or not all(type(value) is int and 0 <= value < 2**24 for value in sample.values()):
             raise BadLengths(
-                f'{path}, line {number}: need tokens per module as whole numbers from 0 to 2**24, as in '
+                f"{path}, line {number}: need tokens per module as whole numbers from 0 to 2**24, as in "
                 f'{{"vision": 1024, "llm": 700}}; got {line.strip()[:80]}'
             )
         yield sample

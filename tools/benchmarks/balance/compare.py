@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from benchmarks.balance.cases import LANES, MICROBATCHES, Case
 
+from benchmarks.balance.cases import LANES, MICROBATCHES, Case
 from hetmesh.balance import BatchLoads, Slots, assign, pipeline_score, spread
 
 BALANCERS: Mapping[str, Mapping[str, Any]] = {

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+
 from benchmarks.balance.cases import LANES, MICROBATCHES, Case
 from benchmarks.balance.laws import MERGE, Law, Rows, whole
-
 from hetmesh.balance import assign, spread
 
 SLOWER = {"vision": 45.0, "llm": 6.6}
@@ -84,4 +84,3 @@ def against_published(case: Case, batches: int) -> dict[str, dict[str, float]]:
     for module, row in out.items():
         row["published_disttrain"], _, row["published_entrain"] = PUBLISHED[case.name][module]
     return out
-

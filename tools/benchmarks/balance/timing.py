@@ -7,7 +7,6 @@ import time
 from dataclasses import replace
 
 from benchmarks.balance.cases import Case
-
 from hetmesh.balance import assign
 
 SMALL = (4096, 16)

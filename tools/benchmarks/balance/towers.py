@@ -55,6 +55,4 @@ def price(module: str) -> Price:
         return tower.layers * layer_time(layer, Work(rows, pairs), rates, upstream=True, tp=TP).forward
 
     fixed, many = seconds(0, 0), 1_000_000
-    return Price(
-        1e9 * (seconds(many, 0) - fixed) / many, 1e9 * (seconds(0, many) - fixed) / many, 1e9 * fixed
-    )
+    return Price(1e9 * (seconds(many, 0) - fixed) / many, 1e9 * (seconds(0, many) - fixed) / many, 1e9 * fixed)

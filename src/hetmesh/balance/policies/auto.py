@@ -13,7 +13,6 @@ from hetmesh.balance.policies.entrain import entrain
 from hetmesh.balance.policies.none import none
 from hetmesh.balance.policies.two_dim import arranged, balanced, two_dim
 
-
 EVEN = 1.03  # no microbatch above the mean by more: nothing else is tried, for it could not gain more than that
 MARGIN = 0.005  # a later candidate must be faster by this; the first ones hold fewer rows or are simpler to read
 

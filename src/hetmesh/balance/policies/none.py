@@ -22,9 +22,7 @@ def none(loads: BatchLoads, slots: Slots) -> Assignment:
         base, extra = np.divmod(held, lanes)
         place = places % size
         early = extra * (base + 1)
-        lane[:, i] = np.where(
-            place < early, place // (base + 1), extra + (place - early) // np.maximum(base, 1)
-        )
+        lane[:, i] = np.where(place < early, place // (base + 1), extra + (place - early) // np.maximum(base, 1))
     deferred = np.zeros(len(loads), bool)
     found = Assignment(slots.lanes, slots.microbatches, microbatch, lane, deferred, "none")
     over = any(
