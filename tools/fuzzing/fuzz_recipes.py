@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fuzzing.simplify import simplest
-from hetmesh.balance.plan_batch import Policy
+from hetmesh.balance.batch_plan import BatchPolicy
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.testing import plain_digits
 from hetmesh.testing.assignments import RandomAssignment
@@ -133,7 +133,7 @@ def cases(n: int, seed: int) -> Iterator[RecipeCase]:
 
 
 def problem(
-    pools: Pools, case: RecipeCase, timeout: float = 60.0, steps: int = STEPS, policy: Policy | None = None
+    pools: Pools, case: RecipeCase, timeout: float = 60.0, steps: int = STEPS, policy: BatchPolicy | None = None
 ) -> Exception | None:
     """What is wrong with how a recipe trains, with samples where `policy` puts them; None where nothing is."""
     try:
@@ -152,7 +152,7 @@ def problem(
     return None
 
 
-def oracle(recipe: Recipe, policy: Policy | None = None) -> str:
+def oracle(recipe: Recipe, policy: BatchPolicy | None = None) -> str:
     """Which of `ORACLES` judges a recipe. What dropout draws depends on the microbatch."""
     if has_dropout(recipe):
         return DRAWN_ALIKE if draws_alike(recipe) and policy is None else REPEATED
@@ -208,7 +208,7 @@ def _questions(recipe: Recipe, source: Any, step: int) -> Iterator[plain_digits.
         yield plain_digits.PlainSample(tuple(sample.tokens.tolist()), tuple(sample.media["image"]), answer)
 
 
-def _fails(pools: Pools, timeout: float, policy: Policy | None, kind: type[Exception], case: RecipeCase) -> bool:
+def _fails(pools: Pools, timeout: float, policy: BatchPolicy | None, kind: type[Exception], case: RecipeCase) -> bool:
     return type(problem(pools, case, timeout, policy=policy)) is kind
 
 
