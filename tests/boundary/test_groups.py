@@ -6,6 +6,7 @@ import pytest
 
 from hetmesh.boundary import World
 from hetmesh.boundary.groups import ends_are_tied, job_groups, mesh_groups, most_on_a_rank, tied_pairs
+from hetmesh.boundary.transport import MEMORY
 from hetmesh.graph import stage_graph
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report import as_text, explain
@@ -21,10 +22,14 @@ LARGE = (
 )
 
 
-def foretold(recipe):
+def foretold(recipe, link=""):
     _, adapters, graph = describe(recipe)
     shapes = module_shapes(recipe, adapters)
-    return graph, shapes, job_groups(graph, recipe.world_size, lambda spec: ends_are_tied(spec, shapes[spec.name]))
+    return (
+        graph,
+        shapes,
+        job_groups(graph, recipe.world_size, lambda spec: ends_are_tied(spec, shapes[spec.name]), link),
+    )
 
 
 def test_256_ranks_have_the_groups_of_their_axes_and_no_more():
@@ -57,14 +62,17 @@ def test_explain_shows_the_count():
     assert "3 process groups, at most 2 on one rank" in as_text(view)
 
 
-def made(rank, names):
+def made(rank, names, near):
     world, seen = World.current(), []
+    world.connect()
+    neighbours, world.neighbours = world.neighbours, world.neighbours if near else None
     for name, overrides in names:
         world._groups.clear()
         world._meshes.clear()
         recipe = load_recipe(RECIPES / f"{name}.toml", overrides)
         Job.assemble(recipe, world)
         seen.append({ranks for ranks in world._groups if len(ranks) > 1})
+    world.neighbours = neighbours
     return seen
 
 
@@ -73,9 +81,11 @@ JOBS = [("digits", ()), ("digits_colocated", ()), ("digits", PIPELINE)]
 
 
 @pytest.mark.slow
-def test_a_run_makes_the_groups_that_were_foretold(pool4):
-    for job, seen in enumerate(zip(*pool4.run(made, JOBS), strict=True)):
+@pytest.mark.parametrize(("near", "link"), [(False, "gloo"), (True, MEMORY)])
+def test_a_run_makes_the_groups_that_were_foretold(pool4, near, link):
+    """None for edges where all ranks share memory."""
+    for job, seen in enumerate(zip(*pool4.run(made, JOBS, near), strict=True)):
         name, overrides = JOBS[job]
-        groups = set(foretold(load_recipe(RECIPES / f"{name}.toml", overrides))[2])
+        groups = set(foretold(load_recipe(RECIPES / f"{name}.toml", overrides), link)[2])
         everyone = {tuple(range(4))}  # made by the first step
         assert all(ranks | everyone == groups for ranks in seen), name

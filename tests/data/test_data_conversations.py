@@ -257,3 +257,25 @@ def test_validation_has_its_own_file(root):
     options = {"validation_path": str(held_out)}
     assert source(root, talk("what", "a cat"), **options).meta(0).id == "t"
     assert source(root, talk("what", "a cat"), **options, split="validation").meta(0).id == "h"
+
+
+def test_u21_only_the_kinds_that_are_wanted_are_read(root):
+    both = {"image": "<image>", "audio": "<audio>"}
+    record = talk([image("tall.png"), {"type": "audio", "audio": "features.npy"}], "a cat")
+    data = source(root, record, placeholders=both)
+    line, tall, features = (
+        len((root / "data.jsonl").read_bytes()),
+        (root / "tall.png").stat().st_size,
+        (root / "features.npy").stat().st_size,
+    )
+    for kinds, needed in (
+        ((), line),
+        (("image",), line + tall),
+        (("audio",), line + features),
+        (None, line + tall + features),
+    ):
+        sample = data.load(0, kinds)
+        assert set(sample.media) == ({"image", "audio"} if kinds is None else set(kinds))
+        assert sample.bytes_read == sample.bytes_needed == needed
+        check_sample(sample, data.meta(0), data.placeholders, kinds)
+    assert source(root, talk([image("missing.png")], "a cat")).load(0, ()).tokens.numel() > 0

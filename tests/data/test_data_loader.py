@@ -28,7 +28,7 @@ class Tiny:
     def meta(self, index: int) -> SampleMeta:
         return SampleMeta(f"tiny/{index}", 3, (MediaItem("image", (1, 4, 4), 1),) * (index % 2), ((2, 3),))
 
-    def load(self, index: int) -> Sample:
+    def load(self, index: int, kinds: object = None) -> Sample:
         self.loaded.append(index)
         images = [torch.zeros(1, 4, 4)] * (index % 2)
         return Sample(f"tiny/{index}", torch.tensor([2, 1 if images else 2, 3]), {"image": images})

@@ -32,7 +32,7 @@ class Bad:
 
     def meta(self, index: int) -> None: ...
 
-    def load(self, index: int) -> None: ...
+    def load(self, index: int, kinds: object = None) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,12 @@ class Bad:
 def test_what_is_not_a_source_is_a_recipe_error(name, options, message):
     with pytest.raises(RecipeError, match=message):
         make_source(name, **options)
+
+
+def test_u21_load_takes_the_kinds_that_are_wanted():
+    with pytest.raises(RecipeError, match=r"OldLoad.load must take \(index, kinds\)"):
+        make_source(f"{__name__}:OldLoad")
+
+
+class OldLoad(Bad):
+    def load(self, index: int) -> None: ...  # type: ignore[override]

@@ -89,7 +89,7 @@ class Items:
         items = tuple(MediaItem(self.kind, self.shape, 1 + i) for i in range((index + 1) % 3))
         return SampleMeta(f"{index}", 6 + len(items), items, ((3 + len(items), 6 + len(items)),))
 
-    def load(self, index: int) -> Sample:
+    def load(self, index: int, kinds: object = None) -> Sample:
         draw = torch.Generator().manual_seed(index)
         count = (index + 1) % 3
         tokens = torch.tensor([5 + index, *[MEDIA] * count, 20, 3, 7, 8 + index, 9])

@@ -190,7 +190,7 @@ def test_frozen_aware_and_blind_cuts_differ(load, monkeypatch):
     frozen = load("benchmarks.frozen")
     monkeypatch.setattr(frozen, "simulated", list)
     # What two busy cores do to each other is measured, and on a loaded machine may be anything: here it is given.
-    monkeypatch.setattr(frozen, "busy_slowdown", lambda rounds: (1.0, 1.0 + 0.1 * bool(list(rounds))))
+    monkeypatch.setattr(frozen, "busy_slowdown", lambda rounds, **_: (1.0, 1.0 + 0.1 * bool(list(rounds))))
     result = frozen.run(options(frozen, "--steps", "1", "--width", "16", "--microbatches", "6"))
     assert result["cuts"]["blind"][0] == [layer for layer in result["cuts"]["aware"][0] if "vision/" in layer]
     assert result["speedup_theory"] > 1
@@ -214,6 +214,8 @@ def test_what_busy_ranks_measured_becomes_a_slowdown_and_costs_alone(load):
     busy = load("benchmarks.busy")
     assert busy.busy_slowdown([([1.0, 3.0], [2.0, 3.0]), ([1.0], [1.05])]) == pytest.approx((1.0, 1.15))
     assert busy.busy_slowdown([([1.0], [0.9])] * 3) == (1.0, 1.0, 1.0)
+    waiting = busy.busy_slowdown([([1.0], [1.0, 1.4]), ([2.0], [2.6, 2.0])], waiting=True)
+    assert waiting == pytest.approx((1.0, 1.35))  # the slowest of each turn: 1.3 and 1.4
     stage = Stage("llm")
     costs = busy.apart(StepCosts({(stage, 0): StageCost(2.0, 1.0, 3.0, activation_bytes=7)}), (1.0, 2.0))
     assert costs == StepCosts({(stage, 0): StageCost(1.0, 0.5, 1.5, activation_bytes=7)}, busy_slowdown=(1.0, 2.0))

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Collection
 
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.source import Sample
@@ -20,8 +21,8 @@ class FaultyDigits(DigitsSource):
         super().__init__(split)
         self.fault, self.at, self.rank = fault, at, rank
 
-    def load(self, index: int) -> Sample:
-        sample = super().load(index)
+    def load(self, index: int, kinds: Collection[str] | None = None) -> Sample:
+        sample = super().load(index, kinds)
         if index != self.at or self.split != "train" or int(os.environ.get("RANK", 0)) != self.rank:
             return sample
         if self.fault == "kill":
@@ -30,5 +31,5 @@ class FaultyDigits(DigitsSource):
             while True:
                 time.sleep(3600)
         if self.fault == "drop":
-            return Sample(sample.id, sample.tokens, {"image": sample.media["image"][:-1]})
+            return Sample(sample.id, sample.tokens, {"image": sample.media.get("image", ())[:-1]})
         return sample

@@ -14,9 +14,10 @@ from hetmesh.errors import RecipeError
 from hetmesh.models import Abilities
 from hetmesh.models.adapter import NONE
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
+from hetmesh.training.checkpoint import COMPLETE
 from hetmesh.training.describe import describe
 from hetmesh.training.modules import full_module
-from hetmesh.training.refusals import check_recipe
+from hetmesh.training.refusals import check_recipe, check_run
 from hetmesh.training.summary import count_parameters, summary
 from hetmesh.training.wording import ranks_text
 
@@ -259,3 +260,15 @@ def test_what_a_run_needs_beside_its_modules_is_checked_all_at_once(tmp_path):
         checked(recipe)
     assert sorted(line.partition(" ")[0].rstrip(":") for line in str(caught.value).split("\n")) == sorted(wrong)
     describe(recipe)  # `hetmesh profile` is what writes the profile
+
+
+def test_weights_to_start_from_must_be_there(tmp_path):
+    """As training refuses it; a run that goes on has its own weights and does not look for them."""
+    gone = ("--checkpoint.initial_load_path", str(tmp_path / "gone"), "--job.dump_folder", str(tmp_path / "run"))
+    recipe = load_recipe(DIGITS, gone)
+    with pytest.raises(RecipeError, match=r"checkpoint\.initial_load_path = '.*gone': no complete checkpoint there"):
+        check_run(recipe)
+    step = tmp_path / "run" / recipe.checkpoint.folder / "step-3"
+    step.mkdir(parents=True)
+    (step / COMPLETE).touch()
+    check_run(recipe)

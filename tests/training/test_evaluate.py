@@ -135,7 +135,7 @@ class Fives:
 
         return SampleMeta(f"s{index}", 6, (), ((4, 6),))
 
-    def load(self, index):
+    def load(self, index, kinds=None):
         from hetmesh.data.source import Sample
 
         return Sample(f"s{index}", torch.tensor([1, 2, 3, 4, 5, 6 if index == 3 else 5]))

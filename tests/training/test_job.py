@@ -50,7 +50,7 @@ class OneBad:
         media = tuple(MediaItem(s.get("kind", "image"), shape, at) for shape, at in items)
         return SampleMeta(f"s{index}", s["length"], media, s["targets"])
 
-    def load(self, index):
+    def load(self, index, kinds=None):
         s = self.sample(index)
         return Sample(s["id"], torch.tensor(s["tokens"]), {"image": s["images"]})
 

@@ -17,7 +17,10 @@ from hetmesh.training.reporter import Reporter
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 COST = StepCost({"vision": 3_000_000, "llm": 5_000_000_000}, {"vision": 0.01, "llm": 0.2}, 0.12, {"vision": 1.25})
-MEASURED = Measured(2_000_000_000, 3, 4, {"vision->llm": {"forward": 1000, "backward": 500}}, {"vision->llm": 0.0123})
+DATA = {"bytes_read": 5_100_000, "bytes_needed": 5_000_000, "bytes_read_most": 3_000_000, "wait_s": 0.25}
+MEASURED = Measured(
+    2_000_000_000, 3, 4, {"vision->llm": {"forward": 1000, "backward": 500}}, {"vision->llm": 0.0123}, DATA
+)
 STEP = StepMetrics(10, 2.5, 0.75, 1e-3, 100.0, 2000.0, 0.64, COST, MEASURED)
 
 
@@ -35,7 +38,7 @@ def test_verbose_shows_everything(tmp_path, capsys):
     plain, verbose = capsys.readouterr().out.splitlines()
     assert verbose == plain + (
         "  100 samples/s  MFU 12.0%  memory 2 GB  3 of 4 ranks active  vision 3 MFLOP MFU 1.0% imbalance 1.25  "
-        "vision->llm 1.5 kB waited 12 ms"
+        "vision->llm 1.5 kB waited 12 ms  samples read 5.1 MB of 5 MB needed waited 250 ms"
     )
 
 
@@ -73,6 +76,7 @@ def test_records_keep_the_first_keys_first_and_leave_out_what_is_unknown():
     assert record["flops"] == {"vision": 3_000_000, "llm": 5_000_000_000}
     assert record["active_ranks"] == 3
     assert flat(record)["boundary_bytes/vision->llm/backward"] == 500
+    assert flat(record)["data/bytes_needed"] == 5_000_000
     json.dumps(record)
 
 

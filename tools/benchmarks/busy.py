@@ -157,16 +157,23 @@ class BusyMeter:
         return spent / count
 
 
-def busy_slowdown(measured: Iterable[tuple[Sequence[float], Sequence[float]]]) -> tuple[float, ...]:
+def busy_slowdown(
+    measured: Iterable[tuple[Sequence[float], Sequence[float]]], *, waiting: bool = False
+) -> tuple[float, ...]:
     """`Machine.busy_slowdown` of as many ranks as have measured; with fewer of them busy, a line between.
 
     Args:
         measured: each rank's `BusyMeter.alone` and `together`. Means count, not medians: bad moments, more frequent
             while all are busy, are part of what a step of seconds takes.
+        waiting: whether the ranks wait for each other, as the stages of a pipeline without slack do: then a bad moment
+            of one is one of all, and the slowest of each turn counts. Stages with slack make up for it.
     """
-    factors = [statistics.mean(together) / statistics.mean(alone) for alone, together in measured]
-    factor, others = max(statistics.mean(factors), 1.0), max(len(factors) - 1, 1)
-    return tuple(1.0 + (factor - 1.0) * k / others for k in range(len(factors)))
+    each = [(statistics.mean(alone), together) for alone, together in measured]
+    ratios = [[seconds / alone for seconds in together] for alone, together in each]
+    if waiting:
+        ratios = [[max(turn) for turn in zip(*ratios, strict=True)]]
+    factor, others = max(statistics.mean(map(statistics.mean, ratios)), 1.0), max(len(each) - 1, 1)
+    return tuple(1.0 + (factor - 1.0) * k / others for k in range(len(each)))
 
 
 def apart(costs: StepCosts, slowdown: tuple[float, ...]) -> StepCosts:

@@ -46,7 +46,7 @@ WIDE = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--rounds", type=int, default=5, help="of each case, in turns (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=12, help="steps of each loop in a round (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="steps of each loop in a round (default %(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="samples per step at digits' sizes (default %(default)s)")
 
 

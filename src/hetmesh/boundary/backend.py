@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,20 @@ from hetmesh.boundary.watchdog import Watchdog
 Message = tuple[int, Tensor]
 """The other rank and the buffer."""
 
-Posted = list[tuple[int | None, dist.Work]]
+
+class Waited(Protocol):
+    """What waits need of a work in flight: of a `torch.distributed.Work`, or of what a neighbour sends."""
+
+    def wait(self, timeout: timedelta = ..., /) -> object:
+        """Wait for it. Raises RuntimeError where that takes longer, or the other end is gone."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Whether it is over, without waiting."""
+        ...
+
+
+Posted = list[tuple[int | None, Waited]]
 """Works in flight with the rank that each waits for; None where one work stands for several messages."""
 
 
@@ -31,10 +45,12 @@ class Backend:
     Attributes:
         name: as torch.distributed calls it.
         device_type: where its tensors lie.
+        shares_memory: whether messages between ranks of one host go through memory that both see.
     """
 
     name: str = "gloo"
     device_type: str = "cpu"
+    shares_memory: bool = True
 
     @staticmethod
     def of(name: str) -> Backend:
@@ -54,7 +70,7 @@ class Backend:
         received: Posted = [(peer, group.recv([buffer], peer, tag)) for peer, buffer in receives]
         return received, [(peer, group.send([buffer], peer, tag)) for peer, buffer in sends]
 
-    def wait(self, work: dist.Work, timeout: float, watchdog: Watchdog, what: object) -> None:
+    def wait(self, work: Waited, timeout: float, watchdog: Watchdog, what: object) -> None:
         """Wait for one work, for at most `timeout` seconds.
 
         Args:
@@ -73,6 +89,7 @@ class Nccl(Backend):
 
     name: str = "nccl"
     device_type: str = "cuda"
+    shares_memory: bool = False
 
     def connect(self, device: torch.device) -> None:
         # The first batch of messages on a group makes its communicator over all ranks, also those without a message:
@@ -85,7 +102,7 @@ class Nccl(Backend):
         ops += [dist.P2POp(dist.isend, buffer, peer) for peer, buffer in sends]
         return [(None, work) for work in (dist.batch_isend_irecv(ops) if ops else [])], []
 
-    def wait(self, work: dist.Work, timeout: float, watchdog: Watchdog, what: object) -> None:
+    def wait(self, work: Waited, timeout: float, watchdog: Watchdog, what: object) -> None:
         """Let the stream wait. With a timeout the host would wait too; the watchdog looks after the work instead."""
         work.wait()
         watchdog.expect(work, what)

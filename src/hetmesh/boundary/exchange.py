@@ -12,13 +12,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary.backend import Posted
+from hetmesh.boundary.inbox import Arrival
 from hetmesh.boundary.log import Label
+from hetmesh.boundary.neighbours import Neighbours
 from hetmesh.boundary.rank_step import LocalPiece, RankStep, contiguous_stride, rank_step
 from hetmesh.boundary.transport import choose
 from hetmesh.boundary.watchdog import timed_out
 from hetmesh.boundary.world import World
 from hetmesh.errors import BoundaryError, BoundaryTimeout
 from hetmesh.layout import Step, TransferPlan
+
+_Arrived = tuple[LocalPiece, Tensor | Arrival, int]
+"""A message that is not received in place: the buffer and where it begins in it, or where a neighbour tells of it."""
 
 
 class Exchange:
@@ -50,7 +55,7 @@ class Exchange:
         tag: int = 0,
     ) -> None:
         self.world, self.plan, self.label, self.dtype, self.tag = world, plan, label, dtype, tag
-        self.transport = choose(plan, world.backend.name, transport)
+        self.transport = choose(plan, world.link, transport)
         self._check_local(local)
         self._local = local
         self._result: Tensor | None = None
@@ -133,7 +138,7 @@ class _Pending:
         self.local = None if local is None else local.contiguous()
         self.base = 0 if self.local is None else int(self.local.storage_offset())
         self.buffers: list[Tensor] = []  # to be handed back
-        self.arrived: list[tuple[LocalPiece, Tensor, int]] = []  # not in place: the buffer, and where they begin in it
+        self.arrived: list[_Arrived] = []
         self.receives: Posted = []
         self.sends: Posted = []
         self._done = False
@@ -142,7 +147,11 @@ class _Pending:
         if exchange.transport == "all_to_all":
             self._post_all_to_all(step)
         elif self.step.messages:
-            self.receives, self.sends = self.world.backend.post(self._places(), self._messages(), exchange.tag)
+            near = self.world.neighbours
+            if near is None or not near.everyone:
+                self.receives, self.sends = self.world.backend.post(self._places(), self._messages(), exchange.tag)
+            if near is not None:
+                self._tell(near, exchange.tag)
             self.world.log.add_messages(self.label, self.step.messages, self.dtype.itemsize, "p2p")
         if not self.step.order:  # summands wait, so that sums do not depend on arrival
             self._put_own()
@@ -163,6 +172,8 @@ class _Pending:
         places = []
         buffer = self._buffer(self.step.received_packed) if self.step.received_packed else None
         for part in self.step.receives:
+            if self._is_near(part):
+                continue
             if part.flat:
                 assert self.out is not None
                 place = part.blocks[0].of(self.out)
@@ -178,6 +189,8 @@ class _Pending:
         buffer = self._buffer(self.step.sent_packed) if self.step.sent_packed else None
         for part in self.step.sends:
             assert self.local is not None
+            if self._is_near(part):
+                continue
             if part.flat:
                 message = part.blocks[0].of(self.local, self.base)
             else:
@@ -185,6 +198,28 @@ class _Pending:
                 message = buffer[part.start : part.start + part.numel]
                 self._pack(part, buffer, part.start)
             yield part.peer, self._counted(message, part)
+
+    def _is_near(self, part: LocalPiece) -> bool:
+        """Whether its message goes through shared memory."""
+        near = self.world.neighbours
+        return near is not None and near.reaches(part.peer)
+
+    def _tell(self, near: Neighbours, tag: int) -> None:
+        """Expect the messages of neighbours, and pack those for them and tell them where."""
+        for part in self.step.receives:
+            if near.reaches(part.peer):
+                arrival = near.expect(part.peer, tag)
+                self.arrived.append((part, arrival, 0))
+                self.receives.append((part.peer, arrival))
+        for part in self.step.sends:
+            if near.reaches(part.peer):
+                slot, message = near.take(part.peer, part.numel, self.dtype)
+                self._pack(part, self._counted(message, part), int(message.storage_offset()))
+                self._peer = part.peer
+                try:
+                    near.send(part.peer, tag, slot, part.numel, self.world.timeout)
+                except RuntimeError as error:
+                    raise self._lost(error) from error
 
     def _post_all_to_all(self, step: Step) -> None:
         ranks = sorted({*step.src.mesh.ranks, *step.dst.mesh.ranks})
@@ -220,10 +255,26 @@ class _Pending:
         for block, at in zip(part.blocks, part.packed, strict=True):
             at.of(buffer, start).copy_(block.of(self.local, self.base))
 
-    def _put(self, part: LocalPiece, buffer: Tensor, start: int, *, add: bool = False) -> None:
+    def _put(self, part: LocalPiece, source: Tensor | Arrival, start: int, *, add: bool = False) -> None:
+        if isinstance(source, Arrival):
+            self._put_from_neighbour(part, source, add=add)
+            return
         assert self.out is not None
         for block, at in zip(part.blocks, part.packed, strict=True):
-            _move(at.of(buffer, start), block.of(self.out), add)
+            _move(at.of(source, start), block.of(self.out), add)
+
+    def _put_from_neighbour(self, part: LocalPiece, arrival: Arrival, *, add: bool) -> None:
+        near, letter = self.world.neighbours, arrival.letter
+        assert near is not None
+        assert letter is not None
+        if letter.numel != part.numel:
+            raise BoundaryError(f"{self.label}: rank {part.peer} sent {letter.numel} elements for {part.numel}")
+        try:
+            message = near.read(letter, self.dtype)
+        except OSError as error:
+            raise BoundaryError(f"{self.label}: rank {part.peer} ended before its message was read: {error}") from error
+        self._put(part, message, int(message.storage_offset()), add=add)
+        near.release(letter)
 
     def _put_own(self, *, add: bool = False) -> None:
         for held, kept in self.step.own:
@@ -268,7 +319,7 @@ class _Pending:
         """Whether all messages have gone through."""
         return all(work.is_completed() for _, work in [*self.receives, *self.sends])
 
-    def _wait(self, works: Posted, places: dict[int, tuple[LocalPiece, Tensor, int]]) -> None:
+    def _wait(self, works: Posted, places: dict[int, _Arrived]) -> None:
         """Wait for works, and put in place what each of them brought: by its peer, or all that one work brought."""
         if not works:
             return
@@ -284,12 +335,16 @@ class _Pending:
                     if peer is not None and peer in places:
                         self._put(*places.pop(peer))
         except RuntimeError as error:
-            if timed_out(error):
-                raise BoundaryTimeout(f"{self.label}: {world.waited(self._whom)}") from error
-            raise BoundaryError(f"{self.label}: rank {world.rank} lost {self._whom}: {error}") from error
+            raise self._lost(error) from error
         world.log.add_wait(self.label, waited)
         for place in places.values():
             self._put(*place)
+
+    def _lost(self, error: RuntimeError) -> BoundaryError | BoundaryTimeout:
+        """What to raise for an error of a wait."""
+        if timed_out(error):
+            return BoundaryTimeout(f"{self.label}: {self.world.waited(self._whom)}")
+        return BoundaryError(f"{self.label}: rank {self.world.rank} lost {self._whom}: {error}")
 
     @property
     def _whom(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from hetmesh.boundary.transport import may_use_all_to_all
+from hetmesh.boundary.transport import MEMORY, may_use_all_to_all
 from hetmesh.cost import ModuleShape
 from hetmesh.graph import ModuleGraph, ModuleSpec, StageGraph, stage_graph
 from hetmesh.layout import MeshSpec
@@ -17,11 +17,14 @@ Ranks = tuple[int, ...]
 """A process group: its ranks in order."""
 
 
-def job_groups(graph: ModuleGraph, world_size: int, tied: Callable[[ModuleSpec], bool]) -> tuple[Ranks, ...]:
+def job_groups(
+    graph: ModuleGraph, world_size: int, tied: Callable[[ModuleSpec], bool], link: str = ""
+) -> tuple[Ranks, ...]:
     """All groups of several ranks of a job, besides torch's default one, in the order in which every rank makes them.
 
     Args:
         tied: whether the first and the last stage of a module share a weight that is trained.
+        link: what carries messages (`World.link`), as far as it is known: edges need no groups where it is `MEMORY`.
     """
     groups: dict[Ranks, None] = {}
     for name in graph.order:
@@ -30,7 +33,7 @@ def job_groups(graph: ModuleGraph, world_size: int, tied: Callable[[ModuleSpec],
             groups |= dict.fromkeys(mesh_groups(spec.stage_mesh(i)))
         if tied(spec):
             groups |= dict.fromkeys(tied_pairs(spec))
-    groups |= dict.fromkeys(edge_groups(stage_graph(graph)))
+    groups |= dict.fromkeys(edge_groups(stage_graph(graph), link=link))
     groups[tuple(range(world_size))] = None  # losses, norms and metrics
     return tuple(ranks for ranks in groups if len(ranks) > 1)
 
@@ -71,8 +74,10 @@ def ends_are_tied(spec: ModuleSpec, shape: ModuleShape | None) -> bool:
     return bool(first & last)
 
 
-def edge_groups(stages: StageGraph, transport: str = "auto") -> Iterator[Ranks]:
+def edge_groups(stages: StageGraph, transport: str = "auto", link: str = "") -> Iterator[Ranks]:
     """The groups that edges may need: those whose transfers may be carried by an all-to-all."""
+    if link == MEMORY and transport == "auto":
+        return
     for edge in stages.edges:
         ranks = tuple(sorted({*stages.ranks_of(edge.source), *stages.ranks_of(edge.destination)}))
         if may_use_all_to_all(len(ranks), transport):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
 
-from hetmesh.data.source import Sample
+from hetmesh.data.source import Sample, wants
 from hetmesh.errors import SampleError
 from hetmesh.graph.sample import SampleMeta
 
@@ -48,8 +48,13 @@ def check_meta(meta: SampleMeta) -> None:
                 )
 
 
-def check_sample(sample: Sample, meta: SampleMeta, placeholders: Mapping[str, int]) -> None:
+def check_sample(
+    sample: Sample, meta: SampleMeta, placeholders: Mapping[str, int], kinds: Collection[str] | None = None
+) -> None:
     """Check that a payload is what its metadata says.
+
+    Args:
+        kinds: the kinds of media that were asked for; None: all. Of the others the placeholders alone are looked at.
 
     Raises:
         SampleError: another id; tokens not int64 `[meta.tokens]`; a kind of media without a placeholder; other media
@@ -72,7 +77,7 @@ def check_sample(sample: Sample, meta: SampleMeta, placeholders: Mapping[str, in
         items = [item for item in meta.media if item.name == name]
         shapes = [item.shape for item in items]
         given = [tuple(tensor.shape) for tensor in sample.media.get(name, ())]
-        if given != shapes:
+        if given != shapes and wants(kinds, name):
             raise SampleError(
                 f"{who}: its payload has {len(given)} {name!r} of shapes {given}, "
                 f"its metadata {len(shapes)} of {shapes}"

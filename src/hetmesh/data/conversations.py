@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +18,8 @@ from torch import Tensor
 from hetmesh.data.chat import Chat, Encoded
 from hetmesh.data.images import ImageProcessor
 from hetmesh.data.recordings import RecordingProcessor
-from hetmesh.data.source import Sample
+from hetmesh.data.source import Sample, wants
+from hetmesh.data.spans import Span
 from hetmesh.errors import HetmeshError, RecipeError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 
@@ -31,7 +33,8 @@ REMEMBERED = 4096
 class _Conversation:
     id: str
     encoded: Encoded
-    media: tuple[tuple[str, Path], ...]
+    media: tuple[tuple[str, Span], ...]
+    size: int  # of its text
 
 
 class ConversationsSource:
@@ -114,7 +117,7 @@ class ConversationsSource:
         )
         return SampleMeta(conversation.id, len(conversation.encoded.ids), items, conversation.encoded.targets)
 
-    def load(self, index: int) -> Sample:
+    def load(self, index: int, kinds: Collection[str] | None = None) -> Sample:
         """The conversation with its images `[3, height, width]` and recordings `[mel bins, frames]`, float32.
 
         Raises:
@@ -122,9 +125,14 @@ class ConversationsSource:
         """
         conversation = self._conversation(index)
         media: dict[str, list[Tensor]] = {}
-        for kind, file in conversation.media:
-            media.setdefault(kind, []).append(self._load(conversation.id, kind, file))
-        return Sample(conversation.id, torch.tensor(conversation.encoded.ids), media)
+        read = conversation.size
+        for kind, span in conversation.media:
+            if wants(kinds, kind):
+                tensor, size = self._load(conversation.id, kind, span)
+                media.setdefault(kind, []).append(tensor)
+                read += size
+        needed = conversation.size + sum(span.length for kind, span in conversation.media if wants(kinds, kind))
+        return Sample(conversation.id, torch.tensor(conversation.encoded.ids), media, read, needed)
 
     def _read(self, index: int) -> _Conversation:
         if not 0 <= index < len(self):
@@ -141,7 +149,7 @@ class ConversationsSource:
             raise SampleError(
                 f"sample {name!r}: must be an object with `messages`, a list of {{role, content}}: {error!r}"
             ) from error
-        media: list[tuple[str, Path]] = []
+        media: list[tuple[str, Span]] = []
         messages = [(role, self._text(name, content, media)) for role, content in turns]
         encoded = self._chat.encode(name, messages)
         kinds = {token: kind for kind, token in self.placeholders.items()}
@@ -151,9 +159,9 @@ class ConversationsSource:
                 f"sample {name!r}: its text has placeholders of {found}, its media are {[kind for kind, _ in media]}; "
                 "does the chat template drop some, or add its own?"
             )
-        return _Conversation(name, encoded, tuple(media))
+        return _Conversation(name, encoded, tuple(media), len(line))
 
-    def _text(self, name: str, content: Any, media: list[tuple[str, Path]]) -> str:
+    def _text(self, name: str, content: Any, media: list[tuple[str, Span]]) -> str:
         """The text of one turn; its media are appended to `media`."""
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         text = ""
@@ -176,29 +184,32 @@ class ConversationsSource:
             if kind not in self.placeholders:
                 raise SampleError(f"sample {name!r}: it has {kind!r}, but {KEY} placeholders has no token for that")
             text += self._chat.texts[kind]
-            media.append((kind, self.folder / value))
+            media.append((kind, Span(self.folder / value)))
         return text
 
-    def _shape(self, name: str, kind: str, file: Path) -> tuple[int, ...]:
+    def _shape(self, name: str, kind: str, span: Span) -> tuple[int, ...]:
         from PIL import Image
 
-        with _reading(name, file):
+        with _reading(name, span):
             if kind == "audio":
-                return tuple(self._recordings.shape(file))
+                with span.open() as file:
+                    return tuple(self._recordings.shape(span.path.name, file))
             processor = self._image_processor(name)
             if processor.fixed_shape is not None:
                 return processor.fixed_shape
-            with Image.open(file) as image:  # reads the header only
+            with span.open() as file, Image.open(file) as image:  # reads the header only
                 return processor.shape(*image.size)
 
-    def _load(self, name: str, kind: str, file: Path) -> Tensor:
+    def _load(self, name: str, kind: str, span: Span) -> tuple[Tensor, int]:
+        """One media item, and the bytes that were read for it."""
         from PIL import Image
 
-        with _reading(name, file):
+        with _reading(name, span):
+            data = span.read()
             if kind == "audio":
-                return self._recordings(file)
-            with Image.open(file) as image:
-                return self._image_processor(name)(image)
+                return self._recordings(span.path.name, io.BytesIO(data)), len(data)
+            with Image.open(io.BytesIO(data)) as image:
+                return self._image_processor(name)(image), len(data)
 
     def _image_processor(self, name: str) -> ImageProcessor:
         if self._images is None:
@@ -207,7 +218,7 @@ class ConversationsSource:
 
 
 @contextmanager
-def _reading(name: str, file: Path) -> Iterator[None]:
+def _reading(name: str, file: object) -> Iterator[None]:
     """Turn what reading a media file may raise into an error about the sample."""
     from PIL.Image import DecompressionBombError
 

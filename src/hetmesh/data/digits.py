@@ -6,7 +6,7 @@ import bisect
 import functools
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from hetmesh.data.source import Sample
+from hetmesh.data.source import Sample, wants
 from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 
@@ -136,11 +136,13 @@ class DigitsSource:
         media = tuple(MediaItem("image", (1, 8, 8 * n), first + i) for i, n in enumerate(question.strips))
         return SampleMeta(self._id(index), tokens, media, targets=((prompt, tokens),))
 
-    def load(self, index: int) -> Sample:
+    def load(self, index: int, kinds: Collection[str] | None = None) -> Sample:
         """Payload of sample `index`; each image is float32 `[1, 8, 8 * digits]`, of values -1..1 before noise is
         added."""
         question = self.ask(index)
         tokens = torch.tensor([*_encode(question.text), *_encode(question.answer), END])
+        if not wants(kinds, "image"):
+            return Sample(self._id(index), tokens)
         pixels = data_set()[0][list(question.images)].astype(np.float32)
         if self.split == "train":
             draw = random.Random(f"{self.seed}/{self.split}/{index}/noise").random

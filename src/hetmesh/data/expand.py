@@ -11,7 +11,7 @@ sample of which nothing is left, because it starts with a media item of more tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from hetmesh.data.check import check_meta, check_sample
-from hetmesh.data.source import Sample
+from hetmesh.data.source import Sample, wants
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 
@@ -131,7 +131,11 @@ def _rows(sample_id: str, item: MediaItem, item_rows: ItemRows) -> int:
 
 
 def expand_tokens(
-    sample: Sample, source_meta: SampleMeta, expanded: SampleMeta, placeholders: Mapping[str, int]
+    sample: Sample,
+    source_meta: SampleMeta,
+    expanded: SampleMeta,
+    placeholders: Mapping[str, int],
+    kinds: Collection[str] | None = None,
 ) -> Sample:
     """Do to a payload what `expand` did to its metadata: repeat placeholders, cut, drop media that did not fit.
 
@@ -140,11 +144,12 @@ def expand_tokens(
         source_meta: as the source gives it.
         expanded: the result of `expand` on `source_meta`.
         placeholders: kind of media -> token id.
+        kinds: the kinds of media that were asked for; None: all.
 
     Raises:
         SampleError: the payload does not agree with its metadata (see `check_sample`).
     """
-    check_sample(sample, source_meta, placeholders)
+    check_sample(sample, source_meta, placeholders, kinds)
     # numpy: on sequences this short torch's dispatch costs more than the work
     tokens = sample.tokens.numpy()
     if source_meta.media:
@@ -153,9 +158,10 @@ def expand_tokens(
             if given.rows == 1:
                 repeats[given.position] = item.rows
         tokens = np.repeat(tokens, repeats)
-    media = {name: tuple(sample.media.get(name, ()))[: expanded.num_items(name)] for name in placeholders}
-    return Sample(
-        sample.id,
-        torch.from_numpy(tokens[: expanded.tokens]),
-        {name: tensors for name, tensors in media.items() if tensors},
+    wanted = [name for name in placeholders if wants(kinds, name)]
+    media = {name: tuple(sample.media.get(name, ()))[: expanded.num_items(name)] for name in wanted}
+    return replace(
+        sample,
+        tokens=torch.from_numpy(tokens[: expanded.tokens]),
+        media={name: tensors for name, tensors in media.items() if tensors},
     )

@@ -8,7 +8,7 @@ twice in one batch.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetmesh.data.expand import Expansion, expand_tokens
@@ -110,17 +110,20 @@ class Loader:
         result = self.prepare(given)
         return DrawnSample(index, given, result.meta, len(result.dropped_media), result.dropped_tokens)
 
-    def load(self, drawn: Iterable[DrawnSample]) -> list[Sample]:
+    def load(self, drawn: Iterable[DrawnSample], kinds: Mapping[int, Collection[str]] | None = None) -> list[Sample]:
         """The expanded payloads of the samples asked for, in that order.
+
+        Args:
+            kinds: by source index, the kinds of media that are wanted; None: all.
 
         Raises:
             SampleError: a payload does not agree with its metadata, or holds a token outside the vocabulary.
         """
-        return [self._load(d) for d in drawn]
+        return [self._load(d, None if kinds is None else kinds[d.index]) for d in drawn]
 
-    def _load(self, drawn: DrawnSample) -> Sample:
+    def _load(self, drawn: DrawnSample, kinds: Collection[str] | None) -> Sample:
         source = self.source
-        sample = expand_tokens(source.load(drawn.index), drawn.given, drawn.meta, source.placeholders)
+        sample = expand_tokens(source.load(drawn.index, kinds), drawn.given, drawn.meta, source.placeholders, kinds)
         tokens = sample.tokens.numpy()
         low, high = tokens.min(), tokens.max()
         if low < 0 or high >= source.vocab_size:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import wave
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -39,32 +39,34 @@ class RecordingProcessor:
         except (OSError, ValueError) as error:
             raise RecipeError(f"{self.key} = '{self.folder}': {error}") from error
 
-    def shape(self, path: Path) -> tuple[int, ...]:
-        """Shape of the features of a recording, from its header at most.
+    def shape(self, name: str, file: BinaryIO) -> tuple[int, ...]:
+        """Shape of the features of the recording `file`, from its header at most; `name` says of what format it is.
 
         Raises:
             OSError, ValueError: it cannot be read.
         """
-        if path.suffix == ".npy":
-            return np.load(path, mmap_mode="r", allow_pickle=False).shape
+        if name.endswith(".npy"):
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            return read(file)[0]
         return (self._extractor.feature_size, self._extractor.nb_max_frames)
 
-    def __call__(self, path: Path) -> Tensor:
-        """float32 features `[mel bins, frames]`.
+    def __call__(self, name: str, file: BinaryIO) -> Tensor:
+        """float32 features `[mel bins, frames]` of the recording `file`.
 
         Raises:
             OSError, ValueError: it cannot be read.
         """
-        if path.suffix == ".npy":
-            return torch.from_numpy(np.load(path, allow_pickle=False).astype(np.float32))
+        if name.endswith(".npy"):
+            return torch.from_numpy(np.load(file, allow_pickle=False).astype(np.float32))
         rate = self._extractor.sampling_rate
-        features = self._extractor(_waveform(path, rate), sampling_rate=rate, return_tensors="np").input_features[0]
+        features = self._extractor(_waveform(file, rate), sampling_rate=rate, return_tensors="np").input_features[0]
         return torch.from_numpy(np.ascontiguousarray(features, np.float32))
 
 
-def _waveform(path: Path, rate: int) -> np.ndarray:
+def _waveform(source: BinaryIO, rate: int) -> np.ndarray:
     try:
-        with wave.open(str(path)) as file:
+        with wave.open(source) as file:
             if file.getframerate() != rate or file.getsampwidth() != 2:
                 raise ValueError(
                     f"it has {file.getframerate()} samples per second of {8 * file.getsampwidth()} bits, "

@@ -53,6 +53,12 @@ def make_source(name: str, /, **options: Any) -> Source:
     missing = [n for n in ("__len__", "meta", "load", "vocab_size", "pad_id", "placeholders") if not hasattr(source, n)]
     if missing:
         raise RecipeError(f"{key}: {type(source).__name__} is not a hetmesh.data.Source, it lacks {missing}")
+    try:
+        inspect.signature(source.load).bind(0, kinds=())
+    except TypeError as error:
+        raise RecipeError(
+            f"{key}: {type(source).__name__}.load must take (index, kinds), the kinds of media that are wanted: {error}"
+        ) from error
     ids = {"pad_id": source.pad_id, **{f"placeholder {k!r}": v for k, v in source.placeholders.items()}}
     wrong = {k: v for k, v in ids.items() if not isinstance(v, int) or not 0 <= v < source.vocab_size}
     if wrong:

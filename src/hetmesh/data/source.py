@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -19,11 +19,20 @@ class Sample:
         id: the id of its `SampleMeta`.
         tokens: int64 `[tokens]` on the CPU, placeholders included.
         media: per kind of media, the raw tensors in the order of their positions; kinds without items may be absent.
+        bytes_read: what was read from files to make it.
+        bytes_needed: the stored size of what was asked for: its text, and its media of the kinds wanted.
     """
 
     id: str
     tokens: Tensor
     media: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    bytes_read: int = 0
+    bytes_needed: int = 0
+
+
+def wants(kinds: Collection[str] | None, kind: str) -> bool:
+    """Whether media of `kind` are among those asked for; None asks for all."""
+    return kinds is None or kind in kinds
 
 
 @runtime_checkable
@@ -59,8 +68,12 @@ class Source(Protocol):
         """
         ...
 
-    def load(self, index: int) -> Sample:
-        """The payload of sample `index`; agrees with `meta(index)`."""
+    def load(self, index: int, kinds: Collection[str] | None = None) -> Sample:
+        """The payload of sample `index`; agrees with `meta(index)`.
+
+        Args:
+            kinds: the kinds of media that are wanted; None: all. No others are read: `()` loads the tokens alone.
+        """
         ...
 
 

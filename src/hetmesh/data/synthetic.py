@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
-from hetmesh.data.source import Sample
+from hetmesh.data.source import Sample, wants
 from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 
@@ -84,7 +84,7 @@ class SyntheticSource:
         media = tuple(MediaItem("image", self.image_shape, at + i) for i, at in enumerate(positions))
         return SampleMeta(f"synthetic-{self.seed}-{index}", tokens, media, ((question + images, tokens),))
 
-    def load(self, index: int) -> Sample:
+    def load(self, index: int, kinds: Collection[str] | None = None) -> Sample:
         """Random tokens and images that fit `meta(index)`."""
         meta = self.meta(index)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{index}".encode()))
@@ -92,5 +92,6 @@ class SyntheticSource:
         tokens = torch.randint(1, self.vocab_size - 1, (meta.tokens,), generator=generator)
         tokens += tokens >= image  # every id but the placeholder's, which may only stand where an image is
         tokens[[item.position for item in meta.media]] = image
-        images = [torch.randn(item.shape, generator=generator) for item in meta.media]
+        wanted = meta.media if wants(kinds, "image") else ()
+        images = [torch.randn(item.shape, generator=generator) for item in wanted]
         return Sample(meta.id, tokens, {"image": images} if images else {})

@@ -27,8 +27,8 @@ def apply_fully_shard(
     """Shard the parameters of `root` in place over the `dp_shard` axis of its mesh (with a `dp_replicate` axis: HSDP).
 
     Each of `blocks` is gathered by itself, right before its forward and backward. Everything else belongs to
-    `root` and is gathered once for all of its forward. Tensor-parallel parameters, which are DTensors over `tp`,
-    become DTensors over `dp_shard` and `tp`.
+    `root` and is gathered once for all of its forward; so is the first block where everything else is no larger.
+    Tensor-parallel parameters, which are DTensors over `tp`, become DTensors over `dp_shard` and `tp`.
 
     Args:
         root: called for every forward, so that whatever an adapter does with its parts finds them gathered.
@@ -42,7 +42,7 @@ def apply_fully_shard(
         arguments["mp_policy"] = MixedPrecisionPolicy(options.compute_dtype, reduce_dtype=_parameter_dtype(root))
     if options.cpu_offload:
         arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=device_mesh.device_type == "cuda")
-    for block in blocks:
+    for block in gathered_alone(root, blocks):
         fully_shard(block, reshard_after_forward=options.reshard_after_forward != "never", **arguments)
     fully_shard(root, reshard_after_forward=options.reshard_after_forward == "always", **arguments)
     for module in sharded_modules(root):
@@ -51,6 +51,17 @@ def apply_fully_shard(
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
     root.register_forward_hook(_reshard_without_backward)
+
+
+def gathered_alone(root: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """The blocks that are gathered by themselves: all but the first, where what belongs to no block (a norm, the
+    embedding of patches) is not larger than it. Both are needed at once, and every gather and every reduction has a
+    latency."""
+    blocks = list(blocks)
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    rest = sum(p.numel() for p in root.parameters() if id(p) not in inside)
+    joined = bool(blocks) and 0 < rest <= sum(p.numel() for p in blocks[0].parameters())
+    return blocks[1:] if joined else blocks
 
 
 def sharded_modules(root: nn.Module) -> list[FSDPModule]:

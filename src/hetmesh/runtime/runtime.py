@@ -68,7 +68,7 @@ class Runtime:
         self.device_module = device_module(world.device)
         self.recording: Recording | None = None
         world.connect()
-        for ranks in edge_groups(stage_graph(graph), transport):
+        for ranks in edge_groups(stage_graph(graph), transport, world.link):
             world.group(ranks)
 
     def run(

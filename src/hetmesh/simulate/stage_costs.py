@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,10 +79,23 @@ class StageCosts:
         pp = spec.mesh.axis_size("pp")
         outside = () if stage.index >= pp else ("",)
         held = ModuleShape("", tuple(x for x in module.shape.layers if names is None or x.name in {*names, *outside}))
-        self.weights = [
-            (self._owner(w.name), tensor_parallel_elements(w, self._size("tp")), w.trainable)
-            for w in place_weights(held, self.mesh, 0)
-        ]
+        self.weights = self._joined(
+            [
+                (self._owner(w.name), tensor_parallel_elements(w, self._size("tp")), w.trainable)
+                for w in place_weights(held, self.mesh, 0)
+            ]
+        )
+
+    def _joined(self, weights: list[tuple[str, int, bool]]) -> list[tuple[str, int, bool]]:
+        """The first block's weights under the name of the rest, where both are gathered together
+        (`hetmesh.parallel.fully_shard.gathered_alone`)."""
+        sizes = Counter[str]()
+        for owner, count, _ in weights:
+            sizes[owner] += count
+        first = next((name for name, *_ in self.layers if name in sizes and name), "")
+        if not 0 < sizes[""] <= sizes[first]:
+            return weights
+        return [("" if owner == first else owner, count, trainable) for owner, count, trainable in weights]
 
     def _owner(self, weight: str) -> str:
         return next((block for block in self.module.blocks if weight.startswith(f"{block}.")), "")

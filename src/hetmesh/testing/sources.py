@@ -6,11 +6,12 @@ In a recipe: `source = "hetmesh.testing.sources:RandomMedia"`, its arguments und
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
-from hetmesh.data.source import Sample
+from hetmesh.data.source import Sample, wants
 from hetmesh.errors import RecipeError
 from hetmesh.graph import MediaItem, SampleMeta
 
@@ -67,9 +68,10 @@ class RandomMedia:
         """Metadata of sample `index`: shuffled text tokens and placeholders; the last tokens are targets."""
         return self._make(index)[0]
 
-    def load(self, index: int) -> Sample:
+    def load(self, index: int, kinds: Collection[str] | None = None) -> Sample:
         """The payload of sample `index`."""
-        return self._make(index)[1]
+        whole = self._make(index)[1]
+        return replace(whole, media={kind: items for kind, items in whole.media.items() if wants(kinds, kind)})
 
     def _make(self, index: int) -> tuple[SampleMeta, Sample]:
         rng = random.Random(f"{self.seed}:{index}")

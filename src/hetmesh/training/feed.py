@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hetmesh.balance import BatchPlan
 from hetmesh.data.loader import DrawnSample, Loader
 from hetmesh.data.source import Sample
-from hetmesh.graph import Stage
+from hetmesh.graph import ModuleSpec, Stage
 from hetmesh.models.adapter import Adapter
 from hetmesh.models.packing import pack_tokens
 from hetmesh.parallel import ContextAttention
 
 
+@dataclass
+class Loaded:
+    """What one rank loaded in one step.
+
+    Attributes:
+        bytes_read: from files, counted where they were read.
+        bytes_needed: the stored size of what its modules use of the samples of its lanes.
+        wait_s: seconds that its modules waited for samples.
+    """
+
+    bytes_read: int = 0
+    bytes_needed: int = 0
+    wait_s: float = 0.0
+
+
 class Feed:
-    """Loads the samples of this rank's lanes, once each, and collates them per module and microbatch.
+    """Loads the samples of this rank's lanes, once each, and collates them per module and microbatch. Of a sample only
+    what the modules of this rank read is loaded: pixels where an encoder's first stage takes that sample, else tokens.
 
     Calling it is what `Runtime.run` takes as `load_batch`.
     """
@@ -24,21 +42,21 @@ class Feed:
         self, loader: Loader, drawn: Sequence[DrawnSample], plan: BatchPlan, adapters: Mapping[str, Adapter], rank: int
     ) -> None:
         self.loader, self.drawn, self.plan, self.adapters, self.rank = loader, drawn, plan, adapters, rank
+        self.loaded = Loaded()
         self._samples: dict[int, Sample] = {}
+        self._kinds = self._wanted()
 
     def __call__(self, stage: Stage, microbatch: int) -> dict[str, Any]:
         """The stage's own inputs on this rank's lane; see `Adapter.collate`. Of packed samples, and of media whose
         tokens ranks share, it is what this rank keeps, and `attention` a `ContextAttention`."""
         module = stage.module
         spec = self.plan.graph[module]
-        if module != self.plan.graph.sink.name and (self.plan.graph.inputs(module) or stage.index > 0):
+        if not self._reads(spec, stage.index):
             return {}  # rows or activations only
         lane = spec.lane_of(self.rank)
         assert lane is not None
         indices = self.plan.samples_of(module, microbatch, lane)
-        missing = [i for i in indices if i not in self._samples]
-        for i, sample in zip(missing, self.loader.load([self.drawn[i] for i in missing]), strict=True):
-            self._samples[i] = sample
+        self._load([i for i in indices if i not in self._samples])
         source = self.loader.source
         metas = [self.plan.samples[i] for i in indices]
         batch = self.adapters[module].collate(
@@ -66,3 +84,33 @@ class Feed:
             microbatch=microbatch,
         )
         return packed
+
+    def _reads(self, spec: ModuleSpec, stage: int) -> bool:
+        """Whether a stage reads samples itself: an encoder's first one, and every one of the LLM."""
+        graph = self.plan.graph
+        return spec.name == graph.sink.name or (stage == 0 and not graph.inputs(spec.name))
+
+    def _wanted(self) -> dict[int, set[str]]:
+        """The kinds of media that this rank's modules read, by source index of the samples of its lanes."""
+        wanted: dict[int, set[str]] = {}
+        for name in self.plan.graph.order:
+            spec = self.plan.graph[name]
+            mine = [i for i in range(spec.num_stages) if self.rank in spec.stage_mesh(i) and self._reads(spec, i)]
+            if not mine:
+                continue
+            lane = spec.lane_of(self.rank)
+            assert lane is not None
+            for lanes in self.plan.lanes[name]:
+                for i in lanes[lane]:
+                    kinds = wanted.setdefault(self.drawn[i].index, set())
+                    if spec.media is not None:
+                        kinds.add(spec.media)
+        return wanted
+
+    def _load(self, missing: Sequence[int]) -> None:
+        started = time.perf_counter()
+        for i, sample in zip(missing, self.loader.load([self.drawn[i] for i in missing], self._kinds), strict=True):
+            self._samples[i] = sample
+            self.loaded.bytes_read += sample.bytes_read
+            self.loaded.bytes_needed += sample.bytes_needed
+        self.loaded.wait_s += time.perf_counter() - started

@@ -19,6 +19,15 @@ KEY = "checkpoint.initial_load_path"
 _SHOWN = 8  # names in one message
 
 
+def check_initial_path(path: Path) -> None:
+    """Raise RecipeError unless there is a complete checkpoint at `path`."""
+    if (path / COMPLETE).is_file():
+        return
+    if (path / METADATA).is_file():
+        raise RecipeError(f"{KEY} = {str(path)!r}: {no_manifest(path)}")
+    raise RecipeError(f"{KEY} = {str(path)!r}: no complete checkpoint there; name a folder such as .../step-800")
+
+
 def load_initial_weights(world: World, root: Root, path: Path, exclude: Sequence[str] = ()) -> None:
     """Read the parameters and buffers of this rank's modules from the DCP checkpoint at `path`. Collective.
 
@@ -32,10 +41,7 @@ def load_initial_weights(world: World, root: Root, path: Path, exclude: Sequence
             shapes or types; the message names them, and is the same on every rank.
         CheckpointError: the checkpoint cannot be read, or bytes have changed since it was written; on every rank.
     """
-    if not (path / COMPLETE).is_file():
-        if (path / METADATA).is_file():
-            raise RecipeError(f"{KEY} = {str(path)!r}: {no_manifest(path)}")
-        raise RecipeError(f"{KEY} = {str(path)!r}: no complete checkpoint there; name a folder such as .../step-800")
+    check_initial_path(path)
     saved, sums = opened(world, path)
     state: dict[str, Any] = {}
     left_out: set[str] = set()

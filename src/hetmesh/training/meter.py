@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
 from hetmesh.cost import find_machine, imbalance, lane_work, load_machine, module_flops, total_work
+from hetmesh.training.feed import Loaded
 from hetmesh.training.module_shapes import module_shapes
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class Measured:
         allocated_ranks: ranks of the job.
         boundary_bytes: received over all ranks, by boundary and direction.
         wait_s: seconds that the rank which waited longest did nothing but wait for a boundary's messages.
+        data: of the samples, `bytes_read` and `bytes_needed` over all ranks, `bytes_read_most` by any rank, and
+            `wait_s`, the seconds that the rank which waited longest for them did.
     """
 
     memory_bytes: int
@@ -75,6 +78,7 @@ class Measured:
     allocated_ranks: int
     boundary_bytes: Mapping[str, Mapping[str, int]]
     wait_s: Mapping[str, float]
+    data: Mapping[str, float] = field(default_factory=dict)
 
 
 class Meter:
@@ -112,14 +116,20 @@ class Meter:
         known = len(ideal) == len(self.graph.order)
         return StepCost(flops, each, sum(ideal.values()) / (seconds * self.world.size) if known else None, uneven)
 
-    def measure(self) -> Measured:
-        """What all ranks measured since their communication logs were cleared. Collective: one small all-reduce."""
+    def measure(self, loaded: Loaded) -> Measured:
+        """What all ranks measured since their communication logs were cleared. Collective: one small all-reduce.
+
+        Args:
+            loaded: what this rank loaded meanwhile.
+        """
         names = [boundary.name for boundary in self.graph.boundaries]
         log = self.world.log
-        mine = [float(peak_memory(self.world.device))]
+        mine = [float(loaded.bytes_read), float(loaded.bytes_needed), loaded.wait_s]
+        mine += [float(peak_memory(self.world.device))]
         mine += [float(log.bytes_received(name, way)) for name in names for way in DIRECTIONS]
         mine += [log.seconds_waited(name) for name in names]
         everyone = gather_over_ranks(mine, self.world)
+        samples, everyone = everyone[:, :3], everyone[:, 3:]
         received = everyone[:, 1 : 1 + 2 * len(names)].sum(0).reshape(-1, 2).tolist()
         waited = everyone[:, 1 + 2 * len(names) :].amax(0).tolist()
         return Measured(
@@ -131,6 +141,12 @@ class Meter:
                 for name, sizes in zip(names, received, strict=True)
             },
             {name: round(seconds, 6) for name, seconds in zip(names, waited, strict=True)},
+            {
+                "bytes_read": int(samples[:, 0].sum()),
+                "bytes_needed": int(samples[:, 1].sum()),
+                "bytes_read_most": int(samples[:, 0].max()),
+                "wait_s": round(float(samples[:, 2].max()), 6),
+            },
         )
 
 

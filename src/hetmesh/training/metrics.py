@@ -93,6 +93,12 @@ class StepMetrics:
         for name, sizes in self.measured.boundary_bytes.items() if self.measured else ():
             assert self.measured is not None
             yield f"{name} {amount(sum(sizes.values()))}B waited {1000 * self.measured.wait_s[name]:.0f} ms"
+        if self.measured is not None and self.measured.data:
+            data = self.measured.data
+            yield (
+                f"samples read {amount(data['bytes_read'])}B of {amount(data['bytes_needed'])}B needed waited "
+                f"{1000 * data['wait_s']:.0f} ms"
+            )
 
 
 def amount(value: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,8 @@ from hetmesh.parallel.compile import unknown_backend
 from hetmesh.parallel.tensor_parallel import check_plan
 from hetmesh.recipe.batch_sizes import divisors
 from hetmesh.recipe.module_options import module_options, packs, token_axes
+from hetmesh.training.checkpoint import COMPLETE
+from hetmesh.training.initial_load import check_initial_path
 from hetmesh.training.loggers import require_wandb
 
 if TYPE_CHECKING:
@@ -79,6 +82,10 @@ def check_run(recipe: Recipe) -> None:
             f"checkpoint.exclude_from_loading = {list(keys.exclude_from_loading)}: nothing is loaded without "
             "checkpoint.initial_load_path; give it, or leave this key out"
         )
+    saved = Path(recipe.job.dump_folder, keys.folder)
+    if keys.initial_load_path and not any(saved.glob(f"step-*/{COMPLETE}")):  # a run that goes on has its own weights
+        with refusals.collect():
+            check_initial_path(Path(keys.initial_load_path))
     if recipe.metrics.enable_wandb:
         with refusals.collect():
             require_wandb()

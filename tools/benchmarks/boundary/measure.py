@@ -58,6 +58,7 @@ def measure(rank: int, transfer: Transfer, names: Sequence[str], rounds: int) ->
         AssertionError: a strategy brought something else than this rank's share.
     """
     world = World.current()
+    world.connect()
     dist.barrier()
     strategies = {name: STRATEGIES[name](world, transfer) for name in names}
     local, want = share(transfer, transfer.src, rank, summands=True), share(transfer, transfer.dst, rank)
