@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
@@ -85,8 +84,3 @@ def _refuse_giants(loads: BatchLoads, slots: Slots) -> None:
                 f"balance: sample {loads.name(sample)!r} has {loads.tokens[sample, i]} tokens for module {name!r}; "
                 f"max_tokens of one microbatch is {cap}"
             )
-
-
-def deferrable(slots: Slots) -> Slots:
-    """`slots` with deferral allowed."""
-    return replace(slots, deferral=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 NO_CAP = 1 << 62
@@ -27,60 +29,64 @@ def _moved(
     bins: np.ndarray, tokens: np.ndarray, caps: np.ndarray, load: np.ndarray, allowed: np.ndarray | None
 ) -> np.ndarray | None:
     """Take the smallest sample that suffices out of each bin that is over, to where there is room or in exchange."""
-    bins = bins.copy()
-    held = np.zeros_like(caps)
-    np.add.at(held, bins, tokens)
-    loads = np.zeros(len(caps), np.int64)
-    np.add.at(loads, bins, load)
-
-    def move(sample: int, target: int) -> None:
-        for bin_, sign in ((bins[sample], -1), (target, 1)):
-            held[bin_] += sign * tokens[sample]
-            loads[bin_] += sign * load[sample]
-        bins[sample] = target
-
+    held = _Held(bins, tokens, caps, load)
     for _ in range(4 * len(bins) + 4):
-        over = np.flatnonzero((held > caps).any(1))
+        over = np.flatnonzero((held.tokens > caps).any(1))
         if not len(over):
-            return bins
+            return held.bins
         source = int(over[0])
-        cap = int(np.argmax(held[source] - caps[source]))
-        excess = int(held[source, cap] - caps[source, cap])
-        inside = np.flatnonzero(bins == source)
+        cap = int(np.argmax(held.tokens[source] - caps[source]))
+        excess = int(held.tokens[source, cap] - caps[source, cap])
+        inside = np.flatnonzero(held.bins == source)
         inside = inside[np.argsort(tokens[inside, cap], kind="stable")]
+        inside = inside[tokens[inside, cap] > 0]
         enough = inside[tokens[inside, cap] >= excess]
         reach = np.ones(len(caps), bool) if allowed is None else allowed == allowed[source]
         reach[source] = False
-        if not _moved_out([*enough, *inside[::-1]], tokens, held, caps, loads, reach, move) and not _exchanged(
-            inside[::-1], cap, bins, tokens, held, caps, reach, move
-        ):
+        if not held.move_one([*enough, *inside[::-1]], reach) and not held.exchange_one(inside[::-1], cap, reach):
             return None
     return None
 
 
-def _moved_out(samples, tokens, held, caps, loads, reach, move) -> bool:  # type: ignore[no-untyped-def]
-    """Move the first of `samples` that fits anywhere to the bin with least load; whether there was one."""
-    for sample in samples:
-        room = np.flatnonzero(reach & (held + tokens[sample] <= caps).all(1))
-        if len(room) and tokens[sample].any():
-            move(sample, int(room[np.argmin(loads[room])]))
-            return True
-    return False
+class _Held:
+    """What bins hold while samples move."""
 
+    def __init__(self, bins: np.ndarray, sizes: np.ndarray, caps: np.ndarray, load: np.ndarray) -> None:
+        self.bins, self.sizes, self.caps, self.load = bins.copy(), sizes, caps, load
+        self.tokens, self.loads = np.zeros_like(caps), np.zeros(len(caps), np.int64)
+        np.add.at(self.tokens, bins, sizes)
+        np.add.at(self.loads, bins, load)
 
-def _exchanged(samples, cap, bins, tokens, held, caps, reach, move) -> bool:  # type: ignore[no-untyped-def]
-    """Exchange one of `samples` for a smaller one of another bin that then keeps its caps; whether there was one."""
-    for sample in samples:
-        partners = np.flatnonzero(reach[bins] & (tokens[:, cap] < tokens[sample, cap]))
-        after = held[bins[partners]] + tokens[sample] - tokens[partners]
-        fits = partners[(after <= caps[bins[partners]]).all(1)]
-        if len(fits):
-            partner = int(fits[np.argmin(tokens[fits, cap])])
-            source, target = int(bins[sample]), int(bins[partner])
-            move(sample, target)
-            move(partner, source)
-            return True
-    return False
+    def move(self, sample: int, target: int) -> None:
+        """Move one sample."""
+        for bin_, sign in ((self.bins[sample], -1), (target, 1)):
+            self.tokens[bin_] += sign * self.sizes[sample]
+            self.loads[bin_] += sign * self.load[sample]
+        self.bins[sample] = target
+
+    def move_one(self, samples: Iterable[int], reach: np.ndarray) -> bool:
+        """Move the first of `samples` that fits anywhere to the bin with least load; whether there was one."""
+        for sample in samples:
+            room = np.flatnonzero(reach & (self.tokens + self.sizes[sample] <= self.caps).all(1))
+            if len(room):
+                self.move(sample, int(room[np.argmin(self.loads[room])]))
+                return True
+        return False
+
+    def exchange_one(self, samples: Iterable[int], cap: int, reach: np.ndarray) -> bool:
+        """Exchange one of `samples` for a smaller one of a bin that then keeps its caps; whether there was one."""
+        bins, sizes = self.bins, self.sizes
+        for sample in samples:
+            partners = np.flatnonzero(reach[bins] & (sizes[:, cap] < sizes[sample, cap]))
+            after = self.tokens[bins[partners]] + sizes[sample] - sizes[partners]
+            fits = partners[(after <= self.caps[bins[partners]]).all(1)]
+            if len(fits):
+                partner = int(fits[np.argmin(sizes[fits, cap])])
+                source, target = int(bins[sample]), int(bins[partner])
+                self.move(sample, target)
+                self.move(partner, source)
+                return True
+        return False
 
 
 def _from_scratch(

@@ -1,8 +1,8 @@
 """Deferral: the last module takes some samples one microbatch late, so that its microbatches become equal.
 
 Entrain (arXiv 2605.27918): microbatches with more than the median of LLM work are overloaded, the others underloaded.
-Each overloaded one gets an underloaded partner that comes right after it, and hands it the samples whose work is nearest
-to half the difference (subset sum); bottleneck matching chooses the partners.
+Each overloaded one gets an underloaded partner that comes right after it, and hands it the samples whose work is
+nearest to half the difference (subset sum); bottleneck matching chooses the partners.
 """
 
 from __future__ import annotations

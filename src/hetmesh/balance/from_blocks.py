@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from hetmesh.balance.assignment import Assignment
@@ -69,8 +71,8 @@ def _infeasible(loads: BatchLoads, slots: Slots) -> GraphError:
         if cap is not None
     ]
     return GraphError(
-        f"balance: the batch does not fit into its microbatches ({'; '.join(parts)}); raise max_tokens or the number of "
-        "microbatches"
+        f"balance: the batch does not fit into its microbatches ({'; '.join(parts)}); raise max_tokens, or the number "
+        "of microbatches"
     )
 
 
@@ -100,7 +102,7 @@ def _split(work: np.ndarray, blocks: Blocks, of_bin: np.ndarray, block: np.ndarr
     if len(of_bin) == blocks.count:
         return ordered[block]
     starts = np.searchsorted(of_bin[ordered], np.arange(blocks.count + 1)).tolist()
-    choices = [ordered[a:b].tolist() for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    choices = [ordered[a:b].tolist() for a, b in itertools.pairwise(starts)]
     order = np.argsort(-work, kind="stable")
     if blocks.slots.equal_counts:
         return _in_turn(order, block, choices)

@@ -10,6 +10,8 @@ import numpy as np
 
 from hetmesh.errors import GraphError
 
+_LEFT_OUT = np.empty(0, np.int64)
+
 
 @dataclass(frozen=True, eq=False)
 class BatchLoads:
@@ -30,14 +32,14 @@ class BatchLoads:
 
     modules: tuple[str, ...]
     work: np.ndarray
-    tokens: np.ndarray = field(default=None)  # type: ignore[assignment]
-    keys: np.ndarray = field(default=None)  # type: ignore[assignment]
+    tokens: np.ndarray = field(default_factory=lambda: _LEFT_OUT)
+    keys: np.ndarray = field(default_factory=lambda: _LEFT_OUT)
     ids: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
         work = np.asarray(self.work)
-        tokens = work if self.tokens is None else np.asarray(self.tokens)
-        keys = np.arange(len(work)) if self.keys is None else np.asarray(self.keys)
+        tokens = work if self.tokens is _LEFT_OUT else np.asarray(self.tokens)
+        keys = np.arange(len(work)) if self.keys is _LEFT_OUT else np.asarray(self.keys)
         shape = (len(keys), len(self.modules))
         for name, given in (("work", work), ("tokens", tokens)):
             if given.shape != shape or given.dtype.kind not in "iu" or (given.size and given.min() < 0):

@@ -31,7 +31,7 @@ def best_orders(
     groups, windows, _ = work.shape
     seen = work.max(0, keepdims=True) if slots.lockstep else work
     if late is not None and slots.lockstep:
-        late = late.any(0, keepdims=True)
+        late = np.asarray(late.any(0, keepdims=True))
     units = windows // unit
     if units > 1:
         pooled = seen[:, : units * unit].reshape(len(seen), units, unit, -1).sum(2)

@@ -32,7 +32,7 @@ def pipeline_score(loads: BatchLoads, slots: Slots) -> Score:
         work = work.max(0, keepdims=True) if slots.lockstep else work
         late = Blocks(adapted).late(assignment) if assignment.deferred.any() else None
         if late is not None and slots.lockstep:
-            late = late.any(0, keepdims=True)
+            late = np.asarray(late.any(0, keepdims=True))
         return float(step_lengths(work, slots.stages, slots.backward, late=late).max(initial=0.0))
 
     return score

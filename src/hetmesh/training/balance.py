@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from hetmesh.balance import Balance
 from hetmesh.balance.leaders import leaders
-from hetmesh.balance.plan_batch import Balance
 from hetmesh.cost.sample_costs import SampleCosts
 from hetmesh.errors import RecipeError
 from hetmesh.graph import ModuleGraph
@@ -40,4 +40,4 @@ def recipe_balance(recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Ad
         name: SampleCosts.of(shapes[name], upstream=any(graph.needs_gradient(b) for b in graph.inputs(name)))
         for name in graph.order
     }
-    return Balance(keys.policy, costs, keys.max_tokens, keys.microbatches == "free", keys.deferral)
+    return Balance(keys.policy, costs, keys.max_tokens, free=keys.microbatches == "free", deferral=keys.deferral)

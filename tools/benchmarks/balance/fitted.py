@@ -1,13 +1,13 @@
 """Four laws whose variability under DistTrain's reordering is what Entrain's authors measured on four datasets.
 
 Published (arXiv 2605.27918): the standard deviation over microbatches of a module's forward, in ms, on 4 lanes of 32
-microbatches of 4 samples, tensor parallelism 2. Neither the tower, the GPUs nor the lengths are. So hardware is taken to
-be 45 times slower per patch than SigLIP on an H100 and 6.6 times slower per token of the LLM, for all four datasets
-alike; another choice gives other medians and the same spreads. Spreads and cuts were searched at random such that
-the `entrain` column comes near, medians such that the `disttrain` column does. So `disttrain` is fitted to the number,
-and `entrain` is met by the best shape of this family; that one law meets both columns of a dataset, in both modules, is
-what can be learned from it. The lengths themselves are not those of the datasets: CocoQA's photographs are alike, and yet its
-variability under all three systems is what a few very large samples make.
+microbatches of 4 samples, tensor parallelism 2. Neither the tower, the GPUs nor the lengths are. So hardware is taken
+to be 45 times slower per patch than SigLIP on an H100 and 6.6 times slower per token of the LLM, for all four datasets
+alike; another choice gives other medians and the same spreads. Spreads and cuts were searched at random such that the
+`entrain` column comes near, medians such that the `disttrain` column does, on six batches. So `disttrain` is fitted to
+the number, and `entrain` is met by the best shape of this family; that one law meets both columns of a dataset, in both
+modules, is what can be learned from it. The lengths are not those of the datasets: CocoQA's photographs are alike, and
+yet its variability under all three systems is what a few very large samples make.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The balancers, one file each. To add one: a file here, a pure function of loads and slots, and its line in POLICIES."""
+"""The balancers, one file each. To add one: a file here, a function of loads and slots, and its line in POLICIES."""
 
 from __future__ import annotations
 

@@ -11,12 +11,12 @@ from hetmesh.balance.loads import BatchLoads, Slots
 
 
 def none(loads: BatchLoads, slots: Slots) -> Assignment:
-    """Every microbatch of every module is the next run of samples, cut into one run per lane. The last microbatch may
-    be smaller. Only where a cap would be broken do samples move."""
+    """Every microbatch of every module is the next run of samples, cut into one run per lane, equally many for each
+    lane of the last module. The last microbatch may be smaller. Only where a cap would be broken do samples move."""
     places = np.arange(len(loads))
     microbatch, lane = np.empty_like(loads.work), np.empty_like(loads.work)
     for i, (lanes, count) in enumerate(zip(slots.lanes, slots.microbatches, strict=True)):
-        size = max(-(-len(loads) // count), 1)
+        size = max(-(-len(loads) // (count * slots.lanes[-1])), 1) * slots.lanes[-1]
         microbatch[:, i] = places // size
         held = np.minimum(size, len(loads) - microbatch[:, i] * size)
         base, extra = np.divmod(held, lanes)

@@ -1,0 +1,111 @@
+"""Between a graph with the metadata of samples and what balancers see: arrays in, a BatchPlan out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hetmesh.balance.assignment import Assignment
+from hetmesh.balance.batch_plan import BatchPlan, Lanes
+from hetmesh.balance.leaders import lane_affinity, leaders
+from hetmesh.balance.loads import BatchLoads, Slots
+from hetmesh.balance.pipeline import Score
+from hetmesh.cost.sample_costs import SampleCosts
+from hetmesh.errors import GraphError
+from hetmesh.graph import ModuleGraph, SampleMeta
+
+_UNKNOWN = SampleCosts((1, 0, 0), 2.0)
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How batches are balanced: what a recipe asks for, and what samples cost; `Slots` says more of each.
+
+    Attributes:
+        policy: a key of `POLICIES`.
+        costs: per module; one that is missing counts rows.
+        max_tokens: per module that leads, the most tokens (rows, of an encoder) of one lane and microbatch.
+        free: whether the number of microbatches may be another one than the batch sizes say.
+        deferral: whether the sink may take samples one microbatch late.
+        equal_counts: whether every lane and microbatch has as many samples as every other.
+        score: what `auto` chooses by (`assign`).
+    """
+
+    policy: str = "none"
+    costs: Mapping[str, SampleCosts] = field(default_factory=dict)
+    max_tokens: Mapping[str, int] = field(default_factory=dict)
+    free: bool = False
+    deferral: bool = False
+    equal_counts: bool = False
+    score: Score | None = None
+
+
+UNBALANCED = Balance()
+"""Samples go to microbatches and lanes in the order in which they were drawn."""
+
+
+def led_modules(graph: ModuleGraph) -> tuple[str, ...]:
+    """The modules that are balanced; the others go along with one of them. The sink is the last."""
+    led_by = leaders(graph)
+    return tuple(name for name in graph.order if led_by[name] == name)
+
+
+def batch_loads(graph: ModuleGraph, samples: Sequence[SampleMeta], balance: Balance = UNBALANCED) -> BatchLoads:
+    """The loads of `led_modules`, with those of the modules that go along, per rank of a lane. Samples are who they are
+    by their place in the batch."""
+    own, led_by = led_modules(graph), leaders(graph)
+    work = np.zeros((len(samples), len(own)), np.int64)
+    tokens = np.zeros_like(work)
+    for name in graph.order:
+        at, mesh = own.index(led_by[name]), graph[name].mesh
+        each = balance.costs.get(name, _UNKNOWN).work(graph, name, samples)
+        work[:, at] += -(-each // (mesh.axis_size("tp") * mesh.axis_size("cp")))
+        if name == led_by[name]:
+            tokens[:, at] = [s.tokens if name == graph.sink.name else s.rows.get(name, 0) for s in samples]
+    return BatchLoads(own, work, tokens, ids=tuple(sample.id for sample in samples))
+
+
+def graph_slots(graph: ModuleGraph, microbatches: int, balance: Balance = UNBALANCED) -> Slots:
+    """What a step of `graph` with so many microbatches has to fill.
+
+    Raises:
+        GraphError: a cap is not of a module that leads.
+    """
+    own = led_modules(graph)
+    if wrong := sorted(set(balance.max_tokens) - set(own)):
+        raise GraphError(f"balance: max_tokens names {wrong}; the modules that are balanced are {list(own)}")
+    return Slots(
+        tuple(graph[name].num_lanes for name in own),
+        (microbatches,) * len(own),
+        max_tokens=tuple(balance.max_tokens.get(name) for name in own),
+        stages=tuple(graph[name].num_stages for name in own),
+        backward=tuple(balance.costs.get(name, _UNKNOWN).backward * graph.backward_reaches(name) for name in own),
+        free=balance.free,
+        equal_counts=balance.equal_counts,
+        deferral=balance.deferral,
+        lockstep=graph.sink.num_lanes > 1 and graph.sink.mesh.axis_size("dp_shard") > 1,
+        affinity=tuple(None if name == own[-1] else lane_affinity(graph[name], graph.sink) for name in own),
+    )
+
+
+def batch_plan_of(graph: ModuleGraph, samples: Sequence[SampleMeta], assignment: Assignment) -> BatchPlan:
+    """The BatchPlan of an assignment whose modules are `led_modules`.
+
+    Inside a lane of the sink, samples lie in the order of the encoder lanes that they come from: where the ranks of a
+    lane share its tokens in runs, most rows then stay on the rank that made them.
+    """
+    own, led_by = led_modules(graph), leaders(graph)
+    lanes: dict[str, tuple[Lanes, ...]] = {}
+    for i, name in enumerate(own):
+        count, width = assignment.microbatches[i], assignment.lanes[i]
+        bins = assignment.microbatch[:, i] * width + assignment.lane[:, i]
+        from_lane = assignment.lane[:, 0] if name == graph.sink.name else np.zeros_like(bins)
+        order = np.lexsort((np.arange(len(bins)), from_lane, bins))
+        cuts = np.searchsorted(bins[order], np.arange(count * width + 1)).tolist()
+        places = order.tolist()
+        runs = [tuple(places[a:b]) for a, b in itertools.pairwise(cuts)]
+        lanes[name] = tuple(tuple(runs[m * width : (m + 1) * width]) for m in range(count))
+    return BatchPlan(graph, tuple(samples), {name: lanes[led_by[name]] for name in graph.order})
