@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hetmesh.balance import POLICIES, BatchLoads, Slots, assign, spread
-from hetmesh.balance.blocks import Blocks
+from hetmesh.balance.blocks import BatchBlocks
 from hetmesh.errors import GraphError
 
 NAMES = sorted(POLICIES)
@@ -84,7 +84,7 @@ def _holds(loads, slots, found):
         assert not found.deferred.any()
     if found.policy in ("none", "auto: none"):
         return  # every module cuts its own runs
-    blocks = Blocks(slots)
+    blocks = BatchBlocks(slots)
     windows = np.stack([blocks.window_of[i][found.microbatch[:, i]] for i in range(len(slots.lanes))])
     assert (windows[:-1] == windows[:1]).all(), "encoders agree on the window of a sample"
     assert (windows[-1] - windows[0] == found.deferred).all() or len(windows) == 1

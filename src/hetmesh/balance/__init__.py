@@ -3,7 +3,7 @@
 from hetmesh.balance.assign import assign
 from hetmesh.balance.assignment import Assignment, Spread, spread
 from hetmesh.balance.batch_plan import BatchPlan, Lanes
-from hetmesh.balance.from_graph import Balance, batch_loads, batch_plan_of, graph_slots
+from hetmesh.balance.from_graph import BalanceOptions, batch_loads, batch_plan_of, graph_slots
 from hetmesh.balance.loads import BatchLoads, Slots
 from hetmesh.balance.pipeline import Score, pipeline_score
 from hetmesh.balance.plan_batch import plan_batch
@@ -13,7 +13,7 @@ from hetmesh.balance.routes import EdgeLayouts, Runs, boundary_layouts, edge_lay
 __all__ = [
     "POLICIES",
     "Assignment",
-    "Balance",
+    "BalanceOptions",
     "BatchLoads",
     "BatchPlan",
     "EdgeLayouts",

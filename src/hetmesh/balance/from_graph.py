@@ -21,7 +21,7 @@ _UNKNOWN = SampleCosts((1, 0, 0), 2.0)
 
 
 @dataclass(frozen=True)
-class Balance:
+class BalanceOptions:
     """How batches are balanced: what a recipe asks for, and what samples cost; `Slots` says more of each.
 
     Attributes:
@@ -43,7 +43,7 @@ class Balance:
     score: Score | None = None
 
 
-UNBALANCED = Balance()
+UNBALANCED = BalanceOptions()
 """Samples go to microbatches and lanes in the order in which they were drawn."""
 
 
@@ -53,7 +53,7 @@ def led_modules(graph: ModuleGraph) -> tuple[str, ...]:
     return tuple(name for name in graph.order if led_by[name] == name)
 
 
-def batch_loads(graph: ModuleGraph, samples: Sequence[SampleMeta], balance: Balance = UNBALANCED) -> BatchLoads:
+def batch_loads(graph: ModuleGraph, samples: Sequence[SampleMeta], balance: BalanceOptions = UNBALANCED) -> BatchLoads:
     """The loads of `led_modules`, with those of the modules that go along, per rank of a lane. Samples are who they are
     by their place in the batch."""
     own, led_by = led_modules(graph), leaders(graph)
@@ -68,7 +68,7 @@ def batch_loads(graph: ModuleGraph, samples: Sequence[SampleMeta], balance: Bala
     return BatchLoads(own, work, tokens, ids=tuple(sample.id for sample in samples))
 
 
-def graph_slots(graph: ModuleGraph, microbatches: int, balance: Balance = UNBALANCED) -> Slots:
+def graph_slots(graph: ModuleGraph, microbatches: int, balance: BalanceOptions = UNBALANCED) -> Slots:
     """What a step of `graph` with so many microbatches has to fill.
 
     Raises:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from hetmesh.balance.assign import assign
 from hetmesh.balance.batch_plan import BatchPlan
-from hetmesh.balance.from_graph import UNBALANCED, Balance, batch_loads, batch_plan_of, graph_slots
+from hetmesh.balance.from_graph import UNBALANCED, BalanceOptions, batch_loads, batch_plan_of, graph_slots
 from hetmesh.errors import GraphError
 from hetmesh.graph import ModuleGraph, SampleMeta
 
 
 def plan_batch(
-    graph: ModuleGraph, samples: Sequence[SampleMeta], microbatch_size: int, balance: Balance = UNBALANCED
+    graph: ModuleGraph, samples: Sequence[SampleMeta], microbatch_size: int, balance: BalanceOptions = UNBALANCED
 ) -> BatchPlan:
     """Which samples each lane and microbatch of each module handles; equal on every rank.
 

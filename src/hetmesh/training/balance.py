@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hetmesh.balance import Balance
+from hetmesh.balance import BalanceOptions
 from hetmesh.balance.leaders import leaders
 from hetmesh.cost.sample_costs import SampleCosts
 from hetmesh.errors import RecipeError
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hetmesh.recipe.recipe import Recipe
 
 
-def recipe_balance(recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> Balance:
+def recipe_balance(recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> BalanceOptions:
     """How the batches of a recipe are balanced.
 
     Args:
@@ -34,10 +34,10 @@ def recipe_balance(recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Ad
                 f"balance.max_tokens.{led_by[name]}"
             )
     if keys.policy == "none":
-        return Balance()
+        return BalanceOptions()
     shapes = module_shapes(recipe, adapters)
     costs = {
         name: SampleCosts.of(shapes[name], upstream=any(graph.needs_gradient(b) for b in graph.inputs(name)))
         for name in graph.order
     }
-    return Balance(keys.policy, costs, keys.max_tokens, free=keys.microbatches == "free", deferral=keys.deferral)
+    return BalanceOptions(keys.policy, costs, keys.max_tokens, free=keys.microbatches == "free", deferral=keys.deferral)
