@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from types import MappingProxyType
 
 import numpy as np
 
 from hetmesh.graph import ModuleGraph, ModuleSpec
 
 
-def leaders(graph: ModuleGraph) -> dict[str, str]:
+@lru_cache(maxsize=32)
+def leaders(graph: ModuleGraph) -> Mapping[str, str]:
     """Per module the one whose lanes and microbatches it takes over: itself, or the only module that it feeds, or that
     feeds it, where both have one mesh. Rows between them then stay where they are."""
     found: dict[str, str] = {}
@@ -24,9 +27,10 @@ def leaders(graph: ModuleGraph) -> dict[str, str]:
             only = producers.pop()
             if graph[name].mesh == graph[only].mesh:
                 found |= {each: found[only] for each, leader in found.items() if leader == name}
-    return found
+    return MappingProxyType(found)
 
 
+@lru_cache(maxsize=256)
 def lane_affinity(module: ModuleSpec, sink: ModuleSpec) -> np.ndarray | None:
     """How many ranks each lane of a module shares with each lane of the sink, int64 `[lanes, lanes of the sink]`; None
     where they share none."""
@@ -39,6 +43,7 @@ def lane_affinity(module: ModuleSpec, sink: ModuleSpec) -> np.ndarray | None:
         for rank in ranks:
             if rank in lane_of:
                 out[lane, lane_of[rank]] += 1
+    out.flags.writeable = False
     return out
 
 
