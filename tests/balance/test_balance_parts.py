@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hetmesh.balance import BatchLoads, Slots, assign, pipeline_score, spread
-from hetmesh.balance.blocks import Blocks
+from hetmesh.balance.blocks import BatchBlocks
 from hetmesh.balance.caps import NO_CAP, within_caps
 from hetmesh.balance.fill import SCALE, least_loaded, longest_first, normalised, scrambled
 from hetmesh.balance.orders import best_orders
@@ -122,7 +122,7 @@ def test_the_order_found_is_no_worse_than_any_sorted_one():
 
 
 def test_blocks_of_modules_that_differ():
-    blocks = Blocks(Slots((4, 3), (6, 4)))
+    blocks = BatchBlocks(Slots((4, 3), (6, 4)))
     assert (blocks.windows, blocks.groups) == (4, 3)
     assert blocks.window_of[0].tolist() == [0, 0, 1, 2, 2, 3]
     assert blocks.group_of[0].tolist() == [0, 0, 1, 2]

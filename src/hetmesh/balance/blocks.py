@@ -19,7 +19,7 @@ from hetmesh.balance.loads import BatchLoads, Slots
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
+class BatchBlocks:
     """The windows and groups of `slots`."""
 
     slots: Slots
@@ -36,7 +36,7 @@ class Blocks:
 
     @property
     def count(self) -> int:
-        """Blocks; block `window * groups + group`."""
+        """BatchBlocks; block `window * groups + group`."""
         return self.windows * self.groups
 
     @cached_property

@@ -23,6 +23,8 @@ WIDTH = 1024
 """Of blocks, where no price is given: a block of width h costs 24 h^2 per row and 4 h per pair (query, key), so that
 rows count 6 h times as much as pairs."""
 
+NONE: Mapping[str, int] = MappingProxyType({})
+
 
 @dataclass(frozen=True)
 class BalanceOptions:
@@ -35,7 +37,7 @@ class BalanceOptions:
         equal_counts: every lane and microbatch has as many samples as every other.
     """
 
-    max_tokens: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    max_tokens: Mapping[str, int] = field(default_factory=lambda: NONE)
     microbatches: str = "recipe"
     deferral: bool = False
     equal_counts: bool = False
@@ -79,8 +81,14 @@ def _even(work: np.ndarray) -> np.ndarray:
     return np.rint(work / total * (len(work) << 20)).astype(np.int64) if total else work
 
 
-def graph_slots(graph: ModuleGraph, microbatches: int, options: BalanceOptions = DEFAULT) -> Slots:
+def graph_slots(
+    graph: ModuleGraph, microbatches: int, options: BalanceOptions = DEFAULT, overhead: Mapping[str, int] = NONE
+) -> Slots:
     """What a step of `graph` with so many microbatches has to fill.
+
+    Args:
+        overhead: module -> what a microbatch costs beside its samples, in the unit of their work. Without it, more
+            microbatches always look better where their number is free.
 
     Raises:
         GraphError: `options` names an unknown module or number of microbatches.
@@ -96,6 +104,7 @@ def graph_slots(graph: ModuleGraph, microbatches: int, options: BalanceOptions =
         max_tokens=tuple(options.max_tokens.get(module.name) for module in modules),
         stages=tuple(module.num_stages for module in modules),
         backward=tuple(2.0 * graph.backward_reaches(module.name) for module in modules),
+        overhead=tuple(overhead.get(module.name, 0) for module in modules),
         free=options.microbatches == "free",
         equal_counts=options.equal_counts,
         deferral=options.deferral,

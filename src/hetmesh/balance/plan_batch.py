@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hetmesh.balance.assign import assign
 from hetmesh.balance.batch_plan import BatchPlan
-from hetmesh.balance.from_graph import DEFAULT, BalanceOptions, SampleWork, batch_loads, batch_plan_of, graph_slots
+from hetmesh.balance.from_graph import (
+    DEFAULT,
+    NONE,
+    BalanceOptions,
+    SampleWork,
+    batch_loads,
+    batch_plan_of,
+    graph_slots,
+)
 from hetmesh.balance.pipeline import Score
 from hetmesh.errors import GraphError
 from hetmesh.graph import ModuleGraph, SampleMeta
@@ -20,6 +28,7 @@ def plan_batch(
     *,
     options: BalanceOptions = DEFAULT,
     work: SampleWork | None = None,
+    overhead: Mapping[str, int] = NONE,
     score: Score | None = None,
 ) -> BatchPlan:
     """Which samples each lane and microbatch of each module handles; equal on every rank.
@@ -31,6 +40,7 @@ def plan_batch(
         policy: a key of `POLICIES`.
         options: what the recipe asks for beside.
         work: what a sample costs a module (`batch_loads`).
+        overhead: what a microbatch costs a module beside its samples (`graph_slots`).
         score: what `auto` chooses by (`assign`).
 
     Raises:
@@ -39,5 +49,5 @@ def plan_batch(
     if microbatch_size < 1:
         raise GraphError(f"a microbatch needs at least 1 sample per lane, got {microbatch_size}")
     microbatches = max(-(-len(samples) // (microbatch_size * graph.sink.num_lanes)), 1)
-    loads, slots = batch_loads(graph, samples, work), graph_slots(graph, microbatches, options)
+    loads, slots = batch_loads(graph, samples, work), graph_slots(graph, microbatches, options, overhead)
     return batch_plan_of(graph, samples, assign(loads, slots, policy, score=score))
