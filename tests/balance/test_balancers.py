@@ -1,5 +1,8 @@
 """Every balancer on drawn batches: each sample once, caps held, the same result whatever the order of the input."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -201,3 +204,27 @@ def test_auto_takes_what_the_score_prefers():
     assert assign(loads, slots, "auto", score=lambda found: found.policy != "none").policy == "auto: none"
     assert assign(loads, slots, "auto", score=lambda found: found.policy != "entrain").policy == "auto: entrain"
     assert assign(loads, slots, "auto").policy.startswith("auto: two_dim")
+
+
+_ELSEWHERE = """
+import hashlib, numpy as np
+from hetmesh.balance import BatchLoads, Slots, assign
+work = np.exp(np.random.default_rng(0).standard_normal((1500, 2)) + 6).astype(np.int64)
+digest = hashlib.sha256()
+for policy in ("two_dim", "entrain", "auto"):
+    found = assign(BatchLoads(("vision", "llm"), work), Slots((4, 4), (64, 64), stages=(2, 2), deferral=True), policy)
+    digest.update(found.microbatch.tobytes() + found.lane.tobytes() + found.deferred.tobytes())
+print(digest.hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_processes_with_other_numbers_of_threads_agree():
+    results = set()
+    for threads in ("1", "2"):
+        threading = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), threads)
+        environment = {**os.environ, **threading, "PYTHONHASHSEED": threads}
+        done = subprocess.run([sys.executable, "-c", _ELSEWHERE], env=environment, capture_output=True, check=True)
+        results.add(done.stdout)
+    assert len(results) == 1
+    assert len(results.pop().strip()) == 64

@@ -18,6 +18,7 @@ from hetmesh.errors import GraphError
 from hetmesh.graph import ModuleGraph, SampleMeta
 
 _UNKNOWN = SampleCosts((1, 0, 0), 2.0)
+_OVERHEAD = 256  # rows: an H100 reads the weights of a layer in the time in which it multiplies about 295 rows by them
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,9 @@ def batch_loads(graph: ModuleGraph, samples: Sequence[SampleMeta], balance: Bala
     work = np.zeros((len(samples), len(own)), np.int64)
     tokens = np.zeros_like(work)
     for name in graph.order:
-        at, mesh = own.index(led_by[name]), graph[name].mesh
+        at = own.index(led_by[name])
         each = balance.costs.get(name, _UNKNOWN).work(graph, name, samples)
-        work[:, at] += -(-each // (mesh.axis_size("tp") * mesh.axis_size("cp")))
+        work[:, at] += -(-each // _sharing(graph, name))
         if name == led_by[name]:
             tokens[:, at] = [s.tokens if name == graph.sink.name else s.rows.get(name, 0) for s in samples]
     return BatchLoads(own, work, tokens, ids=tuple(sample.id for sample in samples))
@@ -89,6 +90,11 @@ def graph_slots(graph: ModuleGraph, microbatches: int, balance: BalanceOptions =
         lockstep=graph.sink.num_lanes > 1 and graph.sink.mesh.axis_size("dp_shard") > 1,
         affinity=tuple(None if name == own[-1] else lane_affinity(graph[name], graph.sink) for name in own),
     )
+
+
+def _sharing(graph: ModuleGraph, name: str) -> int:
+    """Ranks that share the work of a lane of one stage."""
+    return graph[name].mesh.axis_size("tp") * graph[name].mesh.axis_size("cp")
 
 
 def batch_plan_of(graph: ModuleGraph, samples: Sequence[SampleMeta], assignment: Assignment) -> BatchPlan:
