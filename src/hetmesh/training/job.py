@@ -13,14 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
 from hetmesh.boundary import World
 from hetmesh.boundary.groups import ends_are_tied, tied_pairs
-<<<<<<< HEAD
-from hetmesh.data.loader import Loader
-from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, Routes, SampleMeta, Stage, StageGraph, stage_graph
-=======
 from hetmesh.data.loader import TRAIN, DrawnSample, Loader
 from hetmesh.data.payloads import Payloads
-from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, SampleMeta, Stage, StageGraph, stage_graph
->>>>>>> main
+from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, Routes, SampleMeta, Stage, StageGraph, stage_graph
 from hetmesh.models import Adapter, load_weights, lora_plan, pretrained_of
 from hetmesh.parallel import (
     ParallelModule,
