@@ -64,8 +64,8 @@ LAYOUTS = {
 def test_any_assignment_equals_one_process(pool4, layout):
     policy, *tables = LAYOUTS[layout]
     extra = "three_phase_window = 2\nthree_phase_recompute = true" if policy == "three_phase" else ""
-    given = recipe(policy, *tables, batch=4, extra=extra)
-    check(pool4, given, [RandomAssignment(0, most=4)])
+    given = recipe(policy, *tables, batch=8, extra=extra)
+    check(pool4, given, [RandomAssignment(0, most=3)])
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_any_assignment_equals_one_process(pool4, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_many_assignments_equal_one_process(pool4, layout):
     policy, *tables = LAYOUTS[layout]
-    check(pool4, recipe(policy, *tables, batch=4), [RandomAssignment(seed) for seed in range(1, 11)])
+    check(pool4, recipe(policy, *tables, batch=8), [RandomAssignment(seed) for seed in range(1, 11)])
 
 
 @pytest.mark.slow
@@ -87,10 +87,10 @@ def test_any_assignment_whatever_is_frozen(pool4, trained):
 @pytest.mark.parametrize("policy", ["1f1b", "interleaved"])
 def test_two_encoders_with_microbatches_of_their_own_on_eight_processes(pool8, policy):
     text = MODEL.replace("image = [1, 8, 8]", "image = [1, 8, 8], scan = [2, 8, 8]") + TWO_ENCODERS
-    text = text.format(policy=policy, batch=3, tied="false", extra="", vision="", projector="", llm="")
+    text = text.format(policy=policy, batch=9, tied="false", extra="", vision="", projector="", llm="")
     text = text.replace("[training]", "[training]\npack_samples = true")
     tables = (table("vision", "0-2", pp=3), table("scanner", "3"), cp("0,4-6", 2, pp=2))
-    check(pool8, parse_recipe("\n".join([text, *tables])), [RandomAssignment(0, most=4)])
+    check(pool8, parse_recipe("\n".join([text, *tables])), [RandomAssignment(0, most=3)])
 
 
 @pytest.mark.slow
