@@ -15,7 +15,7 @@ from hetmesh.graph import Stage
 
 TOOLS = Path(__file__).parents[2] / "tools"
 NAMES = sorted(
-    {p.stem for p in (TOOLS / "benchmarks").glob("*.py")} - {"__init__"} | {"boundary", "frozen", "schedule"}
+    {p.stem for p in (TOOLS / "benchmarks").glob("*.py")} - {"__init__"} | {"balance", "boundary", "frozen", "schedule"}
 )
 
 

@@ -3,11 +3,13 @@ they are wanted. What one process gives does not change, whatever the speed of r
 
 import random
 import time
+from functools import partial
 
 import pytest
 from test_parity_context import cp
 from test_parity_pipeline import MODEL, TWO_ENCODERS, recipe, table
 
+from hetmesh.balance import BalanceOptions, plan_batch
 from hetmesh.boundary import World
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.runtime.step import StepRunner
@@ -100,6 +102,21 @@ def test_deferral_equals_one_process_in_both_backward_modes(pool4, policy):
     where = "0-3" if policy == "three_phase" else "0-1"
     given = recipe(policy, table("vision", where), table("llm", "2-3" if where == "0-1" else where, pp=2), batch=6)
     check(pool4, given, [Deferred(2), Deferred(2, split=True)])
+
+
+BALANCED = {
+    "entrain with FSDP and TP": ("entrain", LAYOUTS["FSDP and TP"]),
+    "auto with context parallelism": ("auto", LAYOUTS["context parallel pipeline"]),
+    "two_dim with pipelines": ("two_dim", LAYOUTS["two pipelines"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BALANCED)
+def test_balancers_equal_one_process(pool4, case):
+    balancer, (policy, *tables) = BALANCED[case]
+    balanced = partial(plan_batch, policy=balancer, options=BalanceOptions(deferral=True))
+    check(pool4, recipe(policy, *tables, batch=6), [balanced])
 
 
 @pytest.mark.slow

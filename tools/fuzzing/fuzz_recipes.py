@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from fuzzing.simplify import simplest
-from hetmesh.balance.plan_batch import Policy
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.testing import plain_digits
-from hetmesh.testing.assignments import RandomAssignment
+from hetmesh.testing.assignments import Policy, RandomAssignment
 from hetmesh.testing.dropout import draws_alike, has_dropout
 from hetmesh.testing.parity import TOLERANCE, Outcome, ParityError, compare, reference, run_as
 from hetmesh.testing.pool import WorkerPool

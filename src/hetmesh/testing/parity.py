@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hetmesh.balance.plan_batch import Policy
 from hetmesh.boundary import World
 from hetmesh.data.loader import DrawnSample, Loader
 from hetmesh.errors import HetmeshError
@@ -23,6 +22,7 @@ from hetmesh.graph import output_key
 from hetmesh.models import lora_plan
 from hetmesh.parallel import RandomPlace, entering, local_gradient, seed_by_place
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.testing.assignments import Policy
 from hetmesh.testing.dense_masks import dense_mask, masked
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.precision import exact_dtypes

@@ -1,0 +1,127 @@
+"""What a balancer is given: the work of every sample for every module, and the places to fill. Whole numbers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hetmesh.errors import GraphError
+
+_LEFT_OUT = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class BatchLoads:
+    """A global batch as numbers. Balancers are functions of these alone, so every rank gets the same result.
+
+    Attributes:
+        modules: names; every module feeds the last one, which computes the loss.
+        work: int64 `[samples, modules]`: time of the forward of one sample through all layers of a module on one lane,
+            in one unit for all modules (nanoseconds, say). Whole numbers, so that no sum depends on its order.
+        tokens: int64 `[samples, modules]`: what counts against `Slots.max_tokens`; left out: `work`.
+        keys: int64 `[samples]`, distinct: who a sample is. Ties are broken by it and never by the place in these
+            arrays. Left out: the place.
+        ids: what messages call the samples; left out: the keys.
+
+    Raises:
+        GraphError: shapes that do not fit, negative numbers, or keys that repeat.
+    """
+
+    modules: tuple[str, ...]
+    work: np.ndarray
+    tokens: np.ndarray = field(default_factory=lambda: _LEFT_OUT)
+    keys: np.ndarray = field(default_factory=lambda: _LEFT_OUT)
+    ids: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        work = np.asarray(self.work)
+        tokens = work if self.tokens is _LEFT_OUT else np.asarray(self.tokens)
+        keys = np.arange(len(work)) if self.keys is _LEFT_OUT else np.asarray(self.keys)
+        shape = (len(keys), len(self.modules))
+        for name, given in (("work", work), ("tokens", tokens)):
+            if given.shape != shape or given.dtype.kind not in "iu" or (given.size and given.min() < 0):
+                raise GraphError(
+                    f"balance: {name} must be whole numbers from 0 on of shape {shape} (samples, modules "
+                    f"{list(self.modules)}), got {given.dtype} {given.shape}"
+                )
+        if len(np.unique(keys)) != len(keys):
+            raise GraphError("balance: the keys of samples must be distinct")
+        for name, value in (("work", work), ("tokens", tokens), ("keys", keys)):
+            object.__setattr__(self, name, np.ascontiguousarray(value, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.work)
+
+    def name(self, sample: int) -> Any:
+        """What messages call the sample at place `sample`."""
+        return self.ids[sample] if len(self.ids) else int(self.keys[sample])
+
+    def select(self, places: np.ndarray) -> BatchLoads:
+        """The samples at `places`, in that order."""
+        ids = [self.ids[i] for i in places.tolist()] if len(self.ids) else ()
+        return BatchLoads(self.modules, self.work[places], self.tokens[places], self.keys[places], ids)
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """What there is to fill, and how what fills it runs. One entry per module everywhere, in the order of
+    `BatchLoads.modules`.
+
+    Attributes:
+        lanes: data-parallel coordinates.
+        microbatches: of the step; those of modules may differ.
+        max_tokens: hard cap of one lane and microbatch; None: no cap. Empty: none at all.
+        stages: pipeline stages; empty: one each. What a step takes is judged by them.
+        backward: how many times as long as its forward the backward of a module takes; empty: 2 each. 0: none.
+        overhead: work that one microbatch costs beside its samples; empty: none.
+        free: the number of microbatches may be another one than `microbatches`, where that is faster.
+        equal_counts: every lane and microbatch takes as many samples as every other, up to one.
+        deferral: the last module may take a sample one microbatch later than the modules that feed it.
+        lockstep: lanes wait for each other in every microbatch (FSDP gathers layer by layer); otherwise once a step.
+        affinity: per module None, or whole numbers `[its lanes, lanes of the last module]`: how many ranks of the one
+            are ranks of the other. Rows that stay there need no message.
+
+    Raises:
+        GraphError: a number that is not positive, or tuples of different lengths.
+    """
+
+    lanes: tuple[int, ...]
+    microbatches: tuple[int, ...]
+    max_tokens: tuple[int | None, ...] = ()
+    stages: tuple[int, ...] = ()
+    backward: tuple[float, ...] = ()
+    overhead: tuple[int, ...] = ()
+    free: bool = False
+    equal_counts: bool = False
+    deferral: bool = False
+    lockstep: bool = False
+    affinity: tuple[np.ndarray | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        count = len(self.lanes)
+        defaults = {"max_tokens": None, "stages": 1, "backward": 2.0, "overhead": 0, "affinity": None}
+        for name, default in defaults.items():
+            if not getattr(self, name):
+                object.__setattr__(self, name, (default,) * count)
+        for name in ("microbatches", *defaults):
+            if len(getattr(self, name)) != count or not count:
+                raise GraphError(f"balance: {name} needs one entry for each of {count} modules")
+        for name in ("lanes", "microbatches", "stages"):
+            if min(getattr(self, name)) < 1:
+                raise GraphError(f"balance: {name} must be positive, got {getattr(self, name)}")
+        if self.equal_counts and self.deferral:
+            raise GraphError("balance: deferral changes how many samples a microbatch has; not with equal counts")
+        for i, affinity in enumerate(self.affinity):
+            if affinity is not None and np.shape(affinity) != (self.lanes[i], self.lanes[-1]):
+                raise GraphError(
+                    f"balance: the affinity of module {i} must have shape {(self.lanes[i], self.lanes[-1])}, "
+                    f"got {np.shape(affinity)}"
+                )
+
+    @property
+    def capped(self) -> bool:
+        """Whether any module has a cap."""
+        return any(cap is not None for cap in self.max_tokens)

@@ -1,0 +1,59 @@
+"""hetmesh's own balancer: the work of all modules at once, with counts of samples that vary."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hetmesh.balance.arrange import arrange
+from hetmesh.balance.assignment import Assignment
+from hetmesh.balance.blocks import Blocks
+from hetmesh.balance.fill import SCALE, longest_first
+from hetmesh.balance.from_blocks import fitted, from_blocks
+from hetmesh.balance.loads import BatchLoads, Slots
+from hetmesh.balance.resplit import lower_peaks, resplit
+from hetmesh.balance.tables import from_table
+
+SPARE = 2  # empty places per bin beside the mean count: 1 to 6 give like results, 0 far worse ones
+TOLERANCE = 0.002  # of the mean load; nobody sees a difference below
+GUARD = 1.05  # the last exchanges let no bin beyond this much of what the fullest has to hold
+
+
+def two_dim(loads: BatchLoads, slots: Slots) -> Assignment:
+    """Longest first over all blocks, by the module that dominates; then exchanges between pairs of blocks that see all
+    modules; then lanes, deferral where `slots` allows it, and the order of each lane (`arrange`)."""
+    return arranged(loads, slots, balanced(loads, slots))
+
+
+def balanced(loads: BatchLoads, slots: Slots) -> np.ndarray:
+    """The first part: the bin of each sample, int64 `[samples]`; `slots.deferral` makes no difference to it."""
+    blocks = Blocks(slots)
+    load = blocks.normalised(loads)
+    spare = 0 if slots.equal_counts else SPARE
+    bins = longest_first(load, blocks.count, -(-len(loads) // blocks.count) + spare)
+    rounds = exchanges(blocks.count)
+    target = None if blocks.uniform else blocks.target
+    bins = resplit(load, bins, rounds, target=target, tolerance=TOLERANCE, equal_counts=slots.equal_counts)
+    if blocks.uniform and len(loads):
+        limit = np.maximum(load.max(0), SCALE)
+        bins = lower_peaks(load, bins, limit, equal_counts=slots.equal_counts)
+        bins = resplit(
+            load,
+            bins,
+            rounds // 3,
+            tolerance=TOLERANCE,
+            equal_counts=slots.equal_counts,
+            limit=np.rint(GUARD * limit),
+            seed=rounds,
+        )
+    return fitted(loads, blocks, from_table(bins, len(loads)))
+
+
+def exchanges(bins: int) -> int:
+    """Rounds of exchanges: few for few bins, which have few partners, and for many, where a good one is soon found."""
+    return min(16 + 2 * bins, 64, 16 + 4096 // bins)
+
+
+def arranged(loads: BatchLoads, slots: Slots, bins: np.ndarray) -> Assignment:
+    """The second part: the assignment of samples whose bins are known."""
+    block, deferred = arrange(loads, Blocks(slots), bins)
+    return from_blocks(loads, slots, block, deferred, policy="two_dim")

@@ -1,0 +1,203 @@
+"""Every balancer on drawn batches: each sample once, caps held, the same result whatever the order of the input."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hetmesh.balance import POLICIES, BatchLoads, Slots, assign, spread
+from hetmesh.balance.blocks import Blocks
+from hetmesh.errors import GraphError
+
+NAMES = sorted(POLICIES)
+
+
+def drawn(seed):
+    """A random batch and random slots: text-only batches, giants, equal sizes, one to three modules, other lanes and
+    microbatches per module."""
+    rng = np.random.default_rng(seed)
+    modules = ("vision", "audio", "llm")[-int(rng.integers(1, 4)) :]
+    count = int(rng.integers(0, 60))
+    spread_ = rng.choice([0.0, 0.3, 1.2])
+    work = np.exp(spread_ * rng.standard_normal((count, len(modules))) + 4).astype(np.int64)
+    for i in range(len(modules) - 1):
+        work[rng.random(count) < rng.choice([0, 0.4, 1]), i] = 0
+    if count and rng.random() < 0.2:
+        work[rng.integers(count)] *= 50
+    lanes = [int(rng.choice([1, 2, 3, 4]))] * len(modules)
+    microbatches = [int(rng.integers(1, 9))] * len(modules)
+    if rng.random() < 0.25:
+        lanes = rng.integers(1, 5, len(modules)).tolist()
+    if rng.random() < 0.25:
+        microbatches = rng.integers(1, 7, len(modules)).tolist()
+    equal = bool(rng.random() < 0.2)
+    slots = Slots(
+        tuple(lanes),
+        tuple(microbatches),
+        stages=tuple(rng.integers(1, 4, len(modules)).tolist()),
+        deferral=bool(rng.random() < 0.5) and not equal,
+        equal_counts=equal,
+        lockstep=bool(rng.random() < 0.2),
+        max_tokens=tuple(_cap(rng, column, lanes[i] * microbatches[i]) for i, column in enumerate(work.T)),
+    )
+    return BatchLoads(modules, work, keys=rng.permutation(1000)[:count]), slots
+
+
+def _cap(rng, column, bins):
+    """None, or one that a reasonable packing can keep."""
+    if not len(column) or rng.random() < 0.6:
+        return None
+    return int(2 * max(column.sum() / bins, column.max())) + 1
+
+
+@pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 1000), marks=pytest.mark.slow)], ids=len)
+def test_a_thousand_batches(seeds):
+    rng = np.random.default_rng(0)
+    kinds = {"deferred": 0, "capped": 0, "three": 0, "text": 0, "equal": 0}
+    for seed in seeds:
+        loads, slots = drawn(seed)
+        policy = NAMES[seed % len(NAMES)] if seed % 3 else "entrain"
+        found = assign(loads, slots, policy)
+        _holds(loads, slots, found)
+        order = rng.permutation(len(loads))
+        again = assign(loads.select(order), slots, policy)
+        assert (again.microbatch == found.microbatch[order]).all(), (seed, policy)
+        assert (again.lane == found.lane[order]).all()
+        assert (again.deferred == found.deferred[order]).all()
+        kinds["deferred"] += bool(found.deferred.any())
+        kinds["capped"] += slots.capped
+        kinds["three"] += len(loads.modules) == 3
+        kinds["text"] += len(loads) > 0 and len(loads.modules) > 1 and not loads.work[:, :-1].any()
+        kinds["equal"] += slots.equal_counts
+    assert min(kinds.values()) > len(seeds) // 40, kinds
+
+
+def _holds(loads, slots, found):
+    assert found.lanes == slots.lanes
+    assert found.microbatches == slots.microbatches
+    for i, count in enumerate(found.counts):
+        assert count.shape == (slots.microbatches[i], slots.lanes[i])
+        assert count.sum() == len(loads)  # microbatch and lane are within range: each sample is in one place
+        cap = slots.max_tokens[i]
+        assert cap is None or found.sums(loads.tokens)[i].max(initial=0) <= cap
+    if not slots.deferral:
+        assert not found.deferred.any()
+    if found.policy in ("none", "auto: none"):
+        return  # every module cuts its own runs
+    blocks = Blocks(slots)
+    windows = np.stack([blocks.window_of[i][found.microbatch[:, i]] for i in range(len(slots.lanes))])
+    assert (windows[:-1] == windows[:1]).all(), "encoders agree on the window of a sample"
+    assert (windows[-1] - windows[0] == found.deferred).all() or len(windows) == 1
+
+
+@pytest.mark.parametrize("policy", ["two_dim", "auto", "sorted", "none", "lpt", "disttrain"])
+def test_equal_counts_are_equal(policy):
+    loads = BatchLoads(("vision", "llm"), np.random.default_rng(0).integers(0, 1000, (96, 2)))
+    found = assign(loads, Slots((4, 4), (8, 8), equal_counts=True), policy)
+    assert all((count == 3).all() for count in found.counts)
+
+
+def test_samples_without_media_spread_by_their_text():
+    rng = np.random.default_rng(1)
+    work = rng.integers(50, 200, (64, 2))
+    work[:, 0] = 0
+    loads, slots = BatchLoads(("vision", "llm"), work), Slots((2, 2), (4, 4), deferral=False)
+    for policy in ("entrain", "lpt", "two_dim", "auto"):
+        assert spread(loads, assign(loads, slots, policy))["llm"].over_mean < 1.15, policy
+
+
+def test_one_giant_stays_alone():
+    work = np.full((64, 2), 10)
+    work[17] = 1000
+    loads, slots = BatchLoads(("vision", "llm"), work), Slots((2, 2), (8, 8), stages=(2, 2))
+    for policy in ("two_dim", "auto", "lpt"):
+        found = assign(loads, slots, policy)
+        assert {m: each.over_bound for m, each in spread(loads, found).items()} == {"vision": 1.0, "llm": 1.0}
+
+
+def test_three_modules_are_balanced_together():
+    rng = np.random.default_rng(2)
+    work = np.minimum(np.exp(0.8 * rng.standard_normal((512, 3)) + 6).astype(np.int64), 1500)
+    kind = rng.integers(0, 3, 512)
+    work[kind == 0, 0] = 0
+    work[kind == 1, 1] = 0
+    loads, slots = BatchLoads(("vision", "audio", "llm"), work), Slots((4,) * 3, (16,) * 3)
+    before, after = (spread(loads, assign(loads, slots, policy)) for policy in ("none", "two_dim"))
+    for name in loads.modules:
+        assert before[name].deviation > 6 * after[name].deviation, name
+        assert after[name].over_bound < 1.1
+
+
+def test_modules_with_other_numbers_of_lanes_are_balanced_too():
+    rng = np.random.default_rng(3)
+    work = np.exp(0.8 * rng.standard_normal((512, 2)) + 6).astype(np.int64)
+    loads = BatchLoads(("vision", "llm"), work)
+    for lanes, microbatches in (
+        ((8, 2), (8, 8)),
+        ((2, 8), (8, 8)),
+        ((3, 2), (8, 8)),
+        ((4, 4), (4, 16)),
+        ((4, 4), (6, 4)),
+    ):
+        found = spread(loads, assign(loads, Slots(lanes, microbatches), "two_dim"))
+        assert max(each.over_bound for each in found.values()) < 1.15, (lanes, microbatches)
+
+
+def test_encoder_lanes_are_those_on_the_ranks_that_consume():
+    """Vision's lanes lie on the ranks of the LLM's in reverse: every row can stay where it is."""
+    work = np.random.default_rng(4).integers(1, 100, (64, 2))
+    loads = BatchLoads(("vision", "llm"), work)
+    reverse = np.eye(4, dtype=np.int64)[::-1]
+    found = assign(loads, Slots((4, 4), (4, 4), affinity=(reverse, None)), "two_dim")
+    assert (found.lane[:, 0] == 3 - found.lane[:, 1]).all()
+    pairs = np.kron(np.eye(2, dtype=np.int64), np.ones((2, 1), np.int64))[[0, 2, 1, 3]]  # lanes 0 and 2 on LLM lane 0
+    found = assign(loads, Slots((4, 2), (4, 4), affinity=(pairs, None)), "two_dim")
+    assert (found.lane[:, 0] % 2 == found.lane[:, 1]).all()
+
+
+def test_caps_hold_where_balance_alone_would_break_them():
+    """Tokens that have nothing to do with work: the repair moves samples."""
+    rng = np.random.default_rng(5)
+    work, tokens = rng.integers(1, 100, (64, 2)), rng.integers(1, 100, (64, 2))
+    cap = int(1.15 * tokens.sum(0).max() / 16)
+    free, capped = (Slots((2, 2), (8, 8), max_tokens=caps) for caps in ((), (cap, cap)))
+    loads = BatchLoads(("vision", "llm"), work, tokens)
+    for policy in NAMES:
+        assert max(int(bins.max()) for bins in assign(loads, capped, policy).sums(tokens)) <= cap
+    assert max(int(bins.max()) for bins in assign(loads, free, "two_dim").sums(tokens)) > cap
+
+
+def test_a_free_number_of_microbatches_makes_room_for_a_cap():
+    loads = BatchLoads(("vision", "llm"), np.full((32, 2), 10))
+    slots = Slots((1, 1), (8, 8), max_tokens=(None, 25))
+    with pytest.raises(GraphError, match=r"'llm': 320 tokens in 8 microbatches of 1 lanes, max_tokens 25"):
+        assign(loads, slots, "two_dim")
+    assert assign(loads, replace(slots, free=True), "two_dim").microbatches == (16, 16)
+
+
+def test_what_cannot_be_is_named():
+    loads = BatchLoads(("vision", "llm"), np.array([[1, 5], [9, 5]]), ids=("a", "b"))
+    with pytest.raises(GraphError, match=r"sample 'b' has 9 tokens for module 'vision'; max_tokens .* is 8"):
+        assign(loads, Slots((1, 1), (2, 2), max_tokens=(8, None)))
+    with pytest.raises(GraphError, match=r"balance policy 'best': valid are \['auto'"):
+        assign(loads, Slots((1, 1), (2, 2)), "best")
+    with pytest.raises(GraphError, match="distinct"):
+        BatchLoads(("llm",), np.ones((2, 1), np.int64), keys=np.array([3, 3]))
+    with pytest.raises(GraphError, match="whole numbers"):
+        BatchLoads(("llm",), np.ones((2, 1)))
+    with pytest.raises(GraphError, match="microbatches must be positive"):
+        Slots((1,), (0,))
+    with pytest.raises(GraphError, match="2 modules"):
+        Slots((1, 1), (1,))
+    with pytest.raises(GraphError, match="affinity"):
+        Slots((2, 2), (1, 1), affinity=(np.ones((1, 2), np.int64), None))
+    with pytest.raises(GraphError, match="deferral"):
+        Slots((1, 1), (1, 1), equal_counts=True, deferral=True)
+
+
+def test_auto_takes_what_the_score_prefers():
+    loads = BatchLoads(("vision", "llm"), np.random.default_rng(6).integers(1, 100, (64, 2)))
+    slots = Slots((2, 2), (8, 8), stages=(2, 2), deferral=True)
+    assert assign(loads, slots, "auto", score=lambda found: found.policy != "none").policy == "auto: none"
+    assert assign(loads, slots, "auto", score=lambda found: found.policy != "entrain").policy == "auto: entrain"
+    assert assign(loads, slots, "auto").policy.startswith("auto: two_dim")
