@@ -66,7 +66,7 @@ def test_samples_lost_or_repeated_are_named():
     g = graph(1, 1)
     with pytest.raises(GraphError, match=r"module 'vision' must handle every sample once; wrong are \[1\]"):
         BatchPlan(g, tuple(metas([1, 1])), {"vision": (((0,),),), "llm": (((0, 1),),)})
-    with pytest.raises(GraphError, match="needs microbatches of 1 lanes"):
+    with pytest.raises(GraphError, match="module 'vision' needs microbatches of 1 lanes"):
         BatchPlan(g, tuple(metas([1, 1])), {"vision": (((0,), (1,)),), "llm": (((0, 1),),)})
 
 

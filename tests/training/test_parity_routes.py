@@ -3,11 +3,13 @@ they are wanted. What one process gives does not change, whatever the speed of r
 
 import random
 import time
+from functools import partial
 
 import pytest
 from test_parity_context import cp
 from test_parity_pipeline import MODEL, TWO_ENCODERS, recipe, table
 
+from hetmesh.balance import BalanceOptions, plan_batch
 from hetmesh.boundary import World
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.runtime.step import StepRunner
@@ -64,8 +66,8 @@ LAYOUTS = {
 def test_any_assignment_equals_one_process(pool4, layout):
     policy, *tables = LAYOUTS[layout]
     extra = "three_phase_window = 2\nthree_phase_recompute = true" if policy == "three_phase" else ""
-    given = recipe(policy, *tables, batch=4, extra=extra)
-    check(pool4, given, [RandomAssignment(0, most=4)])
+    given = recipe(policy, *tables, batch=8, extra=extra)
+    check(pool4, given, [RandomAssignment(0, most=3)])
 
 
 @pytest.mark.slow
@@ -73,7 +75,7 @@ def test_any_assignment_equals_one_process(pool4, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_many_assignments_equal_one_process(pool4, layout):
     policy, *tables = LAYOUTS[layout]
-    check(pool4, recipe(policy, *tables, batch=4), [RandomAssignment(seed) for seed in range(1, 11)])
+    check(pool4, recipe(policy, *tables, batch=8), [RandomAssignment(seed) for seed in range(1, 11)])
 
 
 @pytest.mark.slow
@@ -87,10 +89,10 @@ def test_any_assignment_whatever_is_frozen(pool4, trained):
 @pytest.mark.parametrize("policy", ["1f1b", "interleaved"])
 def test_two_encoders_with_microbatches_of_their_own_on_eight_processes(pool8, policy):
     text = MODEL.replace("image = [1, 8, 8]", "image = [1, 8, 8], scan = [2, 8, 8]") + TWO_ENCODERS
-    text = text.format(policy=policy, batch=3, tied="false", extra="", vision="", projector="", llm="")
+    text = text.format(policy=policy, batch=9, tied="false", extra="", vision="", projector="", llm="")
     text = text.replace("[training]", "[training]\npack_samples = true")
     tables = (table("vision", "0-2", pp=3), table("scanner", "3"), cp("0,4-6", 2, pp=2))
-    check(pool8, parse_recipe("\n".join([text, *tables])), [RandomAssignment(0, most=4)])
+    check(pool8, parse_recipe("\n".join([text, *tables])), [RandomAssignment(0, most=3)])
 
 
 @pytest.mark.slow
@@ -100,6 +102,21 @@ def test_deferral_equals_one_process_in_both_backward_modes(pool4, policy):
     where = "0-3" if policy == "three_phase" else "0-1"
     given = recipe(policy, table("vision", where), table("llm", "2-3" if where == "0-1" else where, pp=2), batch=6)
     check(pool4, given, [Deferred(2), Deferred(2, split=True)])
+
+
+BALANCED = {
+    "entrain with FSDP and TP": ("entrain", LAYOUTS["FSDP and TP"]),
+    "auto with context parallelism": ("auto", LAYOUTS["context parallel pipeline"]),
+    "two_dim with pipelines": ("two_dim", LAYOUTS["two pipelines"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BALANCED)
+def test_balancers_equal_one_process(pool4, case):
+    balancer, (policy, *tables) = BALANCED[case]
+    balanced = partial(plan_batch, policy=balancer, options=BalanceOptions(deferral=True))
+    check(pool4, recipe(policy, *tables, batch=6), [balanced])
 
 
 @pytest.mark.slow

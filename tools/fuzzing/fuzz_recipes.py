@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from fuzzing.simplify import simplest
-from hetmesh.balance.batch_plan import BatchPolicy
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.testing import plain_digits
-from hetmesh.testing.assignments import RandomAssignment
+from hetmesh.testing.assignments import Policy, RandomAssignment
 from hetmesh.testing.dropout import draws_alike, has_dropout
 from hetmesh.testing.parity import TOLERANCE, Outcome, ParityError, compare, reference, run_as
 from hetmesh.testing.pool import WorkerPool
@@ -133,7 +132,7 @@ def cases(n: int, seed: int) -> Iterator[RecipeCase]:
 
 
 def problem(
-    pools: Pools, case: RecipeCase, timeout: float = 60.0, steps: int = STEPS, policy: BatchPolicy | None = None
+    pools: Pools, case: RecipeCase, timeout: float = 60.0, steps: int = STEPS, policy: Policy | None = None
 ) -> Exception | None:
     """What is wrong with how a recipe trains, with samples where `policy` puts them; None where nothing is."""
     try:
@@ -152,7 +151,7 @@ def problem(
     return None
 
 
-def oracle(recipe: Recipe, policy: BatchPolicy | None = None) -> str:
+def oracle(recipe: Recipe, policy: Policy | None = None) -> str:
     """Which of `ORACLES` judges a recipe. What dropout draws depends on the microbatch."""
     if has_dropout(recipe):
         return DRAWN_ALIKE if draws_alike(recipe) and policy is None else REPEATED
@@ -208,7 +207,7 @@ def _questions(recipe: Recipe, source: Any, step: int) -> Iterator[plain_digits.
         yield plain_digits.PlainSample(tuple(sample.tokens.tolist()), tuple(sample.media["image"]), answer)
 
 
-def _fails(pools: Pools, timeout: float, policy: BatchPolicy | None, kind: type[Exception], case: RecipeCase) -> bool:
+def _fails(pools: Pools, timeout: float, policy: Policy | None, kind: type[Exception], case: RecipeCase) -> bool:
     return type(problem(pools, case, timeout, policy=policy)) is kind
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -139,7 +139,3 @@ class BatchPlan:
         mask = self._tokens(module, microbatch, lane)[1]
         assert mask is not None
         return mask
-
-
-BatchPolicy = Callable[[ModuleGraph, Sequence[SampleMeta], int], BatchPlan]
-"""(graph, expanded samples of a global batch, samples per microbatch and lane of the sink) -> the plan."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from hetmesh.balance import BatchPlan, Lanes
 from hetmesh.graph import ModuleGraph, SampleMeta
+
+Policy = Callable[[ModuleGraph, Sequence[SampleMeta], int], BatchPlan]
+"""(graph, expanded samples of a global batch, samples per microbatch and lane of the sink) -> the plan;
+`hetmesh.balance.plan_batch` is one."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class RandomAssignment:
     most: int = 5
 
     def __call__(self, graph: ModuleGraph, samples: Sequence[SampleMeta], microbatch_size: int) -> BatchPlan:
-        """A `hetmesh.balance.batch_plan.BatchPolicy`; the size of microbatches does not matter to it."""
+        """A `Policy`; the size of microbatches does not matter to it."""
         random = Random("/".join([str(self.seed), *(sample.id for sample in samples)]))
         lanes = {name: self._assign(random, len(samples), graph[name].num_lanes) for name in graph.order}
         return BatchPlan(graph, tuple(samples), lanes)
@@ -52,7 +56,7 @@ class Deferred:
     split: bool = False
 
     def __call__(self, graph: ModuleGraph, samples: Sequence[SampleMeta], microbatch_size: int) -> BatchPlan:
-        """A `hetmesh.balance.batch_plan.BatchPolicy`; the recipe's size of microbatches does not matter to it."""
+        """A `Policy`; the recipe's size of microbatches does not matter to it."""
         starts = range(0, max(len(samples), 1), self.size)
         slots = [list(range(i, min(i + self.size, len(samples)))) for i in starts]
         halves = [(slot[: (len(slot) + 1) // 2], slot[(len(slot) + 1) // 2 :]) for slot in slots]

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hetmesh.balance.batch_plan import BatchPolicy
 from hetmesh.boundary import World
 from hetmesh.data.loader import DrawnSample, Loader
 from hetmesh.errors import HetmeshError
@@ -23,6 +22,7 @@ from hetmesh.graph import output_key
 from hetmesh.models import lora_plan
 from hetmesh.parallel import RandomPlace, entering, local_gradient, seed_by_place
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.testing.assignments import Policy
 from hetmesh.testing.dense_masks import dense_mask, masked
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.precision import exact_dtypes
@@ -112,7 +112,7 @@ def run(
     steps: int = 3,
     lr: float = 0.1,
     fault: Callable[[Job], None] | None = None,
-    policy: BatchPolicy | None = None,
+    policy: Policy | None = None,
 ) -> Outcome:
     """Run `recipe` on its layout; every rank of `world` calls it, also ranks that the recipe does not use.
 
@@ -153,7 +153,7 @@ def check(
     *,
     timeout: float = 120.0,
     microbatches: bool = False,
-    policy: BatchPolicy | None = None,
+    policy: Policy | None = None,
 ) -> float:
     """Run `recipe` in the workers of `pool` and compare it with one process; returns the largest error.
 
@@ -174,7 +174,7 @@ def run_as(
     recipe: Recipe,
     steps: int,
     fault: Callable[[Job], None] | None = None,
-    policy: BatchPolicy | None = None,
+    policy: Policy | None = None,
 ) -> Outcome:
     """`run` in worker `rank` of a `WorkerPool`."""
     return run(recipe, World.current(), steps, fault=fault, policy=policy)
