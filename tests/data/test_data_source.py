@@ -1,4 +1,4 @@
-"""Sources by name and by import path; everything else is a RecipeError."""
+"""SplitSources by name and by import path; everything else is a RecipeError."""
 
 import pytest
 

@@ -19,7 +19,7 @@ from hetmesh.data.chat import Chat, Encoded
 from hetmesh.data.images import ImageProcessor
 from hetmesh.data.recordings import RecordingProcessor
 from hetmesh.data.source import Sample, wants
-from hetmesh.data.spans import Span
+from hetmesh.data.spans import FileSpan
 from hetmesh.errors import HetmeshError, RecipeError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 
@@ -33,7 +33,7 @@ REMEMBERED = 4096
 class _Conversation:
     id: str
     encoded: Encoded
-    media: tuple[tuple[str, Span], ...]
+    media: tuple[tuple[str, FileSpan], ...]
     size: int  # of its text
 
 
@@ -149,7 +149,7 @@ class ConversationsSource:
             raise SampleError(
                 f"sample {name!r}: must be an object with `messages`, a list of {{role, content}}: {error!r}"
             ) from error
-        media: list[tuple[str, Span]] = []
+        media: list[tuple[str, FileSpan]] = []
         messages = [(role, self._text(name, content, media)) for role, content in turns]
         encoded = self._chat.encode(name, messages)
         kinds = {token: kind for kind, token in self.placeholders.items()}
@@ -161,7 +161,7 @@ class ConversationsSource:
             )
         return _Conversation(name, encoded, tuple(media), len(line))
 
-    def _text(self, name: str, content: Any, media: list[tuple[str, Span]]) -> str:
+    def _text(self, name: str, content: Any, media: list[tuple[str, FileSpan]]) -> str:
         """The text of one turn; its media are appended to `media`."""
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         text = ""
@@ -184,10 +184,10 @@ class ConversationsSource:
             if kind not in self.placeholders:
                 raise SampleError(f"sample {name!r}: it has {kind!r}, but {KEY} placeholders has no token for that")
             text += self._chat.texts[kind]
-            media.append((kind, Span(self.folder / value)))
+            media.append((kind, FileSpan(self.folder / value)))
         return text
 
-    def _shape(self, name: str, kind: str, span: Span) -> tuple[int, ...]:
+    def _shape(self, name: str, kind: str, span: FileSpan) -> tuple[int, ...]:
         from PIL import Image
 
         with _reading(name, span):
@@ -200,7 +200,7 @@ class ConversationsSource:
             with span.open() as file, Image.open(file) as image:  # reads the header only
                 return processor.shape(*image.size)
 
-    def _load(self, name: str, kind: str, span: Span) -> tuple[Tensor, int]:
+    def _load(self, name: str, kind: str, span: FileSpan) -> tuple[Tensor, int]:
         """One media item, and the bytes that were read for it."""
         from PIL import Image
 
