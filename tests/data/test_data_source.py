@@ -1,4 +1,4 @@
-"""SplitSources by name and by import path; everything else is a RecipeError."""
+"""Sources by name and by import path; everything else is a RecipeError."""
 
 import pytest
 

@@ -3,7 +3,7 @@
 A law draws a batch: per module the rows of each sample and the (query, key) pairs that its attention sees, from a
 generator of random numbers and from how far the run is (0 to 1, for the one that drifts).
 
-SplitSources. The caps of 4,096 and 16k patches are those of native-resolution towers (Qwen2-VL, arXiv 2409.12191, cuts
+Sources. The caps of 4,096 and 16k patches are those of native-resolution towers (Qwen2-VL, arXiv 2409.12191, cuts
 images at 16,384 patches of 14 pixels; 4,096 is a usual setting of it). The medians and spreads of `chart`, `chat`,
 `caption`, `heavy` and `anti` are not fitted to anything: they are round numbers of the kind that each name describes.
 Tiles: the shares of 1, 3, 4 and 5 tiles of 448 pixels, 256 tokens per tile, the correlation of 0.95 and the text's mean
