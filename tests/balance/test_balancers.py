@@ -101,12 +101,11 @@ def test_equal_counts_are_equal(policy):
 
 
 def test_samples_without_media_spread_by_their_text():
-    rng = np.random.default_rng(1)
-    work = rng.integers(50, 200, (64, 2))
+    work = np.exp(0.7 * np.random.default_rng(3).standard_normal((64, 2)) + 5).astype(np.int64)
     work[:, 0] = 0
     loads, slots = BatchLoads(("vision", "llm"), work), Slots((2, 2), (4, 4), deferral=False)
     for policy in ("entrain", "lpt", "two_dim", "auto"):
-        assert spread(loads, assign(loads, slots, policy))["llm"].over_mean < 1.15, policy
+        assert spread(loads, assign(loads, slots, policy))["llm"].over_mean < 1.05, policy
 
 
 def test_one_giant_stays_alone():
