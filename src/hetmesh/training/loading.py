@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hetmesh.balance import BatchPlan
 from hetmesh.data.loader import TRAIN, VALIDATION, DrawnSample
-from hetmesh.data.payloads import Direct, InWorkers, Payloads, Sources
+from hetmesh.data.payloads import Direct, InWorkers, Payloads, SplitSources
 from hetmesh.data.registry import recipe_source
 from hetmesh.errors import HetmeshError, RecipeError
 from hetmesh.schedule import Schedule
@@ -32,7 +32,9 @@ def open_payloads(recipe: Recipe) -> Payloads:
         RecipeError: the data source cannot be made.
     """
     keys = recipe.data
-    sources = Sources({TRAIN: partial(recipe_source, keys), VALIDATION: partial(recipe_source, keys, "validation")})
+    sources = SplitSources(
+        {TRAIN: partial(recipe_source, keys), VALIDATION: partial(recipe_source, keys, "validation")}
+    )
     if not keys.num_workers:
         return Direct(sources)
     sources[TRAIN]  # made now, forked workers share them
