@@ -9,6 +9,7 @@ payloads.py samples loaded in this process, or in worker processes ahead of need
 spans.py    a stretch of a file, read alone
 loader.py   Loader: the global batch of a step as metadata, payloads on demand
 digits.py   the demo: questions about handwritten digits (digits.npz, README.md)
+memory.py     samples that are in memory already
 mixture.py    several sources as one, by weight
 synthetic.py  random text and images of realistic sizes
 conversations.py  conversations about local images and recordings
@@ -28,6 +29,7 @@ from hetmesh.data.conversations import ConversationsSource
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.expand import Expansion, ItemRows, ModuleRows, expand, expand_tokens
 from hetmesh.data.loader import DrawnSample, Loader
+from hetmesh.data.memory import MemorySource
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.registry import SOURCES, make_source, recipe_source
 from hetmesh.data.source import QuestionSource, Sample, Source
@@ -41,6 +43,7 @@ __all__ = [
     "Expansion",
     "ItemRows",
     "Loader",
+    "MemorySource",
     "MixtureSource",
     "ModuleRows",
     "QuestionSource",
