@@ -22,6 +22,12 @@ class Span:
     path: Path
     offset: int = 0
     size: int | None = None
+    member: str = ""
+
+    @property
+    def name(self) -> str:
+        """What it is called: a member's name, or the file's."""
+        return self.member or self.path.name
 
     @property
     def length(self) -> int:
