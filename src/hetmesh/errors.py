@@ -15,7 +15,12 @@ class LayoutError(HetmeshError, ValueError):
 
 
 class GraphError(HetmeshError, ValueError):
-    """A ModuleGraph, BatchPlan or Schedule is inconsistent. The message names the module, boundary or action."""
+    """A ModuleGraph or BatchPlan is inconsistent. The message names the module or boundary."""
+
+
+class ScheduleError(GraphError):
+    """A Schedule is inconsistent, or microbatches that feed each other have no order under it. The message names the
+    action, stage or boundary; let the stage hold more microbatches, or give them other numbers."""
 
 
 class RecipeError(HetmeshError, ValueError):

@@ -18,7 +18,7 @@ from hetmesh.cli import main
 from hetmesh.data import check_sample, make_source
 from hetmesh.data.index import build_index
 from hetmesh.data.metas import MetaArrays, metas_of
-from hetmesh.data.spans import Span
+from hetmesh.data.spans import FileSpan
 from hetmesh.data.synthetic import SyntheticSource
 from hetmesh.errors import RecipeError, SampleError
 
@@ -250,11 +250,11 @@ def test_arrays_say_what_single_metadata_say():
 def test_a_span_reads_no_byte_beside_it(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(range(100)))
-    span = Span(path, 10, 20)
+    span = FileSpan(path, 10, 20)
     assert span.read() == bytes(range(10, 30))
     with span.open() as file:
         assert file.read() == bytes(range(10, 30))
         file.seek(-3, io.SEEK_END)
         assert file.read(9) == bytes([27, 28, 29])
     with pytest.raises(OSError, match="ends after 100 bytes, need 120"):
-        Span(path, 90, 30).read()
+        FileSpan(path, 90, 30).read()

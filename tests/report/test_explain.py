@@ -84,6 +84,19 @@ def test_cells_and_layouts_in_words():
     assert layout_text(one, (5, 7)) == "all 5 rows on rank 3"
 
 
+def test_what_stages_hold_is_told(views):
+    view = views("digits")
+    vision, projector, llm = view.modules
+    assert {len(m.held) for m in view.modules} == {1}
+    assert {m.microbatches for m in view.modules} == {view.microbatches}
+    assert [m.held[0].microbatches for m in (vision, projector, llm)] == [1, 1, 1]  # one after the other
+    assert 0 < vision.held[0].rows <= vision.work.rows
+    lines = as_text(view).splitlines()
+    of = f"1 of {view.microbatches} microbatch{'es' if view.microbatches > 1 else ''}"
+    assert f"  vision.0: {of}, {vision.held[0].rows:,} rows" in lines
+    assert f"  llm.0: {of}, {llm.held[0].rows:,} tokens" in lines
+
+
 def test_text_shows_ranks_modules_and_boundaries(views):
     lines = as_text(views("digits_colocated")).splitlines()
     (row,) = [line for line in lines if line.startswith("  llm ") and "│" in line]

@@ -113,7 +113,7 @@ def sent_and_kept(rank, recipe):
 
     def counting(step):
         edges = {e for e in schedule.stages.gradient_edges if e.source in job.runtime.modules}
-        found.append(tuple(sum(edge in edges for edge, _ in some) for some in (step.sent, step.exchanges)))
+        found.append(tuple(sum(edge in edges for edge, *_ in some) for some in (step.sent, step.exchanges)))
         drain(step)
 
     StepRunner.drain = counting

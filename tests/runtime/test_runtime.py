@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hetmesh.balance import plan_batch
+from hetmesh.balance import BatchPlan, plan_batch
 from hetmesh.boundary import World, init
 from hetmesh.errors import BoundaryError, BoundaryTimeout, SampleError
 from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleOptions, ModuleSpec, SampleMeta, Stage, stage_graph
 from hetmesh.layout import MeshSpec
 from hetmesh.runtime import Runtime
 from hetmesh.schedule import sequential
+from hetmesh.testing.assignments import RandomAssignment
 from hetmesh.testing.pool import WorkerPool
 
 WIDTH = 3
@@ -63,7 +64,7 @@ def values(i):
     return torch.randn(ROWS[i], WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(i))
 
 
-def make(world, ranks, modules=MODULES, load=values):
+def make(world, ranks, modules=MODULES, load=values, policy=plan_batch):
     """This rank's modules, and a function that runs one step. `source` feeds two modules, which feed the sink."""
     meshes = {name: MeshSpec.make(ranks[name], dp_replicate=len(ranks[name])) for name in MODULES}
     options = ModuleOptions(parameter_dtype=torch.float64)
@@ -85,8 +86,8 @@ def make(world, ranks, modules=MODULES, load=values):
         loss=lambda output, batch: output,
     )
     samples = [SampleMeta(f"s{i}", 4, targets=((3, 4),), rows=dict.fromkeys(MODULES, n)) for i, n in enumerate(ROWS)]
-    plan = plan_batch(graph, samples, 1)
-    schedule = sequential(stage_graph(graph), plan.num_microbatches, True)
+    plan = policy(graph, samples, 1)
+    schedule = sequential(stage_graph(graph), plan.routes, True)
 
     def load_batch(stage, m):
         name = stage.module
@@ -112,8 +113,8 @@ def gradients(modules):
     return {f"{n}.{k}": p.grad for n, module in modules.items() for k, p in module.named_parameters()}
 
 
-def loss_and_gradients(rank, ranks):
-    mine, step = make(World.current(), ranks)
+def loss_and_gradients(rank, ranks, policy=plan_batch):
+    mine, step = make(World.current(), ranks, policy=policy)
     return step().item(), gradients(mine)
 
 
@@ -137,6 +138,19 @@ def test_gradients_of_two_consumers_are_summed(pool4, layout):
         assert {name.split(".")[0] for name in found} == {name for name in MODULES if rank in ranks[name]}
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_do_not_depend_on_where_samples_are(pool4, layout):
+    """Microbatches without rows, or that nobody wants, among them."""
+    loss, expected = truth()
+    for seed in range(6):
+        results = pool4.run(loss_and_gradients, LAYOUTS[layout], RandomAssignment(seed))
+        assert sum(part for part, _ in results) == pytest.approx(loss, rel=1e-12)
+        for _, found in results:
+            for name, gradient in found.items():
+                torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-12)
 
 
 @pytest.fixture
@@ -187,6 +201,31 @@ class Wide(nn.Module):
 def test_rows_that_are_not_what_was_promised_name_action_and_boundary(world):
     _, step = make(world, ALONE, MODULES | {"twice": Wide})
     says = r"^twice.0->sink.0 SEND0: boundary 'twice->sink', microbatch 0, forward: .* promises .* got \(2, 4\)"
+    with pytest.raises(BoundaryError, match=says):
+        step()
+
+
+def apart(graph, samples, size):
+    """The modules between go through two samples in another microbatch, and the sink through all in its second one."""
+    whole, two = (((0, 1, 2, 3, 4),),), (((0, 1, 4),), ((2, 3),))
+    return BatchPlan(graph, tuple(samples), {"source": whole, "twice": two, "thrice": two, "sink": (((),), *whole)})
+
+
+def test_rows_along_a_route_that_are_not_what_was_promised_name_both_microbatches(world):
+    _, step = make(world, ALONE, MODULES | {"twice": Wide}, policy=apart)
+    says = r"^twice.0->sink.0 SEND0>1: boundary 'twice->sink', microbatch 0 to 1, forward: .* promises .* got \(3, 4\)"
+    with pytest.raises(BoundaryError, match=says):
+        step()
+
+
+class Long(nn.Module):
+    def forward(self, batch, inputs):
+        return torch.zeros(9, WIDTH, dtype=torch.float64)
+
+
+def test_too_many_rows_for_several_routes_are_an_error(world):
+    _, step = make(world, ALONE, MODULES | {"source": Long}, policy=apart)
+    says = r"^source.0->twice.0 SEND0: microbatch 0: source.0->twice.0 was promised 7 rows on rank 0, got 9$"
     with pytest.raises(BoundaryError, match=says):
         step()
 

@@ -7,8 +7,7 @@ import pytest
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec, Stage, stage_graph
 from hetmesh.layout import MeshSpec
-from hetmesh.schedule import Action, Kind, one_f_one_b, sequential, validate
-from hetmesh.schedule.validate import peak_in_flight
+from hetmesh.schedule import Action, Kind, one_f_one_b, peak_in_flight, sequential, validate
 
 ONE = MeshSpec.make([0], dp_replicate=1)
 

@@ -1,4 +1,4 @@
-"""Random graphs, policies and costs: schedules run through, within their bounds, and every second has a class."""
+"""Random graphs, policies, routes and costs: schedules run through within bounds, and every second has a class."""
 
 import itertools
 import json
@@ -23,6 +23,7 @@ from hetmesh.simulate import (
     simulate,
 )
 from hetmesh.simulate.timeline import rank_classes
+from hetmesh.testing.strategies import routes
 
 SECONDS = st.integers(0, 8).map(lambda n: n / 4)  # exact in binary: sums have no rounding
 
@@ -55,7 +56,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         offload=draw(st.booleans()),
         early=draw(st.booleans()),
     )
-    return POLICIES[policy](stages, draw(st.integers(1, 5)), draw(st.booleans()), options)
+    return POLICIES[policy](stages, draw(routes(stages)), draw(st.booleans()), options)
 
 
 @st.composite
@@ -68,8 +69,9 @@ def random_costs(draw: st.DrawFn, schedule: Schedule) -> StepCosts:
     def pick(*key: object) -> float:
         return some[(sum(map(ord, str(key))) + salt) % len(some)]
 
-    counted = range(schedule.microbatches)
-    both = (*stages.edges, *(e.reversed for e in stages.edges))
+    counted = range(schedule.routes.most)
+    ways = [route for e in stages.edges for route in schedule.routes.along(e)]
+    ways += [route.reversed for route in ways]
     return StepCosts(
         {
             (s, m): StageCost(
@@ -78,7 +80,7 @@ def random_costs(draw: st.DrawFn, schedule: Schedule) -> StepCosts:
             for s in stages.stages
             for m in counted
         },
-        {(e, m): TransferCost(pick(e, m == 0), int(8 * pick(e))) for e in both for m in counted},
+        {r: TransferCost(pick(r.edge, r.source == 0), int(8 * pick(r.edge))) for r in ways},
         {s: pick(s, "g") for s in stages.stages},
         {s: pick(s, "r") for s in stages.stages},
         {r: pick(r) for r in range(8)},

@@ -7,7 +7,7 @@ from graphs import encoder_and_llm, equal_costs, module, pipeline
 
 from hetmesh.cost import StageCost, StepCosts, TransferCost
 from hetmesh.errors import GraphError
-from hetmesh.graph import BoundarySpec, Edge, ModuleGraph, Stage, stage_graph
+from hetmesh.graph import BoundarySpec, Edge, ModuleGraph, Route, Stage, stage_graph
 from hetmesh.schedule import POLICIES, Kind, PolicyOptions, interleaved, one_f_one_b, sequential, zero_bubble
 from hetmesh.simulate import (
     average_bubbles,
@@ -129,7 +129,7 @@ def test_transfers_run_beside_work_or_stop_both_sides(overlap, makespan):
     vision, llm = stages.stages
     costs = StepCosts(
         {(s, m): StageCost(1.0, 0.0, 2.0 if s == llm else 0.0) for s in stages.stages for m in range(2)},
-        {(Edge(vision, llm), m): TransferCost(3.0, 8) for m in range(2)},
+        {Route(Edge(vision, llm), m, m): TransferCost(3.0, 8) for m in range(2)},
     )
     timeline = simulate(sequential(stages, 2), costs, overlap=overlap)
     # beside work the link carries 1-4 and 4-7, the LLM works 4-7 and 7-10; otherwise 1-4, 4-7, transfer 7-10, 10-13
@@ -140,7 +140,9 @@ def test_transfers_run_beside_work_or_stop_both_sides(overlap, makespan):
 
 def test_a_link_carries_one_transfer_at_a_time():
     stages = encoder_and_llm(module("vision", [0], 1, trainable=False), module("llm", [1], 1))
-    costs = equal_costs(stages, 4, ONE_TWO, transfers={(stages.edges[0], m): TransferCost(3.0) for m in range(4)})
+    costs = equal_costs(
+        stages, 4, ONE_TWO, transfers={Route(stages.edges[0], m, m): TransferCost(3.0) for m in range(4)}
+    )
     assert simulate(one_f_one_b(stages, 4), costs).makespan == 1 + 4 * 3 + 3
 
 
@@ -175,7 +177,7 @@ def test_memory_of_three_phases_with_recomputation_and_offloading():
 def test_memory_of_buffers_and_of_outputs_without_a_backward():
     stages = encoder_and_llm(module("vision", [0], 1, trainable=False), module("llm", [1], 1))
     edge = stages.edges[0]
-    transfers = {(edge, m): TransferCost(0.0, 7) for m in range(4)}
+    transfers = {Route(edge, m, m): TransferCost(0.0, 7) for m in range(4)}
     costs = equal_costs(stages, 4, StageCost(1.0, 0.0, 1.0), transfers=transfers)
     schedule = one_f_one_b(stages, 4)
     most = schedule.in_flight[stages.stages[0]]

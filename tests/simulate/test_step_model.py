@@ -31,7 +31,7 @@ def setup(name, *overrides):
     source, adapters, graph = describe(recipe)
     loader = Loader(source, recipe.batch.global_batch_size, make_prepare(recipe, graph, adapters), seed=0)
     plan = plan_batch(graph, [d.meta for d in loader.batch(0)], recipe.batch.microbatch_size)
-    return recipe, adapters, graph, plan, recipe_schedule(recipe, graph, plan.num_microbatches)
+    return recipe, adapters, graph, plan, recipe_schedule(recipe, graph, plan.routes)
 
 
 def costs_of(name, *overrides, machine=MACHINE):
@@ -114,9 +114,9 @@ def test_a_rank_in_front_of_replicas_sends_to_each_of_them():
     shape, src, dst = edge_layouts(plan, edge, 0)
     (step,) = plan_transfer(shape, src, dst).steps
     sent = 4 * sum(piece.numel for piece in step.sent(0))
-    assert sent == 2 * costs.transfers[edge, 0].bytes > 0
-    assert costs.transfers[edge, 0].seconds == pytest.approx(sent / 1e6)
-    assert costs.transfers[edge.reversed, 0].seconds == pytest.approx(sent / 2 / 1e6)
+    assert sent == 2 * costs.transfers[edge, 0, 0].bytes > 0
+    assert costs.transfers[edge, 0, 0].seconds == pytest.approx(sent / 1e6)
+    assert costs.transfers[edge.reversed, 0, 0].seconds == pytest.approx(sent / 2 / 1e6)
 
 
 @pytest.mark.parametrize(
@@ -126,13 +126,12 @@ def test_bytes_of_transfers_are_those_of_their_plans(name):
     recipe, adapters, graph, plan, schedule = setup(name)
     costs = recipe_step_model(recipe, graph, adapters, machine=MACHINE).costs(plan, schedule)
     for edge in schedule.stages.edges:
-        for m in range(schedule.microbatches):
-            shape, src, dst = edge_layouts(plan, edge, m)
-            way = plan_transfer(shape, src, dst)
-            for each, there in ((edge, way), (edge.reversed, way.transpose())):
-                if (each, m) in costs.transfers:
+        for route in schedule.routes.along(edge):
+            way = plan_transfer(*edge_layouts(plan, *route))
+            for each, there in ((route, way), (route.reversed, way.transpose())):
+                if each in costs.transfers:
                     most = max(there.bytes_received(rank, 4) for rank in there.dst.mesh.ranks)
-                    assert costs.transfers[each, m].bytes == most
+                    assert costs.transfers[each].bytes == most
 
 
 def test_explain_and_simulation_know_one_memory():

@@ -52,7 +52,7 @@ def test_every_stage_microbatch_and_transfer_has_a_cost(digits):
     costs, plan, schedule = digits
     assert set(costs.stages) == {(s, m) for s in schedule.stages.stages for m in range(plan.num_microbatches)}
     assert plan.num_microbatches == 4
-    sent = {edge for edge, _ in costs.transfers}
+    sent = {edge for edge, *_ in costs.transfers}
     assert sent == {*schedule.stages.edges, *(e.reversed for e in schedule.stages.gradient_edges)}
     for cost in costs.stages.values():
         assert cost.forward > 0
@@ -64,11 +64,11 @@ def test_bytes_are_those_of_the_plan(digits):
     costs, plan, schedule = digits
     edge = next(e for e in schedule.stages.edges if e.source == VISION)
     rows = row_space(plan, plan.graph.boundaries[0], 0).total
-    assert costs.transfers[edge, 0].bytes == rows * 64 * 4  # each of ranks 2 and 3 takes all rows
+    assert costs.transfers[edge, 0, 0].bytes == rows * 64 * 4  # each of ranks 2 and 3 takes all rows
     (step,) = plan_transfer(*edge_layouts(plan, edge, 0)).steps
     most = max(sum(piece.numel for piece in step.sent(rank)) for rank in (0, 1))  # to both of them
     assert most > rows * 64
-    assert costs.transfers[edge, 0].seconds == pytest.approx(most * 4 / 1e9)
+    assert costs.transfers[edge, 0, 0].seconds == pytest.approx(most * 4 / 1e9)
 
 
 def test_a_backward_has_a_part_for_the_input_only_where_a_gradient_goes_on(digits):
@@ -86,7 +86,7 @@ def test_a_frozen_encoder_has_no_backward_and_keeps_nothing():
     costs, _, schedule = costs_of("digits.toml", "--modules.vision.trainable", "false")
     assert costs.stages[VISION, 0].backward == costs.stages[VISION, 0].activation_bytes == 0
     assert VISION not in costs.reduce
-    assert not any(edge.destination == VISION for edge, _ in costs.transfers)
+    assert not any(edge.destination == VISION for edge, *_ in costs.transfers)
     assert VISION not in schedule.stages.backward_stages
 
 
@@ -138,5 +138,5 @@ def test_the_stages_of_a_module_share_its_costs():
     samples = [plan.samples[i] for i in plan.samples_of("llm", 1, 0)]
     sent = len(samples) * max(sample.tokens for sample in samples) * 96 * 4
     edge = Edge(first, second)
-    assert split.transfers[edge, 1].bytes == split.transfers[edge.reversed, 1].bytes == sent
+    assert split.transfers[edge, 1, 1].bytes == split.transfers[edge.reversed, 1, 1].bytes == sent
     assert edge in schedule.stages.gradient_edges

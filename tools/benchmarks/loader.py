@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 from hetmesh.data import Loader, make_source
 from hetmesh.data.images import ImageProcessor
 from hetmesh.data.index import build_index
-from hetmesh.data.payloads import InWorkers, Sources
+from hetmesh.data.payloads import InWorkers, SplitSources
 
 SMALLEST, LARGEST = 224, 1024
 PER_SHARD = 250
@@ -152,7 +152,7 @@ def plain_pass(folder: Path, args: argparse.Namespace) -> float:
 
 def own_pass(options: dict[str, str], args: argparse.Namespace) -> tuple[float, float]:
     """Samples per second of hetmesh's loader, and bytes read over bytes needed."""
-    sources = Sources({"train": partial(make_source, "conversations", **options)})
+    sources = SplitSources({"train": partial(make_source, "conversations", **options)})
     source = sources["train"]
     with InWorkers(sources, args.workers, 2) as payloads:
         loader = Loader(source, args.batch, payloads=payloads)

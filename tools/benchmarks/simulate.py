@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hetmesh.cost import StageCost, StepCosts, TransferCost
-from hetmesh.graph import Activation, BoundarySpec, ModuleGraph, ModuleSpec, Stage, StageGraph, stage_graph
+from hetmesh.graph import Activation, BoundarySpec, ModuleGraph, ModuleSpec, Routes, Stage, StageGraph, stage_graph
 from hetmesh.layout import MeshSpec
 from hetmesh.schedule import Action, Kind, Schedule
 from hetmesh.schedule.order import with_messages
@@ -54,7 +54,7 @@ def _case(name: str, stages: StageGraph, actions: int) -> dict[str, Any]:
     schedule = _schedule(stages, max(actions // per_microbatch, 1))
     costs = StepCosts(
         {(s, m): StageCost(0.01, 0.01, 0.01, activation_bytes=1000) for s in stages.stages for m in _counted(schedule)},
-        {(e, m): TransferCost(0.001, 100) for e in stages.edges for m in _counted(schedule)},
+        {r: TransferCost(0.001, 100) for e in stages.edges for r in schedule.routes.along(e)},
         gather=dict.fromkeys(stages.stages, 0.1),
         reduce=dict.fromkeys(stages.stages, 0.1),
     )
@@ -74,7 +74,7 @@ def _case(name: str, stages: StageGraph, actions: int) -> dict[str, Any]:
 
 
 def _counted(schedule: Schedule) -> range:
-    return range(schedule.microbatches)
+    return range(schedule.routes.most)
 
 
 def _graph(lanes: int, *, encoder: bool) -> StageGraph:
@@ -96,7 +96,8 @@ def _graph(lanes: int, *, encoder: bool) -> StageGraph:
 def _schedule(stages: StageGraph, microbatches: int) -> Schedule:
     order = _order(stages, microbatches)
     last = {a.target: a for a in order if a.kind is Kind.BACKWARD}
-    return Schedule(stages, microbatches, with_messages(order, stages, frozenset(), last.values()))
+    routes = Routes.of(stages, microbatches)
+    return Schedule(stages, routes, with_messages(order, stages, routes, frozenset(), last.values()))
 
 
 def _order(stages: StageGraph, microbatches: int) -> list[Action]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from fuzzing.simplify import simplest
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.testing import plain_digits
+from hetmesh.testing.assignments import Policy, RandomAssignment
 from hetmesh.testing.dropout import draws_alike, has_dropout
 from hetmesh.testing.parity import TOLERANCE, Outcome, ParityError, compare, reference, run_as
 from hetmesh.testing.pool import WorkerPool
@@ -71,6 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", default="1/1", metavar="I/K", help="run only every K-th of the drawn recipes, from I")
     parser.add_argument("--tries", type=int, default=80, help="how many smaller recipes to try after a failure")
     parser.add_argument("--verbose", action="store_true", help="a line per recipe")
+    parser.add_argument(
+        "--assign", choices=["recipe", "random"], default="recipe", help="random: samples in any microbatch and lane"
+    )
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that one recipe may take")
 
 
@@ -78,6 +82,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Draw, run and compare; a dict of counts and failures."""
     part, parts = map(int, args.part.split("/"))
     torch.set_num_threads(1)  # the workers have the cores; tiny tensors gain nothing from more
+    policy = RandomAssignment(args.seed) if args.assign == "random" else None
     mine = list(cases(args.n, args.seed))[part - 1 :: parts]
     pools = Pools(WorkerPool(4, preload=PRELOAD), WorkerPool(8, preload=PRELOAD))
     features: Counter[str] = Counter()
@@ -89,15 +94,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             if i and i % FRESH == 0:
                 pools.close()
                 print(f"{i} of {len(mine)} recipes, {len(failures)} failed", file=sys.stderr, flush=True)
-            error = problem(pools, case, args.timeout)
+            error = problem(pools, case, args.timeout, policy=policy)
             if args.verbose:
                 print(f"recipe {i}: {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
             if error is None:
                 features.update(case.features)
-                oracles[oracle(case.recipe)] += 1
+                oracles[oracle(case.recipe, policy)] += 1
                 continue
             print(f"recipe {i}: {_line(error)}", file=sys.stderr, flush=True)
-            minimal = simplest(case, partial(_fails, pools, args.timeout, type(error)), args.tries)
+            minimal = simplest(case, partial(_fails, pools, args.timeout, policy, type(error)), args.tries)
             failures.append({"error": _line(error), "recipe": case.text, "minimal": minimal.text})
             print(f"smallest that fails so:\n\n{minimal.text}", file=sys.stderr, flush=True)
     finally:
@@ -106,6 +111,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "n": args.n,
         "seed": args.seed,
         "part": args.part,
+        "assign": args.assign,
         "passed": len(mine) - len(failures),
         "judged_by": {name: oracles[name] for name in ORACLES},
         "seconds": round(time.monotonic() - start, 1),
@@ -125,14 +131,17 @@ def cases(n: int, seed: int) -> Iterator[RecipeCase]:
     yield from eight
 
 
-def problem(pools: Pools, case: RecipeCase, timeout: float = 60.0, steps: int = STEPS) -> Exception | None:
-    """What is wrong with how a recipe trains; None where nothing is."""
+def problem(
+    pools: Pools, case: RecipeCase, timeout: float = 60.0, steps: int = STEPS, policy: Policy | None = None
+) -> Exception | None:
+    """What is wrong with how a recipe trains, with samples where `policy` puts them; None where nothing is."""
     try:
         recipe = case.recipe
-        judge, limit = oracle(recipe), TOLERANCE[recipe.training.dtype]
-        ranks = pools[recipe.world_size].run(run_as, recipe, steps, timeout=timeout)  # checks replicas too
+        judge, limit = oracle(recipe, policy), TOLERANCE[recipe.training.dtype]
+        pool = pools[recipe.world_size]
+        ranks = pool.run(run_as, recipe, steps, None, policy, timeout=timeout)  # checks replicas too
         if judge == REPEATED:
-            check_equal(ranks, pools[recipe.world_size].run(run_as, recipe, steps, timeout=timeout))
+            check_equal(ranks, pool.run(run_as, recipe, steps, None, policy, timeout=timeout))
             return None
         compare(reference(recipe, steps, LR, microbatches=judge == DRAWN_ALIKE), ranks, limit)
         if judge == PLAIN:
@@ -142,10 +151,10 @@ def problem(pools: Pools, case: RecipeCase, timeout: float = 60.0, steps: int = 
     return None
 
 
-def oracle(recipe: Recipe) -> str:
-    """Which of `ORACLES` judges a recipe."""
+def oracle(recipe: Recipe, policy: Policy | None = None) -> str:
+    """Which of `ORACLES` judges a recipe. What dropout draws depends on the microbatch."""
     if has_dropout(recipe):
-        return DRAWN_ALIKE if draws_alike(recipe) else REPEATED
+        return DRAWN_ALIKE if draws_alike(recipe) and policy is None else REPEATED
     plain = recipe.data.source == "digits" and all(module.lora is None for module in recipe.modules.values())
     return PLAIN if plain else ONE_PROCESS
 
@@ -198,8 +207,8 @@ def _questions(recipe: Recipe, source: Any, step: int) -> Iterator[plain_digits.
         yield plain_digits.PlainSample(tuple(sample.tokens.tolist()), tuple(sample.media["image"]), answer)
 
 
-def _fails(pools: Pools, timeout: float, kind: type[Exception], case: RecipeCase) -> bool:
-    return type(problem(pools, case, timeout)) is kind
+def _fails(pools: Pools, timeout: float, policy: Policy | None, kind: type[Exception], case: RecipeCase) -> bool:
+    return type(problem(pools, case, timeout, policy=policy)) is kind
 
 
 def _line(error: Exception) -> str:

@@ -8,7 +8,7 @@ from hetmesh.balance.loads import BatchLoads, Slots
 from hetmesh.balance.pipeline import Score, pipeline_score
 from hetmesh.balance.plan_batch import plan_batch
 from hetmesh.balance.policies import POLICIES
-from hetmesh.balance.routes import EdgeLayouts, boundary_layouts, edge_layouts, row_space
+from hetmesh.balance.routes import EdgeLayouts, Runs, boundary_layouts, edge_layouts, route_runs, row_space
 
 __all__ = [
     "POLICIES",
@@ -18,6 +18,7 @@ __all__ = [
     "BatchPlan",
     "EdgeLayouts",
     "Lanes",
+    "Runs",
     "Score",
     "Slots",
     "Spread",
@@ -29,6 +30,7 @@ __all__ = [
     "graph_slots",
     "pipeline_score",
     "plan_batch",
+    "route_runs",
     "row_space",
     "spread",
 ]

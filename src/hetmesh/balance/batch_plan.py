@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
 
 from hetmesh.context import Mask
 from hetmesh.context.share_tokens import share_tokens
 from hetmesh.context.token_owners import LaneTokens
 from hetmesh.errors import GraphError
-from hetmesh.graph import ModuleGraph, SampleMeta
+from hetmesh.graph import BoundarySpec, ModuleGraph, Routes, SampleMeta
 
 Lanes = tuple[tuple[int, ...], ...]
 """Sample indices per lane, in the order in which the lane processes them."""
@@ -23,10 +26,11 @@ class BatchPlan:
     Attributes:
         graph: the modules it is for.
         samples: the global batch, expanded metadata, in order; everything refers to samples by their index here.
-        lanes: per module name and microbatch, the samples of each lane.
+        lanes: per module name and microbatch, the samples of each lane. Modules may have different numbers of
+            microbatches and handle a sample in any of them: `routes` follow.
 
     Raises:
-        GraphError: a sample is missing or handled twice by some module.
+        GraphError: a sample is missing or handled twice by some module, or a module lacks lanes or microbatches.
     """
 
     graph: ModuleGraph
@@ -34,25 +38,71 @@ class BatchPlan:
     lanes: Mapping[str, tuple[Lanes, ...]]
 
     def __post_init__(self) -> None:
-        everything = list(range(len(self.samples)))
         for name in self.graph.order:
-            microbatches = self.lanes[name]
-            given = sorted(i for lanes in microbatches for lane in lanes for i in lane)
-            if given != everything:
-                wrong = sorted({i for i in given if given.count(i) > 1} | set(everything) - set(given))
-                raise GraphError(f"batch plan: module {name!r} must handle every sample once; wrong are {wrong[:8]}")
-            if len(microbatches) != self.num_microbatches or any(
-                len(lanes) != self.graph[name].num_lanes for lanes in microbatches
-            ):
-                raise GraphError(
-                    f"batch plan: module {name!r} needs {self.num_microbatches} microbatches of "
-                    f"{self.graph[name].num_lanes} lanes"
-                )
+            microbatches, lanes = self.lanes[name], self.graph[name].num_lanes
+            if not microbatches or any(len(each) != lanes for each in microbatches):
+                raise GraphError(f"batch plan: module {name!r} needs microbatches of {lanes} lanes")
+            self.microbatch_of(name)  # which looks for samples that are missing or there twice
+
+    def microbatch_of(self, module: str) -> np.ndarray:
+        """Per sample, the microbatch in which a module handles it; int64 `[samples]`."""
+        if module not in self._microbatch_of:
+            microbatches = self.lanes[module]
+            sizes = [sum(map(len, lanes)) for lanes in microbatches]
+            order = itertools.chain.from_iterable(itertools.chain.from_iterable(microbatches))
+            samples, count = np.fromiter(order, np.int64), len(self.samples)
+            inside = samples[(samples >= 0) & (samples < count)]
+            times = np.bincount(inside, minlength=count)
+            if len(samples) != count or (times != 1).any():
+                wrong = sorted({*np.flatnonzero(times != 1).tolist(), *set(samples.tolist()) - set(range(count))})
+                raise GraphError(f"batch plan: module {module!r} must handle every sample once; wrong are {wrong[:8]}")
+            found = np.empty(count, np.int64)
+            found[samples] = np.repeat(np.arange(len(sizes)), sizes)
+            self._microbatch_of[module] = found
+        return self._microbatch_of[module]
+
+    @cached_property
+    def _microbatch_of(self) -> dict[str, np.ndarray]:
+        return {}
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches in the step, equal for all modules."""
+        """Microbatches of the module that computes the loss; others may have more or fewer."""
         return len(self.lanes[self.graph.sink.name])
+
+    @cached_property
+    def routes(self) -> Routes:
+        """How many microbatches modules have, and which feed which: those that share a sample with rows. Where no rows
+        go anywhere but to the same number, each number feeds itself, also without any rows.
+
+        Raises:
+            GraphError: the metadata of a sample was not expanded.
+        """
+        pairs = {}
+        for boundary in self.graph.boundaries:
+            ends = boundary.source, boundary.destination
+            if ends not in pairs and not self.in_step(*ends):
+                source, destination = (self.microbatch_of(name) for name in ends)
+                moved = np.array([self.rows(boundary, i) > 0 for i in range(len(self.samples))], bool)
+                if len(self.lanes[ends[0]]) != len(self.lanes[ends[1]]) or (source != destination)[moved].any():
+                    pairs[ends] = zip(source[moved].tolist(), destination[moved].tolist(), strict=True)
+        return Routes.make({name: len(self.lanes[name]) for name in self.graph.order}, pairs)
+
+    def in_step(self, source: str, destination: str) -> bool:
+        """Whether two modules handle the same samples in microbatches of the same numbers."""
+        same = len(self.lanes[source]) == len(self.lanes[destination])
+        return same and bool((self.microbatch_of(source) == self.microbatch_of(destination)).all())
+
+    def rows(self, boundary: BoundarySpec, index: int) -> int:
+        """Rows of one sample that go over `boundary`.
+
+        Raises:
+            GraphError: the metadata of the sample was not expanded.
+        """
+        sample = self.samples[index]
+        if boundary.source not in sample.rows:
+            raise GraphError(f"sample {sample.id!r} has no row count for module {boundary.source!r}; expand it first")
+        return sample.rows[boundary.source]
 
     @property
     def num_targets(self) -> int:

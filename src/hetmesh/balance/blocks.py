@@ -1,4 +1,4 @@
-"""Blocks: what modules with other numbers of lanes and microbatches have in common, and the way from there to theirs.
+"""BatchBlocks: what modules with other numbers of lanes and microbatches have in common, and the way back to theirs.
 
 A *window* is what the module with fewest microbatches calls a microbatch, a *group* what the one with fewest lanes
 calls a lane. A block is one window of one group: each module has at least one microbatch and lane in it. Samples are

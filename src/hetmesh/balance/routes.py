@@ -1,54 +1,68 @@
-"""Routes: which rows of a boundary go where. The layouts on both sides of every edge, as a BatchPlan fixes them."""
+"""Routes in rows: which rows of a boundary go where. The layouts on both sides of every edge, as a plan fixes them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from typing import Literal
 
 from hetmesh.balance.batch_plan import BatchPlan
-from hetmesh.context.token_owners import LaneTokens, cut_out, owned_rows
-from hetmesh.errors import GraphError
-from hetmesh.graph import BoundarySpec, Edge, ModuleSpec, RowSpace
+from hetmesh.context.token_owners import cut_out, owned_rows
+from hetmesh.graph import BoundarySpec, Edge, RowSpace
 from hetmesh.graph.rows import lane_layout, owner_layout
 from hetmesh.layout import Intervals, Layout, RowSplit
 
 EdgeLayouts = tuple[tuple[int, int], Layout, Layout]
-"""Global shape `[rows, features]` of what flows over an edge in a microbatch, and its layouts at source and
-destination."""
+"""Global shape `[rows, features]` of what flows along a route, and its layouts at source and destination."""
+
+Side = Literal["source", "destination"]
+"""Of a boundary."""
+
+Runs = tuple[tuple[int, int], ...]
+"""Rows of a rank in their order, as (microbatch of the other side, rows) runs: those of each microbatch together, in
+their order, are what the route to or from it carries."""
 
 
-def row_space(plan: BatchPlan, boundary: BoundarySpec, microbatch: int) -> RowSpace:
-    """The rows that the source of `boundary` emits in `microbatch`, by ascending sample index.
+def row_space(plan: BatchPlan, boundary: BoundarySpec, microbatch: int, to: int | None = None) -> RowSpace:
+    """The rows that go over `boundary` from `microbatch` of its source to microbatch `to` of its destination (default:
+    the same number), by ascending sample index.
 
     Raises:
         GraphError: the metadata of a sample was not expanded for the source.
     """
-    handled = tuple(sorted(i for lane in plan.lanes[boundary.source][microbatch] for i in lane))
-    return RowSpace(handled, tuple(_rows(plan, boundary, i) for i in handled))
+    space = _all_rows(plan, boundary, boundary.source, microbatch)
+    if plan.in_step(boundary.source, boundary.destination):
+        return space
+    other, to = plan.microbatch_of(boundary.destination), microbatch if to is None else to
+    kept = [(i, count) for i, count in zip(space.samples, space.counts, strict=True) if other[i] == to]
+    return RowSpace(tuple(i for i, _ in kept), tuple(count for _, count in kept))
 
 
-def _rows(plan: BatchPlan, boundary: BoundarySpec, index: int) -> int:
-    sample = plan.samples[index]
-    if boundary.source not in sample.rows:
-        raise GraphError(f"sample {sample.id!r} has no row count for module {boundary.source!r}; expand it first")
-    return sample.rows[boundary.source]
+def _all_rows(plan: BatchPlan, boundary: BoundarySpec, module: str, microbatch: int) -> RowSpace:
+    """Those of the samples of a microbatch of one side, wherever they come from or go."""
+    handled = sorted(i for lane in plan.lanes[module][microbatch] for i in lane)
+    return RowSpace(tuple(handled), tuple(plan.rows(boundary, i) for i in handled))
 
 
-def boundary_layouts(plan: BatchPlan, boundary: BoundarySpec, microbatch: int) -> EdgeLayouts:
-    """What flows over `boundary` in `microbatch`: from the last stage of its source to the stage of its destination
-    where it ends."""
-    space = row_space(plan, boundary, microbatch)
-    source = plan.graph[boundary.source]
-    layout = _source(plan, source, microbatch, space)
-    return (space.total, source.features), layout, _destination(plan, boundary, microbatch, space, layout)
+def boundary_layouts(plan: BatchPlan, boundary: BoundarySpec, microbatch: int, to: int | None = None) -> EdgeLayouts:
+    """What flows over `boundary` from `microbatch` of its source to microbatch `to` of its destination (default: the
+    same number): from the last stage of its source to the stage of its destination where it ends."""
+    to = microbatch if to is None else to
+    space = row_space(plan, boundary, microbatch, to)
+    source, destination = _End(plan, boundary, "source", microbatch), _End(plan, boundary, "destination", to)
+    layout = source.layout(space)
+    alike = source.mesh == destination.mesh and source.lanes == destination.lanes
+    shape = (space.total, plan.graph[boundary.source].features)
+    if alike and not source.token_axes and not destination.token_axes:
+        return shape, layout, layout
+    return shape, layout, destination.layout(space)
 
 
-def edge_layouts(plan: BatchPlan, edge: Edge, microbatch: int) -> EdgeLayouts:
-    """What flows over a forward edge between stages in `microbatch`: of a boundary, or of two stages of one module,
-    whose activations lie alike on both sides."""
+def edge_layouts(plan: BatchPlan, edge: Edge, microbatch: int, to: int | None = None) -> EdgeLayouts:
+    """What flows over a forward edge between stages: of a boundary, from `microbatch` of its source to microbatch `to`
+    of its destination (default: the same number); or of two stages of one module, whose activations lie alike on both
+    sides."""
     if not edge.internal:
-        boundary = plan.graph.boundary(edge.source.module, edge.destination.module, edge.output)
-        return boundary_layouts(plan, boundary, microbatch)
+        return boundary_layouts(plan, boundary_of(plan, edge), microbatch, to)
     module = plan.graph[edge.source.module]
     assert module.activation is not None
     lanes = plan.lanes[module.name][microbatch]
@@ -65,43 +79,65 @@ def edge_layouts(plan: BatchPlan, edge: Edge, microbatch: int) -> EdgeLayouts:
     return (sum(counts), module.activation.features), src, dst
 
 
-def _source(plan: BatchPlan, source: ModuleSpec, microbatch: int, space: RowSpace) -> Layout:
-    lanes, mesh = plan.lanes[source.name][microbatch], source.stage_mesh(-1)
-    if not source.token_axes:
-        return space.layout(mesh, lanes)
-    kept: list[Intervals] = []
-    for lane, samples in enumerate(lanes):
-        rows, tokens = space.intervals(samples), plan.lane_tokens(source.name, microbatch, lane)
-        for share in tokens.shares:
-            spans = [cut_out(rows, a // source.tokens_per_row, b // source.tokens_per_row) for a, b in share]
-            kept.append(tuple(itertools.chain(*spans)))
-    return owner_layout(mesh, source.token_axes, RowSplit(0, tuple(kept)))
+def route_runs(plan: BatchPlan, edge: Edge, side: Side, microbatch: int, rank: int) -> Runs:
+    """The rows that `rank` holds of one microbatch on one side of an edge between modules, over all routes together: as
+    the source emits them, or as the destination wants them."""
+    boundary = boundary_of(plan, edge)
+    end = _End(plan, boundary, side, microbatch)
+    space = _all_rows(plan, boundary, end.module.name, microbatch)
+    rows = end.layout(space).intervals((space.total, 1), rank)[0]
+    other = plan.microbatch_of(boundary.destination if side == "source" else boundary.source)
+    runs: list[tuple[int, int]] = []
+    for sample, start, stop in space.by_sample(rows):
+        m, count = int(other[sample]), stop - start
+        if runs and runs[-1][0] == m:
+            count += runs.pop()[1]
+        runs.append((m, count))
+    return tuple(runs)
 
 
-def _destination(plan: BatchPlan, boundary: BoundarySpec, microbatch: int, space: RowSpace, layout: Layout) -> Layout:
-    source, module = plan.graph[boundary.source], plan.graph[boundary.destination]
-    stage = plan.graph.destination_stage(boundary)
-    lanes, mesh = plan.lanes[module.name][microbatch], module.stage_mesh(stage)
-    if module.token_axes and boundary.at is not None:
-        tokens = [plan.lane_tokens(module.name, microbatch, lane) for lane in range(len(lanes))]
-        return _token_layout(plan, module, stage, lanes, boundary.at, tokens, space)
-    same = mesh == source.stage_mesh(-1) and lanes == plan.lanes[source.name][microbatch] and not source.token_axes
-    return layout if same else space.layout(mesh, lanes)
+def boundary_of(plan: BatchPlan, edge: Edge) -> BoundarySpec:
+    """The boundary of an edge between modules."""
+    return plan.graph.boundary(edge.source.module, edge.destination.module, edge.output)
 
 
-def _token_layout(
-    plan: BatchPlan,
-    module: ModuleSpec,
-    stage: int,
-    lanes: Sequence[Sequence[int]],
-    at: str,
-    tokens: Sequence[LaneTokens],
-    space: RowSpace,
-) -> Layout:
-    """The rows where the ranks of a lane share its tokens: each gets those whose placeholders `at` it keeps."""
-    intervals = []
-    for lane, own in zip(lanes, tokens, strict=True):
-        samples = [plan.samples[i] for i in lane]
-        starts = [start for start, _ in space.intervals(lane)]
-        intervals += [owned_rows(samples, starts, at, own, i) for i in range(len(own.shares) * own.parts)]
-    return owner_layout(module.stage_mesh(stage), module.token_axes, RowSplit(0, tuple(intervals)))
+class _End:
+    """One side of a boundary in one of its microbatches."""
+
+    def __init__(self, plan: BatchPlan, boundary: BoundarySpec, side: Side, microbatch: int) -> None:
+        self.plan, self.boundary, self.side, self.microbatch = plan, boundary, side, microbatch
+        self.module = plan.graph[boundary.source if side == "source" else boundary.destination]
+        self.lanes = plan.lanes[self.module.name][microbatch]
+        stage = -1 if side == "source" else plan.graph.destination_stage(boundary)
+        self.mesh = self.module.stage_mesh(stage)
+        # A module that consumes rows as such has them lane by lane, also where its ranks share its tokens.
+        shared = side == "source" or boundary.at is not None
+        self.token_axes = self.module.token_axes if shared else ()
+
+    def layout(self, space: RowSpace) -> Layout:
+        """Of those of its rows that are in `space`: each rank has its own in the order of its samples and tokens."""
+        whole = _all_rows(self.plan, self.boundary, self.module.name, self.microbatch)
+        kept = self._kept(whole)
+        if whole.samples != space.samples:
+            kept = [tuple(space.part_of(whole.by_sample(rows))) for rows in kept]
+        split = RowSplit(0, tuple(kept))
+        return owner_layout(self.mesh, self.token_axes, split) if self.token_axes else lane_layout(self.mesh, split)
+
+    def _kept(self, whole: RowSpace) -> list[Intervals]:
+        """Per lane, and within a lane per rank that shares its tokens, the rows that it keeps, in its order."""
+        if not self.token_axes:
+            return [whole.intervals(lane) for lane in self.lanes]
+        tokens = [self.plan.lane_tokens(self.module.name, self.microbatch, i) for i in range(len(self.lanes))]
+        kept: list[Intervals] = []
+        for lane, own in zip(self.lanes, tokens, strict=True):
+            rows = whole.intervals(lane)
+            if self.side == "source":
+                unit = self.module.tokens_per_row
+                cuts = ([cut_out(rows, a // unit, b // unit) for a, b in share] for share in own.shares)
+                kept += [tuple(itertools.chain(*cut)) for cut in cuts]
+            else:
+                assert self.boundary.at is not None
+                samples, starts = [self.plan.samples[i] for i in lane], [start for start, _ in rows]
+                owners = range(len(own.shares) * own.parts)
+                kept += [owned_rows(samples, starts, self.boundary.at, own, i) for i in owners]
+        return kept

@@ -9,14 +9,21 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """Names one transfer in logs and errors."""
+    """Names one transfer in logs and errors.
+
+    Attributes:
+        microbatch: of the boundary's source, also where gradients come back to it.
+        to: of its destination, where that is another number.
+    """
 
     boundary: str
     microbatch: int = 0
     direction: Literal["forward", "backward"] = "forward"
+    to: int | None = None
 
     def __str__(self) -> str:
-        return f"boundary {self.boundary!r}, microbatch {self.microbatch}, {self.direction}"
+        to = "" if self.to is None else f" to {self.to}"
+        return f"boundary {self.boundary!r}, microbatch {self.microbatch}{to}, {self.direction}"
 
 
 @dataclass(frozen=True, slots=True)

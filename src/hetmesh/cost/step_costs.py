@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from hetmesh.graph import Edge, Stage
+from hetmesh.graph import Route, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class TransferCost:
-    """One transfer along an edge (or back along its reverse) in one microbatch.
+    """What travels along one route, rows or (reversed) their gradients.
 
     Attributes:
         seconds: from the first byte sent to the last one in place.
@@ -58,7 +58,7 @@ class StepCosts:
 
     Attributes:
         stages: per stage and microbatch.
-        transfers: per edge, forward or reversed, and microbatch; what is left out takes no time.
+        transfers: per route, forward or reversed; what is left out takes no time.
         gather: per stage, seconds of gathering its sharded parameters before its first forward.
         reduce: per stage, seconds of summing its gradients over its lanes after its last backward.
         optimizer: per rank, seconds of normalising, clipping and the optimizer step.
@@ -68,7 +68,7 @@ class StepCosts:
     """
 
     stages: Mapping[tuple[Stage, int], StageCost]
-    transfers: Mapping[tuple[Edge, int], TransferCost] = field(default_factory=lambda: MappingProxyType({}))
+    transfers: Mapping[Route, TransferCost] = field(default_factory=lambda: MappingProxyType({}))
     gather: Mapping[Stage, float] = field(default_factory=lambda: MappingProxyType({}))
     reduce: Mapping[Stage, float] = field(default_factory=lambda: MappingProxyType({}))
     optimizer: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from hetmesh.graph import ModuleGraph, SampleMeta
 
@@ -17,7 +17,7 @@ class PlannedSamples(Protocol):
     @property
     def samples(self) -> tuple[SampleMeta, ...]: ...
     @property
-    def num_microbatches(self) -> int: ...
+    def lanes(self) -> Mapping[str, Sequence[Any]]: ...
     def samples_of(self, module: str, microbatch: int, lane: int) -> tuple[int, ...]: ...
 
 
@@ -64,7 +64,7 @@ def lane_work(plan: PlannedSamples, name: str) -> tuple[tuple[Work, ...], ...]:
             total_work(each[i] for i in plan.samples_of(name, microbatch, lane))
             for lane in range(graph[name].num_lanes)
         )
-        for microbatch in range(plan.num_microbatches)
+        for microbatch in range(len(plan.lanes[name]))
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from hetmesh.data.spans import Span
+from hetmesh.data.spans import FileSpan
 from hetmesh.errors import RecipeError, SampleError
 
 TABLES = (".parquet", ".arrow")
@@ -180,7 +180,7 @@ class JsonFile:
         """The file of that name."""
         if value is None:
             raise OSError(f"the record names no file of its {kind!r} {number}")
-        return Span(self.folder / value)
+        return FileSpan(self.folder / value)
 
 
 def _line_starts(path: Path) -> np.ndarray:
@@ -213,13 +213,13 @@ class TarShards:
     def __len__(self) -> int:
         return len(self.arrays["sample_members"]) - 1
 
-    def _members(self, index: int) -> Iterator[tuple[str, Span]]:
+    def _members(self, index: int) -> Iterator[tuple[str, FileSpan]]:
         first, stop = self.arrays["sample_members"][index : index + 2].tolist()
         for member in range(first, stop):
             shard, offset, size = self.arrays["members"][member].tolist()
             start, end = self.arrays["name_ends"][member : member + 2].tolist()
             name = self.arrays["names"][start:end].tobytes().decode()
-            yield name, Span(self.files[shard], offset, size, name)
+            yield name, FileSpan(self.files[shard], offset, size, name)
 
     def record(self, index: int) -> Record:
         """The record of sample `index`."""
@@ -254,7 +254,7 @@ IMAGES = ("jpg", "jpeg", "png", "webp")
 SOUNDS = ("wav", "npy")
 
 
-def _caption(text: str, members: Mapping[str, Span]) -> dict[str, Any]:
+def _caption(text: str, members: Mapping[str, FileSpan]) -> dict[str, Any]:
     media = [{"type": "image", "image": each} for each in members if each in IMAGES]
     media += [{"type": "audio", "audio": each} for each in members if each in SOUNDS]
     return {"messages": [{"role": "user", "content": media}, {"role": "assistant", "content": text}]}

@@ -2,6 +2,7 @@
 
 from hetmesh.graph.module_graph import LANE_AXES, Activation, ModuleGraph, ModuleSpec
 from hetmesh.graph.module_options import CheckpointMode, ModuleOptions, Reshard
+from hetmesh.graph.routes import Route, Routes, microbatches_text
 from hetmesh.graph.rows import RowSpace
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.graph.stages import Edge, Stage, StageGraph, boundary_edge, stage_graph
@@ -18,12 +19,15 @@ __all__ = [
     "ModuleOptions",
     "ModuleSpec",
     "Reshard",
+    "Route",
+    "Routes",
     "RowSpace",
     "SampleMeta",
     "Stage",
     "StageGraph",
     "Topology",
     "boundary_edge",
+    "microbatches_text",
     "output_key",
     "stage_graph",
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -45,13 +47,27 @@ class RowSpace:
         except KeyError as error:
             raise GraphError(f"sample {error.args[0]} is not in the row space of samples {self.samples}") from None
 
-    def layout(self, mesh: MeshSpec, lanes: Sequence[Sequence[int]]) -> Layout:
-        """The rows on the mesh of a stage, whose lane i holds the samples `lanes[i]`: split over lanes only.
+    def by_sample(self, rows: Intervals) -> Iterator[tuple[int, int, int]]:
+        """Row intervals as (sample, start, stop) with rows counted within the sample, in their order."""
+        ends = self._ends
+        for start, stop in rows:
+            i = bisect_right(ends, start)
+            while start < stop:
+                first, end = ends[i] - self.counts[i], min(ends[i], stop)
+                if start < end:
+                    yield self.samples[i], start - first, end - first
+                start, i = end, i + 1
 
-        The tensor has shape `[total, features]`.
-        """
-        split = RowSplit(0, tuple(self.intervals(samples) for samples in lanes))
-        return lane_layout(mesh, split)
+    def part_of(self, runs: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
+        """Of the rows of some samples (`by_sample` of another space), the intervals of those that are in this one."""
+        for sample, start, stop in runs:
+            if sample in self._spans:
+                first = self._spans[sample][0]
+                yield first + start, first + stop
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(itertools.accumulate(self.counts))
 
 
 def lane_layout(mesh: MeshSpec, split: RowSplit) -> Layout:

@@ -81,6 +81,10 @@ class StageGraph:
         return {s: tuple(e for e in self.edges if e.source == s) for s in self.stages}
 
     @cached_property
+    def _gradient_outputs(self) -> dict[Stage, tuple[Edge, ...]]:
+        return {s: tuple(e for e in some if e in self.gradient_edges) for s, some in self._outputs.items()}
+
+    @cached_property
     def _ranks(self) -> dict[Stage, tuple[int, ...]]:
         return dict(zip(self.stages, self.ranks, strict=True))
 
@@ -91,6 +95,10 @@ class StageGraph:
     def outputs(self, stage: Stage) -> tuple[Edge, ...]:
         """Forward edges out of `stage`."""
         return self._outputs[stage]
+
+    def gradient_outputs(self, stage: Stage) -> tuple[Edge, ...]:
+        """Forward edges out of `stage` through which a gradient comes back."""
+        return self._gradient_outputs[stage]
 
     def ranks_of(self, stage: Stage) -> tuple[int, ...]:
         """The ranks that hold `stage`, ascending."""

@@ -9,11 +9,14 @@ from hetmesh.boundary.groups import ends_are_tied, job_groups, most_on_a_rank
 from hetmesh.boundary.transport import choose
 from hetmesh.cost import ModuleShape, imbalance, lane_work, module_flops, module_memory, total_work
 from hetmesh.data.loader import Loader
-from hetmesh.graph import BoundarySpec, ModuleGraph
+from hetmesh.graph import BoundarySpec, ModuleGraph, boundary_edge
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, missing_elements, plan_transfer
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.report.values import BoundaryView, ModuleView, RecipeView, Traffic
-from hetmesh.training.job import describe, make_prepare
+from hetmesh.report.values import BoundaryView, HeldView, ModuleView, RecipeView, Traffic
+from hetmesh.schedule import Schedule, peaks_in_flight
+from hetmesh.simulate import peak_rows
+from hetmesh.training.balance import recipe_balance
+from hetmesh.training.job import describe, make_prepare, recipe_schedule
 from hetmesh.training.module_shapes import module_shapes
 
 BACKENDS = ("gloo", "nccl")
@@ -32,7 +35,8 @@ def explain(recipe: Recipe) -> RecipeView:
     batch = recipe.batch
     prepare = make_prepare(recipe, graph, adapters)
     drawn = Loader(source, batch.global_batch_size, prepare, seed=recipe.debug.seed).batch(0)
-    plan = plan_batch(graph, [d.meta for d in drawn], batch.microbatch_size)
+    plan = plan_batch(graph, [d.meta for d in drawn], batch.microbatch_size, recipe_balance(recipe, graph, adapters))
+    held = _held(plan, recipe_schedule(recipe, graph, plan.routes))
     shapes = module_shapes(recipe, adapters)
     groups = job_groups(graph, recipe.world_size, lambda spec: ends_are_tied(spec, shapes[spec.name]))
     return RecipeView(
@@ -47,14 +51,27 @@ def explain(recipe: Recipe) -> RecipeView:
         tokens=plan.num_tokens,
         dtype=recipe.training.dtype,
         optimizer=recipe.optimizer.name,
-        modules=tuple(_module(recipe, plan, name, shapes[name]) for name in recipe.modules),
+        modules=tuple(_module(recipe, plan, name, shapes[name], held[name]) for name in recipe.modules),
         process_groups=len(groups),
         process_groups_per_rank=most_on_a_rank(groups),
         boundaries=tuple(_boundary(plan, b, graph[b.source].options.row_dtype.itemsize) for b in graph.boundaries),
     )
 
 
-def _module(recipe: Recipe, plan: BatchPlan, name: str, shape: ModuleShape | None) -> ModuleView:
+def _held(plan: BatchPlan, schedule: Schedule) -> dict[str, tuple[HeldView, ...]]:
+    """Per module, of its stages."""
+    s = schedule
+    most = peaks_in_flight(s.actions, s.stages, s.routes, s.training, s.split)
+    rows = peak_rows(plan, schedule)
+    return {
+        name: tuple(HeldView(most[stage], rows[stage]) for stage in s.stages.of_module(name))
+        for name in plan.graph.order
+    }
+
+
+def _module(
+    recipe: Recipe, plan: BatchPlan, name: str, shape: ModuleShape | None, held: tuple[HeldView, ...]
+) -> ModuleView:
     spec, graph = plan.graph[name], plan.graph
     mesh = spec.mesh
     work = lane_work(plan, name)
@@ -73,6 +90,8 @@ def _module(recipe: Recipe, plan: BatchPlan, name: str, shape: ModuleShape | Non
         trainable_parameters=shape.trainable_parameters if shape else None,
         memory=module_memory(shape, spec, recipe.optimizer.name) if shape else {},
         stages=spec.splits,
+        microbatches=plan.routes.count(name),
+        held=held,
         work=whole,
         flops=module_flops(shape, whole, upstream=upstream) if shape else None,
         imbalance=imbalance(work),
@@ -94,7 +113,9 @@ def _training(shape: ModuleShape | None, graph: ModuleGraph, name: str) -> str:
 
 
 def _boundary(plan: BatchPlan, boundary: BoundarySpec, itemsize: int) -> BoundaryView:
-    shape, src, dst = boundary_layouts(plan, boundary, 0)
+    routes = list(plan.routes.along(boundary_edge(plan.graph, boundary)))
+    first = (routes[0].source, routes[0].destination) if routes else (0, 0)
+    shape, src, dst = boundary_layouts(plan, boundary, *first)
     forward = plan_transfer(shape, src, dst)
     backward = None
     if plan.graph.needs_gradient(boundary):
@@ -110,6 +131,8 @@ def _boundary(plan: BatchPlan, boundary: BoundarySpec, itemsize: int) -> Boundar
         _traffic(forward, missing_elements(shape, src, dst), itemsize),
         backward,
         boundary.layer,
+        first,
+        len(routes),
     )
 
 

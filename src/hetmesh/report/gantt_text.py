@@ -52,7 +52,8 @@ def _line(timeline: Timeline, track: int, columns: int) -> str:
         return " " * columns
     spans = timeline.work.select(timeline.work.track == track)
     pieces = [(MARKS[kind], start, stop) for kind, start, stop in bubble_spans(timeline, track)]
-    for kind, m, start, stop in zip(*(c.tolist() for c in (spans.kind, *spans.columns[3:])), strict=True):
+    columns_of = (spans.kind, spans.microbatch, spans.start, spans.stop)
+    for kind, m, start, stop in zip(*(c.tolist() for c in columns_of), strict=True):
         if kind in _MARKS:
             pieces.append((_MARKS[kind][m % len(_MARKS[kind])], start, stop))
     most, mark = np.zeros(columns), [" "] * columns

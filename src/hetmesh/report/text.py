@@ -35,9 +35,11 @@ def _lines(view: RecipeView, width: int) -> Iterator[str]:
         "mesh axis, for edges between few ranks (not where all share one host's memory), and one of all ranks"
     )
     yield from _stages(view)
+    yield from _held(view)
     if view.boundaries:
         yield ""
-        yield "boundaries, in the first microbatch:"
+        alike = all(boundary.microbatches == (0, 0) for boundary in view.boundaries)
+        yield "boundaries, in the first microbatch:" if alike else "boundaries, along the first of their routes:"
     for boundary in view.boundaries:
         yield from _boundary(boundary)
 
@@ -103,11 +105,23 @@ def _stages(view: RecipeView) -> Iterator[str]:
             yield f"  {module.name}.{i} at pp{i % module.axes.get('pp', 1)}: {shown}"
 
 
+def _held(view: RecipeView) -> Iterator[str]:
+    yield ""
+    yield "held at most between forward and backward, on the lane that holds most:"
+    for module in view.modules:
+        unit = "rows" if any(b.source.split(".")[0] == module.name for b in view.boundaries) else "tokens"
+        for i, held in enumerate(module.held):
+            of = counted(module.microbatches, "microbatch", "microbatches")
+            yield f"  {module.name}.{i}: {held.microbatches} of {of}, {held.rows:,} {unit}"
+
+
 def _boundary(boundary: BoundaryView) -> Iterator[str]:
     rows, features = boundary.shape
     at = f" at {boundary.at!r}" if boundary.at else ""
     at += f" behind {boundary.layer}" if boundary.layer else ""
-    yield f"  {boundary.source} -> {boundary.destination}{at}: {rows} rows x {features}"
+    m, to = boundary.microbatches
+    which = f", microbatch {m} to {to}" if m != to else ""
+    yield f"  {boundary.source} -> {boundary.destination}{at}{which}: {rows} rows x {features}"
     yield f"    from      {boundary.source_layout}"
     yield f"    to        {boundary.destination_layout}"
     yield f"    forward   {_traffic(boundary.forward)}"

@@ -53,14 +53,13 @@ def _events(name: str, timeline: Timeline, offset: int) -> Iterator[dict[str, An
 
 
 def _event(span: Span, pid: int, tid: int) -> dict[str, Any]:
-    microbatch = str(span.microbatch) if span.microbatch >= 0 else ""
     return {
         "ph": "X",
-        "name": f"{span.target} {span.kind}{microbatch}".strip(),
+        "name": span.name,
         "cat": span.kind,
         "pid": pid,
         "tid": tid,
         "ts": 1e6 * span.start,
         "dur": 1e6 * (span.stop - span.start),
-        "args": {"microbatch": span.microbatch},
+        "args": {"microbatch": span.microbatch} | ({"to": span.to} if span.to != span.microbatch else {}),
     }

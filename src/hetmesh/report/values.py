@@ -10,6 +10,19 @@ from hetmesh.cost import Flops, StaticMemory, Work
 
 
 @dataclass(frozen=True)
+class HeldView:
+    """What a stage holds at most of its module's microbatches, between their forward and the end of their backward.
+
+    Attributes:
+        microbatches: how many.
+        rows: of all those on the lane that holds most: rows that the module emits, or the tokens of the LLM.
+    """
+
+    microbatches: int
+    rows: int
+
+
+@dataclass(frozen=True)
 class ModuleView:
     """One module on its mesh. What is None could not be known without building the module.
 
@@ -27,6 +40,8 @@ class ModuleView:
         flops: the same work over all ranks.
         imbalance: busiest lane over mean lane in that step, by rows.
         stages: the layers of each pipeline stage, stage i at coordinate i modulo the size of `pp`; none: not split.
+        microbatches: of that step; modules may have different numbers.
+        held: per stage.
     """
 
     name: str
@@ -44,6 +59,8 @@ class ModuleView:
     flops: Flops | None
     imbalance: float
     stages: tuple[tuple[str, ...], ...] = ()
+    microbatches: int = 0
+    held: tuple[HeldView, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,9 +81,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class BoundaryView:
-    """One boundary in the first microbatch of the first global batch.
+    """One boundary in the first global batch, along the first of its routes.
 
     Attributes:
+        microbatches: of source and destination that this route joins.
+        routes: how many there are.
         at: the placeholder whose tokens the rows replace.
         layer: the layer behind which a side output of the source is added to those tokens.
         shape: rows and features.
@@ -83,6 +102,8 @@ class BoundaryView:
     forward: Traffic
     backward: Traffic | None
     layer: str | None = None
+    microbatches: tuple[int, int] = (0, 0)
+    routes: int = 1
 
     @property
     def name(self) -> str:

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from hetmesh.balance import BatchPlan, edge_layouts
 from hetmesh.boundary import Exchange, Label
-from hetmesh.graph import Edge, Stage
+from hetmesh.graph import Edge, Route, Stage
 from hetmesh.layout import TransferPlan, plan_transfer
 from hetmesh.parallel.random_state import entering
 from hetmesh.parallel.stages import PREVIOUS
 from hetmesh.runtime.backward import SplitBackward, backward
 from hetmesh.runtime.offload import activations_on_host
+from hetmesh.runtime.routed_rows import RoutedRows
 from hetmesh.schedule import Action, Kind, Schedule
 
 if TYPE_CHECKING:
@@ -54,22 +55,24 @@ class StepRunner:
         self.tags: dict[Edge, int] = {}
         for i, edge in enumerate(schedule.stages.edges):
             self.tags[edge], self.tags[edge.reversed] = 2 * i, 2 * i + 1
+        self.forward_edges = frozenset(schedule.stages.edges)
+        self.rows = RoutedRows(plan, schedule.routes, runtime.world.rank)
         self.leaves: dict[tuple[Edge, int], Tensor] = {}
         self.outputs: dict[tuple[Stage, int], Outputs] = {}
         self.gradients: dict[tuple[Stage, int], dict[str, Tensor]] = {}
         self.deferred: dict[tuple[Stage, int], SplitBackward] = {}
         self.recomputed: dict[tuple[Stage, int], Callable[[], Outputs]] = {}
-        self.exchanges: dict[tuple[Edge, int], Exchange] = {}
-        self.plans: dict[tuple[Edge, int], TransferPlan] = {}
-        self.sent: set[tuple[Edge, int]] = set()
-        self.over: deque[tuple[Edge, int]] = deque()  # of `exchanges`, those of which this rank has all it receives
+        self.exchanges: dict[Route, Exchange] = {}
+        self.plans: dict[Route, TransferPlan] = {}
+        self.sent: set[Route] = set()
+        self.over: deque[Route] = deque()  # of `exchanges`, those of which this rank has all it receives
         self.loss_sum = torch.zeros((), dtype=torch.float64)
 
     def execute(self, action: Action) -> None:
         """Do one action in which this rank takes part; all but REDUCE."""
         target, m = action.target, action.microbatch
         if isinstance(target, Edge):
-            (self._send if action.kind is Kind.SEND else self._receive)(target, m)
+            (self._send if action.kind is Kind.SEND else self._receive)(action.route)
         elif action.kind is Kind.FORWARD:
             self._forward(target, m)
         elif action.kind is Kind.BACKWARD:
@@ -123,6 +126,9 @@ class StepRunner:
         if (stage, m) in self.recomputed:
             outputs = self.recomputed.pop((stage, m))()
         gradients = self.gradients.pop((stage, m), {})
+        if stage != self.schedule.stages.sink:
+            for name in outputs.keys() - gradients.keys():  # it has no rows, and no route
+                gradients[name] = torch.zeros_like(outputs[name])
         return list(outputs.values()), [gradients.get(name) for name in outputs]
 
     def _backward_input(self, stage: Stage, m: int) -> None:
@@ -133,76 +139,90 @@ class StepRunner:
 
     def _input(self, edge: Edge, m: int) -> Tensor:
         """What came along an edge; kept for a backward only where its gradient is sent back."""
+        if (edge, m) not in self.leaves:  # no microbatch has rows for this one
+            source = self.runtime.graph[edge.source.module]
+            device = self.runtime.world.device
+            self._keep(edge, m, torch.empty(0, source.features, dtype=source.options.row_dtype, device=device))
         leaf = self.leaves[edge, m]
         if not leaf.requires_grad:
             del self.leaves[edge, m]
         return leaf
 
-    def _send(self, edge: Edge, m: int) -> None:
-        self._exchange(edge, m)
+    def _keep(self, edge: Edge, m: int, rows: Tensor) -> None:
+        needs_gradient = self.schedule.training and edge in self.schedule.stages.gradient_edges
+        self.leaves[edge, m] = rows.requires_grad_(needs_gradient)
+
+    def _send(self, route: Route) -> None:
+        self._exchange(route)
+        edge, m, _ = route
         if edge.source not in self.runtime.modules:
             return
-        self.sent.add((edge, m))
+        self.sent.add(route)
         stages = self.schedule.stages
+        if edge not in self.forward_edges:
+            if all(r.reversed in self.sent for r in self.schedule.routes.into((edge.reversed,), m)):
+                self.leaves.pop((edge.reversed, m), None)
+            return
         kept = self.schedule.training and edge.source in stages.backward_stages
-        if edge in self._forward_edges and not kept and all((e, m) in self.sent for e in stages.outputs(edge.source)):
+        if not kept and all(r in self.sent for r in self.schedule.routes.out_of(stages.outputs(edge.source), m)):
             del self.outputs[edge.source, m]  # nothing will come back for it
 
-    def _receive(self, edge: Edge, m: int) -> None:
-        received = self._exchange(edge, m).finish_receiving()
+    def _receive(self, route: Route) -> None:
+        received = self._exchange(route).finish_receiving()
         assert received is not None
-        self.over.append((edge, m))
-        if edge in self._forward_edges:
-            needs_gradient = self.schedule.training and edge in self.schedule.stages.gradient_edges
-            self.leaves[edge, m] = received.requires_grad_(needs_gradient)
-            return
-        if (sent := self.exchanges.pop((edge.reversed, m), None)) is not None:
+        self.over.append(route)
+        edge, _, m = route
+        forward = edge in self.forward_edges
+        if not forward and (sent := self.exchanges.pop(route.reversed, None)) is not None:
             sent.finish()  # a gradient has come back: what it is of has arrived
+        rows = self.rows.joined(route if forward else route.reversed, received, "destination" if forward else "source")
+        if rows is None:
+            return  # others have yet to come
+        if forward:
+            self._keep(edge, m, rows)
+            return
         sums = self.gradients.setdefault((edge.destination, m), {})
         # One module may feed several consumers: their gradients are summed, in the order of the schedule.
-        sums[edge.output] = sums[edge.output] + received if edge.output in sums else received
+        sums[edge.output] = sums[edge.output] + rows if edge.output in sums else rows
 
-    @property
-    def _forward_edges(self) -> tuple[Edge, ...]:
-        return self.schedule.stages.edges
-
-    def _exchange(self, edge: Edge, m: int) -> Exchange:
-        """The transfer along `edge`; SEND starts it."""
-        if (edge, m) not in self.exchanges:
+    def _exchange(self, route: Route) -> Exchange:
+        """The transfer along `route`; SEND starts it."""
+        if route not in self.exchanges:
             self._forget()
-            runtime = self.runtime
-            forward = edge in self._forward_edges
+            runtime, edge = self.runtime, route.edge
+            forward = edge in self.forward_edges
+            along = route if forward else route.reversed
             local = None
             if edge.source in runtime.modules:
-                local = (
-                    self.outputs[edge.source, m][edge.output].detach()
-                    if forward
-                    else self._leaf_gradient(edge.reversed, m)
-                )
+                whole = self._output(along) if forward else self._leaf_gradient(along)
+                local = self.rows.part(along, whole, "source" if forward else "destination")
             exchange = Exchange(
                 runtime.world,
-                self._transfer_plan(edge, m, forward),
+                self._transfer_plan(along, forward),
                 local,
-                runtime.graph[(edge if forward else edge.reversed).source.module].options.row_dtype,
-                Label(edge_name(edge if forward else edge.reversed), m, "forward" if forward else "backward"),
+                runtime.graph[along.edge.source.module].options.row_dtype,
+                transfer_label(along, forward),
                 transport=runtime.transport,
-                tag=2 * len(self._forward_edges) * m + self.tags[edge],
+                tag=2 * len(self.forward_edges) * (route.source * self.schedule.routes.most + route.destination)
+                + self.tags[edge],
             )
-            self.exchanges[edge, m] = exchange.start()
+            self.exchanges[route] = exchange.start()
             if runtime.world.rank not in exchange.plan.dst.mesh:
-                self.over.append((edge, m))
-        return self.exchanges[edge, m]
+                self.over.append(route)
+        return self.exchanges[route]
 
-    def _transfer_plan(self, edge: Edge, m: int, forward: bool) -> TransferPlan:
-        edge = edge if forward else edge.reversed
-        if (edge, m) not in self.plans:
-            shape, src, dst = edge_layouts(self.plan, edge, m)
-            self.plans[edge, m] = plan_transfer(shape, src, dst, ranks_per_node=self.runtime.world.ranks_per_node)
-        plan = self.plans[edge, m]
+    def _transfer_plan(self, route: Route, forward: bool) -> TransferPlan:
+        if route not in self.plans:
+            shape, src, dst = edge_layouts(self.plan, *route)
+            self.plans[route] = plan_transfer(shape, src, dst, ranks_per_node=self.runtime.world.ranks_per_node)
+        plan = self.plans[route]
         return plan if forward else plan.transpose()
 
-    def _leaf_gradient(self, edge: Edge, m: int) -> Tensor:
-        leaf = self.leaves.pop((edge, m))
+    def _output(self, route: Route) -> Tensor:
+        return self.outputs[route.edge.source, route.source][route.edge.output].detach()
+
+    def _leaf_gradient(self, route: Route) -> Tensor:
+        leaf = self.leaves[route.edge, route.destination]
         return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
     def _forget(self) -> None:
@@ -217,6 +237,12 @@ class StepRunner:
         """Wait for the sends that are still in flight."""
         for exchange in self.exchanges.values():
             exchange.finish()
+
+
+def transfer_label(route: Route, forward: bool) -> Label:
+    """How logs and errors call what travels along a forward route, or its gradient."""
+    to = None if route.source == route.destination else route.destination
+    return Label(edge_name(route.edge), route.source, "forward" if forward else "backward", to)
 
 
 def edge_name(edge: Edge) -> str:

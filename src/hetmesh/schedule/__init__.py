@@ -1,6 +1,8 @@
 """Schedules: a total order of actions per step. One file per policy; `validate` is what they all pass.
 
 schedule.py  kinds of actions, schedules, what depends on what
+one_by_one.py  in which order modules go through their microbatches
+held.py      what stages hold, and until when
 order.py     list scheduling: from the choices of groups of stages to one total order
 groups.py    the rules by which stages choose
 options.py   what a recipe may ask of a policy
@@ -10,17 +12,19 @@ validate.py  what every schedule must hold
 
 from collections.abc import Callable
 
+from hetmesh.schedule.held import holding, peak_in_flight, peaks_in_flight
 from hetmesh.schedule.interleaved import interleaved
 from hetmesh.schedule.one_f_one_b import one_f_one_b
 from hetmesh.schedule.options import PolicyOptions
 from hetmesh.schedule.schedule import Action, Kind, Schedule, dependencies, required, takes_part
 from hetmesh.schedule.sequential import sequential
 from hetmesh.schedule.three_phase import three_phase
-from hetmesh.schedule.validate import peak_in_flight, validate
+from hetmesh.schedule.validate import validate
 from hetmesh.schedule.zero_bubble import zero_bubble
 
 Policy = Callable[..., Schedule]
-"""`policy(stages, microbatches, training=True, options=PolicyOptions())`: cached, validated, equal on every rank."""
+"""`policy(stages, microbatches, training=True, options=PolicyOptions())`: cached, validated, equal on every rank.
+`microbatches` are the `Routes` of a BatchPlan, or a number: so many in every module, and each feeds its own number."""
 
 POLICIES: dict[str, Policy] = {
     "sequential": sequential,
@@ -39,9 +43,11 @@ __all__ = [
     "PolicyOptions",
     "Schedule",
     "dependencies",
+    "holding",
     "interleaved",
     "one_f_one_b",
     "peak_in_flight",
+    "peaks_in_flight",
     "required",
     "sequential",
     "takes_part",

@@ -2,52 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
-from hetmesh.graph import Stage, StageGraph
-from hetmesh.schedule.groups import Capped, Fixed
+from hetmesh.errors import ScheduleError
+from hetmesh.graph import Routes, Stage, StageGraph
+from hetmesh.schedule.groups import Capped, Fixed, run_ahead
+from hetmesh.schedule.held import peaks_in_flight
+from hetmesh.schedule.one_by_one import by_stage, one_by_one
 from hetmesh.schedule.options import DEFAULT, PolicyOptions
 from hetmesh.schedule.order import Group, last_backwards, list_schedule, nominal, with_messages
 from hetmesh.schedule.schedule import Action, Kind, Schedule, backward_kinds
-from hetmesh.schedule.validate import peak_in_flight, validate
+from hetmesh.schedule.validate import validate
 
 
 @lru_cache(maxsize=64)
 def interleaved(
-    stages: StageGraph, microbatches: int, training: bool = True, options: PolicyOptions = DEFAULT
+    stages: StageGraph, microbatches: Routes | int, training: bool = True, options: PolicyOptions = DEFAULT
 ) -> Schedule:
     """A validated schedule in which the stages of a module that share ranks take turns in rounds of as many
     microbatches as the pipeline has ranks, or a few more where they do not divide the step's.
 
     Modules with one stage per rank run 1F1B. Warm-up forwards of rank r of p with v stages each, in rounds of n
     microbatches: (p - 1 - r) + (v - 1) n, or with `options.early` Megatron-LM's 2 (p - 1 - r) + (v - 1) n: the same
-    makespan.
+    makespan. Where these come to a halt, because rounds and the microbatches that feed each other do not go together,
+    modules before the sink warm up with more, at last with all.
     """
+    routes = Routes.of(stages, microbatches)
+    steps = one_by_one(stages, routes, training)
+    more = 0
+    while True:
+        try:
+            return _interleaved(stages, routes, steps, training, options.early, more)
+        except ScheduleError:
+            if more >= routes.most:
+                raise
+            more = max(1, 2 * more)
+
+
+def _interleaved(
+    stages: StageGraph, routes: Routes, steps: Sequence[Sequence[Action]], training: bool, early: bool, more: int
+) -> Schedule:
     groups: list[Group] = []
     caps: dict[Stage, int] = {}
     shared: set[Stage] = set()
+    forwards, backwards = by_stage(steps, Kind.FORWARD), by_stage(steps, Kind.BACKWARD)
     for stage in reversed(stages.stages):
         if stage in caps:
             continue
         own = stages.of_module(stage.module)
         p = len(dict.fromkeys(stages.ranks_of(s) for s in own))
-        downstream = max((caps[e.destination] for e in stages.outputs(stage)), default=0)
+        ahead = [run_ahead(routes, e, caps[e.destination], backwards.get(e.destination)) for e in stages.outputs(stage)]
+        cap = max(ahead, default=1) + (more if ahead else 0)
         if p == len(own):
-            caps[stage] = 1 + downstream
-            groups.append(Capped(stage, stages, range(microbatches), caps[stage], backwards=training))
+            caps[stage] = cap
+            group = Capped(
+                stage, stages, routes, cap, forwards=forwards.get(stage, ()), backwards=backwards.get(stage, ())
+            )
+            groups.append(group)
             continue
+        released = backwards.get(stage) or range(routes.count(stage.module))
         for r in range(p):
-            sequence = tuple(_sequence(stages, own[r::p], r, p, microbatches, training, options.early, downstream))
+            sequence = tuple(_sequence(stages, own[r::p], r, p, released, training, early, cap - 1))
             groups.append(Fixed(own[r::p], sequence))
             caps |= {s: _peak(sequence, s) for s in own[r::p]}
         shared |= set(own)
-    order = list_schedule(stages, groups, nominal(stages))
+    order = list_schedule(stages, routes, groups, nominal(stages, routes))
     none: frozenset[Stage] = frozenset()
-    actions = with_messages(order, stages, none, last_backwards(order, stages, none) if training else ())
-    schedule = Schedule(stages, microbatches, actions, training)
-    held = {s: peak_in_flight(schedule, s) if s in shared else caps[s] for s in stages.stages}
-    return validate(Schedule(stages, microbatches, actions, training, in_flight=held))
+    actions = with_messages(order, stages, routes, none, last_backwards(order, stages, none) if training else ())
+    held = peaks_in_flight(order, stages, routes, training)
+    in_flight = {s: held[s] if s in shared else caps[s] for s in stages.stages}
+    return validate(Schedule(stages, routes, actions, training, in_flight=in_flight))
 
 
 def _sequence(
@@ -55,7 +80,7 @@ def _sequence(
     chunks: tuple[Stage, ...],
     r: int,
     p: int,
-    microbatches: int,
+    released: Sequence[int],
     training: bool,
     early: bool,
     downstream: int,
@@ -63,11 +88,15 @@ def _sequence(
     """What pipeline rank `r` of `p` does, in order.
 
     Args:
+        released: the microbatches in the order of their backwards.
         downstream: microbatches that modules behind this one hold before their first backward.
     """
+    microbatches = len(released)
     forwards = list(_rounds(chunks, p, microbatches))
     backwards = [
-        (s, m) for s, m in _rounds(chunks[::-1], p, microbatches) if training and backward_kinds(s, stages, frozenset())
+        (s, released[i])
+        for s, i in _rounds(chunks[::-1], p, microbatches)
+        if training and backward_kinds(s, stages, frozenset())
     ]
     size = _round_sizes(p, microbatches)[0]
     warm = (p - 1 - r) * (2 if early else 1) + (len(chunks) - 1) * size

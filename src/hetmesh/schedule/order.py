@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hetmesh.errors import GraphError
-from hetmesh.graph import Stage, StageGraph
+from hetmesh.errors import ScheduleError
+from hetmesh.graph import Routes, Stage, StageGraph
 from hetmesh.schedule.schedule import Action, Kind, backward_kinds
 
 Durations = Callable[[Action], float]
@@ -23,20 +23,18 @@ Durations = Callable[[Action], float]
 NOMINAL = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 
 
-def nominal(stages: StageGraph, split: frozenset[Stage] = frozenset()) -> Durations:
+def nominal(stages: StageGraph, routes: Routes, split: frozenset[Stage] = frozenset()) -> Durations:
     """A backward takes twice as long as a forward, and all ranks are equally busy: stages share the time of their rank.
 
     Where one rank seemed busier than the rest, as the one that also holds a projector would be by its number of stages,
     the others would take their backwards early while they wait for it, and fall into step with it for good.
     """
-    per_microbatch = {
-        stage: int(NOMINAL[Kind.FORWARD] + sum(NOMINAL[kind] for kind in backward_kinds(stage, stages, split)))
-        for stage in stages.stages
-    }
     busy: dict[int, int] = {}
     for stage, ranks in zip(stages.stages, stages.ranks, strict=True):
+        kinds = (Kind.FORWARD, *backward_kinds(stage, stages, split))
+        seconds = max(routes.count(stage.module), 1) * int(sum(NOMINAL[kind] for kind in kinds))
         for rank in ranks:
-            busy[rank] = busy.get(rank, 0) + per_microbatch[stage]
+            busy[rank] = busy.get(rank, 0) + seconds
     common = math.lcm(*busy.values())  # sums of whole numbers are exact: who is first does not depend on rounding
     share = {stage: common // max(busy[rank] for rank in stages.ranks_of(stage)) for stage in stages.stages}
     return lambda action: NOMINAL[action.kind] * share[_stage(action)]
@@ -72,6 +70,7 @@ class _Choice:
 
 def list_schedule(
     stages: StageGraph,
+    routes: Routes,
     groups: Sequence[Group],
     durations: Durations,
     split: frozenset[Stage] = frozenset(),
@@ -83,21 +82,22 @@ def list_schedule(
         given: actions that are over before it begins.
 
     Raises:
-        GraphError: no group can go on; names what they wait for.
+        ScheduleError: no group can go on; names what they wait for.
     """
-    return _Scheduler(stages, groups, durations, split, given).run()
+    return _Scheduler(stages, routes, groups, durations, split, given).run()
 
 
 class _Scheduler:
     def __init__(
         self,
         stages: StageGraph,
+        routes: Routes,
         groups: Sequence[Group],
         durations: Durations,
         split: frozenset[Stage],
         given: Iterable[Action],
     ) -> None:
-        self.stages, self.groups, self.durations, self.split = stages, groups, durations, split
+        self.stages, self.routes, self.groups, self.durations, self.split = stages, routes, groups, durations, split
         self.finish: dict[Action, float] = dict.fromkeys(given, 0.0)
         self.free: dict[int, float] = {}
         ranks = [frozenset(r for s in g.stages for r in stages.ranks_of(s)) for g in groups]
@@ -139,7 +139,7 @@ class _Scheduler:
                 propose(j)
         waiting = [str(a) for group in self.groups for a in list(group.proposals())[:1]]
         if waiting:
-            raise GraphError(f"schedule: no stage can go on; next would be {waiting[:8]}")
+            raise ScheduleError(f"schedule: no stage can go on; next would be {waiting[:8]}")
         return order
 
     def _best(self, group: Group) -> _Choice | None:
@@ -154,27 +154,35 @@ class _Scheduler:
         return best
 
     def _ready(self, action: Action) -> float | None:
-        times = [self.finish.get(before) for before in compute_dependencies(action, self.stages, self.split)]
+        times = [
+            self.finish.get(before) for before in compute_dependencies(action, self.stages, self.routes, self.split)
+        ]
         known = [time for time in times if time is not None]
         return max(known, default=0.0) if len(known) == len(times) else None
 
 
-def compute_dependencies(action: Action, stages: StageGraph, split: frozenset[Stage]) -> Iterator[Action]:
+def compute_dependencies(
+    action: Action, stages: StageGraph, routes: Routes, split: frozenset[Stage]
+) -> Iterator[Action]:
     """The compute actions that must be over before `action`: `dependencies` with the messages left out."""
     stage, m = _stage(action), action.microbatch
     if action.kind is Kind.FORWARD:
-        yield from (Action(Kind.FORWARD, e.source, m) for e in stages.inputs(stage))
+        for edge, source, _ in routes.into(stages.inputs(stage), m):
+            yield Action(Kind.FORWARD, edge.source, source)
     elif action.kind is Kind.BACKWARD_WEIGHT:
         yield Action(Kind.BACKWARD_INPUT, stage, m)
     else:
         yield Action(Kind.FORWARD, stage, m)
-        for e in stages.outputs(stage):
-            if e in stages.gradient_edges:
-                yield Action(backward_kinds(e.destination, stages, split)[0], e.destination, m)
+        for edge, _, to in routes.out_of(stages.gradient_outputs(stage), m):
+            yield Action(backward_kinds(edge.destination, stages, split)[0], edge.destination, to)
 
 
 def with_messages(
-    order: Iterable[Action], stages: StageGraph, split: frozenset[Stage], last: Iterable[Action] = ()
+    order: Iterable[Action],
+    stages: StageGraph,
+    routes: Routes,
+    split: frozenset[Stage],
+    last: Iterable[Action] = (),
 ) -> tuple[Action, ...]:
     """`order` with its messages: received right before they are used, sent right after they are made.
 
@@ -187,14 +195,16 @@ def with_messages(
         stage, m = _stage(action), action.microbatch
         forward = action.kind is Kind.FORWARD
         if forward:
-            out += [Action(Kind.RECV, e, m) for e in stages.inputs(stage)]
+            out += [Action.along(Kind.RECV, route) for route in routes.into(stages.inputs(stage), m)]
         elif action.kind is not Kind.BACKWARD_WEIGHT:
-            out += [Action(Kind.RECV, e.reversed, m) for e in stages.outputs(stage) if e in stages.gradient_edges]
+            gradients = routes.out_of(stages.gradient_outputs(stage), m)
+            out += [Action.along(Kind.RECV, route.reversed) for route in gradients]
         out.append(action)
         if forward:
-            out += [Action(Kind.SEND, e, m) for e in stages.outputs(stage)]
+            out += [Action.along(Kind.SEND, route) for route in routes.out_of(stages.outputs(stage), m)]
         elif action.kind is not Kind.BACKWARD_WEIGHT:
-            out += [Action(Kind.SEND, e.reversed, m) for e in stages.inputs(stage) if e in stages.gradient_edges]
+            wanted = [edge for edge in stages.inputs(stage) if edge in stages.gradient_edges]
+            out += [Action.along(Kind.SEND, route.reversed) for route in routes.into(wanted, m)]
         if action in ends:
             out.append(Action(Kind.REDUCE, stage, -1))
     return tuple(out)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
-from hetmesh.graph import Edge, Stage, StageGraph
+from hetmesh.graph import Edge, Route, Routes, Stage, StageGraph, microbatches_text
 
 
 class Kind(StrEnum):
@@ -29,15 +29,31 @@ class Action:
     Attributes:
         kind: what is done.
         target: a stage, or the edge along which rows (or, on a reversed edge, gradients) travel.
-        microbatch: which microbatch; -1 for REDUCE, which comes once per step.
+        microbatch: which microbatch, of an edge the one of its source; -1 for REDUCE, which comes once per step.
+        to: of an edge whose ends have different microbatches, the one of its destination; None otherwise.
     """
 
     kind: Kind
     target: Stage | Edge
     microbatch: int
+    to: int | None = None
+
+    @classmethod
+    def along(cls, kind: Kind, route: Route) -> Action:
+        """SEND or RECV of what travels along `route`."""
+        return cls(kind, *route[:2]) if route[1] == route[2] else cls(kind, *route)
+
+    @property
+    def route(self) -> Route:
+        """The route of a SEND or RECV."""
+        assert isinstance(self.target, Edge)
+        return Route(self.target, self.microbatch, self.microbatch if self.to is None else self.to)
 
     def __str__(self) -> str:
-        return f"{self.target} {self.kind}" + (str(self.microbatch) if self.microbatch >= 0 else "")
+        if self.microbatch < 0:
+            return f"{self.target} {self.kind}"
+        to = self.microbatch if self.to is None else self.to
+        return f"{self.target} {self.kind}{microbatches_text(self.microbatch, to)}"
 
 
 @dataclass(frozen=True)
@@ -46,7 +62,7 @@ class Schedule:
 
     Attributes:
         stages: the stage graph.
-        microbatches: how many.
+        routes: the microbatches of each module, and which feed which.
         actions: the order.
         training: False for a forward pass alone.
         split: stages whose backward comes as BACKWARD_INPUT and BACKWARD_WEIGHT; the others' comes as BACKWARD.
@@ -57,7 +73,7 @@ class Schedule:
     """
 
     stages: StageGraph
-    microbatches: int
+    routes: Routes
     actions: tuple[Action, ...]
     training: bool = True
     split: frozenset[Stage] = frozenset()
@@ -94,41 +110,41 @@ def splittable(stages: StageGraph) -> frozenset[Stage]:
 
 
 def required(
-    stages: StageGraph, microbatches: int, training: bool = True, split: frozenset[Stage] = frozenset()
+    stages: StageGraph, routes: Routes, training: bool = True, split: frozenset[Stage] = frozenset()
 ) -> Iterator[Action]:
     """Every action that a step consists of, in no particular order."""
-    for m in range(microbatches):
-        yield from (Action(Kind.FORWARD, s, m) for s in stages.stages)
-        for e in stages.edges:
-            yield from (Action(Kind.SEND, e, m), Action(Kind.RECV, e, m))
-            if training and e in stages.gradient_edges:
-                yield from (Action(Kind.SEND, e.reversed, m), Action(Kind.RECV, e.reversed, m))
-        if training:
-            yield from (Action(kind, s, m) for s in stages.stages for kind in backward_kinds(s, stages, split))
+    for e in stages.edges:
+        back = training and e in stages.gradient_edges
+        for route in routes.along(e):
+            for each in (route, route.reversed) if back else (route,):
+                yield from (Action.along(Kind.SEND, each), Action.along(Kind.RECV, each))
+    for s in stages.stages:
+        kinds = (Kind.FORWARD, *(backward_kinds(s, stages, split) if training else ()))
+        yield from (Action(kind, s, m) for m in range(routes.count(s.module)) for kind in kinds)
     if training:
         yield from (Action(Kind.REDUCE, s, -1) for s in stages.stages if s in stages.trainable_stages)
 
 
 def dependencies(
-    action: Action, stages: StageGraph, microbatches: int, split: frozenset[Stage] = frozenset()
+    action: Action, stages: StageGraph, routes: Routes, split: frozenset[Stage] = frozenset()
 ) -> Iterator[Action]:
     """The actions that must come before `action`."""
     m, target, kind = action.microbatch, action.target, action.kind
     if isinstance(target, Edge):
         if kind is Kind.RECV:
-            yield Action(Kind.SEND, target, m)
+            yield Action(Kind.SEND, target, m, action.to)
         elif target in stages.edges:
             yield Action(Kind.FORWARD, target.source, m)
         else:
             yield Action(backward_kinds(target.source, stages, split)[0], target.source, m)
     elif kind is Kind.FORWARD:
-        yield from (Action(Kind.RECV, e, m) for e in stages.inputs(target))
+        yield from (Action.along(Kind.RECV, route) for route in routes.into(stages.inputs(target), m))
     elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
         yield Action(Kind.FORWARD, target, m)
-        outputs = (e for e in stages.outputs(target) if e in stages.gradient_edges)
-        yield from (Action(Kind.RECV, e.reversed, m) for e in outputs)
+        gradients = routes.out_of(stages.gradient_outputs(target), m)
+        yield from (Action.along(Kind.RECV, route.reversed) for route in gradients)
     elif kind is Kind.BACKWARD_WEIGHT:
         yield Action(Kind.BACKWARD_INPUT, target, m)
     elif kind is Kind.REDUCE:
         last = backward_kinds(target, stages, split)[-1]
-        yield from (Action(last, target, i) for i in range(microbatches))
+        yield from (Action(last, target, i) for i in range(routes.count(target.module)))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from hetmesh.graph import StageGraph
+from hetmesh.graph import Routes, StageGraph
+from hetmesh.schedule.one_by_one import one_by_one
 from hetmesh.schedule.options import DEFAULT, PolicyOptions
 from hetmesh.schedule.order import with_messages
 from hetmesh.schedule.schedule import Action, Kind, Schedule
@@ -13,15 +14,13 @@ from hetmesh.schedule.validate import validate
 
 @lru_cache(maxsize=64)
 def sequential(
-    stages: StageGraph, microbatches: int, training: bool = True, options: PolicyOptions = DEFAULT
+    stages: StageGraph, microbatches: Routes | int, training: bool = True, options: PolicyOptions = DEFAULT
 ) -> Schedule:
-    """A validated schedule that keeps one microbatch in flight; with `training=False` the forwards alone."""
-    order: list[Action] = []
-    for m in range(microbatches):
-        order += [Action(Kind.FORWARD, stage, m) for stage in stages.stages]
-        if training:
-            order += [Action(Kind.BACKWARD, s, m) for s in reversed(stages.stages) if s in stages.backward_stages]
-    actions = list(with_messages(order, stages, frozenset()))
+    """A validated schedule that keeps one microbatch of the sink in flight, and of other modules those that it needs
+    and that still have to feed a later one; with `training=False` the forwards alone."""
+    routes = Routes.of(stages, microbatches)
+    order = [action for step in one_by_one(stages, routes, training) for action in step]
+    actions = list(with_messages(order, stages, routes, frozenset()))
     if training:
         actions += [Action(Kind.REDUCE, s, -1) for s in reversed(stages.stages) if s in stages.trainable_stages]
-    return validate(Schedule(stages, microbatches, tuple(actions), training))
+    return validate(Schedule(stages, routes, tuple(actions), training))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from hetmesh.graph import StageGraph
+from hetmesh.graph import Routes, StageGraph
 from hetmesh.schedule.one_f_one_b import by_caps
 from hetmesh.schedule.options import DEFAULT, PolicyOptions
 from hetmesh.schedule.schedule import Schedule, splittable
@@ -12,7 +12,7 @@ from hetmesh.schedule.schedule import Schedule, splittable
 
 @lru_cache(maxsize=64)
 def zero_bubble(
-    stages: StageGraph, microbatches: int, training: bool = True, options: PolicyOptions = DEFAULT
+    stages: StageGraph, microbatches: Routes | int, training: bool = True, options: PolicyOptions = DEFAULT
 ) -> Schedule:
     """A validated schedule with as many microbatches in flight as 1F1B, and gaps filled with gradients of weights.
 
@@ -20,4 +20,4 @@ def zero_bubble(
     need the gradients of both an input and parameters are split: a frozen stage has nothing to defer, and nobody waits
     for a stage without anything trainable before it.
     """
-    return by_caps(stages, microbatches, training, splittable(stages) if training else frozenset())
+    return by_caps(stages, Routes.of(stages, microbatches), training, splittable(stages) if training else frozenset())

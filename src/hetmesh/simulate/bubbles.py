@@ -144,22 +144,25 @@ def busiest_rank(schedule: Schedule, costs: StepCosts) -> float:
 def critical_path(schedule: Schedule, costs: StepCosts) -> float:
     """Seconds of the longest chain of dependencies, were there a rank and a link for everything: no makespan is
     shorter."""
-    p, count = program(schedule, costs), schedule.microbatches
+    p = program(schedule, costs)
+    count = p.most
     forward_edges = len(p.sources) // 2
     cells = len(p.stage_tracks) * count
     ready = [0.0] * cells  # when a stage's inputs, then its gradients, are there
     forward, first, last = [0.0] * cells, [0.0] * cells, [0.0] * cells  # ends of forward, first and last part
-    arrivals = [0.0] * (len(p.sources) * count)
+    arrivals = [0.0] * p.num_routes
     longest = 0.0
-    for kind, target, m, seconds in zip(p.kinds, p.targets, p.microbatches, p.seconds, strict=True):
+    for kind, target, m, to, route, seconds in zip(
+        p.kinds, p.targets, p.microbatches, p.to, p.routes, p.seconds, strict=True
+    ):
         at = target * count + m
         if kind == RECEIVE:
-            reader = p.destinations[target] * count + m
-            ready[reader] = max(ready[reader], arrivals[at])
+            reader = p.destinations[target] * count + to
+            ready[reader] = max(ready[reader], arrivals[route])
         elif kind == TRANSFER:
             made = forward if target < forward_edges else first
-            arrivals[at] = made[p.sources[target] * count + m] + seconds
-            longest = max(longest, arrivals[at])
+            arrivals[route] = made[p.sources[target] * count + m] + seconds
+            longest = max(longest, arrivals[route])
         elif kind == REDUCE:
             longest = max(longest, seconds + _latest(last[target * count : (target + 1) * count]))
         elif kind == FORWARD:

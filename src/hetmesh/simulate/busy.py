@@ -36,7 +36,7 @@ def slowed_program(schedule: Schedule, costs: StepCosts, *, overlap: bool = True
     if all(factor == 1.0 for factor in costs.busy_slowdown):
         return columns
     loads = [_load(ranks, costs.ranks_per_node) for ranks in columns.tracks]
-    waiting, at = _dependencies(columns, schedule.microbatches, loads, overlap)
+    waiting, at = _dependencies(columns, loads, overlap)
     spent = waiting.run(costs.busy_slowdown)
     seconds = [own if node is None else spent[node] for own, node in zip(columns.seconds, at, strict=True)]
     optimizers = _Waiting()
@@ -138,9 +138,7 @@ class _Waiting:
         return spent
 
 
-def _dependencies(
-    p: Program, microbatches: int, loads: Sequence[Load], overlap: bool
-) -> tuple[_Waiting, list[int | None]]:
+def _dependencies(p: Program, loads: Sequence[Load], overlap: bool) -> tuple[_Waiting, list[int | None]]:
     """What each action waits for, by the rules of `engine`; and the number of each action that keeps ranks busy."""
     waiting, at = _Waiting(), []
     held = [_joined(loads[track] for track in tracks) for tracks in p.stage_tracks]
@@ -148,13 +146,13 @@ def _dependencies(
     # What a track's next work waits for, what its last work was; of its links and reductions, what was last.
     free: list[frozenset[int]] = [frozenset() for _ in tracks]
     idle, reduced, outgoing, incoming = (list(free) for _ in range(4))
-    arrivals: list[frozenset[int]] = [frozenset()] * (len(p.sources) * microbatches)
+    arrivals: list[frozenset[int]] = [frozenset()] * p.num_routes
     gather = list(p.gather)
-    for kind, target, m, seconds in zip(p.kinds, p.targets, p.microbatches, p.seconds, strict=True):
+    for kind, target, route, seconds in zip(p.kinds, p.targets, p.routes, p.seconds, strict=True):
         node = None
         if kind == RECEIVE:
             for track in p.stage_tracks[p.destinations[target]]:
-                free[track] |= arrivals[target * microbatches + m]
+                free[track] |= arrivals[route]
         elif kind == TRANSFER:
             sources, destinations = p.stage_tracks[p.sources[target]], p.stage_tracks[p.destinations[target]]
             before = [free[track] for track in sources]
@@ -163,7 +161,7 @@ def _dependencies(
             elif seconds:
                 before += [free[track] for track in destinations]
             sent = frozenset([waiting.add(seconds, before=frozenset().union(*before))])
-            arrivals[target * microbatches + m] = sent
+            arrivals[route] = sent
             if seconds and overlap:
                 _set(outgoing, sources, sent)
                 _set(incoming, destinations, sent)

@@ -28,7 +28,7 @@ def simulate(schedule: Schedule, costs: StepCosts, *, overlap: bool = True) -> T
         GraphError: there is no cost for a stage and microbatch.
     """
     columns = slowed_program(schedule, costs, overlap=overlap)
-    run = _Run(columns, schedule.microbatches, overlap)
+    run = _Run(columns, overlap)
     run.actions()
     run.optimizer()
     held = tuple(tuple(columns.names[stage] for stage in stages) for stages in columns.held)
@@ -47,37 +47,37 @@ def simulate(schedule: Schedule, costs: StepCosts, *, overlap: bool = True) -> T
 class _Run:
     """The state of a simulation: when tracks and links are free, when transfers arrived, and the spans so far."""
 
-    def __init__(self, columns: Program, microbatches: int, overlap: bool) -> None:
-        self.columns, self.microbatches, self.overlap = columns, microbatches, overlap
+    def __init__(self, columns: Program, overlap: bool) -> None:
+        self.columns, self.overlap = columns, overlap
         tracks = len(columns.tracks)
         self.free = [0.0] * tracks  # when a track can go on, waits included
         self.idle = [0.0] * tracks  # when its last work ended
         self.reduced = [0.0] * tracks
         self.outgoing, self.incoming = [0.0] * tracks, [0.0] * tracks
         self.collectives = [0.0] * tracks
-        self.work: tuple[list[float], ...] = ([], [], [], [], [], [])
-        self.transfers: tuple[list[float], ...] = ([], [], [], [], [], [])
+        self.work: tuple[list[float], ...] = ([], [], [], [], [], [], [])
+        self.transfers: tuple[list[float], ...] = ([], [], [], [], [], [], [])
         self.end = 0.0
 
     def actions(self) -> None:
         c, free, idle = self.columns, self.free, self.idle
-        stage_tracks, sources, destinations, inside = c.stage_tracks, c.sources, c.destinations, self.collectives
-        count, overlap, gather = self.microbatches, self.overlap, list(c.gather)
-        arrivals = [0.0] * (len(sources) * count)
-        track_append, kind_append, target_append, microbatch_append, start_append, stop_append = (
+        stage_tracks, destinations, inside = c.stage_tracks, c.destinations, self.collectives
+        overlap, gather = self.overlap, list(c.gather)
+        arrivals = [0.0] * c.num_routes
+        track_append, kind_append, target_append, microbatch_append, start_append, stop_append, to_append = (
             column.append for column in self.work
         )
-        for kind, target, m, seconds, collectives in zip(
-            c.kinds, c.targets, c.microbatches, c.seconds, c.collectives, strict=True
+        for kind, target, m, to, route, seconds, collectives in zip(
+            c.kinds, c.targets, c.microbatches, c.to, c.routes, c.seconds, c.collectives, strict=True
         ):
             if kind == RECEIVE:
-                arrival = arrivals[target * count + m]
+                arrival = arrivals[route]
                 for track in stage_tracks[destinations[target]]:
                     if free[track] < arrival:
                         free[track] = arrival
             elif kind == TRANSFER:
                 transfer = self._linked if overlap else self._blocking
-                arrivals[target * count + m] = transfer(target, m, seconds)
+                arrivals[route] = transfer(target, m, to, seconds)
             elif kind == REDUCE:
                 self._reduce(target, seconds)
             else:
@@ -98,6 +98,7 @@ class _Run:
                     microbatch_append(m)
                     start_append(start)
                     stop_append(stop)
+                    to_append(to)
 
     def optimizer(self) -> None:
         """What follows the last action; sets `end`."""
@@ -107,7 +108,7 @@ class _Run:
                 self._span(track, OPTIMIZER, -1, -1, ready, ready + seconds)
         self.end = ready + max(self.columns.optimizer, default=0.0)
 
-    def _linked(self, edge: int, m: int, seconds: float) -> float:
+    def _linked(self, edge: int, m: int, to: int, seconds: float) -> float:
         """A transfer on links of its own; its arrival."""
         c, outgoing, incoming = self.columns, self.outgoing, self.incoming
         sources, destinations = c.stage_tracks[c.sources[edge]], c.stage_tracks[c.destinations[edge]]
@@ -125,10 +126,10 @@ class _Run:
             outgoing[track] = stop
         for track in destinations:
             incoming[track] = stop
-            self._transfer(track, edge, m, start, stop)
+            self._transfer(track, edge, m, to, start, stop)
         return stop
 
-    def _blocking(self, edge: int, m: int, seconds: float) -> float:
+    def _blocking(self, edge: int, m: int, to: int, seconds: float) -> float:
         """A transfer for which both sides stop; its arrival."""
         c, free = self.columns, self.free
         if not seconds:
@@ -140,7 +141,7 @@ class _Run:
         for track in tracks:
             free[track] = self.idle[track] = stop
         for track in destinations:
-            self._transfer(track, edge, m, start, stop)
+            self._transfer(track, edge, m, to, start, stop)
         return stop
 
     def _gather(self, stage: int) -> None:
@@ -160,10 +161,10 @@ class _Run:
             self._span(track, REDUCE, stage, -1, start, start + seconds)
 
     def _span(self, track: int, kind: int, target: int, m: int, start: float, stop: float) -> None:
-        for column, value in zip(self.work, (track, kind, target, m, start, stop), strict=True):
+        for column, value in zip(self.work, (track, kind, target, m, start, stop, m), strict=True):
             column.append(value)
 
-    def _transfer(self, track: int, edge: int, m: int, start: float, stop: float) -> None:
+    def _transfer(self, track: int, edge: int, m: int, to: int, start: float, stop: float) -> None:
         target = len(self.columns.stage_tracks) + edge
-        for column, value in zip(self.transfers, (track, TRANSFER, target, m, start, stop), strict=True):
+        for column, value in zip(self.transfers, (track, TRANSFER, target, m, start, stop, to), strict=True):
             column.append(value)

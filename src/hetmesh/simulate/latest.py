@@ -39,12 +39,12 @@ def latest_starts(schedule: Schedule, costs: StepCosts, makespan: float) -> np.n
     Raises:
         GraphError: there is no cost for a stage and microbatch, or `makespan` is too short for the schedule.
     """
-    p, count = slowed_program(schedule, costs), schedule.microbatches
+    p = slowed_program(schedule, costs)
     end = makespan - max(p.optimizer, default=0.0)
     tracks = range(len(p.tracks))
     work, wait = [end for _ in tracks], [end for _ in tracks]  # by when a track's work, and its waits, must be over
     reduced, outgoing, incoming = [end for _ in tracks], [end for _ in tracks], [end for _ in tracks]
-    arrival = [end] * (len(p.sources) * count)
+    arrival = [end] * p.num_routes
     first: dict[int, int] = {}  # stage -> place of its first forward, which its gather precedes
     for i in range(len(p.kinds) - 1, -1, -1):
         if p.kinds[i] == FORWARD:
@@ -53,11 +53,10 @@ def latest_starts(schedule: Schedule, costs: StepCosts, makespan: float) -> np.n
     for i in range(len(p.kinds) - 1, -1, -1):
         kind, target, seconds = p.kinds[i], p.targets[i], p.seconds[i]
         if kind == RECEIVE:
-            at = target * count + p.microbatches[i]
-            start = arrival[at] = min(wait[track] for track in p.stage_tracks[p.destinations[target]])
+            start = arrival[p.routes[i]] = min(wait[track] for track in p.stage_tracks[p.destinations[target]])
         elif kind == TRANSFER:
             sources, destinations = p.stage_tracks[p.sources[target]], p.stage_tracks[p.destinations[target]]
-            start = arrival[target * count + p.microbatches[i]]
+            start = arrival[p.routes[i]]
             if seconds:
                 start = min(start, *(outgoing[r] for r in sources), *(incoming[r] for r in destinations)) - seconds
                 for track in sources:
@@ -94,7 +93,7 @@ def dependency_points(schedule: Schedule, costs: StepCosts, makespan: float, sta
     p = slowed_program(schedule, costs)
     starts = latest_starts(schedule, costs, makespan)
     index = schedule.stages.stages.index(stage)
-    forward = [0.0] * schedule.microbatches
+    forward = [0.0] * schedule.routes.count(stage.module)
     backward: dict[int, float] = {}
     for kind, target, m, seconds, start in zip(
         p.kinds, p.targets, p.microbatches, p.seconds, starts.tolist(), strict=True

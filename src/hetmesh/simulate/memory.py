@@ -1,8 +1,15 @@
-"""Peak memory of each track. It depends on the order alone, not on times: every rank runs its work in one order."""
+"""Peak memory of each track, and rows that stages hold. Both depend on the order alone, not on times: every rank runs
+its work in one order."""
 
 from __future__ import annotations
 
-from hetmesh.schedule import Schedule
+from collections.abc import Mapping
+
+import numpy as np
+
+from hetmesh.balance import BatchPlan
+from hetmesh.graph import Stage
+from hetmesh.schedule import Schedule, holding
 from hetmesh.simulate.program import RECEIVE, Program
 from hetmesh.simulate.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, REDUCE, TRANSFER
 
@@ -13,15 +20,17 @@ def peak_bytes(schedule: Schedule, columns: Program) -> tuple[int, ...]:
     Activations live from their forward to the end of the backward (its second part where it is split). A stage that is
     recomputed holds its inputs instead, and its activations during the backward alone. Offloaded ones are in the
     memory of the host. Where no backward follows, the output lives until the consumers' forwards have read it. A
-    receive buffer lives from the SEND, at whose place it is posted, to the end of what reads it.
+    receive buffer lives from the SEND, at whose place it is posted, to the end of what reads it; where a microbatch is
+    fed by several, their rows are there twice for the moment in which they are put together.
     """
-    count, table = schedule.microbatches, columns.stage_tracks
+    count, table = columns.most, columns.stage_tracks
     facts = _Facts(schedule, columns)
     held = list(columns.static_bytes)
     peak = list(held)
     # per stage and microbatch: bytes that its forward and its backward read, and its own output where it is kept
     inputs, gradients = [0] * (len(table) * count), [0] * (len(table) * count)
-    outputs, readers = [0] * (len(table) * count), [0] * (len(table) * count)
+    outputs, readers = [0] * (len(table) * count), list(facts.readers)
+    flown: dict[tuple[int, int], int] = {}  # bytes, by edge and the microbatch of its source
 
     def add(stage: int, size: int) -> None:
         if size:
@@ -30,35 +39,48 @@ def peak_bytes(schedule: Schedule, columns: Program) -> tuple[int, ...]:
                 if held[track] > peak[track]:
                     peak[track] = held[track]
 
+    def join(stage: int, size: int) -> None:
+        add(stage, size)
+        add(stage, -size)
+
+    joined = facts.joined
     forward_edges = len(columns.sources) // 2
-    for kind, target, m, size in zip(columns.kinds, columns.targets, columns.microbatches, columns.bytes, strict=True):
+    for kind, target, m, to, size in zip(
+        columns.kinds, columns.targets, columns.microbatches, columns.to, columns.bytes, strict=True
+    ):
         if kind in (RECEIVE, REDUCE):
             continue
         if kind == TRANSFER:
             reader = columns.destinations[target]
-            (inputs if target < forward_edges else gradients)[reader * count + m] += size
+            (inputs if target < forward_edges else gradients)[reader * count + to] += size
             add(reader, size)
             source = columns.sources[target]
-            kept = size - outputs[source * count + m]
-            if target < forward_edges and not facts.backward[source] and kept > 0:
-                outputs[source * count + m] += kept
-                add(source, kept)
+            if target < forward_edges and not facts.backward[source]:
+                flown[target, m] = flown.get((target, m), 0) + size
+                kept = flown[target, m] - outputs[source * count + m]
+                if kept > 0:
+                    outputs[source * count + m] += kept
+                    add(source, kept)
             continue
         at = target * count + m
         if kind == FORWARD:
+            if (at, True) in joined:
+                join(target, joined[at, True])
             kept = 0 if facts.recompute[target] or facts.offload[target] or not facts.backward[target] else size
             add(target, kept)
-            readers[at] = len(facts.consumers_of[target])
             if not facts.recompute[target] or facts.offload[target]:
                 add(target, -inputs[at])
                 inputs[at] = 0
-            for producer in facts.producers_of[target]:
-                readers[producer * count + m] -= 1
-                if not readers[producer * count + m]:
-                    add(producer, -outputs[producer * count + m])
+            for producer in facts.feeding.get(at, ()):
+                readers[producer] -= 1
+                if not readers[producer]:
+                    add(producer // count, -outputs[producer])
             continue
-        if kind in (BACKWARD, BACKWARD_INPUT) and facts.recompute[target]:
-            add(target, size)
+        if kind in (BACKWARD, BACKWARD_INPUT):
+            if (at, False) in joined:
+                join(target, joined[at, False])
+            if facts.recompute[target]:
+                add(target, size)
         if kind in (BACKWARD, BACKWARD_WEIGHT):
             add(target, -(0 if facts.offload[target] and not facts.recompute[target] else size))
             add(target, -inputs[at])
@@ -68,14 +90,51 @@ def peak_bytes(schedule: Schedule, columns: Program) -> tuple[int, ...]:
 
 
 class _Facts:
-    """What the walk asks about stages, by index."""
+    """What the walk asks about stages, by index, and about their microbatches, by cell.
+
+    Attributes:
+        feeding: the cells whose rows a cell reads, once per edge.
+        readers: how many forwards, by edge, read the rows of a cell.
+        joined: (cell, whether rows or gradients): bytes that come from several microbatches and are put together.
+    """
 
     def __init__(self, schedule: Schedule, columns: Program) -> None:
         stages = schedule.stages.stages
         self.backward = [schedule.training and stage in schedule.stages.backward_stages for stage in stages]
         self.recompute = [stage in schedule.recompute for stage in stages]
         self.offload = [stage in schedule.offload for stage in stages]
-        forward_edges = len(columns.sources) // 2
-        pairs = list(zip(columns.sources[:forward_edges], columns.destinations[:forward_edges], strict=True))
-        self.producers_of = [[a for a, b in pairs if b == i] for i in range(len(stages))]
-        self.consumers_of = [[b for a, b in pairs if a == i] for i in range(len(stages))]
+        count, forward_edges = columns.most, len(columns.sources) // 2
+        self.readers = [0] * (len(stages) * count)
+        self.feeding: dict[int, list[int]] = {}
+        transfers = [i for i, kind in enumerate(columns.kinds) if kind == TRANSFER]
+        for i in transfers:
+            target = columns.targets[i]
+            if target < forward_edges:
+                source = columns.sources[target] * count + columns.microbatches[i]
+                self.readers[source] += 1
+                self.feeding.setdefault(columns.destinations[target] * count + columns.to[i], []).append(source)
+        self.joined: dict[tuple[int, bool], int] = {}
+        pieces: dict[tuple[int, int], list[int]] = {}
+        for i in transfers if schedule.routes.pairs else ():
+            pieces.setdefault((columns.targets[i], columns.to[i]), []).append(columns.bytes[i])
+        for (edge, to), sizes in pieces.items():
+            if len(sizes) > 1:
+                key = columns.destinations[edge] * count + to, edge < forward_edges
+                self.joined[key] = self.joined.get(key, 0) + sum(sizes)
+
+
+def peak_rows(plan: BatchPlan, schedule: Schedule) -> Mapping[Stage, int]:
+    """Per stage, the most rows that one of its lanes holds at a time: those its module emits, or the sink's tokens, of
+    all microbatches between their forward and the end of their backward (`hetmesh.schedule.holding`)."""
+    graph = plan.graph
+    rows: dict[str, list[np.ndarray]] = {}
+    for name in graph.order:
+        each = [s.tokens if name == graph.sink.name else s.rows.get(name, 0) for s in plan.samples]
+        rows[name] = [np.array([sum(each[i] for i in lane) for lane in lanes]) for lanes in plan.lanes[name]]
+    held = {stage: np.zeros(graph[stage.module].num_lanes, np.int64) for stage in schedule.stages.stages}
+    most = dict.fromkeys(schedule.stages.stages, 0)
+    s = schedule
+    for stage, m, change in holding(s.actions, s.stages, s.routes, s.training, s.split):
+        held[stage] += change * rows[stage.module][m]
+        most[stage] = max(most[stage], int(held[stage].max()))
+    return most

@@ -71,7 +71,7 @@ class StepModel:
         Raises:
             HetmeshError: the machine has no peak in a dtype that is computed in, or the profile lacks a layer.
         """
-        stages, count = schedule.stages, range(schedule.microbatches)
+        stages, routes = schedule.stages, schedule.routes
         fed = {edge.destination for edge in stages.gradient_edges}
         built = {
             stage: StageCosts(
@@ -83,11 +83,11 @@ class StepModel:
             )
             for stage in stages.stages
         }
-        work = {name: [rank_work(plan, name, m) for m in count] for name in self.graph.order}
+        work = {name: [rank_work(plan, name, m) for m in range(routes.count(name))] for name in self.graph.order}
         costs = {
             (stage, m): cost
             for stage in stages.stages
-            for m, cost in enumerate(built[stage].costs(work[stage.module]) if count else ())
+            for m, cost in enumerate(built[stage].costs(work[stage.module]) if work[stage.module] else ())
         }
         return StepCosts(
             costs,

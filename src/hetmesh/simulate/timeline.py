@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hetmesh.errors import GraphError
-from hetmesh.graph import Edge, StageGraph
+from hetmesh.graph import Edge, StageGraph, microbatches_text
 from hetmesh.schedule import Action, Kind, Schedule
 
 KINDS = ("F", "B", "I", "W", "REDUCE", "GATHER", "OPTIMIZER", "SEND")
@@ -28,9 +28,10 @@ class Span:
     Attributes:
         kind: one of `KINDS`.
         target: a stage (`"llm.0"`) or, of a transfer, an edge (`"vision.0->llm.0"`); empty for OPTIMIZER.
-        microbatch: -1 where the kind comes once per step.
+        microbatch: -1 where the kind comes once per step; of a transfer, that of the stage that sends.
         start, stop: seconds since the step began.
         track: of the timeline, i.e. on which ranks; of a transfer, where it arrives.
+        to: of a transfer, the microbatch of the stage that receives; otherwise as `microbatch`.
     """
 
     kind: str
@@ -39,6 +40,13 @@ class Span:
     start: float
     stop: float
     track: int
+    to: int
+
+    @property
+    def name(self) -> str:
+        """As an action is written: `"llm.0 F2"`, `"vision.0->llm.0 SEND2>3"`."""
+        number = microbatches_text(self.microbatch, self.to) if self.microbatch >= 0 else ""
+        return f"{self.target} {self.kind}{number}".strip()
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,16 +60,18 @@ class Spans:
     microbatch: np.ndarray
     start: np.ndarray
     stop: np.ndarray
+    to: np.ndarray
 
     @classmethod
     def of(cls, columns: Iterable[Sequence[float]]) -> Spans:
-        """From six sequences, in the order of the attributes."""
-        track, kind, target, microbatch, start, stop = columns
-        tracks, kinds, targets, microbatches = (
-            np.asarray(column, dtype=np.int64) for column in (track, kind, target, microbatch)
+        """From sequences in the order of the attributes. The last may be left out, as in files of older versions: all
+        transfers are then between microbatches of the same number."""
+        track, kind, target, microbatch, start, stop, *to = columns
+        tracks, kinds, targets, microbatches, tos = (
+            np.asarray(column, dtype=np.int64) for column in (track, kind, target, microbatch, *(to or [microbatch]))
         )
         starts, stops = (np.asarray(column, dtype=np.float64) for column in (start, stop))
-        return cls(tracks, kinds, targets, microbatches, starts, stops)
+        return cls(tracks, kinds, targets, microbatches, starts, stops, tos)
 
     def __len__(self) -> int:
         return len(self.track)
@@ -73,7 +83,7 @@ class Spans:
     @property
     def columns(self) -> tuple[np.ndarray, ...]:
         """All columns, in the order of the attributes."""
-        return self.track, self.kind, self.target, self.microbatch, self.start, self.stop
+        return self.track, self.kind, self.target, self.microbatch, self.start, self.stop, self.to
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,8 +156,8 @@ class Timeline:
         columns = self.transfers if transfers else self.work
         if track is not None:
             columns = columns.select(columns.track == track)
-        for r, kind, target, m, start, stop in zip(*(c.tolist() for c in columns.columns), strict=True):
-            yield Span(KINDS[kind], self.targets[target] if target >= 0 else "", m, start, stop, r)
+        for r, kind, target, m, start, stop, to in zip(*(c.tolist() for c in columns.columns), strict=True):
+            yield Span(KINDS[kind], self.targets[target] if target >= 0 else "", m, start, stop, r, to)
 
     def as_json(self) -> dict[str, Any]:
         """A value for `json.dumps`; `from_json` is its inverse."""
@@ -238,13 +248,13 @@ def _from_records(
         for action, start, stop in records[rank]:
             target, m = index[str(action.target)], action.microbatch
             if action.kind in WORK:
-                work.append((track, WORK[action.kind], target, m, start, stop))
+                work.append((track, WORK[action.kind], target, m, start, stop, m))
             elif action.kind is Kind.RECV:
-                began = min(sent.get(Action(Kind.SEND, action.target, m), start), stop)
-                transfers.append((track, TRANSFER, target, m, began, stop))
+                began = min(sent.get(Action(Kind.SEND, action.target, m, action.to), start), stop)
+                transfers.append((track, TRANSFER, target, m, began, stop, action.route.destination))
         if rank in optimizer:
-            work.append((track, OPTIMIZER, -1, -1, *optimizer[rank]))
-    worked, moved = (Spans.of(zip(*spans, strict=True) if spans else [()] * 6) for spans in (work, transfers))
+            work.append((track, OPTIMIZER, -1, -1, *optimizer[rank], -1))
+    worked, moved = (Spans.of(zip(*spans, strict=True) if spans else [()] * 7) for spans in (work, transfers))
     return Timeline(
         tuple((rank,) for rank in ranks),
         tuple(tuple(names[i] for i in held.get(rank, ())) for rank in ranks),

@@ -8,45 +8,52 @@ from collections.abc import Sequence
 from hetmesh.balance import BatchPlan, edge_layouts
 from hetmesh.cost import Machine, TransferCost
 from hetmesh.cost.collectives import Link
-from hetmesh.graph import Edge
+from hetmesh.graph import Edge, Route
 from hetmesh.layout import Layout
 from hetmesh.layout.intervals import extent
 from hetmesh.schedule import Schedule
 from hetmesh.simulate.rank_work import overlap
 
 
-def transfer_costs(
-    plan: BatchPlan, schedule: Schedule, machine: Machine, sample: int
-) -> dict[tuple[Edge, int], TransferCost]:
-    """Per edge, forward and where a gradient flows reversed, and microbatch: the bytes of the rank that receives most,
-    and the seconds of the rank that receives or sends most, over the slowest link into the former.
+def transfer_costs(plan: BatchPlan, schedule: Schedule, machine: Machine, sample: int) -> dict[Route, TransferCost]:
+    """Per route, forward and where a gradient flows reversed: the bytes of the rank that receives most, and the seconds
+    of the rank that receives or sends most, over the slowest link into the former.
 
     Args:
-        sample: ranks, and microbatches, that are looked at. Where there are more they are taken evenly: lanes repeat
-            along a mesh, and a microbatch between takes the bytes of the one before, by tokens.
+        sample: ranks, and routes of an edge, that are looked at. Where there are more they are taken evenly: lanes
+            repeat along a mesh, and a route between takes the bytes of the one before, by tokens.
     """
-    costs: dict[tuple[Edge, int], TransferCost] = {}
-    count = schedule.microbatches
-    step = math.ceil(count / sample)
-    sizes = [_tokens(plan, m) for m in range(count)]
+    costs: dict[Route, TransferCost] = {}
     for edge in schedule.stages.edges:
         itemsize = plan.graph[edge.source.module].options.row_dtype.itemsize
         back = schedule.training and edge in schedule.stages.gradient_edges
-        for first in range(0, count, step):
-            shape, src, dst = edge_layouts(plan, edge, first)
-            ways = [(edge, src, dst)] + ([(edge.reversed, dst, src)] if back else [])
-            for each, held, kept in ways:
+        routes = list(schedule.routes.along(edge))
+        sizes = route_tokens(plan, edge)
+        step = max(math.ceil(len(routes) / sample), 1)
+        for start in range(0, len(routes), step):
+            first = routes[start]
+            shape, src, dst = edge_layouts(plan, edge, first.source, first.destination)
+            ways = [(False, src, dst)] + ([(True, dst, src)] if back else [])
+            for reverse, held, kept in ways:
                 received, sent, link = _busiest(shape, held, kept, machine, sample)
-                for m in range(first, min(first + step, count)):
-                    scale = itemsize * sizes[m] / sizes[first]
+                for route in routes[start : start + step]:
+                    scale = itemsize * sizes.get(route[1:], 1) / sizes.get(first[1:], 1)
                     seconds = link.seconds(round(max(received, sent) * scale))
-                    costs[each, m] = TransferCost(seconds, round(received * scale))
+                    cost = TransferCost(seconds, round(received * scale))
+                    costs[route.reversed if reverse else route] = cost
     return costs
 
 
-def _tokens(plan: BatchPlan, microbatch: int) -> int:
-    lanes = plan.lanes[plan.graph.sink.name][microbatch]
-    return max(1, sum(plan.samples[i].tokens for lane in lanes for i in lane))
+def route_tokens(plan: BatchPlan, edge: Edge) -> dict[tuple[int, int], int]:
+    """Tokens of the samples of every route of an edge that has any, by the microbatches of its source and its
+    destination."""
+    tokens = [sample.tokens for sample in plan.samples]
+    ends = (plan.microbatch_of(module).tolist() for module in (edge.source.module, edge.destination.module))
+    sizes: dict[tuple[int, int], int] = {}
+    for count, *route in zip(tokens, *ends, strict=True):
+        key = (route[0], route[1])
+        sizes[key] = sizes.get(key, 0) + count
+    return {route: max(count, 1) for route, count in sizes.items()}
 
 
 def _busiest(

@@ -22,6 +22,7 @@ from hetmesh.graph import output_key
 from hetmesh.models import lora_plan
 from hetmesh.parallel import RandomPlace, entering, local_gradient, seed_by_place
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.testing.assignments import Policy
 from hetmesh.testing.dense_masks import dense_mask, masked
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.precision import exact_dtypes
@@ -111,8 +112,13 @@ def run(
     steps: int = 3,
     lr: float = 0.1,
     fault: Callable[[Job], None] | None = None,
+    policy: Policy | None = None,
 ) -> Outcome:
     """Run `recipe` on its layout; every rank of `world` calls it, also ranks that the recipe does not use.
+
+    Args:
+        policy: assigns samples to lanes and microbatches, equally on all ranks, in place of the recipe's own policy
+            (`hetmesh.testing.assignments`).
 
     Returns:
         Losses and, for the modules of this rank, full gradients and parameters as this rank's replica has them.
@@ -125,7 +131,8 @@ def run(
 
     def step() -> float:
         drawn = next(job.loader)
-        plan = job.plan([d.meta for d in drawn])
+        metas = [d.meta for d in drawn]
+        plan = policy(job.graph, metas, recipe.batch.microbatch_size) if policy else job.plan(metas)
         feed = Feed(job.loader, drawn, plan, job.adapters, world.rank)
         loss = job.runtime.run(job.schedule(plan), plan, feed, step=next(numbers))
         targets = max(plan.num_targets, 1)
@@ -140,24 +147,37 @@ def run(
 
 
 def check(
-    pool: WorkerPool, recipe: Recipe, steps: int = 3, *, timeout: float = 120.0, microbatches: bool = False
+    pool: WorkerPool,
+    recipe: Recipe,
+    steps: int = 3,
+    *,
+    timeout: float = 120.0,
+    microbatches: bool = False,
+    policy: Policy | None = None,
 ) -> float:
     """Run `recipe` in the workers of `pool` and compare it with one process; returns the largest error.
 
     Args:
         microbatches: as in `reference`; for recipes with dropout.
+        policy: as in `run`; what it gives does not change what one process gives.
 
     Raises:
         ParityError: it differs.
         Exception: what a worker raised; a `WorkerError` if it hung or died.
     """
-    ranks = pool.run(run_as, recipe, steps, timeout=timeout)
+    ranks = pool.run(run_as, recipe, steps, None, policy, timeout=timeout)
     return compare(reference(recipe, steps, microbatches=microbatches), ranks, TOLERANCE[recipe.training.dtype])
 
 
-def run_as(rank: int, recipe: Recipe, steps: int, fault: Callable[[Job], None] | None = None) -> Outcome:
+def run_as(
+    rank: int,
+    recipe: Recipe,
+    steps: int,
+    fault: Callable[[Job], None] | None = None,
+    policy: Policy | None = None,
+) -> Outcome:
     """`run` in worker `rank` of a `WorkerPool`."""
-    return run(recipe, World.current(), steps, fault=fault)
+    return run(recipe, World.current(), steps, fault=fault, policy=policy)
 
 
 def _descend(parameters: Mapping[str, nn.Parameter], step: Callable[[], float], steps: int, lr: float) -> Outcome:

@@ -80,7 +80,7 @@ def _compare(
         source, recipe.batch.global_batch_size, make_prepare(recipe, graph, adapters), seed=recipe.debug.seed
     )
     plan = plan_batch(graph, [d.meta for d in loader.batch(0)], recipe.batch.microbatch_size)
-    schedule = recipe_schedule(recipe, graph, plan.num_microbatches)
+    schedule = recipe_schedule(recipe, graph, plan.routes)
     slowdown = busy_slowdown(each.busy for each in measured)
     costs = apart(step_costs(measured, plan, schedule), slowdown)
     predicted, (real, seconds) = simulate(schedule, costs), _median_step(schedule, measured)

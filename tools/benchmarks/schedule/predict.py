@@ -12,7 +12,7 @@ from benchmarks.schedule.stages import Measured, own_work
 from hetmesh.balance import BatchPlan, edge_layouts
 from hetmesh.cost import Observation, Profile, StageCost, StepCosts, TransferCost, fit
 from hetmesh.cost.fitted import PARTS, non_negative_least_squares
-from hetmesh.graph import Edge, Stage
+from hetmesh.graph import Route, Stage
 from hetmesh.layout import plan_transfer
 from hetmesh.schedule import Schedule
 
@@ -26,7 +26,7 @@ def step_costs(measured: Sequence[Measured], plan: BatchPlan, schedule: Schedule
             key=lambda cost: cost.forward + cost.backward,
         )
         for stage in stages.stages
-        for m in range(schedule.microbatches)
+        for m in range(schedule.routes.count(stage.module))
     }
     return with_links(StepCosts(costs), measured, plan, schedule)
 
@@ -64,21 +64,18 @@ def _cost(profile: Profile, plan: BatchPlan, schedule: Schedule, stage: Stage, m
     return StageCost(forward, own, weight) if stage in schedule.split else StageCost(forward, 0.0, whole)
 
 
-def _transfers(
-    measured: Sequence[Measured], plan: BatchPlan, schedule: Schedule
-) -> dict[tuple[Edge, int], TransferCost]:
-    """Latency and bandwidth, fitted to messages, over the bytes of every edge and microbatch. float32 only."""
+def _transfers(measured: Sequence[Measured], plan: BatchPlan, schedule: Schedule) -> dict[Route, TransferCost]:
+    """Latency and bandwidth, fitted to messages, over the bytes of every route. float32 only."""
     pairs = [(size, statistics.median(seconds)) for each in measured for size, seconds in each.transfers.items()]
     sizes, seconds = (np.array(column, dtype=float) for column in zip(*pairs, strict=True))
     features = np.stack([np.ones_like(sizes), sizes], axis=1) / seconds[:, None]
     latency, per_byte = non_negative_least_squares(features, np.ones(len(seconds)))
     costs = {}
     for edge in schedule.stages.edges:
-        for m in range(schedule.microbatches):
-            shape, src, dst = edge_layouts(plan, edge, m)
-            forward = plan_transfer(shape, src, dst)
-            for each, way in ((edge, forward), (edge.reversed, forward.transpose())):
+        for route in schedule.routes.along(edge):
+            forward = plan_transfer(*edge_layouts(plan, *route))
+            for each, way in ((route, forward), (route.reversed, forward.transpose())):
                 received = max(way.bytes_received(rank, 4) for rank in way.dst.mesh.ranks)
                 if received:
-                    costs[each, m] = TransferCost(latency + per_byte * received, received)
+                    costs[each] = TransferCost(latency + per_byte * received, received)
     return costs

@@ -1,0 +1,127 @@
+"""Parity of routes: every module by itself in any number of microbatches, every sample in any of them, rows wherever
+they are wanted. What one process gives does not change, whatever the speed of ranks."""
+
+import random
+import time
+from functools import partial
+
+import pytest
+from test_parity_context import cp
+from test_parity_pipeline import MODEL, TWO_ENCODERS, recipe, table
+
+from hetmesh.balance import BalanceOptions, plan_batch
+from hetmesh.boundary import World
+from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.runtime.step import StepRunner
+from hetmesh.testing import faults
+from hetmesh.testing.assignments import Deferred, RandomAssignment
+from hetmesh.testing.parity import ParityError, compare, reference, run
+
+
+def delayed_run(rank, recipe, policy, fault=None):
+    """Two steps, in which every rank stops now and then."""
+    chance, execute = random.Random(rank), StepRunner.execute
+
+    def slow(step, action):
+        if chance.random() < 0.2:
+            time.sleep(0.004 * chance.random())
+        execute(step, action)
+
+    StepRunner.execute = slow
+    try:
+        return run(recipe, World.current(), steps=2, policy=policy, fault=fault)
+    finally:
+        StepRunner.execute = execute
+
+
+def check(pool, recipe, policies):
+    truth = reference(recipe, steps=2)
+    for policy in policies:
+        compare(truth, pool.run(delayed_run, recipe, policy, timeout=120), 1e-10)
+
+
+PACKED = "[training]\npack_samples = true"
+LAYOUTS = {
+    "two pipelines": ("1f1b", table("vision", "0-1", pp=2), table("llm", "2-3", pp=2)),
+    "two pipelines, the backward in two parts": (
+        "zero_bubble",
+        table("vision", "0-1", pp=2),
+        table("llm", "2-3", pp=2),
+    ),
+    "three stages on two ranks": ("interleaved", table("vision", "0-1", pp=2), table("llm", "2-3", pp=2)),
+    "FSDP and TP": ("1f1b", table("vision", "0-2", fsdp=3), table("llm", "0-3", fsdp=2, tp=2)),
+    "context parallel": ("sequential", table("vision", "0-1"), cp("1-3", 3)),
+    "context parallel and sequence parallel": (
+        "1f1b",
+        table("vision", "0-1"),
+        cp("0-3", 2, tp=2) + "\nenable_sequence_parallel = true",
+    ),
+    "context parallel pipeline": ("1f1b", table("vision", "0-3"), cp("0-3", 2, pp=2)),
+    "colocated": ("three_phase", table("vision", "0-3"), table("llm", "0-3", pp=2, tp=2)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_assignment_equals_one_process(pool4, layout):
+    policy, *tables = LAYOUTS[layout]
+    extra = "three_phase_window = 2\nthree_phase_recompute = true" if policy == "three_phase" else ""
+    given = recipe(policy, *tables, batch=8, extra=extra)
+    check(pool4, given, [RandomAssignment(0, most=3)])
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_many_assignments_equal_one_process(pool4, layout):
+    policy, *tables = LAYOUTS[layout]
+    check(pool4, recipe(policy, *tables, batch=8), [RandomAssignment(seed) for seed in range(1, 11)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", ["frozen encoder", "frozen llm", "lora"])
+def test_any_assignment_whatever_is_frozen(pool4, trained):
+    given = recipe("1f1b", table("vision", "0-1"), table("llm", "1-3", pp=3), trained=trained, batch=6)
+    check(pool4, given, [RandomAssignment(0, most=3)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["1f1b", "interleaved"])
+def test_two_encoders_with_microbatches_of_their_own_on_eight_processes(pool8, policy):
+    text = MODEL.replace("image = [1, 8, 8]", "image = [1, 8, 8], scan = [2, 8, 8]") + TWO_ENCODERS
+    text = text.format(policy=policy, batch=9, tied="false", extra="", vision="", projector="", llm="")
+    text = text.replace("[training]", "[training]\npack_samples = true")
+    tables = (table("vision", "0-2", pp=3), table("scanner", "3"), cp("0,4-6", 2, pp=2))
+    check(pool8, parse_recipe("\n".join([text, *tables])), [RandomAssignment(0, most=3)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["1f1b", "zero_bubble", "three_phase"])
+def test_deferral_equals_one_process_in_both_backward_modes(pool4, policy):
+    """The latter half of a microbatch of the encoder goes through the LLM one microbatch later."""
+    where = "0-3" if policy == "three_phase" else "0-1"
+    given = recipe(policy, table("vision", where), table("llm", "2-3" if where == "0-1" else where, pp=2), batch=6)
+    check(pool4, given, [Deferred(2), Deferred(2, split=True)])
+
+
+BALANCED = {
+    "entrain with FSDP and TP": ("entrain", LAYOUTS["FSDP and TP"]),
+    "auto with context parallelism": ("auto", LAYOUTS["context parallel pipeline"]),
+    "two_dim with pipelines": ("two_dim", LAYOUTS["two pipelines"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BALANCED)
+def test_balancers_equal_one_process(pool4, case):
+    balancer, (policy, *tables) = BALANCED[case]
+    balanced = partial(plan_batch, policy=balancer, options=BalanceOptions(deferral=True))
+    check(pool4, recipe(policy, *tables, batch=6), [balanced])
+
+
+@pytest.mark.slow
+def test_the_oracle_sees_rows_in_another_order(pool4):
+    given = recipe("1f1b", table("vision", "0-1"), table("llm", "2-3", pp=2), batch=4)
+    results = pool4.run(delayed_run, given, RandomAssignment(1), faults.PermuteRows("projector"), timeout=120)
+    with pytest.raises(ParityError):
+        compare(reference(given, steps=2), results, 1e-10)
