@@ -3,18 +3,16 @@ they are wanted. What one process gives does not change, whatever the speed of r
 
 import random
 import time
-from functools import partial
 
 import pytest
 from test_parity_context import cp
 from test_parity_pipeline import MODEL, TWO_ENCODERS, recipe, table
 
-from hetmesh.balance import BalanceOptions, plan_batch
 from hetmesh.boundary import World
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.runtime.step import StepRunner
 from hetmesh.testing import faults
-from hetmesh.testing.assignments import Deferred, RandomAssignment
+from hetmesh.testing.assignments import Balanced, Deferred, RandomAssignment
 from hetmesh.testing.parity import ParityError, compare, reference, run
 
 
@@ -115,8 +113,7 @@ BALANCED = {
 @pytest.mark.parametrize("case", BALANCED)
 def test_balancers_equal_one_process(pool4, case):
     balancer, (policy, *tables) = BALANCED[case]
-    balanced = partial(plan_batch, policy=balancer, options=BalanceOptions(deferral=True))
-    check(pool4, recipe(policy, *tables, batch=6), [balanced])
+    check(pool4, recipe(policy, *tables, batch=6), [Balanced(balancer)])
 
 
 @pytest.mark.slow
