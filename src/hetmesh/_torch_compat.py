@@ -24,6 +24,7 @@ __all__ = [
     "one_gloo_device",
     "reduce_scatter_single",
     "set_group_timeout",
+    "shared_buffer",
     "split_backward",
 ]
 
@@ -103,6 +104,11 @@ def _gloo_devices(interfaces: str) -> list[Any]:
     if not interfaces:
         return [dist.ProcessGroupGloo.create_default_device(lazy_init=False)]
     return [dist.ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in interfaces.split(",")]
+
+
+def shared_buffer(size: int) -> torch.Tensor:
+    """uint8 `[size]` in memory that other processes can map: a tensor made elsewhere would be copied there."""
+    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
 
 
 set_group_timeout = _set_pg_timeout

@@ -31,6 +31,11 @@ class SampleError(HetmeshError, ValueError):
     """One sample is malformed. The message names its id; mend the sample or the source that made it."""
 
 
+class LoaderError(HetmeshError, RuntimeError):
+    """A worker process that loads samples died, or was at one sample for too long. The message names the sample; look
+    at its files, or load in the training process: `[data] num_workers = 0`."""
+
+
 class BoundaryError(HetmeshError, RuntimeError):
     """A tensor handed to a boundary does not have the shape, dtype, mesh or device that the layouts promise."""
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from hetmesh.cli import workers
-from hetmesh.cli.workers import Failure, Workers
+from hetmesh.cli.workers import Failure, Workers, first_cause
 
 
 def leave(rank, status):
@@ -91,3 +91,10 @@ def test_what_is_ignored_stays_ignored():
             assert started.join() == Failure(0, workers.how_it_ended(11))
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_who_lost_a_peer_is_not_the_cause():
+    lost = Failure(0, "BoundaryError: SEND0: boundary 'a->b': rank 0 lost rank 2: its process has ended", "Traceback")
+    cause = Failure(2, "SampleError: sample 'x': its image is broken", "Traceback")
+    assert lost.lost_peer
+    assert first_cause([lost, cause]) == cause

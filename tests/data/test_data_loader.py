@@ -5,12 +5,16 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetmesh.balance import plan_batch
 from hetmesh.data import DigitsSource, Loader, Sample, expand
+from hetmesh.data.payloads import Unreadable
 from hetmesh.errors import RecipeError, SampleError
+from hetmesh.graph import ModuleGraph, ModuleSpec
 from hetmesh.graph.sample import MediaItem, SampleMeta
+from hetmesh.layout import MeshSpec
 
 
 class Tiny:
@@ -97,13 +101,45 @@ def test_a_restored_loader_continues_exactly(before, after):
     resumed = Loader(Tiny(), 3, PREPARE, seed=5)
     resumed.load_state_dict(first.state_dict())
     assert [next(resumed) for _ in range(after)] == expected
+    if before:
+        with pytest.raises(ValueError, match=f"step 0 lies before step {before}"):
+            resumed.indices(0)
     assert resumed.state_dict() == whole.state_dict()
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(1, 30),
+    st.lists(
+        st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 4)), min_size=1, max_size=5
+    ),
+    st.integers(0, 99),
+)
+def test_u27_a_run_that_is_resumed_in_other_layouts_sees_every_remaining_sample_once(size, runs, seed):
+    """Each run has other lanes, microbatches and samples per microbatch, and is stopped after any number of steps."""
+    state, seen = None, []
+    for lanes, microbatches, samples, steps in runs:
+        loader = Loader(Tiny(size), lanes * microbatches * samples, seed=seed)
+        if state is not None:
+            loader.load_state_dict(state)
+        for _ in range(steps):
+            drawn = next(loader)
+            ranks = tuple(range(lanes))
+            graph = ModuleGraph((ModuleSpec("llm", MeshSpec(ranks, ("dp_replicate",), (lanes,))),), ())
+            plan = plan_batch(graph, [d.meta for d in drawn], samples)
+            assert plan.num_microbatches == microbatches
+            for lane in ranks:  # what the rank of each lane is given
+                seen += [drawn[i].index for m in range(microbatches) for i in plan.samples_of("llm", m, lane)]
+        state = loader.state_dict()
+    whole = Loader(Tiny(size), max(len(seen), 1), seed=seed).indices(0)[: len(seen)]
+    assert Counter(seen) == Counter(whole)
+    assert all(count <= -(-len(seen) // size) for count in Counter(seen).values())
+    assert state["sample"] == len(seen)
 
 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (Loader(Tiny(), 4, seed=5), "global_batch_size was 3 and is 4"),
         (Loader(Tiny(), 3), "seed was 5 and is 0"),
         (Loader(Tiny(6), 3, seed=5), "the number of samples of data.source was 5 and is 6"),
         (Loader(Tiny(), 3, seed=5, shuffle=False), "shuffle was 1 and is 0"),
@@ -135,3 +171,31 @@ def test_a_token_outside_the_vocabulary_is_an_error_that_names_the_sample():
     loader = Loader(Wrong(), 1, shuffle=False)
     with pytest.raises(SampleError, match=r"'tiny/0': token ids 2..3 must be in 0..2"):
         loader.load(loader.batch(0))
+
+
+def test_a_sample_whose_metadata_cannot_be_read_is_an_error_or_drawn_as_such():
+    class Spoilt(Tiny):
+        def meta(self, index: int) -> SampleMeta:
+            if index == 3:
+                raise SampleError("sample 'tiny/3': broken")
+            return super().meta(index)
+
+        def load(self, index: int, kinds: object = None) -> Sample:
+            if index == 1:
+                raise SampleError("sample 'tiny/1': broken too")
+            return super().load(index, kinds)
+
+    with pytest.raises(SampleError, match="'tiny/3': broken"):
+        Loader(Spoilt(), 5, PREPARE, shuffle=False).batch(0)
+    loader = Loader(Spoilt(), 5, PREPARE, shuffle=False, skip=True)
+    drawn = loader.batch(0)
+    assert [d.unreadable for d in drawn] == ["", "", "", "sample 'tiny/3': broken", ""]
+    assert (drawn[3].meta.tokens, drawn[3].meta.targets, drawn[3].meta.media) == (1, (), ())
+    samples = loader.try_load(drawn)
+    assert samples[1] == Unreadable("sample 'tiny/1': broken too")
+    assert samples[3].tokens.tolist() == [Tiny.pad_id]
+    blank = loader.blank(drawn[1], ("image",))
+    assert blank.tokens.tolist() == [0, 1, 1, 1, 1, 0]
+    assert [tuple(image.shape) for image in blank.media["image"]] == [(1, 4, 4)]
+    with pytest.raises(SampleError, match="'tiny/1': broken too"):
+        loader.load(drawn)

@@ -103,13 +103,12 @@ def test_a_resumed_run_says_so_and_what_has_changed(saved, world, capsys):
         (("--training.dtype", "float64"), r'training\.dtype = "float64": .* is of a run with "float32"; restore it'),
         (("--debug.seed", "1"), r"debug\.seed = 1: .* is of a run with 0; restore it, or start a new run"),
         (("--data.source", "synthetic"), r'data\.source = "synthetic": .* is of a run with "digits"; restore it'),
-        (("--training.local_batch_size", "4"), r"training\.global_batch_size was 2 and is 4; restore what was, or"),
         (
             ("--modules.llm.config.intermediate_size", "128"),
             r"does not fit .*; keys that have changed: modules\.llm\.config\.intermediate_size 256 -> 128",
         ),
     ],
-    ids=["optimizer", "dtype", "seed", "source", "batch size", "model"],
+    ids=["optimizer", "dtype", "seed", "source", "model"],
 )
 def test_what_cannot_change_is_refused_by_name(saved, world, override, message):
     other = recipe(saved, *override)
@@ -119,6 +118,14 @@ def test_what_cannot_change_is_refused_by_name(saved, world, override, message):
         return
     with pytest.raises(RecipeError, match=message):
         Trainer(other, world)
+
+
+@pytest.mark.slow
+def test_u27_another_batch_size_goes_on_at_the_same_sample(saved, world):
+    before = Trainer(recipe(saved), world).job.loader
+    after = Trainer(recipe(saved, "--training.local_batch_size", "4"), world).job.loader
+    assert (before.step, after.step) == (2, 2)
+    assert after.indices(2) == before.indices(2) + before.indices(3)
 
 
 def test_changes_of_what_is_not_trained_are_no_changes(tmp_path):

@@ -27,7 +27,9 @@ PATIENCE = 5.0  # s; the same where all that is known is that a connection was l
 LOOK = 1.0  # s between two looks at who has ended: a sentinel may be held by what a worker started
 MOST = 20_000  # characters of a message or a traceback: a report fits into the buffer of a pipe
 TERMINATE = 5.0  # s from SIGTERM to SIGKILL
-LOST_PEER = re.compile(r"connection (was )?(reset|closed|refused)|broken pipe|socket closed|socket timeout", re.I)
+LOST_PEER = re.compile(
+    r"connection (was )?(reset|closed|refused)|broken pipe|socket closed|socket timeout|lost rank \d+", re.I
+)
 
 
 @dataclass(frozen=True)

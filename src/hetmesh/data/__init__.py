@@ -5,6 +5,8 @@ registry.py sources by name: make_source
 check.py    is a sample well-formed, does its payload agree with its metadata
 expand.py   one placeholder token per row; truncation
 shuffle.py  permutations that cost no memory
+payloads.py samples loaded in this process, or in worker processes ahead of need
+spans.py    a stretch of a file, read alone
 loader.py   Loader: the global batch of a step as metadata, payloads on demand
 digits.py   the demo: questions about handwritten digits (digits.npz, README.md)
 synthetic.py  random text and images of realistic sizes

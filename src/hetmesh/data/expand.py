@@ -130,6 +130,17 @@ def _rows(sample_id: str, item: MediaItem, item_rows: ItemRows) -> int:
     return rows
 
 
+def blank(meta: SampleMeta, placeholders: Mapping[str, int], pad_id: int, kinds: Collection[str] | None) -> Sample:
+    """A payload without content of the shapes that the expanded `meta` promises: padding, and media of zeros."""
+    tokens = np.full(meta.tokens, pad_id, np.int64)
+    media: dict[str, list[torch.Tensor]] = {}
+    for item in meta.media:
+        tokens[item.position : item.position + item.rows] = placeholders[item.name]
+        if wants(kinds, item.name):
+            media.setdefault(item.name, []).append(torch.zeros(item.shape))
+    return Sample(meta.id, torch.from_numpy(tokens), media)
+
+
 def expand_tokens(
     sample: Sample,
     source_meta: SampleMeta,

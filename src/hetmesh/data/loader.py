@@ -1,7 +1,8 @@
 """The metadata-first loader: every rank knows every sample's shape, and loads only the samples that it processes.
 
-The global batch of a step is a pure function of `(seed, step)`: the source's samples, shuffled anew for each epoch, in
-one endless row that is cut into batches. A batch may thus hold the end of one epoch and the start of the next; within
+The samples of a run are the source's, shuffled anew for each epoch, in one endless row that is cut into batches: a pure
+function of the seed and a place in that row, which is what is saved. Lanes, microbatches and batch sizes may be others
+when a run goes on from there. A batch may thus hold the end of one epoch and the start of the next; within
 an epoch no sample is lost or repeated. (Only where epochs meet, or an epoch is smaller than a batch, can a sample be
 twice in one batch.)
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hetmesh.data.expand import Expansion, expand_tokens
+from hetmesh.data.expand import Expansion, blank, expand_tokens
+from hetmesh.data.payloads import Direct, Payload, Payloads, Sources, Unreadable, Wanted
 from hetmesh.data.shuffle import permuted
 from hetmesh.data.source import Sample, Source
 from hetmesh.errors import RecipeError, SampleError
@@ -19,12 +21,14 @@ from hetmesh.graph.sample import SampleMeta
 
 _KEYS = {
     "seed": "debug.seed",
-    "global_batch_size": "training.global_batch_size",
     "source_length": "the number of samples of data.source",
     "shuffle": "the loader's shuffle",
 }
 """What the values that a position depends on are called in a recipe."""
 
+
+TRAIN, VALIDATION = "train", "validation"
+"""The splits of a run."""
 
 _SHOWN = 3  # samples that a message names
 
@@ -39,6 +43,7 @@ class DrawnSample:
         meta: its expanded metadata.
         dropped_media: media items that did not fit into `seq_len`.
         dropped_tokens: expanded tokens that did not fit into `seq_len`.
+        unreadable: why not even its metadata can be read; a sample of one padding token stands for it. Else empty.
     """
 
     index: int
@@ -46,6 +51,7 @@ class DrawnSample:
     meta: SampleMeta
     dropped_media: int = 0
     dropped_tokens: int = 0
+    unreadable: str = ""
 
 
 class Loader:
@@ -58,6 +64,9 @@ class Loader:
             leaves samples as the source gives them.
         seed: chooses the shuffles.
         shuffle: False keeps the source's order in every epoch.
+        payloads: where samples are loaded; None: in this process, when they are asked for.
+        split: what `source` is called among the sources of `payloads`.
+        skip: a sample whose metadata cannot be read is drawn as `DrawnSample.unreadable`, not an error.
 
     Raises:
         RecipeError: a batch size below 1 or an empty source.
@@ -71,6 +80,9 @@ class Loader:
         *,
         seed: int = 0,
         shuffle: bool = True,
+        payloads: Payloads | None = None,
+        split: str = TRAIN,
+        skip: bool = False,
     ) -> None:
         if global_batch_size < 1:
             raise RecipeError(f"[training] global_batch_size = {global_batch_size} must be at least 1")
@@ -81,20 +93,35 @@ class Loader:
         self.prepare = prepare or Expansion
         self.seed = seed
         self.shuffle = shuffle
+        self.payloads = payloads or Direct(Sources({split: lambda: source}))
+        self.split, self.skip = split, skip
         self.step = 0
         """The step whose batch `next` gives."""
+        self._since = (0, 0)  # a step, and the place of its first sample in the endless row
 
     def indices(self, step: int) -> tuple[int, ...]:
-        """Source indices of the global batch at `step` (0, 1, ...), in order."""
+        """Source indices of the global batch at `step`, in order.
+
+        Raises:
+            ValueError: `step` is before the one at which this run was resumed (or 0).
+        """
         size = len(self.source)
         found: list[int] = []
-        first, stop = step * self.global_batch_size, (step + 1) * self.global_batch_size
+        first = self.place(step)
+        stop = first + self.global_batch_size
         while first < stop:
             epoch, offset = divmod(first, size)
             positions = range(offset, min(offset + stop - first, size))
             found += permuted(positions, size, self.seed, epoch) if self.shuffle else positions
             first += len(positions)
         return tuple(found)
+
+    def place(self, step: int) -> int:
+        """The place of the first sample of `step` in the endless row of samples."""
+        since, sample = self._since
+        if step < since:
+            raise ValueError(f"step {step} lies before step {since}, where the data position was restored")
+        return sample + (step - since) * self.global_batch_size
 
     def batch(self, step: int) -> tuple[DrawnSample, ...]:
         """The global batch at `step`: the same on every rank, and no payload is loaded.
@@ -106,9 +133,16 @@ class Loader:
 
     def draw(self, index: int) -> DrawnSample:
         """The prepared metadata of source sample `index`."""
-        given = self.source.meta(index)
-        result = self.prepare(given)
-        return DrawnSample(index, given, result.meta, len(result.dropped_media), result.dropped_tokens)
+        unreadable = ""
+        try:
+            given = self.source.meta(index)
+            result = self.prepare(given)
+        except SampleError as error:
+            if not self.skip:
+                raise
+            unreadable, given = str(error), SampleMeta(f"unreadable-{index}", 1)
+            result = self.prepare(given)
+        return DrawnSample(index, given, result.meta, len(result.dropped_media), result.dropped_tokens, unreadable)
 
     def load(self, drawn: Iterable[DrawnSample], kinds: Mapping[int, Collection[str]] | None = None) -> list[Sample]:
         """The expanded payloads of the samples asked for, in that order.
@@ -119,11 +153,50 @@ class Loader:
         Raises:
             SampleError: a payload does not agree with its metadata, or holds a token outside the vocabulary.
         """
-        return [self._load(d, None if kinds is None else kinds[d.index]) for d in drawn]
+        found = self.try_load(drawn, kinds)
+        for each in found:
+            if isinstance(each, Unreadable):
+                raise SampleError(each.message)
+        return [each for each in found if not isinstance(each, Unreadable)]
 
-    def _load(self, drawn: DrawnSample, kinds: Collection[str] | None) -> Sample:
+    def try_load(
+        self, drawn: Iterable[DrawnSample], kinds: Mapping[int, Collection[str]] | None = None
+    ) -> list[Payload]:
+        """The same, with the reason in place of what `load` refuses."""
+        drawn = list(drawn)
+        wanted = self.wanted(drawn, kinds)
+        found = iter(self.payloads.get(wanted))
+        return [
+            self._checked(d, None if kinds is None else kinds[d.index], None if d.unreadable else next(found))
+            for d in drawn
+        ]
+
+    def wanted(self, drawn: Iterable[DrawnSample], kinds: Mapping[int, Collection[str]] | None = None) -> list[Wanted]:
+        """What `load` asks `payloads` for, which may be told beforehand."""
+        return [
+            Wanted(self.split, d.index, None if kinds is None else tuple(sorted(kinds[d.index])))
+            for d in drawn
+            if not d.unreadable
+        ]
+
+    def blank(self, drawn: DrawnSample, kinds: Collection[str] | None) -> Sample:
+        """What stands for a sample that cannot be read."""
+        return blank(drawn.meta, self.source.placeholders, self.source.pad_id, kinds)
+
+    def _checked(self, drawn: DrawnSample, kinds: Collection[str] | None, found: Payload | None) -> Payload:
+        """The expanded payload."""
+        if found is None:
+            return self.blank(drawn, kinds)
+        if isinstance(found, Unreadable):
+            return found
+        try:
+            return self._expanded(drawn, kinds, found)
+        except SampleError as error:
+            return Unreadable(str(error))
+
+    def _expanded(self, drawn: DrawnSample, kinds: Collection[str] | None, found: Sample) -> Sample:
         source = self.source
-        sample = expand_tokens(source.load(drawn.index, kinds), drawn.given, drawn.meta, source.placeholders, kinds)
+        sample = expand_tokens(found, drawn.given, drawn.meta, source.placeholders, kinds)
         tokens = sample.tokens.numpy()
         low, high = tokens.min(), tokens.max()
         if low < 0 or high >= source.vocab_size:
@@ -144,16 +217,17 @@ class Loader:
 
     def state_dict(self) -> dict[str, int]:
         """The position, and what it depends on."""
-        return {"step": self.step, **self._identity()}
+        return {"step": self.step, "sample": self.place(self.step), **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue where the loader that gave `state` was: its next batch comes next.
+        """Continue where the loader that gave `state` was: the samples that come next are those that it would have
+        drawn, however many make a batch now.
 
         Raises:
-            RecipeError: seed, batch size, order or source length differ, so that batches would not be the same ones.
+            RecipeError: seed, order or source length differ, so that the samples would not be the same ones.
         """
         identity = self._identity()
-        missing = {"step", *identity} - set(state)
+        missing = {"step", "sample", *identity} - set(state)
         if missing:
             raise RecipeError(f"checkpoint: the data position lacks {sorted(missing)}; it has {sorted(state)}")
         differs = {k: (state[k], v) for k, v in identity.items() if state[k] != v}
@@ -164,11 +238,11 @@ class Loader:
                 "run from the saved weights: checkpoint.initial_load_path and another job.dump_folder"
             )
         self.step = int(state["step"])
+        self._since = (self.step, int(state["sample"]))
 
     def _identity(self) -> dict[str, int]:
         return {
             "seed": self.seed,
-            "global_batch_size": self.global_batch_size,
             "source_length": len(self.source),
             "shuffle": int(self.shuffle),
         }

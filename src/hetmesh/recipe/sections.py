@@ -228,10 +228,15 @@ class Parallelism(ScheduleKeys):
 
 
 class Data(Section):
-    """`[data]`: where samples come from; `options` are the source's own."""
+    """`[data]`: where samples come from, and who loads them; `options` are the source's own."""
 
     source: str = "digits"  # a source's name, or "package.module:Class"
     frozen_options: FrozenTable = Field(default=FrozenDict(), alias="options")
+    num_workers: Count = 0  # processes per rank that load samples ahead of need; 0: the rank itself, when it needs them
+    prefetch_factor: Size = 2  # microbatches that each of them has loaded or is loading
+    on_bad_sample: Literal["stop", "skip"] = (
+        "stop"  # one that cannot be read: end the run, or leave it out and count it
+    )
 
     @property
     def options(self) -> dict[str, Any]:

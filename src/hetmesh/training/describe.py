@@ -16,10 +16,13 @@ from hetmesh.training.build_graph import build_graph
 from hetmesh.training.refusals import check_recipe
 
 
-def describe(recipe: Recipe) -> tuple[Source, dict[str, Adapter], ModuleGraph]:
+def describe(recipe: Recipe, made: Source | None = None) -> tuple[Source, dict[str, Adapter], ModuleGraph]:
     """Data source, adapters and module graph of `recipe`. No process group, no weights.
 
     `hetmesh check`, `train` and every other verb come here first: what one refuses, all do.
+
+    Args:
+        made: the data source, if there is one already.
 
     Raises:
         RecipeError: everything that is wrong with the recipe beyond its text, a line each.
@@ -28,9 +31,9 @@ def describe(recipe: Recipe) -> tuple[Source, dict[str, Adapter], ModuleGraph]:
     for name, module in recipe.modules.items():
         with refusals.collect():
             pretrained_of(name, module)
-    source: Source | None = None
+    source = made
     with refusals.collect():
-        source = make_source(recipe.data.source, **recipe.data.options)
+        source = source or make_source(recipe.data.source, **recipe.data.options)
     if source is None:  # models take sizes from it
         refusals.finish()
     assert source is not None

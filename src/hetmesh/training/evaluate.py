@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hetmesh.data.loader import Loader, describe_without_targets
+from hetmesh.data.loader import VALIDATION, Loader, describe_without_targets
 from hetmesh.data.source import QuestionSource, Source
 from hetmesh.errors import SampleError
-from hetmesh.training.feed import Feed
+from hetmesh.training.skip import leave_out_unreadable
 
 if TYPE_CHECKING:
     from hetmesh.training.job import Job
@@ -33,12 +34,14 @@ class Evaluation:
             of which `seq_len` cut targets is not.
         predicted: int64 `[n, most targets]`: the arg-max tokens, -1 behind the last.
         kinds: the kind of each sample, empty where the source does not tell.
+        skipped: why samples could not be read, of all that could not; none of these is right.
     """
 
     loss: float
     right: Tensor
     predicted: Tensor
     kinds: tuple[str, ...]
+    skipped: tuple[str, ...] = ()
 
     @property
     def accuracy(self) -> float:
@@ -72,7 +75,11 @@ def evaluate(job: Job, source: Source, limit: int | None = None) -> Evaluation:
 
 def _evaluate(job: Job, source: Source, limit: int | None) -> Evaluation:
     batch = job.recipe.batch.global_batch_size
-    loader = Loader(source, batch, job.loader.prepare, shuffle=False)
+    known = job.loader.payloads.sources.made(VALIDATION) is source  # workers know the run's own sources
+    payloads = job.loader.payloads if known else None
+    loader = Loader(
+        source, batch, job.loader.prepare, shuffle=False, payloads=payloads, split=VALIDATION, skip=job.loader.skip
+    )
     count = min(len(source), limit or len(source))
     drawn = [loader.draw(i) for i in range(count)]
     targets = sum(d.meta.num_targets for d in drawn)
@@ -83,9 +90,17 @@ def _evaluate(job: Job, source: Source, limit: int | None) -> Evaluation:
     # The line of a sample is written by one rank; the sum over ranks hands it to all.
     results = torch.zeros(count, width + 1, dtype=torch.int64)
     loss = torch.zeros((), dtype=torch.float64)
-    for start in range(0, count, batch):
-        part = drawn[start : start + batch]
-        plan = job.plan([d.meta for d in part])
+    skipped: dict[int, str] = {}
+    parts = [(start, drawn[start : start + batch]) for start in range(0, count, batch)]
+    planned = [(start, part, job.plan([d.meta for d in part])) for start, part in parts]
+    feeds = [job.feed(part, plan, loader) for _, part, plan in planned]
+    for feed, (_, _, plan) in zip(feeds, planned, strict=True):
+        feed.announce(job.schedule(plan, training=False))
+    for start, _, plan in planned:
+        feed = feeds.pop(0)  # which lets go of the samples of those before
+        if loader.skip:
+            plan, left_out = leave_out_unreadable(feed, job.world)
+            skipped |= {start + i: reason for i, reason in left_out.items()}
 
         def observe(m: int, logits: Tensor, batch: Mapping[str, Tensor], start: int = start, plan=plan) -> None:
             guesses = logits.argmax(-1)
@@ -103,7 +118,6 @@ def _evaluate(job: Job, source: Source, limit: int | None) -> Evaluation:
                 results[sample, 1 + j] = guess + 1
 
         counts = job.counts_loss
-        feed = Feed(loader, part, plan, job.adapters, job.world.rank)
         schedule = job.schedule(plan, training=False)
         lane_loss = job.runtime.run(schedule, plan, feed, observe if counts else None, step=0)
         loss += lane_loss if counts else 0
@@ -114,9 +128,11 @@ def _evaluate(job: Job, source: Source, limit: int | None) -> Evaluation:
         dist.all_reduce(loss, group=everyone)
     results = results.cpu()
     kinds = tuple(source.kind(i) for i in range(count)) if isinstance(source, QuestionSource) else ()
-    whole = torch.tensor([source.meta(i).num_targets for i in range(count)])  # also what `seq_len` cut off
+    targets -= sum(drawn[i].meta.num_targets for i in skipped)
+    whole = torch.tensor([d.given.num_targets for d in drawn])  # also what `seq_len` cut off
     right = (results[:, 0] == whole) & (whole > 0)
-    return Evaluation(float(loss) / targets, right, results[:, 1:] - 1, kinds)
+    mean = float(loss) / targets if targets else math.nan
+    return Evaluation(mean, right, results[:, 1:] - 1, kinds, tuple(skipped.values()))
 
 
 def show(source: Source, evaluation: Evaluation, number: int = 5) -> list[str]:

@@ -9,11 +9,13 @@ from typing import Any
 
 from hetmesh.balance import BatchPlan
 from hetmesh.data.loader import DrawnSample, Loader
+from hetmesh.data.payloads import Unreadable, Wanted
 from hetmesh.data.source import Sample
 from hetmesh.graph import ModuleSpec, Stage
 from hetmesh.models.adapter import Adapter
 from hetmesh.models.packing import pack_tokens
 from hetmesh.parallel import ContextAttention
+from hetmesh.schedule import Kind, Schedule
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Feed:
         self.loader, self.drawn, self.plan, self.adapters, self.rank = loader, drawn, plan, adapters, rank
         self.loaded = Loaded()
         self._samples: dict[int, Sample] = {}
+        self._mine: set[int] = set()
         self._kinds = self._wanted()
 
     def __call__(self, stage: Stage, microbatch: int) -> dict[str, Any]:
@@ -85,13 +88,32 @@ class Feed:
         )
         return packed
 
+    def announce(self, schedule: Schedule) -> None:
+        """Say which samples the actions of `schedule` will ask for, in that order, so that they are loaded by then."""
+        known: set[int] = set()
+        requests: list[list[Wanted]] = []
+        for action in schedule.of_rank(self.rank):
+            stage = action.target
+            if action.kind is not Kind.FORWARD or not isinstance(stage, Stage):
+                continue
+            spec = self.plan.graph[stage.module]
+            lane = spec.lane_of(self.rank)
+            if lane is None or not self._reads(spec, stage.index):
+                continue
+            new = [i for i in self.plan.samples_of(stage.module, action.microbatch, lane) if i not in known]
+            if new:
+                requests.append(self.loader.wanted([self.drawn[i] for i in new], self._kinds))
+                known.update(new)
+        self.loader.payloads.announce(requests)
+
     def _reads(self, spec: ModuleSpec, stage: int) -> bool:
         """Whether a stage reads samples itself: an encoder's first one, and every one of the LLM."""
         graph = self.plan.graph
         return spec.name == graph.sink.name or (stage == 0 and not graph.inputs(spec.name))
 
     def _wanted(self) -> dict[int, set[str]]:
-        """The kinds of media that this rank's modules read, by source index of the samples of its lanes."""
+        """The kinds of media that this rank's modules read, by source index of the samples of its lanes, whose
+        indices in the batch are noted too."""
         wanted: dict[int, set[str]] = {}
         for name in self.plan.graph.order:
             spec = self.plan.graph[name]
@@ -101,16 +123,31 @@ class Feed:
             lane = spec.lane_of(self.rank)
             assert lane is not None
             for lanes in self.plan.lanes[name]:
+                self._mine.update(lanes[lane])
                 for i in lanes[lane]:
                     kinds = wanted.setdefault(self.drawn[i].index, set())
                     if spec.media is not None:
                         kinds.add(spec.media)
         return wanted
 
-    def _load(self, missing: Sequence[int]) -> None:
+    def load_all(self) -> dict[int, str]:
+        """Load all that this rank will ask for. What cannot be read gets a blank payload of the planned shapes.
+
+        Returns:
+            Why not, by index in the batch.
+        """
+        return self._load(sorted(self._mine), blanks=True)
+
+    def _load(self, missing: Sequence[int], blanks: bool = False) -> dict[int, str]:
         started = time.perf_counter()
-        for i, sample in zip(missing, self.loader.load([self.drawn[i] for i in missing], self._kinds), strict=True):
-            self._samples[i] = sample
-            self.loaded.bytes_read += sample.bytes_read
-            self.loaded.bytes_needed += sample.bytes_needed
+        wrong: dict[int, str] = {}
+        load = self.loader.try_load if blanks else self.loader.load
+        for i, found in zip(missing, load([self.drawn[i] for i in missing], self._kinds), strict=True):
+            if isinstance(found, Unreadable):
+                wrong[i] = found.message
+                found = self.loader.blank(self.drawn[i], self._kinds[self.drawn[i].index])
+            self._samples[i] = found
+            self.loaded.bytes_read += found.bytes_read
+            self.loaded.bytes_needed += found.bytes_needed
         self.loaded.wait_s += time.perf_counter() - started
+        return wrong

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from hetmesh.data.loader import VALIDATION
+from hetmesh.data.payloads import Sources
 from hetmesh.data.registry import make_source
 from hetmesh.data.source import Source
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import Recipe
 
 
-def held_out_source(recipe: Recipe) -> Source | None:
+def held_out_source(recipe: Recipe, sources: Sources | None = None) -> Source | None:
     """The validation split of the recipe's data source; None if it has none and `[validation]` does not ask for one.
+
+    Args:
+        sources: the run's sources, if there are some already.
 
     Raises:
         RecipeError: `[validation]` has a freq or a number of samples, and the source has no validation split, or an
@@ -19,7 +24,10 @@ def held_out_source(recipe: Recipe) -> Source | None:
     key = f"validation.freq = {keys.freq}" if keys.freq else f"validation.samples = {keys.samples}"
     asked = bool(keys.freq) or keys.samples is not None
     try:
-        source = make_source(recipe.data.source, **{**recipe.data.options, "split": "validation"})
+        if sources is not None:
+            source = sources[VALIDATION]
+        else:
+            source = make_source(recipe.data.source, **{**recipe.data.options, "split": "validation"})
     except RecipeError as error:
         if not asked:
             return None

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from hetmesh.balance import BatchPlan, plan_batch
 from hetmesh.boundary import World
 from hetmesh.boundary.groups import ends_are_tied, tied_pairs
-from hetmesh.data.loader import Loader
+from hetmesh.data.loader import TRAIN, DrawnSample, Loader
+from hetmesh.data.payloads import Payloads
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, Routes, SampleMeta, Stage, StageGraph, stage_graph
 from hetmesh.models import Adapter, load_weights, lora_plan, pretrained_of
 from hetmesh.parallel import (
@@ -29,6 +30,7 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.runtime import Reducer, Runtime
 from hetmesh.schedule import POLICIES, PolicyOptions, Schedule
 from hetmesh.training.describe import describe, make_prepare
+from hetmesh.training.feed import Feed
 from hetmesh.training.loss import sum_cross_entropy
 from hetmesh.training.module_shapes import module_shape_of
 from hetmesh.training.modules import full_module
@@ -50,9 +52,13 @@ class Job:
     tied: tuple[TiedParameter, ...] = ()  # parameters of which another pipeline stage holds a copy
 
     @classmethod
-    def assemble(cls, recipe: Recipe, world: World) -> Job:
-        """Build the modules of this rank, with the same weights on every layout, and everything around them."""
-        source, adapters, graph = describe(recipe)
+    def assemble(cls, recipe: Recipe, world: World, payloads: Payloads | None = None) -> Job:
+        """Build the modules of this rank, with the same weights on every layout, and everything around them.
+
+        Args:
+            payloads: where samples are loaded (`loading.open_payloads`); None: on this rank, when they are needed.
+        """
+        source, adapters, graph = describe(recipe, None if payloads is None else payloads.sources[TRAIN])
         stages = stage_graph(graph)
         modules: dict[str, ParallelModule] = {}
         adapted: dict[Stage, nn.Module] = {}
@@ -95,7 +101,9 @@ class Job:
             finish=partial(sum_tied_parameters, tied, world),
         )
         prepare = make_prepare(recipe, graph, adapters)
-        loader = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed)
+        size, seed = recipe.batch.global_batch_size, recipe.debug.seed
+        skip = recipe.data.on_bad_sample == "skip"
+        loader = Loader(source, size, prepare, seed=seed, payloads=payloads, skip=skip)
         root = Root((name, each.module) for name, each in modules.items())
         return cls(recipe, world, graph, adapters, loader, root, modules, runtime, tuple(tied))
 
@@ -106,6 +114,10 @@ class Job:
     def schedule(self, plan: BatchPlan, *, training: bool = True) -> Schedule:
         """The schedule of a step."""
         return recipe_schedule(self.recipe, self.graph, plan.routes, training)
+
+    def feed(self, drawn: Sequence[DrawnSample], plan: BatchPlan, loader: Loader | None = None) -> Feed:
+        """What gives this rank's modules their inputs in a step over `drawn`, from `loader` or that of training."""
+        return Feed(loader or self.loader, drawn, plan, self.adapters, self.world.rank)
 
     @property
     def counted_elsewhere(self) -> frozenset[int]:

@@ -28,6 +28,8 @@ class StepMetrics:
         skipped: the step was left out, since loss or gradient were not finite.
         skipped_steps: so far, this one included.
         samples_without_target: of the global batch: they add nothing to the loss.
+        samples_skipped: of the global batch: they could not be read, and add nothing either.
+        media_dropped, tokens_dropped: what of the global batch did not fit into `seq_len`.
     """
 
     step: int
@@ -42,12 +44,16 @@ class StepMetrics:
     skipped: bool = False
     skipped_steps: int = 0
     samples_without_target: int = 0
+    samples_skipped: int = 0
+    media_dropped: int = 0
+    tokens_dropped: int = 0
 
     def record(self) -> dict[str, Any]:
         """The line of metrics.jsonl; what is unknown is left out, and so are counts of 0."""
         own = {key: getattr(self, key) for key in ("step", "loss", "grad_norm", "lr")}
         own |= {key: getattr(self, key) for key in ("samples_per_s", "tokens_per_s", "time_s")}
-        counts = {"skipped_steps": self.skipped_steps, "samples_without_target": self.samples_without_target}
+        names = ("skipped_steps", "samples_without_target", "samples_skipped", "media_dropped", "tokens_dropped")
+        counts = {name: getattr(self, name) for name in names}
         more = asdict(self.cost) | (asdict(self.measured) if self.measured else {})
         return own | {k: v for k, v in counts.items() if v} | {k: v for k, v in more.items() if v not in (None, {})}
 
@@ -93,6 +99,10 @@ class StepMetrics:
         for name, sizes in self.measured.boundary_bytes.items() if self.measured else ():
             assert self.measured is not None
             yield f"{name} {amount(sum(sizes.values()))}B waited {1000 * self.measured.wait_s[name]:.0f} ms"
+        if self.media_dropped or self.tokens_dropped:
+            yield f"cut by seq_len: {self.tokens_dropped} tokens and {self.media_dropped} media items"
+        if self.samples_skipped:
+            yield f"{self.samples_skipped} samples skipped"
         if self.measured is not None and self.measured.data:
             data = self.measured.data
             yield (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,17 @@ import torch
 
 from hetmesh.boundary import World, init
 from hetmesh.data.loader import DrawnSample, describe_without_targets
+from hetmesh.data.payloads import Payloads
 from hetmesh.errors import NonFiniteError, RecipeError, SampleError
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.checkpoint import Checkpointer
 from hetmesh.training.dump_folder import SUMMARY_FILE, RunFolder, claim_folder
 from hetmesh.training.evaluate import Evaluation, evaluate, show
-from hetmesh.training.feed import Feed
 from hetmesh.training.gradients import clip_factor, counted, reduce_over_ranks, scale, squared_norm
 from hetmesh.training.held_out import held_out_source
 from hetmesh.training.initial_load import load_initial_weights
 from hetmesh.training.job import Job
+from hetmesh.training.loading import Upcoming, open_payloads
 from hetmesh.training.meter import Meter, StepCost
 from hetmesh.training.metrics import StepMetrics
 from hetmesh.training.non_finite import describe_non_finite
@@ -29,6 +30,7 @@ from hetmesh.training.optimizers import keeping_options, learning_rate, make_opt
 from hetmesh.training.recorder import StepRecorder
 from hetmesh.training.reporter import Reporter
 from hetmesh.training.resume import ADVICE, changes, check_changes, described, run_state, saved_run
+from hetmesh.training.skip import Skipped, leave_out_unreadable
 
 
 def train(recipe: Recipe) -> dict[str, Any]:
@@ -42,18 +44,24 @@ def train(recipe: Recipe) -> dict[str, Any]:
         RecipeError, SampleError, OutputError: the recipe, a sample or a file is not as it must be.
     """
     patience = recipe.comm.init_timeout_seconds
-    world = init(timeout=patience, init_timeout=patience)
-    try:
-        if world.size != recipe.world_size:
-            raise RecipeError(f"the recipe needs {recipe.world_size} ranks, this job has {world.size}")
-        folder = claim_folder(recipe, world)
-        if folder.summary is not None:
-            if world.rank == 0:
-                print(_finished(recipe, folder), flush=True)
-            return folder.summary
-        return Trainer(recipe, world, folder).run()
-    finally:
-        world.close()
+    # Before anything has a thread: workers that load samples are forked from here.
+    with open_payloads(recipe) as payloads:
+        world = init(timeout=patience, init_timeout=patience)
+        try:
+            return _train(recipe, world, payloads)
+        finally:
+            world.close()
+
+
+def _train(recipe: Recipe, world: World, payloads: Payloads) -> dict[str, Any]:
+    if world.size != recipe.world_size:
+        raise RecipeError(f"the recipe needs {recipe.world_size} ranks, this job has {world.size}")
+    folder = claim_folder(recipe, world)
+    if folder.summary is not None:
+        if world.rank == 0:
+            print(_finished(recipe, folder), flush=True)
+        return folder.summary
+    return Trainer(recipe, world, folder, payloads).run()
 
 
 class Trainer:
@@ -61,9 +69,12 @@ class Trainer:
 
     Args:
         folder: what `claim_folder` gave; None claims one.
+        payloads: where samples are loaded; None: on this rank, when they are needed.
     """
 
-    def __init__(self, recipe: Recipe, world: World, folder: RunFolder | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, world: World, folder: RunFolder | None = None, payloads: Payloads | None = None
+    ) -> None:
         torch.manual_seed(recipe.debug.seed)
         if recipe.debug.deterministic:
             torch.use_deterministic_algorithms(True)
@@ -72,15 +83,16 @@ class Trainer:
         self.folder = self.claimed.path
         self.notes = self.claimed.describe()
         self.skipped_steps = 0
+        self.skipped = Skipped()
         try:
-            self._build()
+            self._build(payloads)
         except BaseException:
             self.claimed.release()
             raise
 
-    def _build(self) -> None:
+    def _build(self, payloads: Payloads | None) -> None:
         recipe, world = self.recipe, self.world
-        self.job = Job.assemble(recipe, world)
+        self.job = Job.assemble(recipe, world, payloads)
         if recipe.checkpoint.initial_load_path and self.claimed.step is None:  # a resumed run has its own weights
             source = Path(recipe.checkpoint.initial_load_path)
             load_initial_weights(world, self.job.root, source, recipe.checkpoint.exclude_from_loading)
@@ -90,12 +102,13 @@ class Trainer:
         self.counted_by_others = [p for p in self.parameters if id(p) not in here]
         self.optimizers = make_optimizers(recipe, self.job.root)
         self.lr = learning_rate(recipe)
-        self.held_out = held_out_source(recipe)
+        self.held_out = held_out_source(recipe, None if payloads is None else payloads.sources)
         kept = recipe.checkpoint
         self.checkpointer = Checkpointer(world, self.folder / kept.folder, kept.keep_latest_k, kept.timeout_seconds)
         if kept.enable:
             self.checkpointer.prepare()
         self.step = 0 if self.claimed.step is None else self._resume()
+        self.upcoming = Upcoming(self.job, recipe.training.steps)
         self.meter = Meter(self.job)
         self.recorder = StepRecorder(self.job, self.folder)
         self.claimed.begin(recipe)
@@ -142,14 +155,17 @@ class Trainer:
         started = time.perf_counter()
         self.world.log.clear()
         with self.world.watchdog.watching(f"metadata of the samples of step {self.step + 1}"):
-            drawn = next(self.job.loader)
-        plan = self.job.plan([d.meta for d in drawn])
-        targets, without = plan.num_targets, self._without_targets(drawn)
-        feed = Feed(self.job.loader, drawn, plan, self.job.adapters, self.world.rank)
+            upcoming = self.upcoming.take()
+        drawn, plan, schedule, feed = upcoming.drawn, upcoming.plan, upcoming.schedule, upcoming.feed
+        left_out: dict[int, str] = {}
+        if self.recipe.data.on_bad_sample == "skip":
+            plan, left_out = leave_out_unreadable(feed, self.world)
+            for text in self.skipped.add(self.step + 1, left_out):
+                self.reporter.print(text)
+        targets, without = plan.num_targets, self._without_targets(drawn, left_out)
 
         if self.optimizers is not None:
             self.optimizers[0].zero_grad()
-        schedule = self.job.schedule(plan)
         recorded = self.recorder.begin(self.step + 1)
         loss_sum = self.job.runtime.run(schedule, plan, feed, step=self.step)
         computed = time.perf_counter()
@@ -186,14 +202,21 @@ class Trainer:
             skipped=not finite,
             skipped_steps=self.skipped_steps,
             samples_without_target=without,
+            samples_skipped=len(left_out),
+            media_dropped=sum(d.dropped_media for d in drawn),
+            tokens_dropped=sum(d.dropped_tokens for d in drawn),
         )
 
-    def _without_targets(self, drawn: Sequence[DrawnSample]) -> int:
-        """How many samples of the global batch have no target token. The first are named; all is an error."""
-        without = [d for d in drawn if not d.meta.targets]
+    def _without_targets(self, drawn: Sequence[DrawnSample], left_out: Mapping[int, str]) -> int:
+        """How many samples of the global batch, beside those left out, have no target token. The first are named; all
+        is an error."""
+        if len(left_out) == len(drawn):
+            first = next(iter(left_out.values()))
+            raise SampleError(f"step {self.step + 1}: no sample of the global batch can be read; the first: {first}")
+        without = [d for i, d in enumerate(drawn) if not d.meta.targets and i not in left_out]
         if without:
             step, text = self.step + 1, describe_without_targets(without, self.recipe.training.seq_len)
-            if len(without) == len(drawn):
+            if len(without) + len(left_out) == len(drawn):
                 raise SampleError(f"step {step}: no sample of the global batch has a target token: {text}")
             self.reporter.warn_once(
                 f"step {step}: {len(without)} of {len(drawn)} samples add nothing to the loss: {text}; from here on "
@@ -220,6 +243,9 @@ class Trainer:
         evaluation = evaluate(self.job, self.held_out, self.recipe.validation.samples)
         scores = {"loss": evaluation.loss, "answer_accuracy": evaluation.accuracy, **evaluation.accuracy_by_kind}
         self.reporter.evaluation(self.step, scores)
+        if evaluation.skipped:
+            many, first = len(evaluation.skipped), evaluation.skipped[0]
+            self.reporter.print(f"validation: {many} samples cannot be read and count as wrong; the first: {first}")
         return evaluation
 
     def save(self) -> None:
@@ -260,6 +286,8 @@ class Trainer:
             summary["loss"] = last.loss
         if self.skipped_steps:
             summary["skipped_steps"] = self.skipped_steps
+        if self.skipped.samples:
+            summary["samples_skipped"] = self.skipped.samples
         if evaluation is not None:
             summary |= {
                 "validation_loss": evaluation.loss,

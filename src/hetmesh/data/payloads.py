@@ -1,0 +1,345 @@
+"""Payloads: samples loaded where the recipe says, in this process or in worker processes ahead of need."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from hetmesh._processes import die_with_parent, threads
+from hetmesh._torch_compat import shared_buffer
+from hetmesh.data.source import Sample, Source
+from hetmesh.errors import LoaderError, SampleError
+
+LOOK = 1.0
+"""Seconds between two looks at whether a worker still lives, or has been at one sample for too long."""
+
+IDLE = -1
+_DIED, _SLOW = "DataLoader worker", "DataLoader timed out"  # how torch's messages begin
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A payload to load: the split and index of a sample, and the kinds of media that are wanted (None: all)."""
+
+    split: str
+    index: int
+    kinds: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """What comes in place of a sample that cannot be read: why."""
+
+    message: str
+
+
+Payload = Sample | Unreadable
+
+
+class Payloads(Protocol):
+    """Where samples are loaded. Used as a context: leaving it ends what was started."""
+
+    @property
+    def sources(self) -> Sources:
+        """What is loaded from."""
+        ...
+
+    def announce(self, requests: Sequence[Sequence[Wanted]]) -> None:
+        """What will be asked for, in about that order, after all that was announced before."""
+        ...
+
+    def when_idle(self, more: Callable[[], None]) -> None:
+        """Call `more`, which may announce what comes next, whenever all that was announced is on its way."""
+        ...
+
+    def get(self, wanted: Sequence[Wanted]) -> list[Payload]:
+        """Load, or wait until it is loaded."""
+        ...
+
+    def __enter__(self) -> Payloads: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Sources:
+    """The sources of a run by split, each made when it is first used. Pickled, it makes them anew."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Source]]) -> None:
+        self.splits = tuple(makers)
+        self._makers = dict(makers)
+        self._made: dict[str, Source] = {}
+
+    def __getitem__(self, split: str) -> Source:
+        if split not in self._made:
+            self._made[split] = self._makers[split]()
+        return self._made[split]
+
+    def made(self, split: str) -> Source | None:
+        """The source of `split`, if it was made; None otherwise."""
+        return self._made.get(split)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_made": {}}
+
+    def load(self, wanted: Wanted) -> Payload:
+        """One sample, or why it cannot be read."""
+        try:
+            return self[wanted.split].load(wanted.index, wanted.kinds)
+        except SampleError as error:
+            return Unreadable(str(error))
+
+
+class Direct:
+    """Loads in this process, when asked."""
+
+    def __init__(self, sources: Sources) -> None:
+        self.sources = sources
+
+    def announce(self, requests: Sequence[Sequence[Wanted]]) -> None:
+        """Nothing is loaded ahead of need."""
+
+    def when_idle(self, more: Callable[[], None]) -> None:
+        """Never."""
+
+    def get(self, wanted: Sequence[Wanted]) -> list[Payload]:
+        """Load now."""
+        return [self.sources.load(each) for each in wanted]
+
+    def __enter__(self) -> Direct:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class InWorkers:
+    """Loads in `count` worker processes of a torch DataLoader, each with up to `prefetch` requests ahead of need.
+
+    Workers are forked from this process if it has but one thread (so they share what it has imported and its sources),
+    else from a fork server, which never had any: no lock of another thread is ever copied.
+
+    Args:
+        timeout: seconds that one sample may take.
+
+    Raises:
+        LoaderError: a worker has died, or took too long; from `get`.
+    """
+
+    def __init__(self, sources: Sources, count: int, prefetch: int = 2, timeout: float = 100.0) -> None:
+        self.sources, self.timeout = sources, timeout
+        self._more: Callable[[], None] = lambda: None
+        self._waiting: deque[Sequence[Wanted]] = deque()  # for a worker
+        self._known: Counter[Wanted] = Counter()  # announced and not yet handed out -> how often
+        self._ready: dict[Wanted, list[Payload]] = {}
+        method = "fork" if threads() == 1 and sys.platform == "linux" else "forkserver"
+        if method == "forkserver":
+            torch.multiprocessing.get_context(method).set_forkserver_preload([__name__])
+        # What each worker is at: number of the split, index of the sample, IDLE between two.
+        self._at = torch.full((count, 2), IDLE, dtype=torch.int64).share_memory_()
+        loader: DataLoader[Any] = DataLoader(
+            _Requests(sources, self._at),
+            batch_size=None,
+            sampler=_Asked(self._next),
+            num_workers=count,
+            prefetch_factor=prefetch,
+            collate_fn=_as_it_is,
+            timeout=LOOK,
+            worker_init_fn=partial(_begin, os.getpid() if method == "fork" else None),
+            multiprocessing_context=method,
+            generator=torch.Generator(),  # its own: what is random in training shall not depend on workers
+        )
+        with _own_sigchld():
+            self._results: Iterator[tuple[Sequence[Wanted], Tensor, list[Any]]] = iter(loader)
+
+    def announce(self, requests: Sequence[Sequence[Wanted]]) -> None:
+        """Load these, a request by one worker, as workers have time."""
+        for request in requests:
+            self._waiting.append(tuple(request))
+            self._known.update(request)
+
+    def when_idle(self, more: Callable[[], None]) -> None:
+        """Call `more` when nothing waits for a worker."""
+        self._more = more
+
+    def get(self, wanted: Sequence[Wanted]) -> list[Payload]:
+        """Wait until all of these are loaded. What was not announced is loaded next."""
+        missing = tuple((Counter(wanted) - self._known).elements())
+        if missing:
+            self._waiting.appendleft(missing)
+            self._known.update(missing)
+        return [self._take(each) for each in wanted]
+
+    def _next(self) -> Sequence[Wanted]:
+        """What the DataLoader sends to a worker next; nothing if there is nothing to load yet."""
+        if not self._waiting:
+            self._more()
+        return self._waiting.popleft() if self._waiting else ()
+
+    def _take(self, wanted: Wanted) -> Payload:
+        since, seen = time.monotonic(), self._at.clone()
+        while wanted not in self._ready:
+            try:
+                request, buffer, parts = next(self._results)
+            except RuntimeError as error:
+                if str(error).startswith(_DIED):
+                    raise LoaderError(self._dead(error)) from error
+                if not str(error).startswith(_SLOW):
+                    raise
+                if not torch.equal(seen, self._at):
+                    since, seen = time.monotonic(), self._at.clone()
+                elif time.monotonic() - since >= self.timeout:
+                    raise LoaderError(
+                        f"loading {self._loading()} did not finish within {self.timeout:g} s (worker processes of "
+                        "[data] num_workers)"
+                    ) from error
+                continue
+            since, seen = time.monotonic(), self._at.clone()
+            for each, payload in zip(request, unpacked(buffer, parts), strict=True):
+                self._ready.setdefault(each, []).append(payload)
+        found = self._ready[wanted].pop()
+        if not self._ready[wanted]:
+            del self._ready[wanted]
+        self._known[wanted] -= 1
+        if not self._known[wanted]:
+            del self._known[wanted]
+        return found
+
+    def _loading(self) -> str:
+        """The samples at which workers are."""
+        busy = [(self.sources.splits[split], index) for split, index in self._at.tolist() if index != IDLE]
+        return ", ".join(f"sample {self._name(split, index)!r}" for split, index in busy) or "nothing"
+
+    def _name(self, split: str, index: int) -> str:
+        try:
+            return self.sources[split].meta(index).id
+        except Exception:  # that the sample is broken may be why
+            return f"number {index} of {split}"
+
+    def _dead(self, error: BaseException) -> str:
+        told = str(error).strip().partition("\n")[0].removeprefix("DataLoader ")
+        return f"a process that loads samples has died while it was at {self._loading()}: {told}"
+
+    def __enter__(self) -> InWorkers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._results  # which ends the workers
+
+
+class _Asked:
+    """An endless sampler of requests."""
+
+    def __init__(self, ask: Callable[[], Sequence[Wanted]]) -> None:
+        self._ask = ask
+
+    def __iter__(self) -> Iterator[Sequence[Wanted]]:
+        while True:
+            yield self._ask()
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+
+class _Requests(Dataset[Any]):
+    """What a worker does with a request: load its samples and lay them into one buffer of shared memory."""
+
+    def __init__(self, sources: Sources, at: Tensor) -> None:
+        self.sources, self.at = sources, at
+
+    def __getitem__(self, request: Sequence[Wanted]) -> tuple[Sequence[Wanted], Tensor, list[Any]]:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        mine, found = self.at[info.id], []
+        for wanted in request:
+            mine[0] = self.sources.splits.index(wanted.split)
+            mine[1] = wanted.index
+            found.append(self.sources.load(wanted))
+        mine[1] = IDLE
+        return request, *packed(found)
+
+
+def _begin(parent: int | None, worker: int) -> None:
+    """Before a worker's first request; `parent` is the process that forked it, None if a fork server did."""
+    if parent is not None:  # else torch looks now and then whether the server is still there, which ends with us
+        die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the trainer ends its workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _own_sigchld() -> Iterator[None]:
+    """Keep torch from handling SIGCHLD after the body: it raises wherever this process happens to be when a worker
+    dies, in the middle of a collective, say. `get` finds out within a second, and knows at which sample it was."""
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, before)
+
+
+def _as_it_is(request: Any) -> Any:
+    return request
+
+
+_ALIGNMENT = 64
+
+
+def packed(payloads: Sequence[Payload]) -> tuple[Tensor, list[Any]]:
+    """Payloads as one buffer, uint8 `[bytes]`, and what lies where: a file descriptor per request, not per tensor."""
+    pieces: list[tuple[int, Tensor]] = []
+    size = 0
+
+    def lay(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], int]:
+        nonlocal size
+        start, size = size, -(-(size + tensor.nbytes) // _ALIGNMENT) * _ALIGNMENT
+        pieces.append((start, tensor))
+        return tensor.dtype, tuple(tensor.shape), start
+
+    parts: list[Any] = [
+        each
+        if isinstance(each, Unreadable)
+        else (
+            each.id,
+            lay(each.tokens),
+            {kind: [lay(item) for item in items] for kind, items in each.media.items()},
+            each.bytes_read,
+            each.bytes_needed,
+        )
+        for each in payloads
+    ]
+    buffer = shared_buffer(size)
+    for start, tensor in pieces:
+        if tensor.nbytes:
+            buffer[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+    return buffer, parts
+
+
+def unpacked(buffer: Tensor, parts: Sequence[Any]) -> list[Payload]:
+    """The payloads of `packed`; their tensors lie in the buffer."""
+
+    def at(dtype: torch.dtype, shape: tuple[int, ...], start: int) -> Tensor:
+        count = torch.Size(shape).numel() * dtype.itemsize
+        return buffer[start : start + count].view(dtype).view(shape)
+
+    return [
+        part
+        if isinstance(part, Unreadable)
+        else Sample(
+            part[0],
+            at(*part[1]),
+            {kind: tuple(at(*item) for item in items) for kind, items in part[2].items()},
+            *part[3:],
+        )
+        for part in parts
+    ]

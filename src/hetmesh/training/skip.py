@@ -1,0 +1,78 @@
+"""What a step leaves out: samples that cannot be read, whether all ranks know it from metadata or one finds it out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hetmesh.balance import BatchPlan
+from hetmesh.boundary import World
+from hetmesh.errors import SampleError
+from hetmesh.training.feed import Feed
+
+SHOWN = 10
+"""Samples that a run names in its log; all are counted."""
+
+
+@dataclass
+class Skipped:
+    """What a run has left out so far, and what to say about it."""
+
+    samples: int = 0
+    _told: int = field(default=0, repr=False)
+
+    def add(self, step: int, reasons: Mapping[int, str]) -> list[str]:
+        """Count the samples of one step, by their index in the batch; what the log says of them."""
+        self.samples += len(reasons)
+        said: list[str] = []
+        for reason in reasons.values():
+            if self._told < SHOWN:
+                self._told += 1
+                more = "; from here on they are only counted, as samples_skipped in metrics.jsonl"
+                said.append(f"step {step}: skipped: {reason}{more if self._told == SHOWN else ''}")
+        return said
+
+
+def leave_out_unreadable(feed: Feed, world: World) -> tuple[BatchPlan, dict[int, str]]:
+    """Load what this rank needs of a step, and agree with all others on the samples that any of them cannot read.
+
+    Shapes were planned before, and stay: such a sample keeps its tokens and rows, its payload is blank where it could
+    not be read, and none of its tokens is a target. So it adds nothing to any gradient. Collective.
+
+    Returns:
+        The plan of the step without the targets of these samples, which `feed` follows from now on; and why each of
+        them is left out, by index in the batch. Both are equal on all ranks.
+
+    Raises:
+        SampleError: the metadata of a sample could be read on some ranks only, so that their plans differ. On all.
+    """
+    drawn = feed.drawn
+    mine = feed.load_all()
+    known = torch.tensor([bool(d.unreadable) for d in drawn])
+    here = torch.tensor([i in mine for i in range(len(drawn))])
+    votes = torch.stack([here.int(), known.int(), -known.int()]).to(world.device)
+    everyone = world.group(range(world.size))
+    with world.waiting("which samples any rank cannot read"):
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=everyone)
+    found, most, least = votes.cpu()
+    if torch.any(most != -least):
+        where = torch.nonzero(most != -least).flatten().tolist()
+        raise SampleError(
+            f"the metadata of {len(where)} samples could be read on some ranks only, the first is number "
+            f"{drawn[where[0]].index} of the data source: {drawn[where[0]].unreadable or 'readable here'}"
+        )
+    reasons = {i: d.unreadable for i, d in enumerate(drawn) if d.unreadable}
+    if torch.any(found):
+        told: list[Any] = [None] * world.size
+        with world.waiting("why some rank cannot read a sample"):
+            dist.all_gather_object(told, mine, group=everyone)
+        for each in reversed(told):  # the lowest rank has the last word
+            reasons |= each
+    if reasons:
+        samples = [replace(m, targets=()) if i in reasons else m for i, m in enumerate(feed.plan.samples)]
+        feed.plan = replace(feed.plan, samples=tuple(samples))
+    return feed.plan, dict(sorted(reasons.items()))

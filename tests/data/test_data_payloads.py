@@ -1,0 +1,112 @@
+"""Payloads: workers load what this process would; those that die or hang are errors that name the sample."""
+
+import os
+import signal
+import time
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetmesh.data import DigitsSource, Sample
+from hetmesh.data.payloads import Direct, InWorkers, Sources, Unreadable, Wanted, packed, unpacked
+from hetmesh.errors import LoaderError, SampleError
+
+DTYPES = (torch.float32, torch.int64, torch.uint8, torch.bfloat16, torch.float64)
+TENSORS = st.builds(
+    lambda shape, dtype: torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype),
+    st.lists(st.integers(0, 4), min_size=0, max_size=3),
+    st.sampled_from(DTYPES),
+)
+SAMPLES = st.builds(
+    Sample, st.text(max_size=4), TENSORS, st.dictionaries(st.sampled_from("ab"), st.lists(TENSORS, max_size=3))
+)
+
+
+@settings(max_examples=40)
+@given(st.lists(SAMPLES | st.builds(Unreadable, st.text()), max_size=5))
+def test_a_request_comes_out_of_its_buffer_as_it_went_in(payloads):
+    for given_, found in zip(payloads, unpacked(*packed(payloads)), strict=True):
+        if isinstance(given_, Unreadable):
+            assert found == given_
+            continue
+        assert (found.id, found.bytes_read, found.media.keys()) == (given_.id, 0, given_.media.keys())
+        pairs = [(given_.tokens, found.tokens)]
+        for kind, items in given_.media.items():
+            pairs += zip(items, found.media[kind], strict=True)
+        assert all(a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+
+
+class Fragile(DigitsSource):
+    """Comes to grief at some samples: 13 cannot be read, 7 kills its process, 8 never ends."""
+
+    def load(self, index, kinds=None):
+        if index == 13:
+            raise SampleError("sample 'digits/train/13': it is broken")
+        if index == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while index == 8:
+            time.sleep(60)
+        return super().load(index, kinds)
+
+
+def sources():
+    return Sources({"train": Fragile, "validation": partial(DigitsSource, "validation")})
+
+
+def wanted(*indices, split="train", kinds=("image",)):
+    return [Wanted(split, i, kinds) for i in indices]
+
+
+def same(a, b):
+    return (
+        a.id == b.id
+        and torch.equal(a.tokens, b.tokens)
+        and all(torch.equal(x, y) for x, y in zip(a.media.get("image", ()), b.media.get("image", ()), strict=True))
+    )
+
+
+@pytest.mark.slow
+def test_workers_load_the_same_samples_whatever_was_announced_and_asked_for():
+    state = torch.get_rng_state()
+    more = [[wanted(20, 21)], [wanted(22), wanted(23, 24)]]
+    with InWorkers(sources(), 2, 2, timeout=60) as workers, Direct(sources()) as direct:
+        workers.announce([wanted(1, 2, 3), wanted(4), wanted(5, 5)])
+        workers.when_idle(lambda: workers.announce(more.pop(0)) if more else None)
+        for request in (
+            wanted(4),  # in another order than announced
+            wanted(1, 2, 3),
+            wanted(30, split="validation"),  # not announced
+            wanted(5),
+            wanted(5),
+            wanted(6, 6, kinds=()),
+            wanted(23, 22, 24),
+            wanted(20, 21),
+            wanted(31, kinds=None),
+        ):
+            found = workers.get(request)
+            assert all(same(a, b) for a, b in zip(found, direct.get(request), strict=True))
+        assert workers.get(wanted(13)) == [Unreadable("sample 'digits/train/13': it is broken")]
+        assert not workers._known
+        assert not workers._ready
+    assert torch.equal(torch.get_rng_state(), state)  # what is random in training does not depend on workers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (7, "a process that loads samples has died while it was at sample 'digits/train/7'"),
+        (8, "loading sample 'digits/train/8' did not finish within 2 s"),
+    ],
+)
+def test_a_worker_that_dies_or_hangs_is_an_error_that_names_the_sample(index, message):
+    started = time.monotonic()
+    with InWorkers(sources(), 2, 2, timeout=2.0) as workers:
+        workers.announce([wanted(1), wanted(index), wanted(2)])
+        assert workers.get(wanted(1))[0].id == "digits/train/1"
+        with pytest.raises(LoaderError, match=message):
+            workers.get(wanted(index))
+    assert time.monotonic() - started < 60
