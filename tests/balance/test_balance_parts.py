@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hetmesh.balance import BatchLoads, Slots, assign, pipeline_score, spread
-from hetmesh.balance.blocks import Blocks
+from hetmesh.balance import BatchLoads, Slots, arrange, assign, pipeline_score, spread
+from hetmesh.balance.blocks import BatchBlocks
 from hetmesh.balance.caps import NO_CAP, within_caps
 from hetmesh.balance.fill import SCALE, least_loaded, longest_first, normalised, scrambled
 from hetmesh.balance.orders import best_orders
@@ -70,6 +70,38 @@ def test_exchanges_stay_in_their_group_and_reach_their_targets():
     assert np.abs(after - target).max() < 0.1 * SCALE
 
 
+def test_exchanges_can_keep_counts_equal():
+    load = normalised(np.random.default_rng(8).integers(1, 100, (50, 2)), 12)
+    bins = longest_first(load, 12, 5)
+    for after in (
+        resplit(load, bins, 24, equal_counts=True),
+        lower_peaks(load, bins, np.array([SCALE, SCALE]), equal_counts=True),
+    ):
+        counts = (after < 50).sum(1)
+        assert counts.max() - counts.min() <= 1
+        assert sums(load, after).std(0).sum() < sums(load, bins).std(0).sum()
+    assert np.ptp((resplit(load, bins, 24) < 50).sum(1)) > 1, "without, they differ"
+
+
+def test_orders_are_judged_by_what_is_left_after_deferral(monkeypatch):
+    rng = np.random.default_rng(9)
+    loads = BatchLoads(("vision", "llm"), np.exp(rng.standard_normal((40, 2)) + 6).astype(np.int64))
+    slots = Slots((2, 2), (8, 8), stages=(2, 2), deferral=True)
+    seen = []
+
+    def keep(work, slots, *, unit, late):
+        seen.append((work, late))
+        return np.tile(np.arange(8), (2, 1))
+
+    monkeypatch.setattr(arrange, "best_orders", keep)
+    found = assign(loads, slots, "two_dim")
+    ((work, late),) = seen
+    assert found.deferred.any()
+    blocks = BatchBlocks(slots)
+    assert (blocks.by_window(found, loads.work) == work).all()
+    assert (blocks.late(found) == late).all()
+
+
 def test_tables_are_inverse_to_bins():
     bins = np.array([2, 0, 2, 2, 1])
     table = as_table(bins, 4, spare=1)
@@ -113,6 +145,9 @@ def test_the_order_found_is_no_worse_than_any_sorted_one():
     found = lengths(orders)
     for key in (work.sum(2), -work.sum(2), work[:, :, 0]):
         assert (found <= lengths(np.argsort(key, axis=1, kind="stable"))).all()
+    searched, first = lengths(best_orders(work, slots, rounds=4)), lengths(best_orders(work, slots, rounds=0))
+    assert (searched <= first).all()
+    assert (searched < first).any()
     locked = best_orders(work, replace(slots, lockstep=True))
     assert (locked == locked[0]).all()
     paired = best_orders(work, slots, unit=2, late=np.zeros((3, 9), bool))
@@ -122,7 +157,7 @@ def test_the_order_found_is_no_worse_than_any_sorted_one():
 
 
 def test_blocks_of_modules_that_differ():
-    blocks = Blocks(Slots((4, 3), (6, 4)))
+    blocks = BatchBlocks(Slots((4, 3), (6, 4)))
     assert (blocks.windows, blocks.groups) == (4, 3)
     assert blocks.window_of[0].tolist() == [0, 0, 1, 2, 2, 3]
     assert blocks.group_of[0].tolist() == [0, 0, 1, 2]

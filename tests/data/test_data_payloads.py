@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetmesh.data import DigitsSource, Sample
-from hetmesh.data.payloads import Direct, InWorkers, Sources, Unreadable, Wanted, packed, unpacked
+from hetmesh.data.payloads import Direct, InWorkers, SplitSources, Unreadable, Wanted, packed, unpacked
 from hetmesh.errors import LoaderError, SampleError
 
 DTYPES = (torch.float32, torch.int64, torch.uint8, torch.bfloat16, torch.float64)
@@ -53,7 +53,7 @@ class Fragile(DigitsSource):
 
 
 def sources():
-    return Sources({"train": Fragile, "validation": partial(DigitsSource, "validation")})
+    return SplitSources({"train": Fragile, "validation": partial(DigitsSource, "validation")})
 
 
 def wanted(*indices, split="train", kinds=("image",)):

@@ -1,4 +1,4 @@
-"""Sources that go wrong at one sample, for tests that run whole jobs."""
+"""SplitSources that go wrong at one sample, for tests that run whole jobs."""
 
 import os
 import signal

@@ -19,6 +19,7 @@ SMALL = (
     *("--data.source", "faulty_sources:FaultyDigits", "--checkpoint.interval", "3"),
     # rank 2 holds a replica of the encoder and a half of the LLM's and the projector's layers
     *("--parallelism.llm.data_parallel_replicate_degree", "1", "--parallelism.llm.tensor_parallel_degree", "2"),
+    *("--balance.policy", "none"),  # so that it is known which lane loads the sample that kills
     # so that random state matters, and evaluating must not touch it
     *("--modules.vision.config.attention_dropout", "0.2"),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetmesh.balance.blocks import Blocks
+from hetmesh.balance.blocks import BatchBlocks
 from hetmesh.balance.deferral import defer
 from hetmesh.balance.fill import longest_first, normalised
 from hetmesh.balance.loads import BatchLoads
@@ -13,7 +13,7 @@ from hetmesh.balance.resplit import resplit
 from hetmesh.balance.tables import as_table
 
 
-def arrange(loads: BatchLoads, blocks: Blocks, bins: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+def arrange(loads: BatchLoads, blocks: BatchBlocks, bins: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
     """The block of each sample, and who is deferred (None: nobody), from bins that are as good as each other.
 
     Bins are dealt to groups of lanes such that each has as much to do in the whole step; if `Slots.deferral` allows,
@@ -62,7 +62,9 @@ def deal(work: np.ndarray, groups: int, windows: int) -> np.ndarray:
     return np.take_along_axis(table, heavy, 1)
 
 
-def _deferred(loads: BatchLoads, blocks: Blocks, bins: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _deferred(
+    loads: BatchLoads, blocks: BatchBlocks, bins: np.ndarray, table: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """The order of bins by pairs, and who is deferred, lane by lane."""
     members = as_table(bins, blocks.count)
     sizes = np.bincount(bins, minlength=blocks.count)

@@ -1,4 +1,4 @@
-"""Blocks: what modules with other numbers of lanes and microbatches have in common, and the way from there to theirs.
+"""BatchBlocks: what modules with other numbers of lanes and microbatches have in common, and the way back to theirs.
 
 A *window* is what the module with fewest microbatches calls a microbatch, a *group* what the one with fewest lanes
 calls a lane. A block is one window of one group: each module has at least one microbatch and lane in it. Samples are
@@ -19,7 +19,7 @@ from hetmesh.balance.loads import BatchLoads, Slots
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
+class BatchBlocks:
     """The windows and groups of `slots`."""
 
     slots: Slots
@@ -36,7 +36,7 @@ class Blocks:
 
     @property
     def count(self) -> int:
-        """Blocks; block `window * groups + group`."""
+        """BatchBlocks; block `window * groups + group`."""
         return self.windows * self.groups
 
     @cached_property

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from hetmesh.balance.assignment import Assignment
-from hetmesh.balance.blocks import Blocks
+from hetmesh.balance.blocks import BatchBlocks
 from hetmesh.balance.loads import BatchLoads, Slots
 
 ROOM = 1.1  # windows beside the least number: what is not divisible never fills bins evenly
@@ -20,7 +20,7 @@ def fewer_windows(loads: BatchLoads, slots: Slots) -> list[int]:
     other stages have. Larger neighbours keep them busy for longer. The least number is where an even microbatch weighs
     as much as the largest sample, in some module (Entrain's K_eff is about this), so the peak does not grow.
     """
-    blocks = Blocks(slots)
+    blocks = BatchBlocks(slots)
     largest = loads.work.max(0, initial=0)
     if not blocks.uniform or not largest.any():
         return []

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 
 from hetmesh.balance.assignment import Assignment
-from hetmesh.balance.blocks import Blocks
+from hetmesh.balance.blocks import BatchBlocks
 from hetmesh.balance.caps import NO_CAP, within_caps
 from hetmesh.balance.fill import least_loaded, normalised
 from hetmesh.balance.loads import BatchLoads, Slots
@@ -28,7 +28,7 @@ def from_blocks(
     Raises:
         GraphError: no way was found to keep a cap.
     """
-    blocks = Blocks(slots)
+    blocks = BatchBlocks(slots)
     if deferred is None:
         deferred = np.zeros(len(loads), bool)
         block = fitted(loads, blocks, block)
@@ -40,7 +40,7 @@ def from_blocks(
     return Assignment(slots.lanes, slots.microbatches, microbatch, lane, deferred, policy)
 
 
-def fitted(loads: BatchLoads, blocks: Blocks, block: np.ndarray) -> np.ndarray:
+def fitted(loads: BatchLoads, blocks: BatchBlocks, block: np.ndarray) -> np.ndarray:
     """The block of each sample, changed where one holds more than its microbatches and lanes may.
 
     Raises:
@@ -76,7 +76,7 @@ def _infeasible(loads: BatchLoads, slots: Slots) -> GraphError:
     )
 
 
-def _fitted_split(loads: BatchLoads, blocks: Blocks, module: int, block: np.ndarray) -> np.ndarray:
+def _fitted_split(loads: BatchLoads, blocks: BatchBlocks, module: int, block: np.ndarray) -> np.ndarray:
     """The microbatch and lane of each sample in one module, as microbatch * lanes + lane."""
     slots, lanes = blocks.slots, blocks.slots.lanes[module]
     windows, groups = blocks.window_of[module], blocks.group_of[module]
@@ -96,7 +96,7 @@ def _fitted_split(loads: BatchLoads, blocks: Blocks, module: int, block: np.ndar
     )
 
 
-def _split(work: np.ndarray, blocks: Blocks, of_bin: np.ndarray, block: np.ndarray) -> np.ndarray:
+def _split(work: np.ndarray, blocks: BatchBlocks, of_bin: np.ndarray, block: np.ndarray) -> np.ndarray:
     """The bin of each sample. `of_bin`: the block of each bin."""
     ordered = np.argsort(of_bin, kind="stable")
     if len(of_bin) == blocks.count:

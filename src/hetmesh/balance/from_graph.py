@@ -3,134 +3,115 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import numpy as np
 
 from hetmesh.balance.assignment import Assignment
-from hetmesh.balance.batch_plan import BatchPlan
+from hetmesh.balance.batch_plan import BatchPlan, Lanes
+from hetmesh.balance.leaders import lane_affinity, leaders
 from hetmesh.balance.loads import BatchLoads, Slots
-from hetmesh.cost.work import sample_work
+from hetmesh.balance.pipeline import Score
+from hetmesh.cost.sample_costs import SampleCosts
 from hetmesh.errors import GraphError
 from hetmesh.graph import ModuleGraph, SampleMeta
 
-SampleWork = Callable[[str, SampleMeta], int]
-"""(module, expanded sample) -> time of its forward through all layers of the module, in any unit common to modules."""
-
-WIDTH = 1024
-"""Of blocks, where no price is given: a block of width h costs 24 h^2 per row and 4 h per pair (query, key), so that
-rows count 6 h times as much as pairs."""
+_UNKNOWN = SampleCosts((1, 0, 0), 2.0)
+_OVERHEAD = 256  # rows: an H100 reads the weights of a layer in the time in which it multiplies about 295 rows by them
 
 
 @dataclass(frozen=True)
 class BalanceOptions:
-    """What a recipe may ask of balancing; `Slots` says more of each.
+    """How batches are balanced: what a recipe asks for, and what samples cost; `Slots` says more of each.
 
     Attributes:
-        max_tokens: module -> tokens (rows, of an encoder) of one lane and microbatch.
-        microbatches: `"recipe"`, as many as the batch sizes say, or `"free"`.
-        deferral: the sink may take samples one microbatch late.
-        equal_counts: every lane and microbatch has as many samples as every other.
+        policy: a key of `POLICIES`.
+        costs: per module; one that is missing counts rows.
+        max_tokens: per module that leads, the most tokens (rows, of an encoder) of one lane and microbatch.
+        free: whether the number of microbatches may be another one than the batch sizes say.
+        deferral: whether the sink may take samples one microbatch late.
+        equal_counts: whether every lane and microbatch has as many samples as every other.
+        score: what `auto` chooses by (`assign`).
     """
 
-    max_tokens: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    microbatches: str = "recipe"
+    policy: str = "none"
+    costs: Mapping[str, SampleCosts] = field(default_factory=dict)
+    max_tokens: Mapping[str, int] = field(default_factory=dict)
+    free: bool = False
     deferral: bool = False
     equal_counts: bool = False
+    score: Score | None = None
 
 
-DEFAULT = BalanceOptions()
+UNBALANCED = BalanceOptions()
+"""Samples go to microbatches and lanes in the order in which they were drawn."""
 
 
-def batch_loads(graph: ModuleGraph, samples: Sequence[SampleMeta], work: SampleWork | None = None) -> BatchLoads:
-    """The loads of modules in `graph.order`, the sink last. Samples are who they are by their place in the batch.
+def led_modules(graph: ModuleGraph) -> tuple[str, ...]:
+    """The modules that are balanced; the others go along with one of them. The sink is the last."""
+    led_by = leaders(graph)
+    return tuple(name for name in graph.order if led_by[name] == name)
 
-    Modules between an encoder and the sink (projectors) count as no work: they are small, and follow the others.
 
-    Args:
-        work: what a sample costs; None: in proportion to rows and attended pairs, as if the modules' pipelines were
-            equally loaded by the batch, which is what a static plan aims at.
-    """
-    tokens, columns = [], []
+def batch_loads(graph: ModuleGraph, samples: Sequence[SampleMeta], balance: BalanceOptions = UNBALANCED) -> BatchLoads:
+    """The loads of `led_modules`, with those of the modules that go along, per rank of a lane. Samples are who they are
+    by their place in the batch."""
+    own, led_by = led_modules(graph), leaders(graph)
+    work = np.zeros((len(samples), len(own)), np.int64)
+    tokens = np.zeros_like(work)
     for name in graph.order:
-        each = [sample_work(graph, name, sample) for sample in samples]
-        rows = np.array([part.rows for part in each], np.int64)
-        between = bool(graph.inputs(name)) and name != graph.sink.name
-        if between:
-            column = np.zeros_like(rows)
-        elif work is not None:
-            column = np.array([work(name, sample) for sample in samples], np.int64)
-        else:
-            column = _even(6 * WIDTH * rows + np.array([part.pairs for part in each], np.int64))
-        tokens.append(rows)
-        columns.append(column)
-    shape = (len(samples), len(columns))
-    ids = tuple(sample.id for sample in samples)
-    return BatchLoads(
-        graph.order, np.array(columns, np.int64).T.reshape(shape), np.array(tokens, np.int64).T.reshape(shape), ids=ids
-    )
+        at = own.index(led_by[name])
+        each = balance.costs.get(name, _UNKNOWN).work(graph, name, samples)
+        work[:, at] += -(-each // _sharing(graph, name))
+        if name == led_by[name]:
+            tokens[:, at] = [s.tokens if name == graph.sink.name else s.rows.get(name, 0) for s in samples]
+    return BatchLoads(own, work, tokens, ids=tuple(sample.id for sample in samples))
 
 
-def _even(work: np.ndarray) -> np.ndarray:
-    """Whole numbers in proportion, about 2**20 on average."""
-    total = int(work.sum())
-    return np.rint(work / total * (len(work) << 20)).astype(np.int64) if total else work
-
-
-def graph_slots(graph: ModuleGraph, microbatches: int, options: BalanceOptions = DEFAULT) -> Slots:
+def graph_slots(graph: ModuleGraph, microbatches: int, balance: BalanceOptions = UNBALANCED) -> Slots:
     """What a step of `graph` with so many microbatches has to fill.
 
     Raises:
-        GraphError: `options` names an unknown module or number of microbatches.
+        GraphError: a cap is not of a module that leads.
     """
-    if unknown := sorted(set(options.max_tokens) - set(graph.order)):
-        raise GraphError(f"balance: max_tokens names {unknown}; the modules are {list(graph.order)}")
-    if options.microbatches not in ("recipe", "free"):
-        raise GraphError(f"balance: microbatches must be 'recipe' or 'free', got {options.microbatches!r}")
-    modules = [graph[name] for name in graph.order]
+    own = led_modules(graph)
+    if wrong := sorted(set(balance.max_tokens) - set(own)):
+        raise GraphError(f"balance: max_tokens names {wrong}; the modules that are balanced are {list(own)}")
     return Slots(
-        tuple(module.num_lanes for module in modules),
-        (microbatches,) * len(modules),
-        max_tokens=tuple(options.max_tokens.get(module.name) for module in modules),
-        stages=tuple(module.num_stages for module in modules),
-        backward=tuple(2.0 * graph.backward_reaches(module.name) for module in modules),
-        free=options.microbatches == "free",
-        equal_counts=options.equal_counts,
-        deferral=options.deferral,
+        tuple(graph[name].num_lanes for name in own),
+        (microbatches,) * len(own),
+        max_tokens=tuple(balance.max_tokens.get(name) for name in own),
+        stages=tuple(graph[name].num_stages for name in own),
+        backward=tuple(balance.costs.get(name, _UNKNOWN).backward * graph.backward_reaches(name) for name in own),
+        free=balance.free,
+        equal_counts=balance.equal_counts,
+        deferral=balance.deferral,
         lockstep=graph.sink.num_lanes > 1 and graph.sink.mesh.axis_size("dp_shard") > 1,
-        affinity=tuple(_affinity(graph, name) for name in graph.order),
+        affinity=tuple(None if name == own[-1] else lane_affinity(graph[name], graph.sink) for name in own),
     )
 
 
-def _affinity(graph: ModuleGraph, name: str) -> np.ndarray | None:
-    """How many ranks the lanes of a module share with those of the sink; None where they share none."""
-    module, sink = graph[name], graph.sink
-    if module is sink:
-        return None
-    out = np.zeros((module.num_lanes, sink.num_lanes), np.int64)
-    for rank in module.mesh.ranks:
-        own, other = module.lane_of(rank), sink.lane_of(rank)
-        if own is not None and other is not None:
-            out[own, other] += 1
-    return out if out.any() else None
+def _sharing(graph: ModuleGraph, name: str) -> int:
+    """Ranks that share the work of a lane of one stage."""
+    return graph[name].mesh.axis_size("tp") * graph[name].mesh.axis_size("cp")
 
 
 def batch_plan_of(graph: ModuleGraph, samples: Sequence[SampleMeta], assignment: Assignment) -> BatchPlan:
-    """The BatchPlan of an assignment whose modules are those of `graph.order`.
+    """The BatchPlan of an assignment whose modules are `led_modules`.
 
     Inside a lane of the sink, samples lie in the order of the encoder lanes that they come from: where the ranks of a
     lane share its tokens in runs, most rows then stay on the rank that made them.
     """
-    lanes = {}
-    for i, name in enumerate(graph.order):
-        count, own = assignment.microbatches[i], assignment.lanes[i]
-        bins = assignment.microbatch[:, i] * own + assignment.lane[:, i]
+    own, led_by = led_modules(graph), leaders(graph)
+    lanes: dict[str, tuple[Lanes, ...]] = {}
+    for i, name in enumerate(own):
+        count, width = assignment.microbatches[i], assignment.lanes[i]
+        bins = assignment.microbatch[:, i] * width + assignment.lane[:, i]
         from_lane = assignment.lane[:, 0] if name == graph.sink.name else np.zeros_like(bins)
         order = np.lexsort((np.arange(len(bins)), from_lane, bins))
-        cuts = np.searchsorted(bins[order], np.arange(count * own + 1)).tolist()
+        cuts = np.searchsorted(bins[order], np.arange(count * width + 1)).tolist()
         places = order.tolist()
         runs = [tuple(places[a:b]) for a, b in itertools.pairwise(cuts)]
-        lanes[name] = tuple(tuple(runs[m * own : (m + 1) * own]) for m in range(count))
-    return BatchPlan(graph, tuple(samples), lanes)
+        lanes[name] = tuple(tuple(runs[m * width : (m + 1) * width]) for m in range(count))
+    return BatchPlan(graph, tuple(samples), {name: lanes[led_by[name]] for name in graph.order})

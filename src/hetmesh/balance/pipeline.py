@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from hetmesh.balance.assignment import Assignment
-from hetmesh.balance.blocks import Blocks
+from hetmesh.balance.blocks import BatchBlocks
 from hetmesh.balance.loads import BatchLoads, Slots
 
 Score = Callable[[Assignment], float]
@@ -28,9 +28,9 @@ def pipeline_score(loads: BatchLoads, slots: Slots) -> Score:
         adapted = slots
         if assignment.microbatches != slots.microbatches:
             adapted = with_microbatches(slots, assignment.microbatches)
-        work = Blocks(adapted).by_window(assignment, loads.work)
+        work = BatchBlocks(adapted).by_window(assignment, loads.work)
         work = work.max(0, keepdims=True) if slots.lockstep else work
-        late = Blocks(adapted).late(assignment) if assignment.deferred.any() else None
+        late = BatchBlocks(adapted).late(assignment) if assignment.deferred.any() else None
         if late is not None and slots.lockstep:
             late = np.asarray(late.any(0, keepdims=True))
         return float(step_lengths(work, slots.stages, slots.backward, late=late).max(initial=0.0))

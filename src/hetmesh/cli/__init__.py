@@ -16,6 +16,7 @@ VERBS: Mapping[str, str] = {
     "explain": "show which rank holds what, what it costs and what moves between modules",
     "simulate": "show what a step will take: who computes when, who waits and why",
     "report": "show what a run did: its recorded step beside the prediction",
+    "index": "look through a recipe's data once: lengths, sizes and offsets, kept beside it",
     "profile": "measure what the layers of a recipe cost on this machine",
 }
 """Verb -> what it does. Each is a module of this package with `add_arguments(parser)` and `run(args, overrides)`."""

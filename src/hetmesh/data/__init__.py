@@ -10,7 +10,12 @@ spans.py    a stretch of a file, read alone
 loader.py   Loader: the global batch of a step as metadata, payloads on demand
 digits.py   the demo: questions about handwritten digits (digits.npz, README.md)
 synthetic.py  random text and images of realistic sizes
-conversations.py  a JSONL file of conversations about local images and recordings
+conversations.py  conversations about local images and recordings
+turns.py          the turns of a conversation, from two forms
+stores.py         where records and media lie: JSON files, tar shards
+tables.py         the same in parquet and arrow
+index.py          lengths, sizes and offsets of a source, kept beside the data
+metas.py          metadata of many samples as arrays
 chat.py           their tokens: a tokenizer's chat template, and which tokens are the assistant's
 images.py         images as a preprocessor_config.json wants them
 recordings.py     log-mel features of recordings

@@ -1,10 +1,9 @@
-"""Conversations about images and recordings, from a JSONL file on this machine."""
+"""Conversations about images and recordings, from files on this machine: JSON, tar shards or tables."""
 
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,16 +14,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hetmesh.data.chat import Chat, Encoded
+from hetmesh.data.chat import FILES, Chat, Encoded
 from hetmesh.data.images import ImageProcessor
+from hetmesh.data.index import SUFFIX, content_hash, file_states, load_index
+from hetmesh.data.metas import MetaArrays, metas_one_by_one
 from hetmesh.data.recordings import RecordingProcessor
 from hetmesh.data.source import Sample, wants
-from hetmesh.data.spans import Span
+from hetmesh.data.stores import Blob, find_files, open_store
+from hetmesh.data.turns import turns_of
 from hetmesh.errors import HetmeshError, RecipeError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 
 KINDS = ("image", "audio")
 KEY = "[data.options]"
+SMALL = (*FILES, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "preprocessor_config.json")
+"""Files of a tokenizer or processor that metadata depends on."""
+
 REMEMBERED = 4096
 """Conversations whose tokens are remembered: metadata and payload of a batch ask for the same ones."""
 
@@ -33,21 +38,24 @@ REMEMBERED = 4096
 class _Conversation:
     id: str
     encoded: Encoded
-    media: tuple[tuple[str, Span], ...]
+    media: tuple[tuple[str, Blob], ...]
     size: int  # of its text
 
 
 class ConversationsSource:
-    """One conversation per line: `{"id": ..., "messages": [{"role": ..., "content": ...}, ...]}`.
+    """One conversation per record: `{"id": ..., "messages": [{"role": ..., "content": ...}, ...]}`, or as LLaVA has it:
+    `{"id": ..., "image": FILE, "conversations": [{"from": "human", "value": "<image>..."}, {"from": "gpt", ...}]}`.
 
     `content` is a text, or a list of parts: `{"type": "text", "text": ...}`, `{"type": "image", "image": FILE}`,
     `{"type": "audio", "audio": FILE}`. Roles are those that the tokenizer's chat template knows. The assistant's turns
     are the targets. In the text an item becomes its placeholder token, right where its part stands.
 
-    Metadata needs the text alone; an image's header is read only where the size of the result depends on it.
+    Metadata needs the text alone; an image's header is read only where the size of the result depends on it. With an
+    index (`hetmesh index`) it needs neither.
 
     Args:
-        path: the JSONL file.
+        path: a JSON file (one record per line, or a list), tar shards (`"shards/*.tar"`, as webdataset has them), or
+            tables (`*.parquet`, `*.arrow`, or a folder that Hugging Face datasets saved); see `stores` and `tables`.
         tokenizer: a Hugging Face directory with a fast tokenizer.
         image_processor: a Hugging Face directory whose preprocessor_config.json says how to prepare images.
         audio_processor: the same for `.wav` files (WhisperFeatureExtractor); `.npy` files hold features.
@@ -55,11 +63,12 @@ class ConversationsSource:
         media_folder: where relative file names start; the folder of `path` if absent.
         chat_template: a Jinja template instead of the tokenizer's own (without either: Vicuna's form).
         pad_to_square: put images on a square of the mean colour before they are resized, as LLaVA does.
-        validation_path: a JSONL file of held-out conversations.
+        validation_path: the same of held-out conversations.
         split: `"train"` or `"validation"`.
+        index: use the index beside the data (`hetmesh index`), if there is one.
 
     Raises:
-        RecipeError: a file or directory is missing (all that are), or cannot be used; no such split.
+        RecipeError: a file or directory is missing, or cannot be used; no such split; the index is stale.
     """
 
     def __init__(
@@ -74,6 +83,7 @@ class ConversationsSource:
         pad_to_square: bool = False,
         validation_path: str | None = None,
         split: str = "train",
+        index: bool = True,
     ) -> None:
         placeholders = {"image": "<image>"} if placeholders is None else placeholders
         if unknown := sorted(set(placeholders) - set(KINDS)):
@@ -81,11 +91,11 @@ class ConversationsSource:
         if split not in ("train", "validation") or (split == "validation" and validation_path is None):
             held_out = "" if validation_path else ", 'validation' needs validation_path"
             raise RecipeError(f"{KEY} split: must be 'train' or 'validation'{held_out}, got {split!r}")
-        files = {"path": path, "validation_path": validation_path}
         folders = {"tokenizer": tokenizer, "image_processor": image_processor, "audio_processor": audio_processor}
-        _check_exist(files, {**folders, "media_folder": media_folder})
+        _check_exist({**folders, "media_folder": media_folder})
+        name = "path" if split == "train" else "validation_path"
         self.path = Path(path if split == "train" else str(validation_path)).expanduser()
-        self.folder = self.path.parent if media_folder is None else Path(media_folder).expanduser()
+        folder = None if media_folder is None else Path(media_folder).expanduser()
         self._chat = Chat(Path(tokenizer).expanduser(), placeholders, chat_template)
         self.vocab_size, self.pad_id = self._chat.vocab_size, self._chat.pad_id
         self.placeholders: Mapping[str, int] = self._chat.placeholders
@@ -96,18 +106,62 @@ class ConversationsSource:
         self._recordings = RecordingProcessor(
             None if audio_processor is None else Path(audio_processor).expanduser(), f"{KEY} audio_processor"
         )
-        self._lines = _line_starts(self.path)
+        options = {"placeholders": placeholders, "chat_template": chat_template, "pad_to_square": pad_to_square}
+        read = [Path(each).expanduser() for each in folders.values() if each is not None]
+        self._small = {
+            "the options of [data]": options,
+            "tokenizer or processors": content_hash(
+                file for each in read for file in sorted(each.iterdir()) if file.name in SMALL
+            ),
+        }
+        self._folder, self._key = folder, f"{KEY} {name}"
+        found = None
+        if index:
+            states = self._states(find_files(str(self.path), self._key))
+            found = load_index(self.index_path, self._small | states)
+        self._known: MetaArrays | None = None if found is None else found[0]
+        arrays = None if found is None else found[1]
+        self._store = open_store(str(self.path), folder, self._key, arrays)
         self._conversation = lru_cache(REMEMBERED)(self._read)
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._store)
+
+    @property
+    def index_path(self) -> Path:
+        """Where its index is kept: beside the data."""
+        name = "".join("_" if c in "*?[]" else c for c in self.path.name)
+        return self.path.parent / (name + SUFFIX)
+
+    @property
+    def index_inputs(self) -> Mapping[str, Any]:
+        """What its metadata depends on."""
+        return self._small | self._states(self._store.files)
+
+    @property
+    def store_arrays(self) -> Mapping[str, np.ndarray]:
+        """Where its records lie in the files."""
+        return self._store.arrays
+
+    def _states(self, files: Sequence[Path]) -> dict[str, Any]:
+        return {"the files of the data": file_states(files)}
+
+    def metas(self, indices: Sequence[int]) -> MetaArrays:
+        """The metadata of these samples as arrays: from the index, or without one from their texts."""
+        if self._known is not None:
+            return self._known.take(indices)
+        return metas_one_by_one(self, indices)
 
     def meta(self, index: int) -> SampleMeta:
-        """Metadata of the conversation in line `index` (from 0; empty lines do not count).
+        """Metadata of conversation `index`.
 
         Raises:
-            SampleError: the line is no conversation, or a media file of changing size cannot be read.
+            SampleError: the record is no conversation, or a media file of changing size cannot be read.
         """
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.path}: index {index} is not in 0..{len(self) - 1}")
+        if self._known is not None:
+            return self._known.meta(index)
         conversation = self._conversation(index)
         kinds = {token: kind for kind, token in self.placeholders.items()}
         positions = [i for i, token in enumerate(conversation.encoded.ids) if token in kinds]
@@ -126,31 +180,36 @@ class ConversationsSource:
         conversation = self._conversation(index)
         media: dict[str, list[Tensor]] = {}
         read = conversation.size
-        for kind, span in conversation.media:
+        for kind, blob in conversation.media:
             if wants(kinds, kind):
-                tensor, size = self._load(conversation.id, kind, span)
+                tensor, size = self._load(conversation.id, kind, blob)
                 media.setdefault(kind, []).append(tensor)
                 read += size
-        needed = conversation.size + sum(span.length for kind, span in conversation.media if wants(kinds, kind))
+        needed = conversation.size + sum(blob.length for kind, blob in conversation.media if wants(kinds, kind))
         return Sample(conversation.id, torch.tensor(conversation.encoded.ids), media, read, needed)
 
     def _read(self, index: int) -> _Conversation:
         if not 0 <= index < len(self):
             raise IndexError(f"{self.path}: index {index} is not in 0..{len(self) - 1}")
-        with self.path.open("rb") as file:
-            file.seek(int(self._lines[index]))
-            line = file.readline()
-        name = f"{self.path.name}:{index}"
+        stored = self._store.record(index)
+        name = stored.name
         try:
-            record: Any = json.loads(line)
-            name = str(record.get("id", name))
-            turns = [(str(turn["role"]), turn["content"]) for turn in record["messages"]]
+            if stored.value.get("id") is not None:
+                name = str(stored.value["id"])
+            turns = turns_of(stored.value)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SampleError(
                 f"sample {name!r}: must be an object with `messages`, a list of {{role, content}}: {error!r}"
             ) from error
-        media: list[tuple[str, Span]] = []
-        messages = [(role, self._text(name, content, media)) for role, content in turns]
+        named: list[tuple[str, str | None]] = []
+        messages = [(role, self._text(name, content, named)) for role, content in turns]
+        media: list[tuple[str, Blob]] = []
+        for at, (kind, value) in enumerate(named):
+            before = sum(other == kind for other, _ in named[:at])
+            try:
+                media.append((kind, self._store.media(index, kind, value, before)))
+            except OSError as error:
+                raise SampleError(f"sample {name!r}: {error}") from error
         encoded = self._chat.encode(name, messages)
         kinds = {token: kind for kind, token in self.placeholders.items()}
         found = [kinds[token] for token in encoded.ids if token in kinds]
@@ -159,21 +218,23 @@ class ConversationsSource:
                 f"sample {name!r}: its text has placeholders of {found}, its media are {[kind for kind, _ in media]}; "
                 "does the chat template drop some, or add its own?"
             )
-        return _Conversation(name, encoded, tuple(media), len(line))
+        return _Conversation(name, encoded, tuple(media), stored.size)
 
-    def _text(self, name: str, content: Any, media: list[tuple[str, Span]]) -> str:
+    def _text(self, name: str, content: Any, media: list[tuple[str, str | None]]) -> str:
         """The text of one turn; its media are appended to `media`."""
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         text = ""
         for part in parts if isinstance(parts, list) else [parts]:
             kind = part.get("type") if isinstance(part, dict) else None
             value = part.get(kind) if isinstance(part, dict) and isinstance(kind, str) else None
-            if kind not in ("text", *KINDS) or not isinstance(value, str):
+            by_order = kind in KINDS and value is None and self._store.in_order
+            if kind not in ("text", *KINDS) or not (isinstance(value, str) or by_order):
                 raise SampleError(
                     f"sample {name!r}: a part of `content` must be {{type, text}}, {{type, image}} or {{type, audio}} "
                     f"with texts as values, got {part!r}"
                 )
             if kind == "text":
+                assert isinstance(value, str)
                 if used := [p for p in self._chat.texts.values() if p in value]:
                     raise SampleError(
                         f"sample {name!r}: its text contains {used[0]!r}, which stands for media; write media as parts "
@@ -184,30 +245,30 @@ class ConversationsSource:
             if kind not in self.placeholders:
                 raise SampleError(f"sample {name!r}: it has {kind!r}, but {KEY} placeholders has no token for that")
             text += self._chat.texts[kind]
-            media.append((kind, Span(self.folder / value)))
+            media.append((kind, value))
         return text
 
-    def _shape(self, name: str, kind: str, span: Span) -> tuple[int, ...]:
+    def _shape(self, name: str, kind: str, span: Blob) -> tuple[int, ...]:
         from PIL import Image
 
         with _reading(name, span):
             if kind == "audio":
                 with span.open() as file:
-                    return tuple(self._recordings.shape(span.path.name, file))
+                    return tuple(self._recordings.shape(span.name, file))
             processor = self._image_processor(name)
             if processor.fixed_shape is not None:
                 return processor.fixed_shape
             with span.open() as file, Image.open(file) as image:  # reads the header only
                 return processor.shape(*image.size)
 
-    def _load(self, name: str, kind: str, span: Span) -> tuple[Tensor, int]:
+    def _load(self, name: str, kind: str, span: Blob) -> tuple[Tensor, int]:
         """One media item, and the bytes that were read for it."""
         from PIL import Image
 
         with _reading(name, span):
             data = span.read()
             if kind == "audio":
-                return self._recordings(span.path.name, io.BytesIO(data)), len(data)
+                return self._recordings(span.name, io.BytesIO(data)), len(data)
             with Image.open(io.BytesIO(data)) as image:
                 return self._image_processor(name)(image), len(data)
 
@@ -230,23 +291,11 @@ def _reading(name: str, file: object) -> Iterator[None]:
         raise SampleError(f"sample {name!r}: cannot read {file}: {error}") from error
 
 
-def _check_exist(files: Mapping[str, str | None], folders: Mapping[str, str | None]) -> None:
+def _check_exist(folders: Mapping[str, str | None]) -> None:
     wrong = [
-        f"{KEY} {key} = {value!r}: there is no such {'file' if key in files else 'directory'}"
-        for key, value in {**files, **folders}.items()
-        if value is not None
-        and not (Path(value).expanduser().is_file() if key in files else Path(value).expanduser().is_dir())
+        f"{KEY} {key} = {value!r}: there is no such directory"
+        for key, value in folders.items()
+        if value is not None and not Path(value).expanduser().is_dir()
     ]
     if wrong:
         raise RecipeError("\n".join(wrong))
-
-
-def _line_starts(path: Path) -> np.ndarray:
-    """Byte offsets of the lines that are not empty."""
-    starts, offset = [], 0
-    with path.open("rb") as file:
-        for line in file:
-            if line.strip():
-                starts.append(offset)
-            offset += len(line)
-    return np.array(starts, np.int64)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 
 from hetmesh.data.expand import Expansion, blank, expand_tokens
-from hetmesh.data.payloads import Direct, Payload, Payloads, Sources, Unreadable, Wanted
+from hetmesh.data.payloads import Direct, Payload, Payloads, SplitSources, Unreadable, Wanted
 from hetmesh.data.shuffle import permuted
 from hetmesh.data.source import Sample, Source
 from hetmesh.errors import RecipeError, SampleError
@@ -93,7 +93,7 @@ class Loader:
         self.prepare = prepare or Expansion
         self.seed = seed
         self.shuffle = shuffle
-        self.payloads = payloads or Direct(Sources({split: lambda: source}))
+        self.payloads = payloads or Direct(SplitSources({split: lambda: source}))
         self.split, self.skip = split, skip
         self.step = 0
         """The step whose batch `next` gives."""

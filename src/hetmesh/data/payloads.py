@@ -53,7 +53,7 @@ class Payloads(Protocol):
     """Where samples are loaded. Used as a context: leaving it ends what was started."""
 
     @property
-    def sources(self) -> Sources:
+    def sources(self) -> SplitSources:
         """What is loaded from."""
         ...
 
@@ -73,7 +73,7 @@ class Payloads(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
-class Sources:
+class SplitSources:
     """The sources of a run by split, each made when it is first used. Pickled, it makes them anew."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Source]]) -> None:
@@ -104,7 +104,7 @@ class Sources:
 class Direct:
     """Loads in this process, when asked."""
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: SplitSources) -> None:
         self.sources = sources
 
     def announce(self, requests: Sequence[Sequence[Wanted]]) -> None:
@@ -137,7 +137,7 @@ class InWorkers:
         LoaderError: a worker has died, or took too long; from `get`.
     """
 
-    def __init__(self, sources: Sources, count: int, prefetch: int = 2, timeout: float = 100.0) -> None:
+    def __init__(self, sources: SplitSources, count: int, prefetch: int = 2, timeout: float = 100.0) -> None:
         self.sources, self.timeout = sources, timeout
         self._more: Callable[[], None] = lambda: None
         self._waiting: deque[Sequence[Wanted]] = deque()  # for a worker
@@ -255,7 +255,7 @@ class _Asked:
 class _Requests(Dataset[Any]):
     """What a worker does with a request: load its samples and lay them into one buffer of shared memory."""
 
-    def __init__(self, sources: Sources, at: Tensor) -> None:
+    def __init__(self, sources: SplitSources, at: Tensor) -> None:
         self.sources, self.at = sources, at
 
     def __getitem__(self, request: Sequence[Wanted]) -> tuple[Sequence[Wanted], Tensor, list[Any]]:

@@ -1,4 +1,4 @@
-"""Span: a stretch of a file, such as one image of a tar shard; whoever reads one reads no byte beside it."""
+"""FileSpan: a stretch of a file, such as one image of a tar shard; whoever reads one reads no byte beside it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ thumbnail."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FileSpan:
     """`size` bytes of a file from `offset` on; None: to its end.
 
     Its methods raise OSError where the file cannot be read or ends too early.
@@ -22,6 +22,12 @@ class Span:
     path: Path
     offset: int = 0
     size: int | None = None
+    member: str = ""
+
+    @property
+    def name(self) -> str:
+        """What it is called: a member's name, or the file's."""
+        return self.member or self.path.name
 
     @property
     def length(self) -> int:
@@ -49,7 +55,7 @@ class Span:
 
 
 class _Raw(io.RawIOBase):
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: FileSpan) -> None:
         self._first, self._length = span.offset, span.length
         self._file = span.path.open("rb", buffering=0)
         self._at = 0

@@ -19,6 +19,7 @@ SECTIONS: Mapping[str, type[sections.Section]] = {
     "boundaries": sections.Boundary,  # an array of tables
     "parallelism": sections.ModuleParallelism,  # flat, and one table per module
     "data": sections.Data,
+    "balance": sections.Balance,
     "training": sections.Training,
     "activation_checkpoint": sections.ActivationCheckpoint,
     "compile": sections.Compile,

@@ -38,6 +38,7 @@ class Recipe(sections.Section):
     boundaries: tuple[sections.Boundary, ...] = ()
     parallelism: sections.Parallelism = sections.Parallelism()
     data: sections.Data = sections.Data()
+    balance: sections.Balance = sections.Balance()
     training: sections.Training = sections.Training()
     activation_checkpoint: sections.ActivationCheckpoint = sections.ActivationCheckpoint()
     compile: sections.Compile = sections.Compile()
@@ -150,8 +151,20 @@ def parse_recipe(text: str, overrides: Sequence[str] = ()) -> Recipe:
                 )
     with refusals.collect():
         _ = recipe.batch
+    _check_balance(recipe, refusals)
     refusals.finish()
     return recipe
+
+
+def _check_balance(recipe: Recipe, refusals: Refusals) -> None:
+    keys = recipe.balance
+    for name in keys.max_tokens:
+        if name not in recipe.modules:
+            refusals.add(f"balance.max_tokens.{name}: no such module; there are {', '.join(sorted(recipe.modules))}")
+    idle = [f"balance.{key}" for key in ("max_tokens", "deferral") if getattr(keys, key)]
+    idle += ["balance.microbatches = 'free'"] if keys.microbatches == "free" else []
+    if keys.policy == "none" and idle:
+        refusals.add(f"{', '.join(idle)}: balance.policy = 'none' keeps samples where they are drawn; take another one")
 
 
 def _check_module_names(raw: Mapping[str, Any], refusals: Refusals) -> None:

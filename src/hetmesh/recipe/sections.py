@@ -122,9 +122,16 @@ def _schedules() -> Iterable[str]:
     return POLICIES
 
 
+def _balancers() -> Iterable[str]:
+    from hetmesh.balance import POLICIES
+
+    return POLICIES
+
+
 TokenAssignment = Annotated[str, name_in(_assignments)]
 AttentionMask = Annotated[str, name_in(_masks)]
 SchedulePolicy = Annotated[str, name_in(_schedules)]
+BalancePolicy = Annotated[str, name_in(_balancers)]
 
 
 class Section(BaseModel):
@@ -338,6 +345,18 @@ class Comm(Section):
 
     init_timeout_seconds: Seconds = 300.0  # up to the end of the first step
     train_timeout_seconds: Seconds = 100.0
+
+
+class Balance(Section):
+    """`[balance]`: which lane and microbatch of each module takes which sample of a global batch.
+
+    Results do not depend on it, but for rounding: losses and gradients are sums over the global batch.
+    """
+
+    policy: BalancePolicy = "auto"  # "none": in the order in which samples are drawn
+    max_tokens: Annotated[Mapping[str, Size], AfterValidator(freeze)] = FrozenDict()  # by module, in one microbatch
+    microbatches: Literal["recipe", "free"] = "recipe"  # "free": more or fewer of them, where that is faster
+    deferral: bool = False  # the LLM may take a sample one microbatch later than the encoders (Entrain)
 
 
 class Debug(Section):

@@ -15,6 +15,7 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.report.values import BoundaryView, HeldView, ModuleView, RecipeView, Traffic
 from hetmesh.schedule import Schedule, peaks_in_flight
 from hetmesh.simulate import peak_rows
+from hetmesh.training.balance import recipe_balance
 from hetmesh.training.job import describe, make_prepare, recipe_schedule
 from hetmesh.training.module_shapes import module_shapes
 
@@ -34,7 +35,7 @@ def explain(recipe: Recipe) -> RecipeView:
     batch = recipe.batch
     prepare = make_prepare(recipe, graph, adapters)
     drawn = Loader(source, batch.global_batch_size, prepare, seed=recipe.debug.seed).batch(0)
-    plan = plan_batch(graph, [d.meta for d in drawn], batch.microbatch_size)
+    plan = plan_batch(graph, [d.meta for d in drawn], batch.microbatch_size, recipe_balance(recipe, graph, adapters))
     held = _held(plan, recipe_schedule(recipe, graph, plan.routes))
     shapes = module_shapes(recipe, adapters)
     groups = job_groups(graph, recipe.world_size, lambda spec: ends_are_tied(spec, shapes[spec.name]))

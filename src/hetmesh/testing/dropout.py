@@ -18,9 +18,11 @@ def has_dropout(recipe: Recipe) -> bool:
 def draws_alike(recipe: Recipe) -> bool:
     """Whether a run of `recipe`, which has dropout, draws what `parity.reference(recipe, microbatches=True)` draws.
 
-    So it is where every module has one lane, samples are not packed, tokens are not shared between ranks, and
-    tensor-parallel ranks drop only of values that they hold alike.
+    So it is where every module has one lane, samples stay in the microbatches in which they were drawn, they are not
+    packed, tokens are not shared between ranks, and tensor-parallel ranks drop only of values that they hold alike.
     """
+    if recipe.balance.policy != "none" and recipe.batch.num_microbatches > 1:
+        return False
     if any(recipe.wiring.lanes(name) > 1 or packs(recipe, name) for name in recipe.modules):
         return False
     return all(_module_draws_alike(recipe, name) for name in recipe.modules)

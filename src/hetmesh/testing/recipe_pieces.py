@@ -9,6 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from hetmesh.balance import POLICIES as BALANCERS
 from hetmesh.testing.recipe_graphs import SINK, Draft, Table
 
 POLICIES = ("sequential", "1f1b", "interleaved", "zero_bubble", "three_phase")
@@ -233,6 +234,19 @@ def seeds(draw: st.DrawFn, draft: Draft) -> None:
     draft.table("debug")["seed"] = draw(st.integers(0, 9))
 
 
+def balance(draw: st.DrawFn, draft: Draft) -> None:
+    """Who handles which sample; deferral and other numbers of microbatches where the policy has them."""
+    if sometimes(draw):
+        return  # the default
+    policy = draw(st.sampled_from(sorted(BALANCERS)))
+    table = draft.table("balance")
+    table["policy"] = policy
+    if policy in ("auto", "two_dim", "entrain") and sometimes(draw, 2):
+        table["deferral"] = True
+    if policy != "none" and sometimes(draw):
+        table["microbatches"] = "free"
+
+
 def _some(draw: st.DrawFn, **keys: st.SearchStrategy[Any]) -> Table:
     """Each key with a value of its strategy, or not at all."""
     return {key: draw(values) for key, values in keys.items() if draw(st.booleans())}
@@ -251,5 +265,6 @@ PIECES: tuple[Piece, ...] = (
     sharding,
     precision,
     seeds,
+    balance,
 )
 """In the order in which they are drawn: later ones read what earlier ones chose."""

@@ -15,6 +15,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hetmesh.balance import POLICIES as BALANCERS
 from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.testing.recipe_graphs import GRAPHS, Draft
 from hetmesh.testing.recipe_pieces import PIECES, POLICIES
@@ -117,6 +118,10 @@ def _policy(name: str) -> Callable[[Recipe], bool]:
     return lambda recipe: recipe.schedule == name
 
 
+def _balancer(name: str) -> Callable[[Recipe], bool]:
+    return lambda recipe: recipe.balance.policy == name
+
+
 def _key(key: str) -> Callable[[Recipe], bool]:
     return lambda recipe: bool(recipe.schedule_key(key))
 
@@ -161,6 +166,9 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "offload": _key("three_phase_offload"),
     "early warm-up": _key("interleaved_early_warmup"),
     "several microbatches": lambda r: r.batch.num_microbatches > 1,
+    **{f"balance {policy}": _balancer(policy) for policy in sorted(BALANCERS)},
+    "deferral": lambda r: r.balance.deferral,
+    "free microbatches": lambda r: r.balance.microbatches == "free",
     "accumulation": lambda r: r.batch.global_batch_size > r.batch.local_batch_size * r.lanes,
     "packing": lambda r: r.training.pack_samples,
     "isolated_media": lambda r: r.modules[r.sink].attention_mask == "isolated_media",

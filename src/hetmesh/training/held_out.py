@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from hetmesh.data.loader import VALIDATION
-from hetmesh.data.payloads import Sources
+from hetmesh.data.payloads import SplitSources
 from hetmesh.data.registry import make_source
 from hetmesh.data.source import Source
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import Recipe
 
 
-def held_out_source(recipe: Recipe, sources: Sources | None = None) -> Source | None:
+def held_out_source(recipe: Recipe, sources: SplitSources | None = None) -> Source | None:
     """The validation split of the recipe's data source; None if it has none and `[validation]` does not ask for one.
 
     Args:

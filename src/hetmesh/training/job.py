@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hetmesh.balance import BatchPlan, plan_batch
+from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
 from hetmesh.boundary import World
 from hetmesh.boundary.groups import ends_are_tied, tied_pairs
 from hetmesh.data.loader import TRAIN, DrawnSample, Loader
@@ -29,6 +29,7 @@ from hetmesh.parallel import (
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.runtime import Reducer, Runtime
 from hetmesh.schedule import POLICIES, PolicyOptions, Schedule
+from hetmesh.training.balance import recipe_balance
 from hetmesh.training.describe import describe, make_prepare
 from hetmesh.training.feed import Feed
 from hetmesh.training.loss import sum_cross_entropy
@@ -49,6 +50,7 @@ class Job:
     root: Root
     parallel: Mapping[str, ParallelModule]  # the modules of this rank on their meshes
     runtime: Runtime
+    balance: BalanceOptions
     tied: tuple[TiedParameter, ...] = ()  # parameters of which another pipeline stage holds a copy
 
     @classmethod
@@ -105,11 +107,12 @@ class Job:
         skip = recipe.data.on_bad_sample == "skip"
         loader = Loader(source, size, prepare, seed=seed, payloads=payloads, skip=skip)
         root = Root((name, each.module) for name, each in modules.items())
-        return cls(recipe, world, graph, adapters, loader, root, modules, runtime, tuple(tied))
+        balance = recipe_balance(recipe, graph, adapters)
+        return cls(recipe, world, graph, adapters, loader, root, modules, runtime, balance, tuple(tied))
 
     def plan(self, samples: Sequence[SampleMeta]) -> BatchPlan:
         """The batch plan of a global batch; equal on every rank."""
-        return plan_batch(self.graph, samples, self.recipe.batch.microbatch_size)
+        return plan_batch(self.graph, samples, self.recipe.batch.microbatch_size, self.balance)
 
     def schedule(self, plan: BatchPlan, *, training: bool = True) -> Schedule:
         """The schedule of a step."""

@@ -7,6 +7,7 @@ from hetmesh.cost import Profile, load_machine
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.simulate import Timeline, simulate
+from hetmesh.training.balance import recipe_balance
 from hetmesh.training.job import describe, make_prepare, recipe_schedule
 from hetmesh.training.step_model import recipe_step_model
 
@@ -24,7 +25,8 @@ def simulate_recipe(recipe: Recipe, *, machine: str | None = None, profile: str 
     source, adapters, graph = describe(recipe)
     prepare = make_prepare(recipe, graph, adapters)
     drawn = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed).batch(0)
-    plan = plan_batch(graph, [d.meta for d in drawn], recipe.batch.microbatch_size)
+    balance = recipe_balance(recipe, graph, adapters)
+    plan = plan_batch(graph, [d.meta for d in drawn], recipe.batch.microbatch_size, balance)
     schedule = recipe_schedule(recipe, graph, plan.routes)
     fitted = profile or recipe.profiling.profile
     model = recipe_step_model(

@@ -5,7 +5,8 @@ needs to be (a static plan). Steps are as long as the recurrence of `hetmesh.bal
 against the simulator here (`simulator_difference`). `gain` is throughput over that of `none`; `over bound` the largest
 microbatch over the larger of the mean one and the largest sample, the mean over batches. The keys are of `auto` with
 the number of microbatches fixed; `auto, free` may choose another number (16 to 64), and `..._free` are its keys.
-`unavoidable_over_bound`: some microbatch must hold two of the 129 largest samples, three of the 257 largest, and so on.
+`unavoidable_over_bound`: some microbatch must hold two of the 129 largest samples, three of the 257 largest, and so on;
+`worst_over_unavoidable` is the worst of `auto` over that, of all modules.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ def _evenness(laws: list[dict[str, Any]]) -> dict[str, Any]:
         each = [list(_of(law, balancer)["over_bound"].values()) for law in laws]
         out[f"worst_over_bound_encoder{suffix}"] = _largest(value for values in each for value in values[:-1])
         out[f"worst_over_bound_llm{suffix}"] = _largest(values[-1] for values in each)
+    over = [[_of(law)["over_bound"][m] / least for m, least in law["unavoidable_over_bound"].items()] for law in laws]
+    out["worst_over_unavoidable"] = _largest(value for values in over for value in values)
     return out
 
 

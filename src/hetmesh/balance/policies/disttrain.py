@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from hetmesh.balance.assignment import Assignment
-from hetmesh.balance.blocks import Blocks
+from hetmesh.balance.blocks import BatchBlocks
 from hetmesh.balance.fill import least_loaded
 from hetmesh.balance.from_blocks import from_blocks
 from hetmesh.balance.loads import BatchLoads, Slots
@@ -18,7 +18,7 @@ def disttrain(loads: BatchLoads, slots: Slots) -> Assignment:
     """Lanes by longest processing time first with equal counts; each lane's samples, in the order of their keys, cut
     into microbatches; of these the smallest first, the next smallest last, in between whichever keeps the running sum
     of encoder work nearest to the mean."""
-    blocks = Blocks(slots)
+    blocks = BatchBlocks(slots)
     key = loads.work.sum(1)
     order = np.lexsort((-loads.work[:, -1], -key))
     limit = -(-len(loads) // blocks.groups)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hetmesh.balance.assignment import Assignment
-from hetmesh.balance.blocks import Blocks
+from hetmesh.balance.blocks import BatchBlocks
 from hetmesh.balance.deferral import defer
 from hetmesh.balance.fill import least_loaded
 from hetmesh.balance.from_blocks import fitted, from_blocks
@@ -19,7 +19,7 @@ def entrain(loads: BatchLoads, slots: Slots) -> Assignment:
     Encoder work is that of all modules but the last. One change: ties, as samples without media make them, go to the
     microbatch with least LLM work; as published they all end in one.
     """
-    blocks = Blocks(slots)
+    blocks = BatchBlocks(slots)
     encoder, llm = loads.work[:, :-1].sum(1), loads.work[:, -1]
     order = np.lexsort((-llm, -encoder))
     group = least_loaded(order, llm, [list(range(blocks.groups))])

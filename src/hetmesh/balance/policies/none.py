@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hetmesh.balance.assignment import Assignment
-from hetmesh.balance.blocks import Blocks
+from hetmesh.balance.blocks import BatchBlocks
 from hetmesh.balance.from_blocks import from_blocks
 from hetmesh.balance.loads import BatchLoads, Slots
 
@@ -31,6 +31,6 @@ def none(loads: BatchLoads, slots: Slots) -> Assignment:
     )
     if not over:
         return found
-    blocks = Blocks(slots)
+    blocks = BatchBlocks(slots)
     window, group = blocks.window_of[-1][microbatch[:, -1]], blocks.group_of[-1][lane[:, -1]]
     return from_blocks(loads, slots, window * blocks.groups + group, policy="none")

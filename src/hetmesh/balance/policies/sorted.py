@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hetmesh.balance.assignment import Assignment
-from hetmesh.balance.blocks import Blocks
+from hetmesh.balance.blocks import BatchBlocks
 from hetmesh.balance.from_blocks import from_blocks
 from hetmesh.balance.loads import BatchLoads, Slots
 
@@ -15,7 +15,7 @@ def by_length(loads: BatchLoads, slots: Slots) -> Assignment:
 
     Lanes are even in every window, windows are as uneven as samples are.
     """
-    blocks = Blocks(slots)
+    blocks = BatchBlocks(slots)
     order = np.lexsort((loads.work[:, -1], blocks.normalised(loads).sum(1)))
     rank = np.empty(len(loads), np.int64)
     rank[order] = np.arange(len(loads))

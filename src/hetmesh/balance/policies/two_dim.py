@@ -6,7 +6,7 @@ import numpy as np
 
 from hetmesh.balance.arrange import arrange
 from hetmesh.balance.assignment import Assignment
-from hetmesh.balance.blocks import Blocks
+from hetmesh.balance.blocks import BatchBlocks
 from hetmesh.balance.fill import SCALE, longest_first
 from hetmesh.balance.from_blocks import fitted, from_blocks
 from hetmesh.balance.loads import BatchLoads, Slots
@@ -26,7 +26,7 @@ def two_dim(loads: BatchLoads, slots: Slots) -> Assignment:
 
 def balanced(loads: BatchLoads, slots: Slots) -> np.ndarray:
     """The first part: the bin of each sample, int64 `[samples]`; `slots.deferral` makes no difference to it."""
-    blocks = Blocks(slots)
+    blocks = BatchBlocks(slots)
     load = blocks.normalised(loads)
     spare = 0 if slots.equal_counts else SPARE
     bins = longest_first(load, blocks.count, -(-len(loads) // blocks.count) + spare)
@@ -55,5 +55,5 @@ def exchanges(bins: int) -> int:
 
 def arranged(loads: BatchLoads, slots: Slots, bins: np.ndarray) -> Assignment:
     """The second part: the assignment of samples whose bins are known."""
-    block, deferred = arrange(loads, Blocks(slots), bins)
+    block, deferred = arrange(loads, BatchBlocks(slots), bins)
     return from_blocks(loads, slots, block, deferred, policy="two_dim")

@@ -1,0 +1,189 @@
+"""The index of a source: what is known of its samples without their media, made once and kept beside the data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from hetmesh.data.metas import MetaArrays, metas_of
+from hetmesh.data.source import Source
+from hetmesh.errors import RecipeError
+from hetmesh.files import writing
+
+if TYPE_CHECKING:
+    from hetmesh.recipe.sections import Data
+
+SUFFIX = ".hetmesh-index.npz"
+VERSION = 1
+INDEXED = ("conversations",)
+"""Sources that keep an index."""
+
+SHOWN = 10
+"""Unreadable samples that `index_data` names."""
+
+_CHUNK = 4096  # samples whose metadata are objects at a time, while an index is made
+
+
+@runtime_checkable
+class Indexed(Source, Protocol):
+    """A source that can keep an index."""
+
+    @property
+    def index_path(self) -> Path:
+        """Where it is kept: beside the data."""
+        ...
+
+    @property
+    def index_inputs(self) -> Mapping[str, Any]:
+        """What it depends on, as JSON has it: the state of the files, and the options that metadata depends on."""
+        ...
+
+    @property
+    def store_arrays(self) -> Mapping[str, np.ndarray]:
+        """Offsets in the files, which are kept with it."""
+        ...
+
+
+def file_states(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Name, size in bytes and time of the last change in ns: what tells that a file has changed."""
+    inside = [each for file in files for each in (sorted(file.iterdir()) if file.is_dir() else [file])]
+    return [(file.name, (found := file.stat()).st_size, found.st_mtime_ns) for file in inside if file.is_file()]
+
+
+def content_hash(files: Iterable[Path]) -> str:
+    """Of small files, such as those of a tokenizer."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def build_index(source: Indexed) -> Path:
+    """Make the index of `source` and write it; reads the text of each sample, and headers of media.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    parts = [
+        metas_of(source, range(start, min(start + _CHUNK, len(source)))) for start in range(0, len(source), _CHUNK)
+    ]
+    whole = _joined(parts)
+    arrays = {field.name: getattr(whole, field.name) for field in fields(MetaArrays)}
+    texts = {"version": VERSION, "inputs": source.index_inputs, "kinds": whole.kinds}
+    texts["unreadable"] = {str(i): reason for i, reason in whole.unreadable.items()}
+    arrays = {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
+    arrays |= {f"store_{name}": array for name, array in source.store_arrays.items()}
+    path = source.index_path
+    with writing(path):
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        with part.open("wb") as file:
+            np.savez(file, texts=np.frombuffer(json.dumps(texts).encode(), np.uint8), **arrays)
+        os.replace(part, path)
+    return path
+
+
+def index_data(keys: Data) -> Iterator[str]:
+    """Make the indices of the sources of `[data]` and of their validation splits; yields a line about each.
+
+    Raises:
+        RecipeError: a source cannot be made, or has nothing to index.
+    """
+    from hetmesh.data.registry import make_source  # whose sources import this module
+
+    for split in ("train", "validation"):
+        options = {**keys.options, "index": False} | ({} if split == "train" else {"split": split})
+        if keys.source not in INDEXED:
+            raise RecipeError(f"[data] source = {keys.source!r} keeps no index; those that do: {sorted(INDEXED)}")
+        try:
+            source = make_source(keys.source, **options)
+        except RecipeError:
+            if split == "validation":  # there may be none
+                continue
+            raise
+        assert isinstance(source, Indexed)
+        path = build_index(source)
+        found = load_index(path, source.index_inputs)
+        assert found is not None
+        metas = found[0]
+        counts = ", ".join(f"{int(metas.counts(kind).sum())} {kind}" for kind in metas.kinds)
+        yield f"{path}: {len(metas)} samples, {int(metas.tokens.sum())} tokens" + (f", {counts}" if counts else "")
+        for reason in list(metas.unreadable.values())[:SHOWN]:
+            yield f"  cannot be read: {reason}"
+        if len(metas.unreadable) > SHOWN:
+            yield f"  and {len(metas.unreadable) - SHOWN} more"
+
+
+def load_index(path: Path, inputs: Mapping[str, Any]) -> tuple[MetaArrays, dict[str, np.ndarray]] | None:
+    """The index at `path` and the offsets kept with it; None if there is none.
+
+    Args:
+        inputs: what an index that holds was made from.
+
+    Raises:
+        RecipeError: it is damaged, or was made from other files or options.
+    """
+    if not path.is_file():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        texts = json.loads(arrays.pop("texts").tobytes())
+        version = texts["version"]
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise RecipeError(f"the index {path} is damaged ({error}); {_ADVICE}") from error
+    if version != VERSION:
+        raise RecipeError(f"the index {path} is of another version of hetmesh; {_ADVICE}")
+    now = json.loads(json.dumps(inputs))  # tuples become lists
+    if changed := sorted(name for name in now if texts["inputs"].get(name) != now[name]):
+        raise RecipeError(f"the index {path} is stale: {', '.join(changed)} changed since it was made; {_ADVICE}")
+    store = {name.removeprefix("store_"): arrays.pop(name) for name in list(arrays) if name.startswith("store_")}
+    unreadable = {int(i): reason for i, reason in texts["unreadable"].items()}
+    return MetaArrays(**arrays, kinds=tuple(texts["kinds"]), unreadable=unreadable), store
+
+
+_ADVICE = "make it anew: hetmesh index RECIPE, or remove it"
+
+
+def _joined(parts: list[MetaArrays]) -> MetaArrays:
+    """Parts one behind the other."""
+    kinds = tuple(sorted({kind for part in parts for kind in part.kinds}))
+    width = max((part.items.shape[1] for part in parts), default=3)
+    items = []
+    for part in parts:
+        padded = np.zeros((len(part.items), width), np.int64)
+        padded[:, : part.items.shape[1]] = part.items
+        if part.kinds:
+            padded[:, 0] = np.array([kinds.index(kind) for kind in part.kinds])[part.items[:, 0]]
+        items.append(padded)
+    unreadable: dict[int, str] = {}
+    done = 0
+    for part in parts:
+        unreadable |= {done + i: reason for i, reason in part.unreadable.items()}
+        done += len(part)
+
+    def ends(name: str) -> np.ndarray:
+        counts = [np.diff(getattr(part, name)) for part in parts]
+        return np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64)
+
+    def all_of(name: str) -> np.ndarray:
+        return np.concatenate([getattr(part, name) for part in parts])
+
+    return MetaArrays(
+        all_of("tokens"),
+        all_of("targets"),
+        ends("target_ends"),
+        kinds,
+        np.concatenate(items),
+        ends("item_ends"),
+        all_of("names"),
+        ends("name_ends"),
+        unreadable,
+    )

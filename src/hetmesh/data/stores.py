@@ -1,0 +1,328 @@
+"""Stores: where records and their media lie in files: JSON lines, tar shards, tables."""
+
+from __future__ import annotations
+
+import glob
+import io
+import json
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+
+from hetmesh.data.spans import FileSpan
+from hetmesh.errors import RecipeError, SampleError
+
+TABLES = (".parquet", ".arrow")
+TEXTS = ("json", "txt")
+"""Members of a tar shard that make a record, by extension; of these the first that a sample has."""
+
+
+class Blob(Protocol):
+    """The stored bytes of one media item. Reading raises OSError."""
+
+    @property
+    def name(self) -> str:
+        """Its file name, which tells its format."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Stored bytes."""
+        ...
+
+    def read(self) -> bytes:
+        """All of it."""
+        ...
+
+    def open(self) -> BinaryIO:
+        """A file that holds it alone; who reads a header of it reads little more."""
+        ...
+
+
+@dataclass(frozen=True)
+class Record:
+    """One sample as it is stored.
+
+    Attributes:
+        name: what it is called, unless it has an `id`.
+        value: the record, as JSON has it.
+        size: stored bytes of it.
+    """
+
+    name: str
+    value: Any
+    size: int
+
+
+class Store(Protocol):
+    """An indexed collection of records."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """What it reads records from."""
+        ...
+
+    @property
+    def arrays(self) -> Mapping[str, np.ndarray]:
+        """Where records lie in the files."""
+        ...
+
+    @property
+    def in_order(self) -> bool:
+        """Whether media that a record does not name are taken in order."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def record(self, index: int) -> Record:
+        """Record `index`.
+
+        Raises:
+            SampleError: it cannot be read.
+        """
+        ...
+
+    def media(self, index: int, kind: str, value: str | None, number: int) -> Blob:
+        """A media item of record `index`.
+
+        Args:
+            value: what the record says of it, a file name usually; None if it says nothing.
+            number: how many items of this kind come before it.
+
+        Raises:
+            OSError: there is none.
+        """
+        ...
+
+
+def open_store(path: str, folder: Path | None, key: str, arrays: Mapping[str, np.ndarray] | None = None) -> Store:
+    """The store that `path` names: a file, or a pattern (`*`) of tar shards or tables.
+
+    Args:
+        folder: where file names in records of JSON start; None: the folder of `path`.
+        key: the recipe key of `path`; errors begin with it.
+        arrays: what `arrays` of such a store gave before, if it still holds: saves looking through the files.
+
+    Raises:
+        RecipeError: there is no such file, or it holds no records.
+    """
+    files = find_files(path, key)
+    kinds = {file.suffix for file in files}
+    if len(kinds) > 1:
+        raise RecipeError(f"{key} = {path!r}: files of one kind, got {sorted(kinds)}")
+    if kinds == {".tar"}:
+        return TarShards(files, key, arrays)
+    if kinds <= set(TABLES) or files[0].is_dir():
+        from hetmesh.data.tables import Tables
+
+        return Tables(files, key)
+    if len(files) > 1:
+        raise RecipeError(f"{key} = {path!r}: of JSON files give one, or make tar shards or tables of them")
+    return JsonFile(files[0], folder or files[0].parent, key, arrays)
+
+
+def find_files(path: str, key: str) -> tuple[Path, ...]:
+    """The files that `path` names.
+
+    Raises:
+        RecipeError: there are none.
+    """
+    files = tuple(Path(name) for name in sorted(glob.glob(path))) if glob.has_magic(path) else (Path(path),)
+    if not files or not all(file.is_file() or (file / "dataset_info.json").is_file() for file in files):
+        raise RecipeError(f"{key} = {path!r}: there is no such file")
+    return files
+
+
+class JsonFile:
+    """One record per line, or a JSON list of records; media are files of a folder."""
+
+    in_order = False
+
+    def __init__(self, path: Path, folder: Path, key: str, arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        self.path, self.folder = path, folder
+        self.files = (path,)
+        self._list: list[Any] | None = None
+        with path.open("rb") as file:
+            starts = path.suffix == ".json" and file.read(64).lstrip().startswith(b"[")
+        if starts:
+            try:
+                found = json.loads(path.read_bytes())
+            except ValueError as error:
+                raise RecipeError(f"{key} = '{path}': begins as a JSON list, but is none: {error}") from error
+            self._list = found
+        if arrays is None:
+            arrays = {"starts": np.zeros(0, np.int64) if starts else _line_starts(path)}
+        self.arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self.arrays["starts"]) if self._list is None else len(self._list)
+
+    def record(self, index: int) -> Record:
+        """The record in line `index`; empty lines do not count."""
+        name = f"{self.path.name}:{index}"
+        if self._list is not None:
+            return Record(name, self._list[index], len(json.dumps(self._list[index])))
+        with self.path.open("rb") as file:
+            file.seek(int(self.arrays["starts"][index]))
+            line = file.readline()
+        try:
+            return Record(name, json.loads(line), len(line))
+        except ValueError as error:
+            raise SampleError(
+                f"sample {name!r}: must be an object with `messages`, but the line is no JSON: {error}"
+            ) from error
+
+    def media(self, index: int, kind: str, value: str | None, number: int) -> Blob:
+        """The file of that name."""
+        if value is None:
+            raise OSError(f"the record names no file of its {kind!r} {number}")
+        return FileSpan(self.folder / value)
+
+
+def _line_starts(path: Path) -> np.ndarray:
+    """Byte offsets of the lines that are not empty."""
+    starts, offset = [], 0
+    with path.open("rb") as file:
+        for line in file:
+            if line.strip():
+                starts.append(offset)
+            offset += len(line)
+    return np.array(starts, np.int64)
+
+
+class TarShards:
+    """Tar shards as webdataset writes them: consecutive members `KEY.EXTENSION` of one key are a sample.
+
+    Members are found once and read by their offset from a plain file. `KEY.json` is a record whose media are named by
+    extension or file name; `KEY.txt` is what the assistant says of the media beside it.
+    A shard that ends too early makes its last sample unreadable: what came after cannot be known.
+    """
+
+    in_order = False
+
+    def __init__(self, files: Sequence[Path], key: str, arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        self.files = tuple(files)
+        self.arrays: Mapping[str, np.ndarray] = _scan(self.files, key) if arrays is None else arrays
+        if not len(self):
+            raise RecipeError(f"{key}: the tar shards hold no samples")
+
+    def __len__(self) -> int:
+        return len(self.arrays["sample_members"]) - 1
+
+    def _members(self, index: int) -> Iterator[tuple[str, FileSpan]]:
+        first, stop = self.arrays["sample_members"][index : index + 2].tolist()
+        for member in range(first, stop):
+            shard, offset, size = self.arrays["members"][member].tolist()
+            start, end = self.arrays["name_ends"][member : member + 2].tolist()
+            name = self.arrays["names"][start:end].tobytes().decode()
+            yield name, FileSpan(self.files[shard], offset, size, name)
+
+    def record(self, index: int) -> Record:
+        """The record of sample `index`."""
+        members = {extension(name): span for name, span in self._members(index)}
+        key = next(name for name, _ in self._members(index)).removesuffix("." + next(iter(members)))
+        shard = int(self.arrays["members"][self.arrays["sample_members"][index], 0])
+        if index in self.arrays["cut"]:
+            raise SampleError(
+                f"sample {key!r}: {self.files[shard]} is cut off: it ends within this sample or behind it"
+            )
+        text = next((each for each in TEXTS if each in members), None)
+        if text is None:
+            raise SampleError(
+                f"sample {key!r} of {self.files[shard]}: it has no .json and no .txt, only {list(members)}"
+            )
+        try:
+            data = members[text].read()
+            value = json.loads(data) if text == "json" else _caption(data.decode(), members)
+        except (OSError, ValueError) as error:
+            raise SampleError(f"sample {key!r} of {self.files[shard]}: {error}") from error
+        return Record(key, value, len(data))
+
+    def media(self, index: int, kind: str, value: str | None, number: int) -> Blob:
+        """The member with this extension or name."""
+        for name, span in self._members(index):
+            if value in (name, extension(name), Path(name).name):
+                return span
+        raise OSError(f"there is no member {value!r}, only {[name for name, _ in self._members(index)]}")
+
+
+IMAGES = ("jpg", "jpeg", "png", "webp")
+SOUNDS = ("wav", "npy")
+
+
+def _caption(text: str, members: Mapping[str, FileSpan]) -> dict[str, Any]:
+    media = [{"type": "image", "image": each} for each in members if each in IMAGES]
+    media += [{"type": "audio", "audio": each} for each in members if each in SOUNDS]
+    return {"messages": [{"role": "user", "content": media}, {"role": "assistant", "content": text}]}
+
+
+def extension(name: str) -> str:
+    """What follows the first dot of a file's name, in lower case: webdataset's idea of an extension."""
+    return name.rpartition("/")[2].partition(".")[2].lower()
+
+
+def _scan(files: Sequence[Path], key: str) -> dict[str, np.ndarray]:
+    """Where the members of tar shards lie, without reading their content.
+
+    Returns:
+        `members` `[n, 3]`: shard, offset, size. `names`, `name_ends`: their names, one behind the other.
+        `sample_members` `[samples + 1]`: where the members of each sample begin. `cut`: samples with which a shard ends
+        too early.
+    """
+    members: list[tuple[int, int, int]] = []
+    names: list[bytes] = []
+    starts: list[int] = []
+    cut: list[int] = []
+    for shard, path in enumerate(files):
+        last = None
+        total = path.stat().st_size
+        whole = False
+        try:
+            with tarfile.open(path, "r:") as archive:
+                while (member := archive.next()) is not None:
+                    if not member.isfile():
+                        continue
+                    now = member.name[: len(member.name) - len(extension(member.name))]
+                    if now != last:
+                        starts.append(len(members))
+                        last = now
+                    members.append((shard, member.offset_data, member.size))
+                    names.append(member.name.encode())
+                whole = archive.offset + tarfile.BLOCKSIZE <= total  # the block of zeros that ends an archive
+        except (tarfile.TarError, OSError) as error:
+            if last is None:
+                raise RecipeError(f"{key}: {path} is no tar shard, or ends within its first sample: {error}") from error
+        if last is not None and not whole:
+            cut.append(len(starts) - 1)
+    return {
+        "members": np.array(members, np.int64).reshape(-1, 3),
+        "names": np.frombuffer(b"".join(names), np.uint8),
+        "name_ends": np.cumsum([0, *map(len, names)], dtype=np.int64),
+        "sample_members": np.array([*starts, len(members)], np.int64),
+        "cut": np.array(cut, np.int64),
+    }
+
+
+@dataclass(frozen=True)
+class Held:
+    """A media item whose bytes are in memory."""
+
+    name: str
+    data: bytes
+
+    @property
+    def length(self) -> int:
+        """Its bytes."""
+        return len(self.data)
+
+    def read(self) -> bytes:
+        """All of it."""
+        return self.data
+
+    def open(self) -> BinaryIO:
+        """A file that holds it."""
+        return io.BytesIO(self.data)

@@ -1,0 +1,79 @@
+"""Tables: records in parquet or arrow files, or in a folder that Hugging Face datasets saved; read through it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from hetmesh.data.stores import Blob, Held, Record
+from hetmesh.errors import RecipeError, SampleError
+
+COLUMNS = ("messages", "conversations")
+"""Columns that hold a conversation: a list of turns, or its JSON text; of these the first that a table has."""
+
+
+class Tables:
+    """One record per row. Media lie in columns called after their kind (`image`, `images`, `audio`): a row has one item
+    or a list, as bytes or as `{bytes, path}`; those that a conversation does not name are taken in order."""
+
+    in_order = True
+    arrays: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, files: Sequence[Path], key: str) -> None:
+        import datasets
+
+        self.files = tuple(files)
+        try:
+            if files[0].is_dir():
+                table = datasets.load_from_disk(str(files[0]))
+            elif files[0].suffix == ".arrow":
+                table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
+            else:
+                table = datasets.Dataset.from_parquet([str(file) for file in files])
+        except Exception as error:  # whatever pyarrow and datasets make of a broken file
+            raise RecipeError(f"{key}: {files[0]}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+        if not isinstance(table, datasets.Dataset):
+            raise RecipeError(f"{key}: {files[0]} holds the splits {list(table)}; name the folder of one")
+        column = next((name for name in COLUMNS if name in table.column_names), None)
+        if column is None:
+            raise RecipeError(f"{key}: {files[0]} needs a column {' or '.join(COLUMNS)}, it has {table.column_names}")
+        self._column = column
+        self._table = table.with_format("arrow")  # rows as they are stored: no image is decoded
+        texts = [name for name in (column, "id") if name in table.column_names]
+        self._texts = self._table.select_columns(texts)
+        self._media = {
+            kind: name for kind in ("image", "audio") for name in (f"{kind}s", kind) if name in table.column_names
+        }
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def record(self, index: int) -> Record:
+        """The conversation of row `index`."""
+        row = self._texts[index]
+        value: dict[str, Any] = {name: row.column(name)[0].as_py() for name in row.column_names}
+        turns, name = value[self._column], f"{self.files[0].name}:{index}"
+        if isinstance(turns, str):
+            try:
+                value[self._column] = json.loads(turns)
+            except ValueError as error:
+                raise SampleError(f"sample {name!r}: its column {self._column!r} is no JSON: {error}") from error
+        return Record(name, value, row.nbytes)
+
+    def media(self, index: int, kind: str, value: str | None, number: int) -> Blob:
+        """Item `number` of the column of that kind."""
+        if kind not in self._media:
+            raise OSError(f"the table has no column for {kind!r}")
+        cell = self._table.select_columns([self._media[kind]])[index].column(0)[0].as_py()
+        items = cell if isinstance(cell, list) else [cell]
+        if number >= len(items) or items[number] is None:
+            raise OSError(f"row {index} has {len([i for i in items if i])} of {kind!r}, its conversation needs more")
+        item = items[number]
+        data = item if isinstance(item, bytes) else item.get("bytes")
+        path = "" if isinstance(item, bytes) else item.get("path") or ""
+        if data is None:
+            raise OSError(f"row {index} has the {kind!r} {path!r} by name only: embed its bytes")
+        return Held(path or kind, data)

@@ -1,0 +1,206 @@
+"""Samples per second with worker processes against a plain torch DataLoader over the same tar shards, and bytes read.
+
+Images of 224 to 1,024 pixels are written into tar shards in a temporary folder. Both sides read them by offset, decode
+and resize them to 224 x 224 in as many worker processes, in the same order, into batches of the same size. Passes take
+turns; each is timed from its first batch to its last, so that starting workers does not count.
+
+Bytes are those that the kernel says the worker processes read (`rchar` in /proc), requests included, over the stored
+size of the samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import multiprocessing
+import random
+import statistics
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+from hetmesh.data import Loader, make_source
+from hetmesh.data.images import ImageProcessor
+from hetmesh.data.index import build_index
+from hetmesh.data.payloads import InWorkers, SplitSources
+
+SMALLEST, LARGEST = 224, 1024
+PER_SHARD = 250
+PROCESSOR = {"size": {"height": 224, "width": 224}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """How many images, workers and passes."""
+    parser.add_argument("--images", type=int, default=2000)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--passes", type=int, default=3, help="of each side; the median counts")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Make the data, and run both sides in turns."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="hetmesh-loader-") as name:
+        folder = Path(name)
+        write_data(folder, args.images)
+        options = {
+            "path": str(folder / "*.tar"),
+            "tokenizer": str(folder / "tokenizer"),
+            "image_processor": str(folder / "processor"),
+        }
+        build_index(make_source("conversations", **options))
+        plain, ours, read = [], [], []
+        for _ in range(args.passes):
+            plain.append(plain_pass(folder, args))
+            rate, over = own_pass(options, args)
+            ours.append(rate)
+            read.append(over)
+    return {
+        "images": args.images,
+        "workers": args.workers,
+        "samples_per_s": round(statistics.median(ours), 1),
+        "dataloader_samples_per_s": round(statistics.median(plain), 1),
+        "ratio_vs_dataloader": round(statistics.median(a / b for a, b in zip(ours, plain, strict=True)), 4),
+        "ratios": [round(a / b, 4) for a, b in zip(ours, plain, strict=True)],
+        "bytes_over_needed": round(max(read), 4),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result for people."""
+    return "\n".join(f"{key:26} {value}" for key, value in result.items())
+
+
+def write_data(folder: Path, images: int) -> None:
+    """Tar shards of images and conversations, a tokenizer of a few words and an image processor."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "<s>", "</s>", "<image>", "USER:", "ASSISTANT:", "what", "is", "this", "a", "picture"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=["<image>"],
+    ).save_pretrained(folder / "tokenizer")
+    (folder / "processor").mkdir()
+    (folder / "processor" / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    draw = random.Random(0)
+    grid = np.mgrid[0 : 2 * LARGEST, 0 : 2 * LARGEST] / 40
+    waves = np.stack([np.sin(grid[0]), np.cos(grid[1]), np.sin(grid[0] * grid[1] / 20)], -1)
+    canvas = 127 + 90 * waves + np.random.default_rng(0).normal(0, 12, waves.shape)
+    picture = Image.fromarray(canvas.clip(0, 255).astype(np.uint8))
+    turns = [
+        {"role": "user", "content": [{"type": "image", "image": "jpg"}, {"type": "text", "text": "what is this"}]},
+        {"role": "assistant", "content": "a picture"},
+    ]
+    for shard in range(0, images, PER_SHARD):
+        with tarfile.open(folder / f"shard-{shard:06}.tar", "w") as archive:
+            for i in range(shard, min(shard + PER_SHARD, images)):
+                width, height = draw.randint(SMALLEST, LARGEST), draw.randint(SMALLEST, LARGEST)
+                left, top = draw.randrange(LARGEST), draw.randrange(LARGEST)
+                data = io.BytesIO()
+                picture.crop((left, top, left + width, top + height)).save(data, "JPEG", quality=85)
+                record = json.dumps({"id": f"{i:06}", "messages": turns}).encode()
+                for name, content in ((f"{i:06}.json", record), (f"{i:06}.jpg", data.getvalue())):
+                    info = tarfile.TarInfo(name)
+                    info.size = len(content)
+                    archive.addfile(info, io.BytesIO(content))
+
+
+class Plain(Dataset):
+    """What one would write by hand: images of tar shards by offset."""
+
+    def __init__(self, folder: Path) -> None:
+        self.processor = ImageProcessor.from_directory(folder / "processor", "image_processor")
+        self.places: list[tuple[Path, int, int]] = []
+        for path in sorted(folder.glob("*.tar")):
+            with tarfile.open(path) as archive:
+                self.places += [(path, m.offset_data, m.size) for m in archive if m.name.endswith(".jpg")]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        path, offset, size = self.places[index]
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read(size)
+        with Image.open(io.BytesIO(data)) as image:
+            return self.processor(image)
+
+
+def plain_pass(folder: Path, args: argparse.Namespace) -> float:
+    """Samples per second of the plain DataLoader."""
+    order = Loader(_Length(args.images), args.images).indices(0)
+    loader = DataLoader(Plain(folder), args.batch, sampler=list(order), num_workers=args.workers, drop_last=True)
+    return _timed(iter(loader), args.batch)
+
+
+def own_pass(options: dict[str, str], args: argparse.Namespace) -> tuple[float, float]:
+    """Samples per second of hetmesh's loader, and bytes read over bytes needed."""
+    sources = SplitSources({"train": partial(make_source, "conversations", **options)})
+    source = sources["train"]
+    with InWorkers(sources, args.workers, 2) as payloads:
+        loader = Loader(source, args.batch, payloads=payloads)
+        warm = [loader.wanted([each]) for each in loader.batch(0)[: args.workers]]
+        payloads.announce(warm)  # one each: they import, and make their source
+        for request in warm:
+            payloads.get(request)
+        before = _read_by_children()
+        needed = 0
+
+        def batches() -> Iterator[torch.Tensor]:
+            nonlocal needed
+            steps = [loader.batch(step) for step in range(args.images // args.batch)]
+            payloads.announce([loader.wanted(drawn) for drawn in steps])
+            for drawn in steps:
+                samples = loader.load(drawn)
+                needed += sum(sample.bytes_needed for sample in samples)
+                yield torch.stack([sample.media["image"][0] for sample in samples])
+
+        rate = _timed(batches(), args.batch)
+        return rate, (_read_by_children() - before) / needed
+
+
+class _Length:
+    """A source of which only the length counts."""
+
+    vocab_size, pad_id, placeholders = 1, 0, {}
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def _timed(batches: Iterator[torch.Tensor], size: int) -> float:
+    next(batches)
+    started, count = time.perf_counter(), 0
+    for batch in batches:
+        count += len(batch)
+    assert count % size == 0
+    return count / (time.perf_counter() - started)
+
+
+def _read_by_children() -> int:
+    """Bytes that this process's workers have asked the kernel for so far."""
+    total = 0
+    for child in multiprocessing.active_children():
+        lines = Path(f"/proc/{child.pid}/io").read_text().splitlines()
+        total += int(dict(line.split(": ") for line in lines)["rchar"])
+    return total
