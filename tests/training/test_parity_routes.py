@@ -12,7 +12,7 @@ from hetmesh.boundary import World
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.runtime.step import StepRunner
 from hetmesh.testing import faults
-from hetmesh.testing.assignments import Balanced, Deferred, RandomAssignment
+from hetmesh.testing.assignments import Deferred, RandomAssignment
 from hetmesh.testing.parity import ParityError, compare, reference, run
 
 
@@ -113,7 +113,8 @@ BALANCED = {
 @pytest.mark.parametrize("case", BALANCED)
 def test_balancers_equal_one_process(pool4, case):
     balancer, (policy, *tables) = BALANCED[case]
-    check(pool4, recipe(policy, *tables, batch=6), [Balanced(balancer)])
+    balance = f'[balance]\npolicy = "{balancer}"\ndeferral = {str(balancer != "two_dim").lower()}'
+    check(pool4, recipe(policy, *tables, balance, batch=6), [None])
 
 
 @pytest.mark.slow

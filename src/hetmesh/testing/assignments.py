@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from hetmesh.balance import BalanceOptions, BatchPlan, Lanes, plan_batch
+from hetmesh.balance import BatchPlan, Lanes
 from hetmesh.graph import ModuleGraph, SampleMeta
 
 Policy = Callable[[ModuleGraph, Sequence[SampleMeta], int], BatchPlan]
@@ -39,24 +39,6 @@ class RandomAssignment:
         for i in random.sample(range(samples), samples):
             random.choice(random.choice(found)).append(i)
         return tuple(tuple(map(tuple, each)) for each in found)
-
-
-@dataclass(frozen=True)
-class Balanced:
-    """One of hetmesh's own policies, whatever the recipe says.
-
-    Attributes:
-        policy: a key of `hetmesh.balance.POLICIES`.
-        deferral: whether it may defer samples.
-    """
-
-    policy: str
-    deferral: bool = True
-
-    def __call__(self, graph: ModuleGraph, samples: Sequence[SampleMeta], microbatch_size: int) -> BatchPlan:
-        """A `Policy`."""
-        options = BalanceOptions(deferral=self.deferral)
-        return plan_batch(graph, samples, microbatch_size, self.policy, options=options)
 
 
 @dataclass(frozen=True)
