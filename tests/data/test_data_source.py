@@ -2,8 +2,8 @@
 
 import pytest
 
-from hetmesh.data import DigitsSource, QuestionSource, Source, make_source
-from hetmesh.errors import RecipeError
+from hetmesh.data import DigitsSource, MemorySource, QuestionSource, Source, make_source
+from hetmesh.errors import RecipeError, SampleError
 
 
 def test_digits_by_name():
@@ -68,3 +68,15 @@ def test_u21_load_takes_the_kinds_that_are_wanted():
 
 class OldLoad(Bad):
     def load(self, index: int) -> None: ...  # type: ignore[override]
+
+
+def test_samples_in_memory_are_a_source_once_they_are_well_formed():
+    given = DigitsSource()
+    pairs = [(given.meta(i), given.load(i)) for i in range(6)]
+    source = MemorySource(pairs, given.vocab_size, given.placeholders)
+    assert isinstance(source, Source)
+    assert [source.meta(i) for i in range(len(source))] == [meta for meta, _ in pairs]
+    assert not source.load(0, ()).media
+    assert source.load(0).media.keys() == pairs[0][1].media.keys()
+    with pytest.raises(SampleError, match="its payload has the id"):
+        MemorySource([(pairs[0][0], pairs[1][1])], given.vocab_size, given.placeholders)

@@ -88,3 +88,23 @@ def test_validation_without_a_validation_split_is_refused(text, capsys, key):
     assert "has no validation split" in capsys.readouterr().err
     assert held_out_source(small(text)) is None  # nobody asked
     assert main(["check", str(text), *SOURCE]) == 0
+
+
+def test_u14_what_seq_len_cuts_is_counted_in_whole_media_items(text, world):
+    keys = ("--data.options.max_items", "5", "--data.options.text_only", "0.0", "--training.seq_len", "12")
+    recipe = small(text, *keys, "--training.steps", "1")
+    trainer = Trainer(recipe, world)
+    given = [
+        RandomMedia({"image": (1, 8, 8)}, max_items=5, text_only=0.0).meta(i) for i in trainer.job.loader.indices(0)
+    ]
+    metrics = trainer.train_step()
+    trainer.reporter.close()
+    rows = 4  # of an 8x8 image
+    kept = dropped = 0
+    for meta in given:
+        ends = [item.position + rows + (rows - 1) * i for i, item in enumerate(meta.media)]
+        kept += sum(end <= 12 for end in ends)
+        dropped += sum(end > 12 for end in ends)
+    assert dropped > 0 < kept
+    assert metrics.media_dropped == metrics.record()["media_dropped"] == dropped
+    assert metrics.tokens_dropped == metrics.record()["tokens_dropped"] > dropped * rows

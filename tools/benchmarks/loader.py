@@ -1,8 +1,10 @@
 """Samples per second with worker processes against a plain torch DataLoader over the same tar shards, and bytes read.
 
 Images of 224 to 1,024 pixels are written into tar shards in a temporary folder. Both sides read them by offset, decode
-and resize them to 224 x 224 in as many worker processes, in the same order, into batches of the same size. Passes take
-turns; each is timed from its first batch to its last, so that starting workers does not count.
+and resize them to 224 x 224 in as many worker processes, in the same order, into batches of the same size. Both go
+through all images once, a few batches of the one and a few of the other in turns, so that what else the machine does
+slows both; workers start before, and each side's first batches do not count. While a side has no turn its workers fill
+their queues, of the same length, and stop.
 
 Bytes are those that the kernel says the worker processes read (`rchar` in /proc), requests included, over the stored
 size of the samples.
@@ -15,7 +17,6 @@ import io
 import json
 import multiprocessing
 import random
-import statistics
 import tarfile
 import tempfile
 import time
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--passes", type=int, default=3, help="of each side; the median counts")
+    parser.add_argument("--turn", type=int, default=25, help="batches that a side loads before the other's turn")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -59,20 +60,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "image_processor": str(folder / "processor"),
         }
         build_index(make_source("conversations", **options))
-        plain, ours, read = [], [], []
-        for _ in range(args.passes):
-            plain.append(plain_pass(folder, args))
-            rate, over = own_pass(options, args)
-            ours.append(rate)
-            read.append(over)
+        turns, seconds, over = take_turns(folder, options, args)
+    count = turns * args.turn * args.batch
     return {
         "images": args.images,
         "workers": args.workers,
-        "samples_per_s": round(statistics.median(ours), 1),
-        "dataloader_samples_per_s": round(statistics.median(plain), 1),
-        "ratio_vs_dataloader": round(statistics.median(a / b for a, b in zip(ours, plain, strict=True)), 4),
-        "ratios": [round(a / b, 4) for a, b in zip(ours, plain, strict=True)],
-        "bytes_over_needed": round(max(read), 4),
+        "turns": turns,
+        "samples_per_s": round(count / seconds["hetmesh"], 1),
+        "dataloader_samples_per_s": round(count / seconds["dataloader"], 1),
+        "ratio_vs_dataloader": round(seconds["dataloader"] / seconds["hetmesh"], 4),
+        "bytes_over_needed": round(over, 4),
     }
 
 
@@ -143,64 +140,53 @@ class Plain(Dataset):
             return self.processor(image)
 
 
-def plain_pass(folder: Path, args: argparse.Namespace) -> float:
-    """Samples per second of the plain DataLoader."""
-    order = Loader(_Length(args.images), args.images).indices(0)
-    loader = DataLoader(Plain(folder), args.batch, sampler=list(order), num_workers=args.workers, drop_last=True)
-    return _timed(iter(loader), args.batch)
-
-
-def own_pass(options: dict[str, str], args: argparse.Namespace) -> tuple[float, float]:
-    """Samples per second of hetmesh's loader, and bytes read over bytes needed."""
+def take_turns(folder: Path, options: dict[str, str], args: argparse.Namespace) -> tuple[int, dict[str, float], float]:
+    """Turns taken, seconds of each side's turns, and bytes read over bytes needed of hetmesh's workers."""
+    steps = args.images // args.batch
     sources = SplitSources({"train": partial(make_source, "conversations", **options)})
     source = sources["train"]
+    needed = 0
     with InWorkers(sources, args.workers, 2) as payloads:
         loader = Loader(source, args.batch, payloads=payloads)
         warm = [loader.wanted([each]) for each in loader.batch(0)[: args.workers]]
         payloads.announce(warm)  # one each: they import, and make their source
         for request in warm:
             payloads.get(request)
-        before = _read_by_children()
-        needed = 0
+        own = {child.pid for child in multiprocessing.active_children()}
+        before = _read_by(own)
+        batches = [loader.batch(step) for step in range(steps)]
+        order = [drawn.index for batch in batches for drawn in batch]
+        payloads.announce([loader.wanted(drawn) for drawn in batches])
 
-        def batches() -> Iterator[torch.Tensor]:
+        def ours() -> Iterator[torch.Tensor]:
             nonlocal needed
-            steps = [loader.batch(step) for step in range(args.images // args.batch)]
-            payloads.announce([loader.wanted(drawn) for drawn in steps])
-            for drawn in steps:
+            for drawn in batches:
                 samples = loader.load(drawn)
                 needed += sum(sample.bytes_needed for sample in samples)
                 yield torch.stack([sample.media["image"][0] for sample in samples])
 
-        rate = _timed(batches(), args.batch)
-        return rate, (_read_by_children() - before) / needed
+        plain = DataLoader(Plain(folder), args.batch, sampler=order, num_workers=args.workers, prefetch_factor=2)
+        sides = {"dataloader": iter(plain), "hetmesh": ours()}
+        for side in sides.values():
+            next(side)
+        seconds = dict.fromkeys(sides, 0.0)
+        turns = (steps - 1) // args.turn
+        for turn in range(turns):
+            for name in sorted(sides, reverse=turn % 2 == 1):
+                started = time.perf_counter()
+                for _ in range(args.turn):
+                    next(sides[name])
+                seconds[name] += time.perf_counter() - started
+        for _ in sides["hetmesh"]:
+            pass
+        over = (_read_by(own) - before) / needed
+    return turns, seconds, over
 
 
-class _Length:
-    """A source of which only the length counts."""
-
-    vocab_size, pad_id, placeholders = 1, 0, {}
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-
-def _timed(batches: Iterator[torch.Tensor], size: int) -> float:
-    next(batches)
-    started, count = time.perf_counter(), 0
-    for batch in batches:
-        count += len(batch)
-    assert count % size == 0
-    return count / (time.perf_counter() - started)
-
-
-def _read_by_children() -> int:
-    """Bytes that this process's workers have asked the kernel for so far."""
+def _read_by(pids: set[int | None]) -> int:
+    """Bytes that these processes have asked the kernel for so far."""
     total = 0
-    for child in multiprocessing.active_children():
-        lines = Path(f"/proc/{child.pid}/io").read_text().splitlines()
+    for pid in pids:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
         total += int(dict(line.split(": ") for line in lines)["rchar"])
     return total

@@ -3,18 +3,57 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hetmesh.cli.check import add_arguments
+from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.recipe.sections import Data
 
 __all__ = ["add_arguments", "run"]
+
+INDEXED = ("conversations",)
+"""Sources that keep an index."""
+
+SHOWN = 10
+"""Unreadable samples that are named."""
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Make the index of every data source that a recipe names, and print what is in it."""
-    from hetmesh.data.index import index_data
-
     for line in index_data(load_recipe(args.recipe, overrides).data):
         print(line, flush=True)
     return 0
+
+
+def index_data(keys: Data) -> Iterator[str]:
+    """Make the indices of the sources of `[data]` and of their validation splits; yields a line about each.
+
+    Raises:
+        RecipeError: a source cannot be made, or has nothing to index.
+    """
+    from hetmesh.data.index import Indexed, build_index, load_index
+    from hetmesh.data.registry import make_source
+
+    tables = [(table, split) for table in keys.mixture or (keys,) for split in ("train", "validation")]
+    for table, split in tables:
+        options = {**table.options, "index": False} | ({} if split == "train" else {"split": split})
+        if table.source not in INDEXED:
+            raise RecipeError(f"[data] source = {table.source!r} keeps no index; those that do: {sorted(INDEXED)}")
+        try:
+            source = make_source(table.source, **options)
+        except RecipeError:
+            if split == "validation":  # there may be none
+                continue
+            raise
+        assert isinstance(source, Indexed)
+        path = build_index(source)
+        found = load_index(path, source.index_inputs)
+        assert found is not None
+        metas = found[0]
+        counts = ", ".join(f"{int(metas.counts(kind).sum())} {kind}" for kind in metas.kinds)
+        yield f"{path}: {len(metas)} samples, {int(metas.tokens.sum())} tokens" + (f", {counts}" if counts else "")
+        for reason in list(metas.unreadable.values())[:SHOWN]:
+            yield f"  cannot be read: {reason}"
+        if len(metas.unreadable) > SHOWN:
+            yield f"  and {len(metas.unreadable) - SHOWN} more"

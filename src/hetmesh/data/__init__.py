@@ -9,9 +9,12 @@ payloads.py samples loaded in this process, or in worker processes ahead of need
 spans.py    a stretch of a file, read alone
 loader.py   Loader: the global batch of a step as metadata, payloads on demand
 digits.py   the demo: questions about handwritten digits (digits.npz, README.md)
+memory.py     samples that are in memory already
+mixture.py    several sources as one, by weight
 synthetic.py  random text and images of realistic sizes
 conversations.py  conversations about local images and recordings
 turns.py          the turns of a conversation, from two forms
+open_store.py     which store a path names
 stores.py         where records and media lie: JSON files, tar shards
 tables.py         the same in parquet and arrow
 index.py          lengths, sizes and offsets of a source, kept beside the data
@@ -26,7 +29,9 @@ from hetmesh.data.conversations import ConversationsSource
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.expand import Expansion, ItemRows, ModuleRows, expand, expand_tokens
 from hetmesh.data.loader import DrawnSample, Loader
-from hetmesh.data.registry import SOURCES, make_source
+from hetmesh.data.memory import MemorySource
+from hetmesh.data.mixture import MixtureSource
+from hetmesh.data.registry import SOURCES, make_source, recipe_source
 from hetmesh.data.source import QuestionSource, Sample, Source
 from hetmesh.data.synthetic import SyntheticSource
 
@@ -38,6 +43,8 @@ __all__ = [
     "Expansion",
     "ItemRows",
     "Loader",
+    "MemorySource",
+    "MixtureSource",
     "ModuleRows",
     "QuestionSource",
     "Sample",
@@ -48,4 +55,5 @@ __all__ = [
     "expand",
     "expand_tokens",
     "make_source",
+    "recipe_source",
 ]

@@ -18,9 +18,10 @@ from hetmesh.data.chat import FILES, Chat, Encoded
 from hetmesh.data.images import ImageProcessor
 from hetmesh.data.index import SUFFIX, content_hash, file_states, load_index
 from hetmesh.data.metas import MetaArrays, metas_one_by_one
+from hetmesh.data.open_store import find_files, open_store
 from hetmesh.data.recordings import RecordingProcessor
 from hetmesh.data.source import Sample, wants
-from hetmesh.data.stores import Blob, find_files, open_store
+from hetmesh.data.stores import Blob
 from hetmesh.data.turns import turns_of
 from hetmesh.errors import HetmeshError, RecipeError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta

@@ -6,10 +6,10 @@ import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -18,17 +18,8 @@ from hetmesh.data.source import Source
 from hetmesh.errors import RecipeError
 from hetmesh.files import writing
 
-if TYPE_CHECKING:
-    from hetmesh.recipe.sections import Data
-
 SUFFIX = ".hetmesh-index.npz"
 VERSION = 1
-INDEXED = ("conversations",)
-"""Sources that keep an index."""
-
-SHOWN = 10
-"""Unreadable samples that `index_data` names."""
-
 _CHUNK = 4096  # samples whose metadata are objects at a time, while an index is made
 
 
@@ -88,37 +79,6 @@ def build_index(source: Indexed) -> Path:
             np.savez(file, texts=np.frombuffer(json.dumps(texts).encode(), np.uint8), **arrays)
         os.replace(part, path)
     return path
-
-
-def index_data(keys: Data) -> Iterator[str]:
-    """Make the indices of the sources of `[data]` and of their validation splits; yields a line about each.
-
-    Raises:
-        RecipeError: a source cannot be made, or has nothing to index.
-    """
-    from hetmesh.data.registry import make_source  # whose sources import this module
-
-    for split in ("train", "validation"):
-        options = {**keys.options, "index": False} | ({} if split == "train" else {"split": split})
-        if keys.source not in INDEXED:
-            raise RecipeError(f"[data] source = {keys.source!r} keeps no index; those that do: {sorted(INDEXED)}")
-        try:
-            source = make_source(keys.source, **options)
-        except RecipeError:
-            if split == "validation":  # there may be none
-                continue
-            raise
-        assert isinstance(source, Indexed)
-        path = build_index(source)
-        found = load_index(path, source.index_inputs)
-        assert found is not None
-        metas = found[0]
-        counts = ", ".join(f"{int(metas.counts(kind).sum())} {kind}" for kind in metas.kinds)
-        yield f"{path}: {len(metas)} samples, {int(metas.tokens.sum())} tokens" + (f", {counts}" if counts else "")
-        for reason in list(metas.unreadable.values())[:SHOWN]:
-            yield f"  cannot be read: {reason}"
-        if len(metas.unreadable) > SHOWN:
-            yield f"  and {len(metas.unreadable) - SHOWN} more"
 
 
 def load_index(path: Path, inputs: Mapping[str, Any]) -> tuple[MetaArrays, dict[str, np.ndarray]] | None:

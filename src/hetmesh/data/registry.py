@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetmesh.data.conversations import ConversationsSource
 from hetmesh.data.digits import DigitsSource
+from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.source import Source
 from hetmesh.data.synthetic import SyntheticSource
 from hetmesh.errors import HetmeshError, RecipeError
+
+if TYPE_CHECKING:
+    from hetmesh.recipe.sections import Data
 
 SOURCES: dict[str, Callable[..., Source]] = {
     "digits": DigitsSource,
@@ -66,6 +70,39 @@ def make_source(name: str, /, **options: Any) -> Source:
     if len(source) < 1:
         raise RecipeError(f"{key}: the source is empty")
     return source
+
+
+def recipe_source(keys: Data, split: str | None = None) -> Source:
+    """The source that `[data]` describes.
+
+    Args:
+        split: `"validation"` for the held-out samples; of a mixture those of all sources that have some, each once.
+
+    Raises:
+        RecipeError: it cannot be made.
+    """
+    more = {} if split is None else {"split": split}
+    if not keys.mixture:
+        return make_source(keys.source, **{**keys.options, **more})
+    if keys.options:
+        raise RecipeError("[data.options] are of [data] source; with [[data.mixture]] write them into its tables")
+    parts: dict[str, Source] = {}
+    weights: dict[str, float] = {}
+    errors: list[RecipeError] = []
+    for each in keys.mixture:
+        name = each.name or each.source
+        if name in weights:
+            raise RecipeError(f"[[data.mixture]]: two sources are called {name!r}; give each a name")
+        weights[name] = each.weight
+        try:
+            parts[name] = make_source(each.source, **{**each.options, **more})
+        except RecipeError as error:
+            if split is None:
+                raise
+            errors.append(error)
+    if not parts:
+        raise errors[0]
+    return MixtureSource(parts, weights if split is None else None)
 
 
 def _import(name: str, key: str) -> Callable[..., Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import io
 import json
 import tarfile
@@ -16,7 +15,6 @@ import numpy as np
 from hetmesh.data.spans import FileSpan
 from hetmesh.errors import RecipeError, SampleError
 
-TABLES = (".parquet", ".arrow")
 TEXTS = ("json", "txt")
 """Members of a tar shard that make a record, by extension; of these the first that a sample has."""
 
@@ -97,44 +95,6 @@ class Store(Protocol):
             OSError: there is none.
         """
         ...
-
-
-def open_store(path: str, folder: Path | None, key: str, arrays: Mapping[str, np.ndarray] | None = None) -> Store:
-    """The store that `path` names: a file, or a pattern (`*`) of tar shards or tables.
-
-    Args:
-        folder: where file names in records of JSON start; None: the folder of `path`.
-        key: the recipe key of `path`; errors begin with it.
-        arrays: what `arrays` of such a store gave before, if it still holds: saves looking through the files.
-
-    Raises:
-        RecipeError: there is no such file, or it holds no records.
-    """
-    files = find_files(path, key)
-    kinds = {file.suffix for file in files}
-    if len(kinds) > 1:
-        raise RecipeError(f"{key} = {path!r}: files of one kind, got {sorted(kinds)}")
-    if kinds == {".tar"}:
-        return TarShards(files, key, arrays)
-    if kinds <= set(TABLES) or files[0].is_dir():
-        from hetmesh.data.tables import Tables
-
-        return Tables(files, key)
-    if len(files) > 1:
-        raise RecipeError(f"{key} = {path!r}: of JSON files give one, or make tar shards or tables of them")
-    return JsonFile(files[0], folder or files[0].parent, key, arrays)
-
-
-def find_files(path: str, key: str) -> tuple[Path, ...]:
-    """The files that `path` names.
-
-    Raises:
-        RecipeError: there are none.
-    """
-    files = tuple(Path(name) for name in sorted(glob.glob(path))) if glob.has_magic(path) else (Path(path),)
-    if not files or not all(file.is_file() or (file / "dataset_info.json").is_file() for file in files):
-        raise RecipeError(f"{key} = {path!r}: there is no such file")
-    return files
 
 
 class JsonFile:

@@ -11,6 +11,9 @@ from typing import Any
 from hetmesh.data.stores import Blob, Held, Record
 from hetmesh.errors import RecipeError, SampleError
 
+TABLES = (".parquet", ".arrow")
+"""Extensions of tables."""
+
 COLUMNS = ("messages", "conversations")
 """Columns that hold a conversation: a list of turns, or its JSON text; of these the first that a table has."""
 

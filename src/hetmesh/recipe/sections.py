@@ -234,11 +234,27 @@ class Parallelism(ScheduleKeys):
     modules: Annotated[Mapping[str, ModuleParallelism], AfterValidator(freeze)] = FrozenDict()
 
 
+class Mixed(Section):
+    """One `[[data.mixture]]`: a source that gives a share of the samples."""
+
+    source: str
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0  # samples from it, against those from the others
+    name: str | None = None  # in ids of samples and in metrics; None: that of the source
+    frozen_options: FrozenTable = Field(default=FrozenDict(), alias="options")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The source's keyword arguments, as a new copy."""
+        return thaw(self.frozen_options)
+
+
 class Data(Section):
-    """`[data]`: where samples come from, and who loads them; `options` are the source's own."""
+    """`[data]`: where samples come from, and who loads them; `options` are the source's own. With `[[data.mixture]]`
+    they come from several sources instead."""
 
     source: str = "digits"  # a source's name, or "package.module:Class"
     frozen_options: FrozenTable = Field(default=FrozenDict(), alias="options")
+    mixture: tuple[Mixed, ...] = ()
     num_workers: Count = 0  # processes per rank that load samples ahead of need; 0: the rank itself, when it needs them
     prefetch_factor: Size = 2  # microbatches that each of them has loaded or is loading
     on_bad_sample: Literal["stop", "skip"] = (

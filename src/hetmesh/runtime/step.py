@@ -86,7 +86,10 @@ class StepRunner:
         stages, schedule = self.schedule.stages, self.schedule
         device = self.runtime.world.device
         loaded = self.load_batch(stage, m)
-        batch = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in loaded.items()}
+        batch = {
+            key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for key, value in loaded.items()
+        }
         inputs = {PREVIOUS if e.internal else e.key: self._input(e, m) for e in stages.inputs(stage)}
 
         def compute() -> Outputs:

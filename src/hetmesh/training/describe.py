@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from hetmesh.data.expand import Expansion, expand
-from hetmesh.data.registry import make_source
+from hetmesh.data.registry import recipe_source
 from hetmesh.data.source import Source
 from hetmesh.errors import Refusals
 from hetmesh.graph import ModuleGraph, SampleMeta
@@ -33,7 +33,7 @@ def describe(recipe: Recipe, made: Source | None = None) -> tuple[Source, dict[s
             pretrained_of(name, module)
     source = made
     with refusals.collect():
-        source = source or make_source(recipe.data.source, **recipe.data.options)
+        source = source or recipe_source(recipe.data)
     if source is None:  # models take sizes from it
         refusals.finish()
     assert source is not None

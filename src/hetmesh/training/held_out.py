@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hetmesh.data.loader import VALIDATION
 from hetmesh.data.payloads import SplitSources
-from hetmesh.data.registry import make_source
+from hetmesh.data.registry import recipe_source
 from hetmesh.data.source import Source
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import Recipe
@@ -27,7 +27,7 @@ def held_out_source(recipe: Recipe, sources: SplitSources | None = None) -> Sour
         if sources is not None:
             source = sources[VALIDATION]
         else:
-            source = make_source(recipe.data.source, **{**recipe.data.options, "split": "validation"})
+            source = recipe_source(recipe.data, "validation")
     except RecipeError as error:
         if not asked:
             return None

@@ -120,7 +120,8 @@ class Job:
 
     def feed(self, drawn: Sequence[DrawnSample], plan: BatchPlan, loader: Loader | None = None) -> Feed:
         """What gives this rank's modules their inputs in a step over `drawn`, from `loader` or that of training."""
-        return Feed(loader or self.loader, drawn, plan, self.adapters, self.world.rank)
+        pin = self.world.device.type == "cuda"
+        return Feed(loader or self.loader, drawn, plan, self.adapters, self.world.rank, pin)
 
     @property
     def counted_elsewhere(self) -> frozenset[int]:

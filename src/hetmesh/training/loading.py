@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hetmesh.balance import BatchPlan
 from hetmesh.data.loader import TRAIN, VALIDATION, DrawnSample
 from hetmesh.data.payloads import Direct, InWorkers, Payloads, SplitSources
-from hetmesh.data.registry import make_source
+from hetmesh.data.registry import recipe_source
 from hetmesh.errors import HetmeshError, RecipeError
 from hetmesh.schedule import Schedule
 from hetmesh.training.feed import Feed
@@ -32,12 +32,8 @@ def open_payloads(recipe: Recipe) -> Payloads:
         RecipeError: the data source cannot be made.
     """
     keys = recipe.data
-    held_out = {**keys.options, "split": "validation"}
     sources = SplitSources(
-        {
-            TRAIN: partial(make_source, keys.source, **keys.options),
-            VALIDATION: partial(make_source, keys.source, **held_out),
-        }
+        {TRAIN: partial(recipe_source, keys), VALIDATION: partial(recipe_source, keys, "validation")}
     )
     if not keys.num_workers:
         return Direct(sources)
@@ -48,7 +44,7 @@ def open_payloads(recipe: Recipe) -> Payloads:
 
 
 @dataclass(frozen=True, eq=False)
-class PlannedStep:
+class Step:
     """One step before it runs: its samples, which lane and microbatch handles each, the order of its actions, and the
     feed that gives this rank's modules their inputs."""
 
@@ -63,10 +59,10 @@ class Upcoming:
 
     def __init__(self, job: Job, last: int) -> None:
         self._job, self._last = job, last
-        self._made: dict[int, PlannedStep] = {}
+        self._made: dict[int, Step] = {}
         job.loader.payloads.when_idle(self._ahead)
 
-    def take(self) -> PlannedStep:
+    def take(self) -> Step:
         """The step at which the loader is, which then advances.
 
         Raises:
@@ -79,12 +75,12 @@ class Upcoming:
         loader.step += 1
         return step
 
-    def _make(self, number: int) -> PlannedStep:
+    def _make(self, number: int) -> Step:
         drawn = self._job.loader.batch(number)
         plan = self._job.plan([d.meta for d in drawn])
         schedule, feed = self._job.schedule(plan), self._job.feed(drawn, plan)
         feed.announce(schedule)
-        return PlannedStep(drawn, plan, schedule, feed)
+        return Step(drawn, plan, schedule, feed)
 
     def _ahead(self) -> None:
         """Plan the step after the last planned one."""

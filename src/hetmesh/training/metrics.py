@@ -29,6 +29,7 @@ class StepMetrics:
         skipped_steps: so far, this one included.
         samples_without_target: of the global batch: they add nothing to the loss.
         samples_skipped: of the global batch: they could not be read, and add nothing either.
+        samples_by_source: of the global batch, where they come from a mixture.
         media_dropped, tokens_dropped: what of the global batch did not fit into `seq_len`.
     """
 
@@ -47,13 +48,15 @@ class StepMetrics:
     samples_skipped: int = 0
     media_dropped: int = 0
     tokens_dropped: int = 0
+    samples_by_source: Mapping[str, int] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """The line of metrics.jsonl; what is unknown is left out, and so are counts of 0."""
         own = {key: getattr(self, key) for key in ("step", "loss", "grad_norm", "lr")}
         own |= {key: getattr(self, key) for key in ("samples_per_s", "tokens_per_s", "time_s")}
         names = ("skipped_steps", "samples_without_target", "samples_skipped", "media_dropped", "tokens_dropped")
-        counts = {name: getattr(self, name) for name in names}
+        counts: dict[str, Any] = {name: getattr(self, name) for name in names}
+        counts |= {"samples_by_source": self.samples_by_source}
         more = asdict(self.cost) | (asdict(self.measured) if self.measured else {})
         return own | {k: v for k, v in counts.items() if v} | {k: v for k, v in more.items() if v not in (None, {})}
 
@@ -101,6 +104,8 @@ class StepMetrics:
             yield f"{name} {amount(sum(sizes.values()))}B waited {1000 * self.measured.wait_s[name]:.0f} ms"
         if self.media_dropped or self.tokens_dropped:
             yield f"cut by seq_len: {self.tokens_dropped} tokens and {self.media_dropped} media items"
+        if self.samples_by_source:
+            yield "samples of " + ", ".join(f"{name} {count}" for name, count in self.samples_by_source.items())
         if self.samples_skipped:
             yield f"{self.samples_skipped} samples skipped"
         if self.measured is not None and self.measured.data:

@@ -15,7 +15,7 @@ from hetmesh.training.checkpoint import opened, read_into
 FREE = frozenset({"job", "checkpoint", "metrics", "profiling", "comm", "validation"})
 """Tables that say nothing about what is trained: not worth a word."""
 
-REFUSED = frozenset({"data.source", "training.dtype", "debug.seed"})
+REFUSED = frozenset({"data.source", "data.mixture", "training.dtype", "debug.seed"})
 """Keys without which the saved state or position means something else."""
 
 RUN = "extra.run"

@@ -12,6 +12,7 @@ import torch
 
 from hetmesh.boundary import World, init
 from hetmesh.data.loader import DrawnSample, describe_without_targets
+from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.payloads import Payloads
 from hetmesh.errors import NonFiniteError, RecipeError, SampleError
 from hetmesh.recipe.recipe import Recipe
@@ -186,7 +187,7 @@ class Trainer:
         self.step += 1
         if (every := self.recipe.debug.check_replicas) and self.step % every == 0:
             self.job.check_replicas(self.step)
-        seconds = time.perf_counter() - started
+        seconds, source = time.perf_counter() - started, self.job.loader.source
         if recorded:
             self.recorder.end(self.step, schedule, plan, computed)
         return StepMetrics(
@@ -205,6 +206,7 @@ class Trainer:
             samples_skipped=len(left_out),
             media_dropped=sum(d.dropped_media for d in drawn),
             tokens_dropped=sum(d.dropped_tokens for d in drawn),
+            samples_by_source=source.counts([d.index for d in drawn]) if isinstance(source, MixtureSource) else {},
         )
 
     def _without_targets(self, drawn: Sequence[DrawnSample], left_out: Mapping[int, str]) -> int:
