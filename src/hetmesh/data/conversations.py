@@ -69,7 +69,7 @@ class ConversationsSource:
         index: use the index beside the data (`hetmesh index`), if there is one.
 
     Raises:
-        RecipeError: a file or directory is missing (all that are), or cannot be used; no such split; the index is stale.
+        RecipeError: a file or directory is missing (all that are) or cannot be used; no such split; a stale index.
     """
 
     def __init__(
