@@ -39,8 +39,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 
 def start(how: str) -> subprocess.Popen:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+    heard = (
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # also if we run in the background
+    )
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.replace("HOW", how)],
+        [sys.executable, "-c", heard + SCRIPT.replace("HOW", how)],
         cwd=ROOT,
         env=env,
         stdout=subprocess.PIPE,
