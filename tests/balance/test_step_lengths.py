@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from hetmesh.balance import BatchLoads, Slots, assign, pipeline_score
-from hetmesh.balance.pipeline import step_lengths
+from hetmesh.balance.pipeline import _actions, step_lengths
 from hetmesh.cost import StageCost, StepCosts
-from hetmesh.graph import Activation, BoundarySpec, ModuleGraph, ModuleSpec, stage_graph
+from hetmesh.graph import Activation, BoundarySpec, ModuleGraph, ModuleSpec, Routes, stage_graph
 from hetmesh.layout import MeshSpec
-from hetmesh.schedule import POLICIES
+from hetmesh.schedule import POLICIES, Action, Kind, Schedule, validate
+from hetmesh.schedule.order import last_backwards, with_messages
 from hetmesh.simulate import simulate
 
 
@@ -85,3 +86,28 @@ def test_deferral_makes_an_encoder_wait_for_two_backwards():
     # Early it costs what the one more forward takes, which warms the encoder up and leaves a backward more for the end;
     # at the end nothing hides that two backwards wait for the last one of the LLM.
     assert (step_lengths(even, (1, 1), (2.0, 2.0), late=late) - plain).tolist() == [0, 24, 12]
+
+
+@pytest.mark.parametrize("stages", [(1, 1), (2, 3), (4, 4)])
+def test_deferral_is_as_long_as_simulated_in_the_plain_order(stages):
+    """One more warm-up forward of the encoder, then a backward and a forward in turn."""
+    graph = stage_graph(lane_graph(stages, (True, True)))
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        work, late = rng.integers(1, 100, (8, 2)), rng.random(8) < 0.4
+        late[-1] = False
+        pairs = [(m, m) for m in range(8)] + [(m, m + 1) for m in np.flatnonzero(late).tolist()]
+        routes = Routes.make({"m0": 8, "m1": 8}, {("m0", "m1"): pairs})
+        _, actions = _actions(stages, 8, (True, True), True)
+        kinds = (Kind.FORWARD, Kind.BACKWARD)
+        order = [Action(kinds[kind], graph.stages[stage], m) for stage, kind, m, *_ in actions]
+        last = last_backwards(order, graph, frozenset())
+        schedule = validate(Schedule(graph, routes, with_messages(order, graph, routes, frozenset(), last)))
+        costs = {}
+        for stage in graph.stages:
+            i = ("m0", "m1").index(stage.module)
+            for m, row in enumerate(work):
+                forward = float(row[i]) / stages[i]
+                costs[stage, m] = StageCost(forward, forward, forward)
+        length = step_lengths(work[None], stages, (2.0, 2.0), late=late[None])[0]
+        assert length == pytest.approx(simulate(schedule, StepCosts(costs)).makespan)

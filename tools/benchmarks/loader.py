@@ -1,7 +1,8 @@
 """Samples per second with worker processes against a plain torch DataLoader over the same tar shards, and bytes read.
 
-Images of 224 to 1,024 pixels are written into tar shards in a temporary folder. Both sides read them by offset, decode
-and resize them to 224 x 224 in as many worker processes, in the same order, into batches of the same size. Both go
+Images of 224 to 1,024 pixels and a conversation about each are written into tar shards in a temporary folder. Both
+sides read them by offset, decode and resize the images to 224 x 224, and tokenise the text, in as many worker
+processes, in the same order, into batches of the same size. Both go
 through all images once, a few batches of the one and a few of the other in turns, so that what else the machine does
 slows both; workers start before, and each side's first batches do not count. While a side has no turn its workers fill
 their queues, of the same length, and stop.
@@ -31,6 +32,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from hetmesh.data import Loader, make_source
+from hetmesh.data.chat import DEFAULT_TEMPLATE
 from hetmesh.data.images import ImageProcessor
 from hetmesh.data.index import build_index
 from hetmesh.data.payloads import InWorkers, SplitSources
@@ -119,25 +121,42 @@ def write_data(folder: Path, images: int) -> None:
 
 
 class Plain(Dataset):
-    """What one would write by hand: images of tar shards by offset."""
+    """What one would write by hand: an image of a tar shard by its offset, and the tokens of its conversation."""
 
     def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
         self.processor = ImageProcessor.from_directory(folder / "processor", "image_processor")
-        self.places: list[tuple[Path, int, int]] = []
+        self.tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+        self.places: list[tuple[Path, int, int, int, int]] = []
         for path in sorted(folder.glob("*.tar")):
             with tarfile.open(path) as archive:
-                self.places += [(path, m.offset_data, m.size) for m in archive if m.name.endswith(".jpg")]
+                members = archive.getmembers()
+            for text, image in zip(members[::2], members[1::2], strict=True):
+                self.places.append((path, text.offset_data, text.size, image.offset_data, image.size))
 
     def __len__(self) -> int:
         return len(self.places)
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        path, offset, size = self.places[index]
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, list[int]]:
+        path, text_at, text_size, image_at, image_size = self.places[index]
         with path.open("rb") as file:
-            file.seek(offset)
-            data = file.read(size)
+            file.seek(text_at)
+            record = json.loads(file.read(text_size))
+            file.seek(image_at)
+            data = file.read(image_size)
+        turns = [{"role": turn["role"], "content": _said(turn["content"])} for turn in record["messages"]]
+        text = self.tokenizer.apply_chat_template(turns, chat_template=DEFAULT_TEMPLATE, tokenize=False)
         with Image.open(io.BytesIO(data)) as image:
-            return self.processor(image)
+            return self.processor(image), self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _said(content: str | list[dict[str, str]]) -> str:
+    return content if isinstance(content, str) else "".join(part.get("text", "<image>") for part in content)
+
+
+def _stacked(samples: list[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Tensor, list[list[int]]]:
+    return torch.stack([image for image, _ in samples]), [ids for _, ids in samples]
 
 
 def take_turns(folder: Path, options: dict[str, str], args: argparse.Namespace) -> tuple[int, dict[str, float], float]:
@@ -165,8 +184,15 @@ def take_turns(folder: Path, options: dict[str, str], args: argparse.Namespace) 
                 needed += sum(sample.bytes_needed for sample in samples)
                 yield torch.stack([sample.media["image"][0] for sample in samples])
 
-        plain = DataLoader(Plain(folder), args.batch, sampler=order, num_workers=args.workers, prefetch_factor=2)
-        sides = {"dataloader": iter(plain), "hetmesh": ours()}
+        plain = DataLoader(
+            Plain(folder),
+            args.batch,
+            sampler=order,
+            num_workers=args.workers,
+            prefetch_factor=2,
+            collate_fn=_stacked,
+        )
+        sides: dict[str, Iterator[Any]] = {"dataloader": iter(plain), "hetmesh": ours()}
         for side in sides.values():
             next(side)
         seconds = dict.fromkeys(sides, 0.0)

@@ -23,7 +23,7 @@ from hetmesh.data.recordings import RecordingProcessor
 from hetmesh.data.source import Sample, wants
 from hetmesh.data.stores import Blob
 from hetmesh.data.turns import turns_of
-from hetmesh.errors import HetmeshError, RecipeError, SampleError
+from hetmesh.errors import HetmeshError, RecipeError, Refusals, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 
 KINDS = ("image", "audio")
@@ -69,7 +69,7 @@ class ConversationsSource:
         index: use the index beside the data (`hetmesh index`), if there is one.
 
     Raises:
-        RecipeError: a file or directory is missing, or cannot be used; no such split; the index is stale.
+        RecipeError: a file or directory is missing (all that are) or cannot be used; no such split; a stale index.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ConversationsSource:
             held_out = "" if validation_path else ", 'validation' needs validation_path"
             raise RecipeError(f"{KEY} split: must be 'train' or 'validation'{held_out}, got {split!r}")
         folders = {"tokenizer": tokenizer, "image_processor": image_processor, "audio_processor": audio_processor}
-        _check_exist({**folders, "media_folder": media_folder})
+        _check_exist({"path": path, "validation_path": validation_path}, {**folders, "media_folder": media_folder})
         name = "path" if split == "train" else "validation_path"
         self.path = Path(path if split == "train" else str(validation_path)).expanduser()
         folder = None if media_folder is None else Path(media_folder).expanduser()
@@ -292,11 +292,13 @@ def _reading(name: str, file: object) -> Iterator[None]:
         raise SampleError(f"sample {name!r}: cannot read {file}: {error}") from error
 
 
-def _check_exist(folders: Mapping[str, str | None]) -> None:
-    wrong = [
-        f"{KEY} {key} = {value!r}: there is no such directory"
-        for key, value in folders.items()
-        if value is not None and not Path(value).expanduser().is_dir()
-    ]
-    if wrong:
-        raise RecipeError("\n".join(wrong))
+def _check_exist(files: Mapping[str, str | None], folders: Mapping[str, str | None]) -> None:
+    refusals = Refusals()
+    for key, value in files.items():
+        if value is not None:
+            with refusals.collect():
+                find_files(str(Path(value).expanduser()), f"{KEY} {key}")
+    for key, value in folders.items():
+        if value is not None and not Path(value).expanduser().is_dir():
+            refusals.add(f"{KEY} {key} = {value!r}: there is no such directory")
+    refusals.finish()
