@@ -14,7 +14,7 @@ from hetmesh.errors import RecipeError
 def test_payloads_are_what_metadata_says(split):
     source = OmniDigitsSource(split)
     kinds = set()
-    for index in range(60):
+    for index in range(120):
         meta, sample = source.meta(index), source.load(index)
         check_meta(meta)
         check_sample(sample, meta, source.placeholders)
