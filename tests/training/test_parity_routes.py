@@ -3,19 +3,21 @@ they are wanted. What one process gives does not change, whatever the speed of r
 
 import random
 import time
-from functools import partial
 
 import pytest
 from test_parity_context import cp
 from test_parity_pipeline import MODEL, TWO_ENCODERS, recipe, table
 
-from hetmesh.balance import BalanceOptions, plan_batch
+from hetmesh.balance import plan_batch
 from hetmesh.boundary import World
+from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.runtime.step import StepRunner
 from hetmesh.testing import faults
 from hetmesh.testing.assignments import Deferred, RandomAssignment
 from hetmesh.testing.parity import ParityError, compare, reference, run
+from hetmesh.training.balance import recipe_balance
+from hetmesh.training.describe import describe, make_prepare
 
 
 def delayed_run(rank, recipe, policy, fault=None):
@@ -104,19 +106,22 @@ def test_deferral_equals_one_process_in_both_backward_modes(pool4, policy):
     check(pool4, given, [Deferred(2), Deferred(2, split=True)])
 
 
-BALANCED = {
-    "entrain with FSDP and TP": ("entrain", LAYOUTS["FSDP and TP"]),
-    "auto with context parallelism": ("auto", LAYOUTS["context parallel pipeline"]),
-    "two_dim with pipelines": ("two_dim", LAYOUTS["two pipelines"]),
-}
+def first_routes(recipe):
+    """Of the first batch."""
+    source, adapters, graph = describe(recipe)
+    drawn = Loader(source, recipe.batch.global_batch_size, make_prepare(recipe, graph, adapters), seed=0).batch(0)
+    options = recipe_balance(recipe, graph, adapters)
+    return plan_batch(graph, [d.meta for d in drawn], recipe.batch.microbatch_size, options).routes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", BALANCED)
-def test_balancers_equal_one_process(pool4, case):
-    balancer, (policy, *tables) = BALANCED[case]
-    balanced = partial(plan_batch, policy=balancer, options=BalanceOptions(deferral=True))
-    check(pool4, recipe(policy, *tables, batch=6), [balanced])
+def test_entrain_defers_and_equals_one_process(pool4):
+    text = MODEL.replace("microbatch_size = 1", "microbatch_size = 6")
+    text = text.format(policy="1f1b", batch=36, tied="false", extra="", vision="", projector="", llm="")
+    tables = (table("vision", "0-1"), table("llm", "2-3", fsdp=2), '[balance]\npolicy = "entrain"\ndeferral = true')
+    given = parse_recipe("\n".join([text, *tables]))
+    assert first_routes(given).pairs
+    check(pool4, given, [None])
 
 
 @pytest.mark.slow

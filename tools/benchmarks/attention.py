@@ -145,7 +145,10 @@ def _both(state: ContextAttention, inputs: list[Tensor]) -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of all tensors that operations allocate while they live; `peak` is the most at any operation's end."""
+    """Bytes of all tensors that operations allocate while they live; `peak` is the most at any operation's end.
+
+    A view allocates nothing: what ranks of a host share, of which each message is a view, is not among them.
+    """
 
     def __init__(self, existing: list[Tensor]) -> None:
         super().__init__()
@@ -156,10 +159,11 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self._live = {key: item for key, item in self._live.items() if not item[0].expired()}
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._existing and storage._cdata not in self._live:
+                if storage._cdata not in self._existing | given and storage._cdata not in self._live:
                     self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, sum(size for _, size in self._live.values()))
         return out

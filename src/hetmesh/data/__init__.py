@@ -29,8 +29,8 @@ from hetmesh.data.check import check_meta, check_sample
 from hetmesh.data.conversations import ConversationsSource
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.expand import Expansion, ItemRows, ModuleRows, expand, expand_tokens
+from hetmesh.data.in_memory import MemorySource
 from hetmesh.data.loader import DrawnSample, Loader
-from hetmesh.data.memory import MemorySource
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.registry import SOURCES, make_source, recipe_source
 from hetmesh.data.source import QuestionSource, Sample, Source

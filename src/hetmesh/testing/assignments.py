@@ -1,4 +1,4 @@
-"""Policies that no run would choose: samples anywhere, to see that a run does not depend on where they are."""
+"""Policies for the parity harness: samples anywhere, to see that a run does not depend on where they are."""
 
 from __future__ import annotations
 

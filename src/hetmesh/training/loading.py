@@ -44,7 +44,7 @@ def open_payloads(recipe: Recipe) -> Payloads:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class PlannedStep:
     """One step before it runs: its samples, which lane and microbatch handles each, the order of its actions, and the
     feed that gives this rank's modules their inputs."""
 
@@ -59,10 +59,10 @@ class Upcoming:
 
     def __init__(self, job: Job, last: int) -> None:
         self._job, self._last = job, last
-        self._made: dict[int, Step] = {}
+        self._made: dict[int, PlannedStep] = {}
         job.loader.payloads.when_idle(self._ahead)
 
-    def take(self) -> Step:
+    def take(self) -> PlannedStep:
         """The step at which the loader is, which then advances.
 
         Raises:
@@ -75,12 +75,12 @@ class Upcoming:
         loader.step += 1
         return step
 
-    def _make(self, number: int) -> Step:
+    def _make(self, number: int) -> PlannedStep:
         drawn = self._job.loader.batch(number)
         plan = self._job.plan([d.meta for d in drawn])
         schedule, feed = self._job.schedule(plan), self._job.feed(drawn, plan)
         feed.announce(schedule)
-        return Step(drawn, plan, schedule, feed)
+        return PlannedStep(drawn, plan, schedule, feed)
 
     def _ahead(self) -> None:
         """Plan the step after the last planned one."""
