@@ -11,6 +11,7 @@ loader.py   Loader: the global batch of a step as metadata, payloads on demand
 digits.py   the demo: questions about handwritten digits (digits.npz, README.md)
 memory.py     samples that are in memory already
 mixture.py    several sources as one, by weight
+digits_omni.py  the same with tones beside images
 synthetic.py  random text and images of realistic sizes
 conversations.py  conversations about local images and recordings
 turns.py          the turns of a conversation, from two forms

@@ -211,7 +211,10 @@ class ConversationsSource:
                 media.append((kind, self._store.media(index, kind, value, before)))
             except OSError as error:
                 raise SampleError(f"sample {name!r}: {error}") from error
-        encoded = self._chat.encode(name, messages)
+        if self._known is None:
+            encoded = self._chat.encode(name, messages)
+        else:  # the index has the targets
+            encoded = Encoded(self._chat.ids(name, messages), ())
         kinds = {token: kind for kind, token in self.placeholders.items()}
         found = [kinds[token] for token in encoded.ids if token in kinds]
         if found != [kind for kind, _ in media]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetmesh.data.conversations import ConversationsSource
 from hetmesh.data.digits import DigitsSource
+from hetmesh.data.digits_omni import OmniDigitsSource
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.source import Source
 from hetmesh.data.synthetic import SyntheticSource
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 SOURCES: dict[str, Callable[..., Source]] = {
     "digits": DigitsSource,
+    "digits_omni": OmniDigitsSource,
     "conversations": ConversationsSource,
     "synthetic": SyntheticSource,
 }
