@@ -118,7 +118,8 @@ def recording(digit: int, draw: np.random.RandomState) -> np.ndarray:
 @functools.cache
 def _bands() -> np.ndarray:
     """Triangular mel bands, `[WINDOW // 2 + 1, BINS]`, each of area 1."""
-    edges = 700 * (10 ** (np.linspace(*(2595 * np.log10(1 + np.array([LOWEST, HIGHEST]) / 700)), BINS + 2) / 2595) - 1)
+    low, high = (2595 * np.log10(1 + hertz / 700) for hertz in (LOWEST, HIGHEST))
+    edges = 700 * (10 ** (np.linspace(low, high, BINS + 2) / 2595) - 1)
     hertz = np.fft.rfftfreq(WINDOW, 1 / RATE)[:, None]
     rising, falling = (hertz - edges[:-2]) / np.diff(edges)[:-1], (edges[2:] - hertz) / np.diff(edges)[1:]
     bands = np.maximum(0, np.minimum(rising, falling))
