@@ -17,22 +17,27 @@ if TYPE_CHECKING:
     from hetmesh.recipe.recipe import Recipe
 
 
+def check_balance(recipe: Recipe, graph: ModuleGraph) -> None:
+    """Raise RecipeError for caps of modules that go along with another one."""
+    led_by = leaders(graph)
+    wrong = {name: led_by[name] for name in recipe.balance.max_tokens if led_by[name] != name}
+    if wrong:
+        raise RecipeError(
+            "\n".join(
+                f"balance.max_tokens.{name}: it lies on the ranks of {leader!r} and takes the same samples; give "
+                f"balance.max_tokens.{leader}"
+                for name, leader in wrong.items()
+            )
+        )
+
+
 def recipe_balance(recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> BalanceOptions:
     """How the batches of a recipe are balanced.
 
     Args:
-        graph, adapters: from `hetmesh.training.describe`.
-
-    Raises:
-        RecipeError: a cap of a module that goes along with another one.
+        graph, adapters: from `hetmesh.training.describe`, which has checked the keys.
     """
-    keys, led_by = recipe.balance, leaders(graph)
-    for name in keys.max_tokens:
-        if led_by[name] != name:
-            raise RecipeError(
-                f"balance.max_tokens.{name}: it lies on the ranks of {led_by[name]!r} and takes the same samples; give "
-                f"balance.max_tokens.{led_by[name]}"
-            )
+    keys = recipe.balance
     if keys.policy == "none":
         return BalanceOptions()
     shapes = module_shapes(recipe, adapters)

@@ -12,6 +12,7 @@ from hetmesh.errors import Refusals
 from hetmesh.graph import ModuleGraph, SampleMeta
 from hetmesh.models import Adapter, make_adapters, module_rows, placeholder_rows, pretrained_of, sample_positions
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.training.balance import check_balance
 from hetmesh.training.build_graph import build_graph
 from hetmesh.training.refusals import check_recipe
 
@@ -49,6 +50,7 @@ def describe(recipe: Recipe, made: Source | None = None) -> tuple[Source, dict[s
     if adapters is not None:
         with refusals.collect():
             graph = build_graph(recipe, adapters)
+            check_balance(recipe, graph)
     refusals.finish()
     assert adapters is not None
     assert graph is not None

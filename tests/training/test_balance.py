@@ -1,0 +1,66 @@
+"""`[balance]` of a recipe: what is refused, and that a run takes it."""
+
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from hetmesh.balance import plan_batch
+from hetmesh.cli.check import checked
+from hetmesh.data.loader import Loader
+from hetmesh.errors import GraphError, RecipeError
+from hetmesh.recipe.recipe import load_recipe
+from hetmesh.training.balance import recipe_balance
+from hetmesh.training.describe import describe, make_prepare
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"policy": "best"}, r"balance\.policy.*'auto', 'disttrain', .* or 'two_dim'"),
+        (
+            {"max_tokens": "{vison = 5}"},
+            r"balance\.max_tokens\.vison: no such module; there are llm, proj",
+        ),
+        ({"max_tokens": "{projector = 5}"}, r"balance\.max_tokens\.projector: it lies on the ranks of 'llm'"),
+        ({"policy": "none", "deferral": "true"}, r"balance\.deferral: balance\.policy = 'none' keeps samples"),
+        (
+            {"policy": "lpt", "deferral": "true"},
+            r"balance\.deferral: .*'lpt' defers nothing; auto, entrain, two_dim do",
+        ),
+    ],
+)
+def test_check_refuses_what_cannot_be(keys, said):
+    with pytest.raises(RecipeError, match=said):
+        checked(load_recipe(RECIPES / "digits.toml", [f"--balance.{key}={value}" for key, value in keys.items()]))
+
+
+def plan(*keys):
+    recipe = load_recipe(RECIPES / "digits.toml", keys)
+    source, adapters, graph = describe(recipe)
+    loader = Loader(source, recipe.batch.global_batch_size, make_prepare(recipe, graph, adapters), seed=0)
+    samples = [drawn.meta for drawn in loader.batch(0)]
+    return plan_batch(graph, samples, recipe.batch.microbatch_size, recipe_balance(recipe, graph, adapters))
+
+
+def rows(made):
+    """Rows of the encoder's lanes."""
+    return [sum(made.samples[i].rows["vision"] for i in lane) for lane in chain(*made.lanes["vision"])]
+
+
+def test_lanes_are_balanced_unless_the_recipe_says_otherwise():
+    drawn, even = rows(plan("--balance.policy=none")), rows(plan())
+    assert sum(drawn) == sum(even)
+    assert max(even) - min(even) <= 8 < max(drawn) - min(drawn)
+
+
+def test_a_cap_holds_or_is_an_error_that_names_the_sample():
+    keys = "--parallelism.llm.pipeline_parallel_microbatch_size=16"
+    tokens = [[sum(p.samples[i].tokens for i in lane) for lane in chain(*p.lanes["llm"])] for p in [plan(keys)]][0]
+    cap = max(tokens)
+    held = plan(keys, f"--balance.max_tokens={{llm = {cap}}}")
+    assert max(sum(held.samples[i].tokens for i in lane) for lane in chain(*held.lanes["llm"])) <= cap
+    with pytest.raises(GraphError, match=r"sample .* has \d+ tokens for module 'llm'; max_tokens .* is 3"):
+        plan(keys, "--balance.max_tokens={llm = 3}")
