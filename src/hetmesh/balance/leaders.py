@@ -27,7 +27,10 @@ def leaders(graph: ModuleGraph) -> Mapping[str, str]:
             only = producers.pop()
             if graph[name].mesh == graph[only].mesh:
                 found |= {each: found[only] for each, leader in found.items() if leader == name}
-    return MappingProxyType(found)
+    first: dict[str, str] = {graph.sink.name: graph.sink.name}  # of a group the encoder leads, unless the sink is in it
+    for name in graph.order:
+        first.setdefault(found[name], name)
+    return MappingProxyType({name: first[found[name]] for name in graph.order})
 
 
 @lru_cache(maxsize=256)
