@@ -1,5 +1,7 @@
 """BatchPlan and the policy `none`: every sample once in every module, lanes that need not divide the batch."""
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from hetmesh.balance import (
     graph_slots,
     plan_batch,
 )
+from hetmesh.cost.sample_costs import SampleCosts
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, MediaItem, ModuleGraph, ModuleSpec, SampleMeta
 from hetmesh.layout import MeshSpec, plan_transfer
@@ -120,7 +123,24 @@ def test_what_a_recipe_asks_for_reaches_the_balancer():
     assert slots.free
     assert slots.deferral
     assert slots.affinity[0].tolist() == [[1, 0], [1, 0]]
+    costs = {"vision": SampleCosts((3, 1, 0), 1.5), "llm": SampleCosts((8, 1, 5), 2.0)}
+    slots = graph_slots(graph(2, 2), 4, BalanceOptions("auto", costs))
+    assert slots.overhead == (256 * 3, 256 * 8 // 2)  # as much as 256 rows; two ranks share those of the LLM
+    assert slots.backward == (1.5, 2.0)
+    still = graph(2, 2)
+    still = ModuleGraph((replace(still["vision"], trainable=False), still["llm"]), (EDGE,))
+    assert graph_slots(still, 4).backward == (0.0, 2.0)
     with pytest.raises(GraphError, match=r"max_tokens names \['audio'\]; the modules that are balanced are \['vis"):
         graph_slots(graph(2, 2), 4, BalanceOptions(max_tokens={"audio": 99}))
     with pytest.raises(GraphError, match=r"sample 's1' has 8 tokens for module 'llm'; max_tokens .* is 7"):
         plan_batch(graph(1, 1), metas([1, 3]), 1, BalanceOptions("two_dim", max_tokens={"llm": 7}))
+
+
+def test_what_goes_along_with_an_encoder_takes_its_lanes():
+    """Not those of the LLM: it has others."""
+    four, two = MeshSpec.make(range(4), dp_replicate=4), MeshSpec.make([4, 5], dp_replicate=2)
+    modules = (ModuleSpec("vision", four, features=4, media="image"), ModuleSpec("projector", four, features=4))
+    edges = BoundarySpec("vision", "projector", None), BoundarySpec("projector", "llm", "image")
+    plan = plan_batch(ModuleGraph((*modules, ModuleSpec("llm", two)), edges), metas([1, 2, 3, 4, 5, 6, 7, 8]), 2)
+    assert plan.lanes["projector"] == plan.lanes["vision"]
+    assert len(plan.lanes["projector"][0]) == 4

@@ -6,12 +6,16 @@ from pathlib import Path
 import pytest
 
 from hetmesh.balance import plan_batch
+from hetmesh.boundary import World
 from hetmesh.cli.check import checked
 from hetmesh.data.loader import Loader
 from hetmesh.errors import GraphError, RecipeError
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.report import explain
 from hetmesh.training.balance import recipe_balance
 from hetmesh.training.describe import describe, make_prepare
+from hetmesh.training.job import Job
+from hetmesh.training.simulated import simulate_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -67,3 +71,24 @@ def test_a_cap_holds_or_is_an_error_that_names_the_sample():
     assert max(tokens(plan(keys, f"--balance.max_tokens={{llm = {cap}}}"))) <= cap
     with pytest.raises(GraphError, match=r"sample .* has \d+ tokens for module 'llm'; max_tokens .* is 3"):
         plan(keys, "--balance.max_tokens={llm = 3}")
+
+
+def test_simulation_and_explanation_take_the_plan_of_the_recipe():
+    drawn, even = (load_recipe(RECIPES / "digits.toml", [f"--balance.policy={name}"]) for name in ("none", "auto"))
+    uneven = [explain(recipe).modules[0].imbalance for recipe in (drawn, even)]
+    assert uneven[0] > 1.04
+    assert uneven[1] < 1.01
+    seconds = [simulate_recipe(recipe, machine="h100").makespan for recipe in (drawn, even)]
+    assert seconds[0] > seconds[1]
+
+
+def planned(rank, recipe):
+    job = Job.assemble(recipe, World.current())
+    return job.plan([drawn.meta for drawn in job.loader.batch(0)]).lanes
+
+
+@pytest.mark.slow
+def test_training_takes_the_plan_of_the_recipe(pool4):
+    recipe = load_recipe(RECIPES / "digits.toml", ["--balance.policy=lpt"])
+    assert pool4.run(planned, recipe) == [plan("--balance.policy=lpt").lanes] * 4
+    assert plan("--balance.policy=lpt").lanes != plan("--balance.policy=none").lanes

@@ -83,6 +83,9 @@ def graph_slots(graph: ModuleGraph, microbatches: int, balance: BalanceOptions =
         (microbatches,) * len(own),
         max_tokens=tuple(balance.max_tokens.get(name) for name in own),
         stages=tuple(graph[name].num_stages for name in own),
+        overhead=tuple(
+            _OVERHEAD * balance.costs.get(name, _UNKNOWN).forward[0] // _sharing(graph, name) for name in own
+        ),
         backward=tuple(balance.costs.get(name, _UNKNOWN).backward * graph.backward_reaches(name) for name in own),
         free=balance.free,
         equal_counts=balance.equal_counts,
