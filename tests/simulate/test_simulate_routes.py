@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 from graphs import encoder_and_llm, equal_costs, module
-from test_step_model import MACHINE, setup
+from test_step_model import MACHINE, assert_bytes_are_those_of_plans, setup
 
-from hetmesh.balance import BatchPlan, edge_layouts
+from hetmesh.balance import BatchPlan
 from hetmesh.cost import StageCost, StepCosts, TransferCost
 from hetmesh.graph import BoundarySpec, Edge, ModuleGraph, ModuleSpec, Route, Routes, SampleMeta, Stage, stage_graph
-from hetmesh.layout import MeshSpec, plan_transfer
+from hetmesh.layout import MeshSpec
 from hetmesh.report.trace import trace
 from hetmesh.schedule import Action, Kind, one_f_one_b, sequential
 from hetmesh.simulate import Timeline, dependency_points, peak_rows, simulate
@@ -37,17 +37,9 @@ def test_bytes_of_every_route_are_those_of_its_plan(name, seed):
     plan = RandomAssignment(seed)(graph, plan.samples, 1)
     schedule = recipe_schedule(recipe, graph, plan.routes)
     costs = recipe_step_model(recipe, graph, adapters, machine=MACHINE).costs(plan, schedule)
+    rows = assert_bytes_are_those_of_plans(costs, plan, schedule)
     boundaries = [edge for edge in schedule.stages.edges if not edge.internal]
-    moved = dict.fromkeys(boundaries, 0)
-    for edge in schedule.stages.edges:
-        for route in schedule.routes.along(edge):
-            way = plan_transfer(*edge_layouts(plan, *route))
-            for each, there in ((route, way), (route.reversed, way.transpose())):
-                if each in costs.transfers:
-                    most = max(there.bytes_received(rank, 4) for rank in there.dst.mesh.ranks)
-                    assert costs.transfers[each].bytes == most
-            if edge in moved:
-                moved[edge] += way.shape[0]
+    moved = {edge: rows[edge] for edge in boundaries}
     for edge, rows in moved.items():
         assert rows == sum(sample.rows[edge.source.module] for sample in plan.samples)
     assert {(s, m) for s, m in costs.stages} == {

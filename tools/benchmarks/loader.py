@@ -36,6 +36,7 @@ from hetmesh.data.chat import DEFAULT_TEMPLATE
 from hetmesh.data.images import ImageProcessor
 from hetmesh.data.index import build_index
 from hetmesh.data.payloads import InWorkers, SplitSources
+from word_tokenizer import save_word_tokenizer
 
 SMALLEST, LARGEST = 224, 1024
 PER_SHARD = 250
@@ -82,19 +83,8 @@ def table(result: dict[str, Any]) -> str:
 
 def write_data(folder: Path, images: int) -> None:
     """Tar shards of images and conversations, a tokenizer of a few words and an image processor."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     words = ["<unk>", "<s>", "</s>", "<image>", "USER:", "ASSISTANT:", "what", "is", "this", "a", "picture"]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
-        additional_special_tokens=["<image>"],
-    ).save_pretrained(folder / "tokenizer")
+    save_word_tokenizer(folder / "tokenizer", words, ["<image>"])
     (folder / "processor").mkdir()
     (folder / "processor" / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     draw = random.Random(0)

@@ -14,6 +14,7 @@ import numpy as np
 from hetmesh.cli import main as hetmesh
 from hetmesh.data import make_source
 from hetmesh.data.registry import SOURCES
+from word_tokenizer import save_word_tokenizer
 
 WORDS = ["<unk>", "<s>", "</s>", "<image>", "<audio>", "USER:", "ASSISTANT:", "what", "cat", "dog"]
 JUNK: tuple[Any, ...] = (None, 3, -1, 1.5, "", "x", [], [3], {}, {"a": 1}, True, "user", "<image>", [None], [[]])
@@ -30,19 +31,9 @@ def files(rng: random.Random, folder: Path) -> Iterator[tuple[str, Callable[[], 
 
 def _prepare(root: Path) -> None:
     from PIL import Image
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     root.mkdir()
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
-        additional_special_tokens=["<image>", "<audio>"],
-    ).save_pretrained(root / "tokenizer")
+    save_word_tokenizer(root / "tokenizer", WORDS, ["<image>", "<audio>"])
     processor = {"size": 8, "crop_size": 8, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     (root / "images").mkdir()
     (root / "images" / "preprocessor_config.json").write_text(
