@@ -52,3 +52,16 @@ def test_tones_tell_the_digit_through_the_noise():
     assert recording(3, draw).shape == (BINS, FRAMES)
     assert len(set(PAIRS)) == 10
     assert int(data_set()[1].max()) == 9
+
+
+@pytest.mark.parametrize("seed", [-1, 2**40, None])
+def test_any_seed_makes_recordings_of_its_own(seed):
+    """As the questions of any seed do."""
+    source, other = OmniDigitsSource(seed=seed, tones=1.0), OmniDigitsSource(tones=1.0)
+    index = next(i for i in range(20) if source.meta(i).media)
+    assert torch.equal(source.load(index).media["audio"][0], source.load(index).media["audio"][0])
+    assert all(not torch.equal(made, source.load(index).media["audio"][0]) for made in first_recordings(other))
+
+
+def first_recordings(source):
+    return [source.load(i).media["audio"][0] for i in range(10) if source.meta(i).media]

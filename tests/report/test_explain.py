@@ -137,6 +137,8 @@ def test_the_picture_is_a_png(views, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(RecipeError, match="cannot be written: no such file or directory"):
         save_picture(views("digits"), tmp_path / "nowhere" / "x.png")
+    with pytest.raises(RecipeError, match="cannot be written: embedded null byte"):
+        save_picture(views("digits"), "a\0b.png")
 
 
 def test_without_matplotlib_the_error_says_what_to_install(views, tmp_path, monkeypatch):

@@ -77,9 +77,8 @@ class OmniDigitsSource(DigitsSource):
         images = [image for image, tone in zip(sample.media.get("image", ()), heard, strict=False) if not tone]
         media: dict[str, list[torch.Tensor]] = {"image": images} if images else {}
         if wants(kinds, "audio"):
-            draw = np.random.RandomState(
-                [self.seed, self.split == "train", index % 2**32]
-            )  # whose numbers never change
+            seed = random.Random(f"{self.seed}/{self.split}/{index}/tone noise").getrandbits(32)
+            draw = np.random.RandomState(seed)  # whose numbers never change
             digits = [int(data_set()[1][i]) for i in self.ask(index).images]
             tones = [torch.from_numpy(recording(digit, draw)) for digit, h in zip(digits, heard, strict=True) if h]
             if tones:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hetmesh.errors import RecipeError
+from hetmesh.report.figures import save_figure
 from hetmesh.report.gantt_text import headline, track_label
 from hetmesh.simulate import Timeline, bubble_spans, bubbles
 from hetmesh.simulate.timeline import (
@@ -74,10 +75,7 @@ def save_gantt(timelines: Mapping[str, Timeline], path: str | Path, title: str =
         _draw(each, name, timeline, shown[name], end)
     axes[-1].set_xlabel("ms", fontsize=9)
     _legend(figure, timelines)
-    try:
-        figure.savefig(path, format=path.suffix[1:])
-    except OSError as error:
-        raise RecipeError(f"--png {path}: cannot be written: {(error.strerror or str(error)).lower()}") from error
+    save_figure(figure, path, path.suffix[1:])
 
 
 def _tracks(timeline: Timeline) -> list[int]:

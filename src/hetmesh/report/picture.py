@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hetmesh.errors import RecipeError
+from hetmesh.report.figures import save_figure
 from hetmesh.report.values import ModuleView, RecipeView
 from hetmesh.training.metrics import amount
 
@@ -35,10 +36,7 @@ def save_picture(view: RecipeView, path: str | Path) -> None:
     _draw_grid(grid, view)
     _draw_memory(bars, view)
     _draw_boundaries(notes, view)
-    try:
-        figure.savefig(path, format="png")
-    except OSError as error:
-        raise RecipeError(f"--png {path}: cannot be written: {(error.strerror or str(error)).lower()}") from error
+    save_figure(figure, path, "png")
 
 
 def _draw_grid(axes: Any, view: RecipeView) -> None:

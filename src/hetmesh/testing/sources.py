@@ -118,6 +118,9 @@ def _check_options(kinds: object, text_only: object, counts: Mapping[str, object
     if not isinstance(text_only, int | float) or not 0 <= text_only <= 1:
         raise RecipeError(f"{key} text_only: must be in 0..1, got {text_only!r}")
     least = {"max_text": 2, "length": 1}
+    most = {"max_items": 1000, "max_text": 100_000}  # of a sample that is drawn whole when it is looked at
     for name, value in counts.items():
-        if type(value) is not int or value < least.get(name, 0):
-            raise RecipeError(f"{key} {name}: must be a number of at least {least.get(name, 0)}, got {value!r}")
+        low, high = least.get(name, 0), most.get(name, 2**63)
+        if type(value) is not int or not low <= value <= high:
+            upper = f" and at most {high}" if name in most else ""
+            raise RecipeError(f"{key} {name}: must be a number of at least {low}{upper}, got {value!r}")
