@@ -31,9 +31,11 @@ def pipeline_score(loads: BatchLoads, slots: Slots) -> Score:
         work = BatchBlocks(adapted).by_window(assignment, loads.work)
         work = work.max(0, keepdims=True) if slots.lockstep else work
         late = BatchBlocks(adapted).late(assignment) if assignment.deferred.any() else None
-        if late is not None and slots.lockstep:
-            late = np.asarray(late.any(0, keepdims=True))
-        return float(step_lengths(work, slots.stages, slots.backward, late=late).max(initial=0.0))
+        more = None
+        if late is not None:
+            late = np.asarray(late.any(0, keepdims=True)) if slots.lockstep else late
+            more = np.full(len(late), _needs_more(late, slots.stages[-1]).any())  # all lanes take one order
+        return float(step_lengths(work, slots.stages, slots.backward, late=late, more=more).max(initial=0.0))
 
     return score
 
@@ -44,7 +46,12 @@ def with_microbatches(slots: Slots, microbatches: Sequence[int]) -> Slots:
 
 
 def step_lengths(
-    work: np.ndarray, stages: Sequence[int], backward: Sequence[float], *, late: np.ndarray | None = None
+    work: np.ndarray,
+    stages: Sequence[int],
+    backward: Sequence[float],
+    *,
+    late: np.ndarray | None = None,
+    more: np.ndarray | None = None,
 ) -> np.ndarray:
     """The length of each of some steps, float64 `[steps]`.
 
@@ -53,12 +60,33 @@ def step_lengths(
             others, which run side by side.
         stages, backward: as in `Slots`.
         late: bool `[steps, microbatches]`: whether the last module takes some of a microbatch's rows one microbatch
-            later. The backward of the encoders' microbatch then waits for two of the last module's, and encoders warm
-            up with one more forward (Entrain, with a whole backward). None: nothing is deferred.
+            later. The backward of the encoders' microbatch then waits for two of the last module's (Entrain, with a
+            whole backward). None: nothing is deferred.
+        more: bool `[steps]`: whether encoders warm up with one more forward. None: where a late microbatch comes early
+            enough for another forward to follow, as the schedule has it.
     """
+    if late is not None:
+        more = _needs_more(late, stages[-1]) if more is None else more
+        out = np.empty(len(work))
+        for extra in (False, True):
+            some = np.flatnonzero(more == extra)
+            if len(some):
+                out[some] = _lengths(work[some], stages, backward, late[some], extra)
+        return out
+    return _lengths(work, stages, backward, None, False)
+
+
+def _needs_more(late: np.ndarray, last_stages: int) -> np.ndarray:
+    """Per step, whether an encoder holds one more: it still does a late microbatch when it warms up or goes on."""
+    return np.asarray(late[:, : max(late.shape[1] - last_stages - 1, 0)].any(1))
+
+
+def _lengths(
+    work: np.ndarray, stages: Sequence[int], backward: Sequence[float], late: np.ndarray | None, more: bool
+) -> np.ndarray:
     forward = np.moveaxis(work, 0, 2) / np.array(stages, float)[:, None]  # [microbatches, modules, steps]
     seconds = (forward, forward * np.array(backward, float)[:, None])
-    module, actions = _actions(tuple(stages), work.shape[1], tuple(b > 0 for b in backward), late is not None)
+    module, actions = _actions(tuple(stages), work.shape[1], tuple(b > 0 for b in backward), late is not None, more)
     free: list[np.ndarray | None] = [None] * len(module)
     ends: list[np.ndarray] = []
     zero = np.zeros(len(work))
@@ -86,7 +114,7 @@ that it waits for where its microbatch is late (-1: none)."""
 
 @lru_cache(maxsize=64)
 def _actions(
-    stages: tuple[int, ...], microbatches: int, trained: tuple[bool, ...], deferral: bool
+    stages: tuple[int, ...], microbatches: int, trained: tuple[bool, ...], deferral: bool, more: bool
 ) -> tuple[tuple[int, ...], tuple[_Action, ...]]:
     """The module of each stage, and the actions of 1F1B in an order in which whatever waits comes later."""
     module = tuple(i for i, count in enumerate(stages) for _ in range(count))
@@ -96,7 +124,7 @@ def _actions(
     before = [[s for s, other in enumerate(after) if other == stage] for stage in range(len(module))]
     distance = [starts[own + 1] - 1 - s + (0 if own == last else stages[last]) for s, own in enumerate(module)]
     queues = [
-        _turns(microbatches, d + 1 + (deferral and own != last), trained[own])
+        _turns(microbatches, d + 1 + (more and own != last), trained[own])
         for d, own in zip(distance, module, strict=True)
     ]
     done: dict[tuple[int, int, int], int] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hetmesh.errors import ScheduleError
 from hetmesh.graph import Edge, Routes, Stage, StageGraph
@@ -12,7 +12,8 @@ from hetmesh.schedule.schedule import Action, Kind, backward_kinds
 
 
 class Capped:
-    """One stage that prefers backwards to forwards and holds at most `cap` microbatches at a time: 1F1B.
+    """One stage that prefers backwards to forwards, takes them in turn, and holds at most `cap` microbatches at a
+    time: 1F1B.
 
     With a split backward the part that others wait for comes first, then a forward, and the weights' part where
     nothing else can start: Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), schedule ZB-H1.
@@ -42,16 +43,24 @@ class Capped:
         self.consumers = frozenset(edge.destination for edge in stages.outputs(stage))
         self.unread: dict[int, int] = {}  # where no backward ends it: forwards that have yet to read a microbatch
         self.read = 0
+        self.latest: Kind | None = None
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         return (self.stage,)
 
     def proposals(self) -> Iterator[Action]:
-        for kind in self.order:
+        for kind in self._preferred():
             i = self.done[kind]
             if i < len(self.work[kind]) and (kind is not Kind.FORWARD or not self._full()):
                 yield Action(kind, self.stage, self.work[kind][i])
+
+    def _preferred(self) -> Iterable[Kind]:
+        """After a backward a forward: where two backwards wait for the same microbatch, both could start at once, and
+        stages before and after would fall into their step for good."""
+        if self.latest is self.order[0]:
+            return (Kind.FORWARD, *(kind for kind in self.order if kind is not Kind.FORWARD))
+        return self.order
 
     def _full(self) -> bool:
         over = self.read if self.last is None else self.done[self.last]
@@ -59,6 +68,7 @@ class Capped:
 
     def started(self, action: Action) -> None:
         self.done[action.kind] += 1
+        self.latest = action.kind
         if self.last is None:
             count = len(readers(self.stage, action.microbatch, self.graph, self.routes))
             self.unread[action.microbatch] = count
