@@ -11,6 +11,7 @@ from hetmesh.balance.caps import NO_CAP, within_caps
 from hetmesh.balance.fill import SCALE, least_loaded, longest_first, normalised, scrambled
 from hetmesh.balance.orders import best_orders
 from hetmesh.balance.pipeline import step_lengths
+from hetmesh.balance.policies.auto import MARGIN
 from hetmesh.balance.policies.disttrain import _reordered
 from hetmesh.balance.policies.entrain import effective_microbatches
 from hetmesh.balance.resplit import lower_peaks, resplit
@@ -188,7 +189,12 @@ def test_what_auto_returns_is_never_slower_than_no_balancing():
         loads = BatchLoads(("vision", "llm"), work)
         slots = Slots((2, 2), (8, 8), stages=(2, 3), deferral=bool(seed % 2))
         score = pipeline_score(loads, slots)
-        assert score(assign(loads, slots, "auto")) <= score(assign(loads, slots, "none"))
+        found = assign(loads, slots, "auto")
+        assert score(found) <= score(assign(loads, slots, "none"))
+        assert found.policy.removeprefix("auto: ") in {each.policy for each in found.tried}  # what it says it compared
+        if len(found.tried) > 1:
+            assert [each.score for each in found.tried] == [score(each) for each in found.tried]
+            assert score(found) <= (1 + 2 * MARGIN) * min(map(score, found.tried))
 
 
 def test_fewer_windows_are_taken_where_a_giant_needs_company():

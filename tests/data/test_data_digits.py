@@ -1,5 +1,7 @@
 """The digits source: deterministic, answers are right, nothing of the validation split is ever trained on."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -105,3 +107,20 @@ def test_bad_arguments_are_errors():
         DigitsSource("test")
     with pytest.raises(IndexError, match=r"index 384 is not in 0..383"):
         VALIDATION.meta(384)
+
+
+def test_a_heavy_tail_of_images():
+    """More than x images with probability 1 / (x + 1) ** tail; other questions, and all without a tail, stay."""
+    plain, heavy = DigitsSource(max_images=16), DigitsSource(max_images=16, tail=0.6)
+    counts = np.array([len(heavy.ask(i).images) for i in range(4000) if heavy.kind(i) == "read"])
+    for x in (1, 3, 9, 15):
+        assert (counts > x).mean() == pytest.approx((x + 1) ** -0.6, abs=0.04)
+    assert (counts.min(), counts.max()) == (1, 16)
+    for i in range(50):
+        assert heavy.kind(i) == plain.kind(i)
+        if plain.kind(i) != "read":
+            assert heavy.ask(i) == plain.ask(i)
+    assert len(DigitsSource(max_images=3, tail=1e-9).ask(0).images) <= 3
+    for tail in (-1.0, math.inf, math.nan):
+        with pytest.raises(RecipeError, match="digits: tail must be a number from 0 on"):
+            DigitsSource(tail=tail)

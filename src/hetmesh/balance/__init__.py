@@ -7,10 +7,11 @@ from hetmesh.balance.from_graph import BalanceOptions, batch_loads, batch_plan_o
 from hetmesh.balance.loads import BatchLoads, Slots
 from hetmesh.balance.pipeline import Score, pipeline_score
 from hetmesh.balance.plan_batch import plan_batch
-from hetmesh.balance.policies import POLICIES
+from hetmesh.balance.policies import DEFERRING, POLICIES
 from hetmesh.balance.routes import EdgeLayouts, Runs, boundary_layouts, edge_layouts, route_runs, row_space
 
 __all__ = [
+    "DEFERRING",
     "POLICIES",
     "Assignment",
     "BalanceOptions",

@@ -22,6 +22,8 @@ class Assignment:
         lane: int64 `[samples, modules]`.
         deferred: bool `[samples]`: whether the last module takes the sample one microbatch later than the rest.
         policy: who made it; `auto` says whom it chose.
+        score: what a step with it takes by what `auto` compares, in the unit of that; None: not compared.
+        tried: by `auto`: what it chose from, in that order; a single one where that was even enough.
     """
 
     lanes: tuple[int, ...]
@@ -30,6 +32,8 @@ class Assignment:
     lane: np.ndarray
     deferred: np.ndarray
     policy: str = ""
+    score: float | None = None
+    tried: tuple[Assignment, ...] = ()
 
     def __post_init__(self) -> None:
         for name, values, sizes in (
@@ -66,6 +70,8 @@ class Assignment:
             self.lane[places],
             self.deferred[places],
             self.policy,
+            self.score,
+            tuple(each.permuted(places) for each in self.tried),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import math
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -71,24 +72,31 @@ class DigitsSource:
         max_images: the most images that a `read` question has.
         max_strip: the most digits side by side in one image: 1 gives 8x8 images, more gives images of 8x8 to 8 x 8
             `max_strip` pixels, as many as it takes to show the question's digits, cut at random.
+        tail: 0: every number of images up to `max_images` is as likely as every other; above 0: more than x of them
+            come with probability 1 / (x + 1) ** tail (Pareto), so that most questions are short and a few very long.
 
     Raises:
-        RecipeError: an unknown split, or `max_images` or `max_strip` below 1.
+        RecipeError: an unknown split, `max_images` or `max_strip` below 1, or `tail` below 0.
     """
 
     vocab_size = len(VOCABULARY)
     pad_id = PAD
     placeholders = MappingProxyType({"image": IMAGE})
 
-    def __init__(self, split: str = "train", seed: int = 0, max_images: int = MAX_READ, max_strip: int = 1) -> None:
+    def __init__(
+        self, split: str = "train", seed: int = 0, max_images: int = MAX_READ, max_strip: int = 1, tail: float = 0.0
+    ) -> None:
         if split not in LENGTHS:
             raise RecipeError(f"digits: there is no split {split!r}; valid are {sorted(LENGTHS)}")
         if max_images < 1:
             raise RecipeError(f"digits: max_images must be at least 1, got {max_images}")
         if max_strip < 1:
             raise RecipeError(f"digits: max_strip must be at least 1, got {max_strip}")
+        if not (0 <= tail < math.inf):
+            raise RecipeError(f"digits: tail must be a number from 0 on, got {tail}")
         self.max_images = max_images
         self.max_strip = max_strip
+        self.tail = tail
         self.split = split
         self.seed = seed
         # Metadata and payload of a question are asked for one after the other.
@@ -112,13 +120,20 @@ class DigitsSource:
             pairs = _additions(self.split)
             a, b = pairs[int(draw() * len(pairs))]
             return Question(kind, f"add {a}+{b}=", str(a + b))
-        number = SUM_IMAGES if kind == "sum" else 1 + int(draw() * self.max_images)
+        number = SUM_IMAGES if kind == "sum" else self._number(draw())
         pool = _pool(self.split)
         images = tuple(pool[int(draw() * len(pool))] for _ in range(number))
         digits = [int(data_set()[1][i]) for i in images]
         answer = str(sum(digits)) if kind == "sum" else "".join(map(str, digits))
         strips = self._strips(number, draw)
         return Question(kind, f"{kind} {'<image>' * len(strips)}=", answer, images, strips)
+
+    def _number(self, drawn: float) -> int:
+        """How many images a `read` question has, from a number drawn uniformly from 0 to 1."""
+        if self.tail:
+            power = min(-math.log1p(-drawn) / self.tail, math.log(self.max_images + 1))
+            return min(int(math.exp(power)), self.max_images)
+        return 1 + int(drawn * self.max_images)
 
     def _strips(self, number: int, draw: Callable[[], float]) -> tuple[int, ...]:
         """How many of the digits each image shows."""

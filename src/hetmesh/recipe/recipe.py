@@ -157,6 +157,8 @@ def parse_recipe(text: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _check_balance(recipe: Recipe, refusals: Refusals) -> None:
+    from hetmesh.balance.policies import DEFERRING  # where needed, as the tables look names up
+
     keys = recipe.balance
     for name in keys.max_tokens:
         if name not in recipe.modules:
@@ -165,8 +167,8 @@ def _check_balance(recipe: Recipe, refusals: Refusals) -> None:
     idle += ["balance.microbatches = 'free'"] if keys.microbatches == "free" else []
     if keys.policy == "none" and idle:
         refusals.add(f"{', '.join(idle)}: balance.policy = 'none' keeps samples where they are drawn; take another one")
-    elif keys.deferral and keys.policy not in ("auto", "entrain", "two_dim"):
-        refusals.add(f"balance.deferral: balance.policy = {keys.policy!r} defers nothing; auto, entrain, two_dim do")
+    elif keys.deferral and keys.policy not in DEFERRING:
+        refusals.add(f"balance.deferral: balance.policy = {keys.policy!r} defers nothing; {', '.join(DEFERRING)} do")
 
 
 def _check_module_names(raw: Mapping[str, Any], refusals: Refusals) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from hetmesh.balance import DEFERRING
 from hetmesh.balance import POLICIES as BALANCERS
 from hetmesh.testing.recipe_graphs import SINK, Draft, Table
 
@@ -241,7 +242,7 @@ def balance(draw: st.DrawFn, draft: Draft) -> None:
     policy = draw(st.sampled_from(sorted(BALANCERS)))
     table = draft.table("balance")
     table["policy"] = policy
-    if policy in ("auto", "two_dim", "entrain") and sometimes(draw, 2):
+    if policy in DEFERRING and sometimes(draw, 2):
         table["deferral"] = True
     if policy != "none" and sometimes(draw):
         table["microbatches"] = "free"

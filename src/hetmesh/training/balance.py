@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hetmesh.balance import BalanceOptions
 from hetmesh.balance.leaders import leaders
+from hetmesh.cost import ModuleShape
 from hetmesh.cost.sample_costs import SampleCosts
 from hetmesh.errors import RecipeError
 from hetmesh.graph import ModuleGraph
@@ -40,9 +41,13 @@ def recipe_balance(recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Ad
     keys = recipe.balance
     if keys.policy == "none":
         return BalanceOptions()
-    shapes = module_shapes(recipe, adapters)
-    costs = {
+    costs = sample_costs(graph, module_shapes(recipe, adapters))
+    return BalanceOptions(keys.policy, costs, keys.max_tokens, free=keys.microbatches == "free", deferral=keys.deferral)
+
+
+def sample_costs(graph: ModuleGraph, shapes: Mapping[str, ModuleShape | None]) -> dict[str, SampleCosts]:
+    """What samples cost each module, from its sizes."""
+    return {
         name: SampleCosts.of(shapes[name], upstream=any(graph.needs_gradient(b) for b in graph.inputs(name)))
         for name in graph.order
     }
-    return BalanceOptions(keys.policy, costs, keys.max_tokens, free=keys.microbatches == "free", deferral=keys.deferral)

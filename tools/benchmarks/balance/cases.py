@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +11,8 @@ import numpy as np
 from benchmarks.balance.laws import Law, Rows, whole
 from benchmarks.balance.towers import price
 from hetmesh.balance import BatchLoads, Slots
+from hetmesh.data.lengths import read_lengths
+from hetmesh.errors import RecipeError
 
 LANES, MICROBATCHES, STAGES = 4, 32, 4
 POOL = 20_000  # samples from which the modules' mean work is taken
@@ -66,49 +67,23 @@ class Case:
         )
 
 
-class BadLengths(SystemExit):
-    """A file of lengths that is none; the message names the line."""
-
-
 def file_law(path: Path) -> Law:
-    """A law that draws samples of a file: one JSON object per line, `{"vision": 1024, "audio": 0, "llm": 700}`, tokens
-    per module. Any names; `llm`, or else the last one of the first line, is the module that the others feed. What a
-    line leaves out is 0. Batches are drawn without repetition, where the file has enough samples.
+    """A law that draws samples of a file of lengths (`hetmesh.data.lengths`), of any modules. `llm`, or else the last
+    one of the first line, is the module that the others feed. Batches are drawn without repetition, where the file has
+    enough samples.
 
     Raises:
-        BadLengths: a line is something else.
+        SystemExit: a line is something else; the message names it.
     """
-    samples = list(_lines(path))
-    if not samples:
-        raise BadLengths(f"{path}: no samples")
-    names = list(dict.fromkeys(name for sample in samples for name in sample))
-    last = "llm" if "llm" in names else list(samples[0])[-1]
-    modules = [name for name in names if name != last] + [last]
-    table = {name: np.array([sample.get(name, 0) for sample in samples], np.int64) for name in modules}
+    try:
+        lengths = read_lengths(path)
+    except RecipeError as error:
+        raise SystemExit(str(error)) from error
+    last = "llm" if "llm" in lengths.modules else lengths.modules[-1]
+    modules = [name for name in lengths.modules if name != last] + [last]
 
     def law(count: int, rng: np.random.Generator, progress: float) -> Rows:
-        chosen = rng.choice(len(samples), count, replace=count > len(samples))
-        return {name: whole(table[name][chosen]) for name in modules}
+        chosen = rng.choice(len(lengths), count, replace=count > len(lengths))
+        return {name: whole(lengths.of(name)[chosen]) for name in modules}
 
     return law
-
-
-def _lines(path: Path) -> Iterator[dict[str, int]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise BadLengths(f"{path}: {error}") from error
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            sample = json.loads(line)
-        except ValueError as error:
-            raise BadLengths(f"{path}, line {number}: not JSON: {error}") from error
-        good = isinstance(sample, dict) and sample
-        if not good or not all(type(value) is int and 0 <= value < 2**24 for value in sample.values()):
-            raise BadLengths(
-                f"{path}, line {number}: need tokens per module as whole numbers from 0 to 2**24, as in "
-                f'{{"vision": 1024, "llm": 700}}; got {line.strip()[:80]}'
-            )
-        yield sample

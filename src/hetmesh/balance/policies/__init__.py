@@ -30,3 +30,6 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
     }
 )
 """Balancing policies by name; the one list of them."""
+
+DEFERRING = ("auto", "entrain", "two_dim")
+"""Those that can defer."""

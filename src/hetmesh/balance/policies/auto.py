@@ -28,15 +28,18 @@ def auto(loads: BatchLoads, slots: Slots, score: Score | None = None) -> Assignm
     plain = replace(slots, deferral=False)
     bins = balanced(loads, plain)
     best = arranged(loads, plain, bins)
+    tried = [best]
     even = max(each.over_mean for each in spread(loads, best).values()) <= EVEN
     if score is not None or not even:
         score = score or pipeline_score(loads, slots)
         least = score(best)
+        tried = [replace(best, score=least)]
         for found in _others(loads, slots, bins, best):
             length = score(found)
+            tried.append(replace(found, score=length))
             if length < least * (1 - MARGIN):
-                least, best = length, found
-    return replace(best, policy=f"auto: {best.policy}")
+                least, best = length, tried[-1]
+    return replace(best, policy=f"auto: {best.policy}", tried=tuple(tried))
 
 
 def _others(loads: BatchLoads, slots: Slots, bins: np.ndarray, first: Assignment) -> Iterator[Assignment]:

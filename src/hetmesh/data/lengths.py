@@ -1,0 +1,123 @@
+"""Lengths: how large the samples of any data are, from a file with one JSON object per line."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hetmesh.errors import RecipeError
+
+MOST = 2**24
+"""Tokens of a sample."""
+_EXAMPLE = '{"vision": 1024, "llm": 700}'
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """How many tokens each sample of a file has.
+
+    Attributes:
+        path: of the file.
+        modules: every name that occurs, in the order in which they do.
+        tokens: int64 `[samples, modules]`; what a line leaves out is 0.
+        lines: int64 `[samples]`: where each was read, 1 for the first line.
+    """
+
+    path: str
+    modules: tuple[str, ...]
+    tokens: np.ndarray
+    lines: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def of(self, module: str) -> np.ndarray:
+        """Tokens of every sample for one module, int64 `[samples]`; 0 for one that does not occur."""
+        at = self.modules.index(module) if module in self.modules else None
+        return np.zeros(len(self), np.int64) if at is None else self.tokens[:, at]
+
+
+def read_lengths(path: str | Path, valid: Collection[str] | None = None) -> Lengths:
+    """Read a file of lengths: on each line one sample, `{"vision": 1024, "audio": 0, "llm": 700}`, tokens per module.
+
+    Args:
+        valid: the names that there are; None: any.
+
+    Raises:
+        RecipeError: the file cannot be read, has no samples, or a line is something else.
+    """
+    columns: dict[str, list[int]] = {}
+    lines: list[int] = []
+    for number, sample in _samples(path):
+        for name, value in sample.items():
+            if name not in columns:
+                _check_name(f"{path}, line {number}", name, valid)
+                columns[name] = [0] * len(lines)
+            if type(value) is not int or not 0 <= value <= MOST:
+                raise RecipeError(
+                    f"{path}, line {number}, key {name!r}: got {_shown(value)}; valid are whole numbers of tokens from "
+                    f"0 to {MOST}"
+                )
+            columns[name].append(value)
+        lines.append(number)
+        for column in columns.values():
+            if len(column) < len(lines):
+                column.append(0)
+    if not lines:
+        raise RecipeError(f"{path}: no samples; each line must be one, as in {_EXAMPLE}")
+    table = np.array([*columns.values()], np.int64).T
+    return Lengths(str(path), tuple(columns), table, np.array(lines, np.int64))
+
+
+def _samples(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The number and the object of every line that is not blank."""
+    number = 0
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, _object(f"{path}, line {number}", line)
+    except RecipeError:
+        raise
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}, behind line {number}: not UTF-8: {error}") from error
+    except (OSError, ValueError) as error:  # a name may hold a null byte
+        raise RecipeError(f"--lengths {str(path)!r}: cannot be read: {error}") from error
+
+
+def _object(where: str, line: str) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+            raise RecipeError(f"{where}, key {twice!r}: given twice")
+        return found
+
+    try:
+        found = json.loads(line, object_pairs_hook=once)
+    except RecipeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(f"{where}: not JSON: {error}; valid is a sample as in {_EXAMPLE}") from error
+    if not isinstance(found, dict) or not found:
+        raise RecipeError(f"{where}: got {_shown(found)}; valid are tokens per module, as in {_EXAMPLE}")
+    return found
+
+
+def _check_name(where: str, name: str, valid: Collection[str] | None) -> None:
+    if valid is None or name in valid:
+        return
+    close = difflib.get_close_matches(name, valid, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise RecipeError(f"{where}, key {name!r}: no such module; {hint}valid are {', '.join(valid)}")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,264 @@
+"""A recipe and its data, or lengths of any -> BalanceView: every balancer on the same batches. One process, no weights,
+no process group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+import numpy as np
+
+from hetmesh.balance import (
+    DEFERRING,
+    POLICIES,
+    Assignment,
+    BalanceOptions,
+    BatchLoads,
+    assign,
+    batch_loads,
+    batch_plan_of,
+    graph_slots,
+)
+from hetmesh.balance.batch_load import BatchLoad, ModuleLoad, batch_load
+from hetmesh.balance.leaders import leaders
+from hetmesh.cost import Profile, load_machine
+from hetmesh.data.lengths import read_lengths
+from hetmesh.data.loader import Loader
+from hetmesh.errors import GraphError, RecipeError
+from hetmesh.graph import ModuleGraph, SampleMeta
+from hetmesh.recipe.recipe import Recipe
+from hetmesh.report.balance_values import BalancerResult, BalanceView, Candidate, Histogram, ModuleSizes
+from hetmesh.report.given_lengths import GivenLengths
+from hetmesh.simulate import StepModel, simulate
+from hetmesh.training.balance import sample_costs
+from hetmesh.training.describe import describe, make_prepare
+from hetmesh.training.job import recipe_schedule
+from hetmesh.training.module_shapes import module_shapes
+from hetmesh.training.step_model import recipe_step_model
+
+SHOWN = ("none", "auto")
+"""Policies whose loads are shown as histograms."""
+MUCH_PADDING = 0.1
+
+
+def balance_view(
+    recipe: Recipe,
+    *,
+    lengths: str | None = None,
+    batches: int = 4,
+    machine: str | None = None,
+    profile: str | None = None,
+) -> BalanceView:
+    """What every balancer makes of the first `batches` global batches of `recipe`.
+
+    Args:
+        lengths: a file of lengths (`hetmesh.data.lengths`), whose samples take the place of the recipe's.
+        machine, profile: as of `hetmesh.training.simulated.simulate_recipe`.
+
+    Raises:
+        RecipeError: what `hetmesh check` would find, a line of `lengths` that does not fit, sizes of a module or a
+            machine that are not known, or fewer than 1 batch.
+        GraphError: the recipe's own balancer finds no way to keep a cap.
+    """
+    if batches < 1:
+        raise RecipeError(f"--batches {batches}: must be at least 1")
+    source, adapters, graph = describe(recipe)
+    notes: list[str] = []
+    if lengths is None:
+        prepare = make_prepare(recipe, graph, adapters)
+        loader = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed)
+        drawn: Iterator[Sequence[SampleMeta]] = ([d.meta for d in batch] for batch in islice(loader, batches))
+    else:
+        valid = [*(name for name in graph.order if name != graph.sink.name), graph.sink.name]
+        given = GivenLengths(read_lengths(lengths, valid), graph, adapters, recipe.training.seq_len)
+        notes += given.notes
+        if len(given) < recipe.batch.global_batch_size:
+            notes.append(
+                f"{lengths} has {len(given)} samples, fewer than the {recipe.batch.global_batch_size} of a batch: "
+                "some come several times"
+            )
+        drawn = given.batches(batches, recipe.batch.global_batch_size, recipe.debug.seed)
+    fitted = profile or recipe.profiling.profile
+    model = recipe_step_model(
+        recipe,
+        graph,
+        adapters,
+        machine=load_machine(machine) if machine else None,
+        profile=Profile.load(fitted) if fitted else None,
+    )
+    keys = recipe.balance
+    options = BalanceOptions(
+        keys.policy,
+        sample_costs(graph, module_shapes(recipe, adapters)),
+        keys.max_tokens,
+        free=keys.microbatches == "free",
+        deferral=keys.deferral,
+    )
+    runs = _runs(options)
+    comparison = _Comparison(recipe, graph, model)
+    for samples in drawn:
+        for run in runs:
+            comparison.add(run, samples)
+    alone = all(graph[name].num_lanes * recipe.batch.num_microbatches == 1 for name in graph.order)
+    if alone:
+        notes.append("every module has one lane and one microbatch: there is nothing to balance")
+    notes += [f"{run.name}: {run.problem}" for run in runs if run.problem]
+    notes += _about_padding(graph, runs)
+    auto = next(run for run in runs if run.name == "auto")
+    return BalanceView(
+        recipe.job.description,
+        lengths or f"data.source = {recipe.data.source!r}",
+        batches,
+        recipe.batch.global_batch_size,
+        recipe.schedule,
+        model.machine.name,
+        _sizes(graph, recipe, runs),
+        tuple(_result(run, runs[0]) for run in runs),
+        () if alone else tuple(map(tuple, auto.candidates)),
+        tuple(notes),
+    )
+
+
+def _about_padding(graph: ModuleGraph, runs: Sequence[_Run]) -> Iterator[str]:
+    most = max((each.modules[graph.sink.name].padding for run in runs for each in run.even), default=0.0)
+    if most > MUCH_PADDING:
+        yield (
+            f"up to {most:.0%} of what {graph.sink.name} computes is padding, which balancers do not count; "
+            "training.pack_samples = true leaves none"
+        )
+
+
+@dataclass(eq=False)
+class _Run:
+    """One balancer, and what it made of the batches so far: a number or value per batch."""
+
+    name: str
+    options: BalanceOptions
+    recipe: bool
+    loads: list[tuple[BatchLoads, Assignment]] = field(default_factory=list)
+    even: list[BatchLoad] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    milliseconds: list[float] = field(default_factory=list)
+    candidates: list[list[Candidate]] = field(default_factory=list)
+    problem: str = ""
+
+
+def _runs(options: BalanceOptions) -> list[_Run]:
+    """`none` as a recipe has it, then every other policy with the recipe's keys, and with keys that it may try."""
+    others = sorted(set(POLICIES) - {"none", "auto"}, key=lambda name: (name in DEFERRING, name))
+    none = replace(options, policy="none", max_tokens={}, free=False, deferral=False)
+    found = [_Run("none", none, options.policy == "none")]
+    for policy in (*others, "auto"):
+        own = replace(options, policy=policy, deferral=options.deferral and policy in DEFERRING)
+        found.append(_Run(policy, own, policy == options.policy))
+        if policy in DEFERRING and not own.deferral:
+            found.append(_Run(f"{policy}, deferral", replace(own, deferral=True), False))
+    if not options.free:
+        found.append(_Run("auto, free", replace(options, policy="auto", free=True), False))
+    return found
+
+
+class _Comparison:
+    """Runs balancers on batches, and simulates what they make of them."""
+
+    def __init__(self, recipe: Recipe, graph: ModuleGraph, model: StepModel) -> None:
+        self.recipe, self.graph, self.model = recipe, graph, model
+
+    def add(self, run: _Run, samples: Sequence[SampleMeta]) -> None:
+        """One batch more."""
+        if run.problem:
+            return
+        loads = batch_loads(self.graph, samples, run.options)
+        slots = graph_slots(self.graph, self.recipe.batch.num_microbatches, run.options)
+        try:
+            started = time.process_time()
+            found = assign(loads, slots, run.options.policy)
+            run.milliseconds.append(1e3 * (time.process_time() - started))
+            run.seconds.append(self.seconds(samples, found))
+        except GraphError as error:  # a cap that it cannot keep, routes that the schedule cannot order
+            if run.recipe:  # training would end here
+                raise
+            run.problem = str(error)
+            return
+        run.loads.append((loads, found))
+        run.even.append(batch_load(loads, found, padded=not self.graph.sink.packed))
+        if run.name == "auto":
+            run.candidates.append(self._candidates(samples, found, run.seconds[-1]))
+
+    def seconds(self, samples: Sequence[SampleMeta], found: Assignment) -> float:
+        """Of the simulated step."""
+        plan = batch_plan_of(self.graph, samples, found)
+        schedule = recipe_schedule(self.recipe, self.graph, plan.routes)
+        return simulate(schedule, self.model.costs(plan, schedule)).makespan
+
+    def _candidates(self, samples: Sequence[SampleMeta], found: Assignment, seconds: float) -> list[Candidate]:
+        first = found.tried[0].score
+        out = []
+        for each in found.tried:
+            chosen = each.policy == found.policy.removeprefix("auto: ")
+            score = None if each.score is None or not first else each.score / first
+            out.append(Candidate(each.policy, score, seconds if chosen else self.seconds(samples, each), chosen))
+        return out
+
+
+def _result(run: _Run, none: _Run) -> BalancerResult:
+    if run.problem:
+        return BalancerResult(run.name, run.recipe, {}, 0.0, 0.0, 0.0, 0.0, run.problem)
+    mean = lambda values: float(np.mean([*values]))  # noqa: E731
+    modules = {
+        name: ModuleLoad(
+            mean(each.modules[name].max_over_mean for each in run.even),
+            mean(each.modules[name].std_over_mean for each in run.even),
+            mean(each.modules[name].padding for each in run.even),
+        )
+        for name in run.even[0].modules
+    }
+    return BalancerResult(
+        run.name,
+        run.recipe,
+        modules,
+        mean(each.deferred for each in run.even),
+        mean(run.seconds),
+        sum(none.seconds) / sum(run.seconds),
+        mean(run.milliseconds),
+    )
+
+
+def _sizes(graph: ModuleGraph, recipe: Recipe, runs: Sequence[_Run]) -> tuple[ModuleSizes, ...]:
+    led_by = leaders(graph)
+    batches = [loads for loads, _ in runs[0].loads]
+    work = _microbatch_work(runs)
+    out = []
+    for i, name in enumerate(batches[0].modules):
+        tokens = np.concatenate([loads.tokens[:, i] for loads in batches])
+        mean = float(work["none"][i].mean())
+        relative = {policy: each[i] / mean if mean else each[i] + 1.0 for policy, each in work.items()}
+        largest = max(float(each.max(initial=0.0)) for each in relative.values())
+        out.append(
+            ModuleSizes(
+                name,
+                tuple(each for each in graph.order if led_by[each] == name != each),
+                graph[name].num_lanes,
+                recipe.batch.num_microbatches,
+                recipe.balance.max_tokens.get(name),
+                "tokens" if name == graph.sink.name else "rows",
+                float(tokens.mean()),
+                int(tokens.max(initial=0)),
+                mean,
+                Histogram.of_counts(tokens),
+                {policy: Histogram.of(each, largest) for policy, each in relative.items()},
+            )
+        )
+    return tuple(out)
+
+
+def _microbatch_work(runs: Sequence[_Run]) -> Mapping[str, list[np.ndarray]]:
+    """By policy and module, the work of every microbatch and lane of all batches."""
+    found = {}
+    for run in runs:
+        if run.name in SHOWN and run.loads:
+            sums = [assignment.sums(loads.work) for loads, assignment in run.loads]
+            found[run.name] = [np.concatenate([each[i].ravel() for each in sums]) for i in range(len(sums[0]))]
+    return found
