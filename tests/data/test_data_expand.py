@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetmesh.data import Expansion, Sample, check_meta, check_sample, expand, expand_tokens
+from hetmesh.data import Expander, Expansion, Sample, check_meta, check_sample, expand, expand_tokens
 from hetmesh.errors import RecipeError, SampleError
-from hetmesh.graph.sample import MediaItem, SampleMeta
+from hetmesh.graph import MediaItem, MetaArrays, SampleMeta
 
 PLACEHOLDERS = {"image": 1, "audio": 2}
 ITEM_ROWS = {"image": lambda shape: shape[-1] * shape[-2] // 4, "audio": lambda shape: shape[0]}
@@ -141,12 +141,9 @@ def test_text_only_samples_need_no_encoder():
 
 def test_module_rows_are_those_of_the_sample_after_the_cut():
     meta = SampleMeta("s", 3, (IMAGE, MediaItem("image", (1, 2, 2), 2)))
-
-    def module_rows(m: SampleMeta) -> dict[str, int]:
-        return {"vision": sum(i.rows for i in m.media), "llm": m.tokens}
-
-    assert expand(meta, ITEM_ROWS, module_rows=module_rows).meta.rows == {"vision": 5, "llm": 6}
-    assert expand(meta, ITEM_ROWS, seq_len=5, module_rows=module_rows).meta.rows == {"vision": 4, "llm": 5}
+    module_rows = {"vision": ("image", ITEM_ROWS["image"]), "ears": ("audio", ITEM_ROWS["audio"])}
+    assert expand(meta, ITEM_ROWS, module_rows=module_rows).meta.rows == {"vision": 5, "ears": 0}
+    assert expand(meta, ITEM_ROWS, seq_len=5, module_rows=module_rows).meta.rows == {"vision": 4, "ears": 0}
 
 
 def test_expand_is_pure():
@@ -156,37 +153,80 @@ def test_expand_is_pure():
     assert pickle.loads(pickle.dumps(IMAGE)) == IMAGE
 
 
-@pytest.mark.parametrize(
-    ("meta", "message"),
-    [
-        (
-            SampleMeta("s", 3, (MediaItem("video", (2, 2), 1),)),
-            r"'s': no module reads media of kind 'video'.*audio.*im",
-        ),
-        (SampleMeta("s", 4, (replace(IMAGE, rows=3),)), r"'s': the 'image' at position 1 has 3 placeholder .* 4 rows"),
-        (SampleMeta("s", 3, (MediaItem("image", (1, 1, 1), 1),)), r"'s': a 'image' of shape \(1, 1, 1\) makes 0 rows"),
-        (SampleMeta("s", 3, (), ((1, 4),)), r"'s': target span \[1, 4\) must be .*\[1, 3\)"),
-        (SampleMeta("s", 3, (), ((0, 2),)), r"'s': target span \[0, 2\)"),
-        (SampleMeta("s", 3, (), ((2, 2),)), r"'s': target span \[2, 2\)"),
-        (SampleMeta("s", 5, (), ((1, 3), (2, 4))), r"'s': target span \[2, 4\) must be .*\[3, 5\)"),
-        (SampleMeta("s", 3, (IMAGE,), ((1, 2),)), r"'s': target span \[1, 2\) covers the 'image' at position 1"),
-        (SampleMeta("s", 1, (IMAGE,)), r"'s': the 'image' at positions 1..1 must lie in 0..0"),
-        (SampleMeta("s", 3, (IMAGE, IMAGE)), r"'s': the 'image' at positions 1..1 must lie in 2..2"),
-        (SampleMeta("s", 3, (replace(IMAGE, rows=0),)), r"'s': the 'image' at position 1 has 0 rows"),
-        (SampleMeta("s", 0), r"'s': it has 0 tokens"),
-        (SampleMeta("s", 2, position_ids=((0, 1),)), r"'s': position_ids are set after expansion"),
-    ],
-)
+MODULE_ROWS = {
+    "vision": ("image", lambda shape: 4 * ITEM_ROWS["image"](shape)),
+    "audio": ("audio", ITEM_ROWS["audio"]),
+    "blind": (None, ITEM_ROWS["image"]),
+}
+
+
+def from_arrays(metas):
+    """The same metadata as a source has it that keeps arrays and no objects."""
+    return replace(MetaArrays.of(metas), given=())
+
+
+@given(st.lists(samples(), max_size=8), st.one_of(st.none(), st.integers(1, 30)), st.booleans())
+def test_many_at_once_are_expanded_as_one_by_one(cases, seq_len, objects):
+    metas = [replace(meta, id=f"s{i}") for i, (meta, _, _) in enumerate(cases)]
+    each = Expander(ITEM_ROWS, seq_len, MODULE_ROWS, lambda meta: ((meta.tokens,),))
+    kept, refused = [], []
+    for i, meta in enumerate(metas):
+        try:
+            each(meta)
+            kept.append(i)
+        except SampleError:
+            refused.append(i)
+    arrays = MetaArrays.of(metas) if objects else from_arrays(metas)
+    assert each.refused(arrays).tolist() == refused
+    found = each.all(arrays.take(kept))
+    expected = [each(metas[i]) for i in kept]
+    assert list(found.metas) == [e.meta for e in expected]
+    assert found.dropped_media.tolist() == [len(e.dropped_media) for e in expected]
+    assert found.dropped_tokens.tolist() == [e.dropped_tokens for e in expected]
+    assert found.metas.num_targets.tolist() == [e.meta.num_targets for e in expected]
+
+
+MALFORMED = [
+    (
+        SampleMeta("s", 3, (MediaItem("video", (2, 2), 1),)),
+        r"'s': no module reads media of kind 'video'.*audio.*im",
+    ),
+    (SampleMeta("s", 4, (replace(IMAGE, rows=3),)), r"'s': the 'image' at position 1 has 3 placeholder .* 4 rows"),
+    (SampleMeta("s", 3, (MediaItem("image", (1, 1, 1), 1),)), r"'s': a 'image' of shape \(1, 1, 1\) makes 0 rows"),
+    (SampleMeta("s", 3, (), ((1, 4),)), r"'s': target span \[1, 4\) must be .*\[1, 3\)"),
+    (SampleMeta("s", 3, (), ((0, 2),)), r"'s': target span \[0, 2\)"),
+    (SampleMeta("s", 3, (), ((2, 2),)), r"'s': target span \[2, 2\)"),
+    (SampleMeta("s", 5, (), ((1, 3), (2, 4))), r"'s': target span \[2, 4\) must be .*\[3, 5\)"),
+    (SampleMeta("s", 3, (IMAGE,), ((1, 2),)), r"'s': target span \[1, 2\) covers the 'image' at position 1"),
+    (SampleMeta("s", 1, (IMAGE,)), r"'s': the 'image' at positions 1..1 must lie in 0..0"),
+    (SampleMeta("s", 3, (IMAGE, IMAGE)), r"'s': the 'image' at positions 1..1 must lie in 2..2"),
+    (SampleMeta("s", 3, (replace(IMAGE, rows=0),)), r"'s': the 'image' at position 1 has 0 rows"),
+    (SampleMeta("s", 0), r"'s': it has 0 tokens"),
+    (SampleMeta("s", 2, position_ids=((0, 1),)), r"'s': position_ids are set after expansion"),
+    (SampleMeta("s", -3), r"'s': it has -3 tokens"),
+    (SampleMeta("s", 1 << 61, (), ((2, 1),)), r"'s': target span \[2, 1\)"),
+]
+
+
+@pytest.mark.parametrize(("meta", "message"), MALFORMED)
 def test_malformed_metadata_is_an_error_that_names_the_sample(meta, message):
     with pytest.raises(SampleError, match=message):
         expand(meta, ITEM_ROWS)
+
+
+@given(st.data(), st.lists(samples(), min_size=1, max_size=4))
+def test_malformed_metadata_is_found_among_others(data, cases):
+    metas = [meta for meta, _, _ in cases]
+    at = data.draw(st.integers(0, len(metas)))
+    metas.insert(at, data.draw(st.sampled_from(MALFORMED))[0])
+    assert Expander(ITEM_ROWS).refused(MetaArrays.of(metas)).tolist() == [at]
 
 
 def test_a_media_item_that_can_never_fit_is_an_error():
     with pytest.raises(SampleError, match=r"'s': nothing fits into seq_len 3: its first 'image' takes 4 rows"):
         expand(SampleMeta("s", 2, (replace(IMAGE, position=0),)), ITEM_ROWS, seq_len=3)
     with pytest.raises(RecipeError, match="seq_len = 0"):
-        expand(SampleMeta("s", 2), ITEM_ROWS, seq_len=0)
+        Expander(ITEM_ROWS, seq_len=0)
 
 
 META = SampleMeta("s", 4, (IMAGE, MediaItem("image", (1, 2, 2), 2)), ((3, 4),))

@@ -1,7 +1,7 @@
 """The loader: equal everywhere, every sample once per epoch, exact resume, payloads only on demand."""
 
 from collections import Counter
-from functools import partial
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetmesh.balance import plan_batch
-from hetmesh.data import DigitsSource, Loader, Sample, expand
+from hetmesh.data import DigitsSource, Expander, Loader, Sample
 from hetmesh.data.payloads import Unreadable
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import ModuleGraph, ModuleSpec
@@ -38,7 +38,7 @@ class Tiny:
         return Sample(f"tiny/{index}", torch.tensor([2, 1 if images else 2, 3]), {"image": images})
 
 
-PREPARE = partial(expand, item_rows={"image": lambda shape: shape[1] * shape[2] // 4})
+PREPARE = Expander({"image": lambda shape: shape[1] * shape[2] // 4})
 
 
 @given(st.integers(1, 23), st.integers(1, 40), st.integers(0, 99), st.booleans())
@@ -87,7 +87,7 @@ def test_a_loader_without_prepare_gives_samples_as_the_source_does():
 
 
 def test_what_seq_len_drops_is_reported():
-    drawn = Loader(Tiny(), 2, partial(PREPARE, seq_len=4), shuffle=False).batch(0)
+    drawn = Loader(Tiny(), 2, replace(PREPARE, seq_len=4), shuffle=False).batch(0)
     assert [(d.dropped_media, d.dropped_tokens) for d in drawn] == [(0, 0), (1, 5)]
 
 

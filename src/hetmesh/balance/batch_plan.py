@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +13,8 @@ from hetmesh.context import Mask
 from hetmesh.context.share_tokens import share_tokens
 from hetmesh.context.token_owners import LaneTokens
 from hetmesh.errors import GraphError
-from hetmesh.graph import BoundarySpec, ModuleGraph, Routes, SampleMeta
+from hetmesh.graph import BoundarySpec, MetaArrays, ModuleGraph, Routes, SampleMeta
+from hetmesh.graph.meta_arrays import UNKNOWN
 
 Lanes = tuple[tuple[int, ...], ...]
 """Sample indices per lane, in the order in which the lane processes them."""
@@ -25,7 +26,8 @@ class BatchPlan:
 
     Attributes:
         graph: the modules it is for.
-        samples: the global batch, expanded metadata, in order; everything refers to samples by their index here.
+        samples: the global batch, expanded metadata, in order; everything refers to samples by their index here. What
+            looks at all of them asks `metas`.
         lanes: per module name and microbatch, the samples of each lane. Modules may have different numbers of
             microbatches and handle a sample in any of them: `routes` follow.
 
@@ -34,7 +36,7 @@ class BatchPlan:
     """
 
     graph: ModuleGraph
-    samples: tuple[SampleMeta, ...]
+    samples: Sequence[SampleMeta]
     lanes: Mapping[str, tuple[Lanes, ...]]
 
     def __post_init__(self) -> None:
@@ -83,7 +85,7 @@ class BatchPlan:
             ends = boundary.source, boundary.destination
             if ends not in pairs and not self.in_step(*ends):
                 source, destination = (self.microbatch_of(name) for name in ends)
-                moved = np.array([self.rows(boundary, i) > 0 for i in range(len(self.samples))], bool)
+                moved = self.row_counts(boundary) > 0
                 if len(self.lanes[ends[0]]) != len(self.lanes[ends[1]]) or (source != destination)[moved].any():
                     pairs[ends] = zip(source[moved].tolist(), destination[moved].tolist(), strict=True)
         return Routes.make({name: len(self.lanes[name]) for name in self.graph.order}, pairs)
@@ -93,26 +95,34 @@ class BatchPlan:
         same = len(self.lanes[source]) == len(self.lanes[destination])
         return same and bool((self.microbatch_of(source) == self.microbatch_of(destination)).all())
 
-    def rows(self, boundary: BoundarySpec, index: int) -> int:
-        """Rows of one sample that go over `boundary`.
+    @cached_property
+    def metas(self) -> MetaArrays:
+        """The samples as arrays."""
+        return MetaArrays.of(self.samples)
+
+    def row_counts(self, boundary: BoundarySpec) -> np.ndarray:
+        """Rows of each sample that go over `boundary`; int64 `[samples]`.
 
         Raises:
-            GraphError: the metadata of the sample was not expanded.
+            GraphError: the metadata of a sample was not expanded.
         """
-        sample = self.samples[index]
-        if boundary.source not in sample.rows:
+        rows = self.metas.rows.get(boundary.source)
+        if rows is None:
+            rows = np.full(len(self.samples), UNKNOWN)
+        if (missing := np.flatnonzero(rows == UNKNOWN)).size:
+            sample = self.samples[int(missing[0])]
             raise GraphError(f"sample {sample.id!r} has no row count for module {boundary.source!r}; expand it first")
-        return sample.rows[boundary.source]
+        return rows
 
     @property
     def num_targets(self) -> int:
         """Valid target tokens of the whole global batch: the loss is normalised by this number, once."""
-        return sum(sample.num_targets for sample in self.samples)
+        return int(self.metas.num_targets.sum())
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the whole global batch, placeholders included, padding excluded."""
-        return sum(sample.tokens for sample in self.samples)
+        return int(self.metas.tokens.sum())
 
     def samples_of(self, module: str, microbatch: int, lane: int) -> tuple[int, ...]:
         """Indices of the samples that one lane handles in one microbatch."""

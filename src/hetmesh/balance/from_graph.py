@@ -15,7 +15,7 @@ from hetmesh.balance.loads import BatchLoads, Slots
 from hetmesh.balance.pipeline import Score
 from hetmesh.cost.sample_costs import SampleCosts
 from hetmesh.errors import GraphError
-from hetmesh.graph import ModuleGraph, SampleMeta
+from hetmesh.graph import MetaArrays, ModuleGraph, SampleMeta
 
 _UNKNOWN = SampleCosts((1, 0, 0), 2.0)
 _OVERHEAD = 256  # rows: an H100 reads the weights of a layer in the time in which it multiplies about 295 rows by them
@@ -57,16 +57,16 @@ def led_modules(graph: ModuleGraph) -> tuple[str, ...]:
 def batch_loads(graph: ModuleGraph, samples: Sequence[SampleMeta], balance: BalanceOptions = UNBALANCED) -> BatchLoads:
     """The loads of `led_modules`, with those of the modules that go along, per rank of a lane. Samples are who they are
     by their place in the batch."""
-    own, led_by = led_modules(graph), leaders(graph)
+    own, led_by, metas = led_modules(graph), leaders(graph), MetaArrays.of(samples)
     work = np.zeros((len(samples), len(own)), np.int64)
     tokens = np.zeros_like(work)
     for name in graph.order:
         at = own.index(led_by[name])
-        each = balance.costs.get(name, _UNKNOWN).work(graph, name, samples)
+        each = balance.costs.get(name, _UNKNOWN).work(graph, name, metas)
         work[:, at] += -(-each // _sharing(graph, name))
         if name == led_by[name]:
-            tokens[:, at] = [s.tokens if name == graph.sink.name else s.rows.get(name, 0) for s in samples]
-    return BatchLoads(own, work, tokens, ids=tuple(sample.id for sample in samples))
+            tokens[:, at] = metas.tokens if name == graph.sink.name else metas.rows_of(name)
+    return BatchLoads(own, work, tokens, ids=metas.ids)
 
 
 def graph_slots(graph: ModuleGraph, microbatches: int, balance: BalanceOptions = UNBALANCED) -> Slots:
@@ -117,4 +117,4 @@ def batch_plan_of(graph: ModuleGraph, samples: Sequence[SampleMeta], assignment:
         places = order.tolist()
         runs = [tuple(places[a:b]) for a, b in itertools.pairwise(cuts)]
         lanes[name] = tuple(tuple(runs[m * width : (m + 1) * width]) for m in range(count))
-    return BatchPlan(graph, tuple(samples), {name: lanes[led_by[name]] for name in graph.order})
+    return BatchPlan(graph, samples, {name: lanes[led_by[name]] for name in graph.order})

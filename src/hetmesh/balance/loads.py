@@ -61,6 +61,8 @@ class BatchLoads:
 
     def select(self, places: np.ndarray) -> BatchLoads:
         """The samples at `places`, in that order."""
+        if np.array_equal(places, np.arange(len(self))):
+            return self
         ids = [self.ids[i] for i in places.tolist()] if len(self.ids) else ()
         return BatchLoads(self.modules, self.work[places], self.tokens[places], self.keys[places], ids)
 

@@ -8,7 +8,7 @@ from hetmesh.balance.assign import assign
 from hetmesh.balance.batch_plan import BatchPlan
 from hetmesh.balance.from_graph import UNBALANCED, BalanceOptions, batch_loads, batch_plan_of, graph_slots
 from hetmesh.errors import GraphError
-from hetmesh.graph import ModuleGraph, SampleMeta
+from hetmesh.graph import MetaArrays, ModuleGraph, SampleMeta
 
 
 def plan_batch(
@@ -26,6 +26,7 @@ def plan_batch(
     """
     if microbatch_size < 1:
         raise GraphError(f"a microbatch needs at least 1 sample per lane, got {microbatch_size}")
+    samples = MetaArrays.of(samples)
     microbatches = max(-(-len(samples) // (microbatch_size * graph.sink.num_lanes)), 1)
     slots = graph_slots(graph, microbatches, balance)
     alone = all(lanes * count == 1 for lanes, count in zip(slots.lanes, slots.microbatches, strict=True))

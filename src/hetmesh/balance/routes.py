@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Literal
 
+import numpy as np
+
 from hetmesh.balance.batch_plan import BatchPlan
 from hetmesh.context.token_owners import cut_out, owned_rows
 from hetmesh.graph import BoundarySpec, Edge, RowSpace
@@ -39,8 +41,8 @@ def row_space(plan: BatchPlan, boundary: BoundarySpec, microbatch: int, to: int 
 
 def _all_rows(plan: BatchPlan, boundary: BoundarySpec, module: str, microbatch: int) -> RowSpace:
     """Those of the samples of a microbatch of one side, wherever they come from or go."""
-    handled = sorted(i for lane in plan.lanes[module][microbatch] for i in lane)
-    return RowSpace(tuple(handled), tuple(plan.rows(boundary, i) for i in handled))
+    handled = np.sort(np.fromiter(itertools.chain.from_iterable(plan.lanes[module][microbatch]), np.int64))
+    return RowSpace(tuple(handled.tolist()), tuple(plan.row_counts(boundary)[handled].tolist()))
 
 
 def boundary_layouts(plan: BatchPlan, boundary: BoundarySpec, microbatch: int, to: int | None = None) -> EdgeLayouts:

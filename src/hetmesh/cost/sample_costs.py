@@ -9,8 +9,8 @@ import numpy as np
 
 from hetmesh.cost.flops import module_flops
 from hetmesh.cost.shapes import ModuleShape
-from hetmesh.cost.work import Work, sample_work
-from hetmesh.graph import ModuleGraph, SampleMeta
+from hetmesh.cost.work import Work, samples_work
+from hetmesh.graph import MetaArrays, ModuleGraph, SampleMeta
 
 _UNITS = (Work(rows=1), Work(pairs=1), Work(targets=1))
 
@@ -42,19 +42,4 @@ class SampleCosts:
 
     def work(self, graph: ModuleGraph, module: str, samples: Sequence[SampleMeta]) -> np.ndarray:
         """Forward FLOPs of each sample over all ranks of a lane; int64 `[samples]`."""
-        return _counts(graph, module, samples) @ np.array(self.forward, np.int64)
-
-
-def _counts(graph: ModuleGraph, module: str, samples: Sequence[SampleMeta]) -> np.ndarray:
-    """`sample_work` of all samples at once: int64 `[samples, 3]`, rows, pairs and targets."""
-    out = np.zeros((len(samples), 3), np.int64)
-    if module == graph.sink.name:
-        out[:, 0] = [sample.tokens for sample in samples]
-        out[:, 1] = out[:, 0] ** 2
-        out[:, 2] = [sample.num_targets for sample in samples]
-    elif graph.inputs(module):
-        out[:, 0] = [sample.rows.get(module, 0) for sample in samples]
-    else:
-        each = [sample_work(graph, module, sample) for sample in samples]
-        out[:, 0], out[:, 1] = [work.rows for work in each], [work.pairs for work in each]
-    return out
+        return samples_work(graph, module, MetaArrays.of(samples)) @ np.array(self.forward, np.int64)

@@ -3,7 +3,7 @@
 source.py   Sample, the Source protocol
 registry.py sources by name: make_source
 check.py    is a sample well-formed, does its payload agree with its metadata
-expand.py   one placeholder token per row; truncation
+expand.py   one placeholder token per row; truncation (expand_arrays.py: of many samples at once)
 shuffle.py  permutations that cost no memory
 payloads.py samples loaded in this process, or in worker processes ahead of need
 spans.py    a stretch of a file, read alone
@@ -29,6 +29,7 @@ from hetmesh.data.check import check_meta, check_sample
 from hetmesh.data.conversations import ConversationsSource
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.expand import Expansion, ItemRows, ModuleRows, expand, expand_tokens
+from hetmesh.data.expand_arrays import Expander
 from hetmesh.data.in_memory import MemorySource
 from hetmesh.data.loader import DrawnSample, Loader
 from hetmesh.data.mixture import MixtureSource
@@ -41,6 +42,7 @@ __all__ = [
     "ConversationsSource",
     "DigitsSource",
     "DrawnSample",
+    "Expander",
     "Expansion",
     "ItemRows",
     "Loader",

@@ -17,13 +17,14 @@ from torch import Tensor
 from hetmesh.data.chat import FILES, Chat, Encoded
 from hetmesh.data.images import ImageProcessor
 from hetmesh.data.index import SUFFIX, content_hash, file_states, load_index
-from hetmesh.data.metas import MetaArrays, metas_one_by_one
+from hetmesh.data.metas import metas_one_by_one
 from hetmesh.data.open_store import find_files, open_store
 from hetmesh.data.recordings import RecordingProcessor
 from hetmesh.data.source import Sample, wants
 from hetmesh.data.stores import Blob
 from hetmesh.data.turns import turns_of
 from hetmesh.errors import HetmeshError, RecipeError, Refusals, SampleError
+from hetmesh.graph.meta_arrays import MetaArrays
 from hetmesh.graph.sample import MediaItem, SampleMeta
 
 KINDS = ("image", "audio")

@@ -20,17 +20,15 @@ import torch
 
 from hetmesh.data.check import check_meta, check_sample
 from hetmesh.data.source import Sample, wants
-from hetmesh.errors import RecipeError, SampleError
+from hetmesh.errors import SampleError
+from hetmesh.graph.meta_arrays import PositionIds
 from hetmesh.graph.sample import MediaItem, SampleMeta
 
 ItemRows = Mapping[str, Callable[[tuple[int, ...]], int]]
 """Kind of media -> function from an item's raw shape to the rows that reach the sequence for it."""
 
-PositionIds = Callable[[SampleMeta], tuple[tuple[int, ...], ...] | None]
-"""From an expanded sample to its `SampleMeta.position_ids`."""
-
-ModuleRows = Callable[[SampleMeta], Mapping[str, int]]
-"""From an expanded sample to the rows that each module emits for it, by module name."""
+ModuleRows = Mapping[str, tuple[str | None, Callable[[tuple[int, ...]], int]]]
+"""Per module the kind of media that it works on, and the rows that it emits for an item of a raw shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +62,13 @@ def expand(
         meta: as a source gives it.
         item_rows: for every kind of media, the rows of one item.
         seq_len: longest sequence, in expanded tokens; see above for what is cut. None cuts nothing.
-        module_rows: fills `SampleMeta.rows`; it is given the expanded and cut metadata.
-        position_ids: fills `SampleMeta.position_ids`, from the same.
+        module_rows: fills `SampleMeta.rows`, with what is left after the cut.
+        position_ids: fills `SampleMeta.position_ids`; it is given the expanded and cut metadata.
 
     Raises:
         SampleError: a kind of media that no encoder reads; an item whose placeholders are neither 1 nor its rows;
             malformed metadata; nothing fits into `seq_len`.
-        RecipeError: `seq_len` is below 1.
     """
-    if seq_len is not None and seq_len < 1:
-        raise RecipeError(f"[training] seq_len = {seq_len} must be at least 1")
     check_meta(meta)
     if meta.position_ids is not None:
         raise SampleError(f"sample {meta.id!r}: position_ids are set after expansion, by the model that needs them")
@@ -103,7 +98,12 @@ def expand(
     targets = [(shifted(start), min(shifted(stop - 1) + 1, end)) for start, stop in meta.targets]
     expanded = SampleMeta(meta.id, end, kept, tuple([(a, b) for a, b in targets if a < b]))
     if module_rows is not None:
-        emitted = MappingProxyType(dict(module_rows(expanded)))
+        emitted = MappingProxyType(
+            {
+                module: sum([count(item.shape) for item in kept if item.name == kind])
+                for module, (kind, count) in module_rows.items()
+            }
+        )
         expanded = SampleMeta(meta.id, end, kept, expanded.targets, emitted)
     if position_ids is not None and (positions := position_ids(expanded)) is not None:
         expanded = replace(expanded, position_ids=positions)

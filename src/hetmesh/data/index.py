@@ -13,10 +13,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from hetmesh.data.metas import MetaArrays, metas_of
+from hetmesh.data.metas import metas_of
 from hetmesh.data.source import Source
 from hetmesh.errors import RecipeError
 from hetmesh.files import writing
+from hetmesh.graph.meta_arrays import MetaArrays
 
 SUFFIX = ".hetmesh-index.npz"
 VERSION = 1

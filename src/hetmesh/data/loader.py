@@ -9,15 +9,18 @@ twice in one batch.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import overload
 
-from hetmesh.data.expand import Expansion, blank, expand_tokens
+from hetmesh.data.expand import blank, expand_tokens
+from hetmesh.data.expand_arrays import AsGiven, ExpandedArrays, Expander
+from hetmesh.data.metas import metas_of
 from hetmesh.data.payloads import Direct, Payload, Payloads, SplitSources, Unreadable, Wanted
 from hetmesh.data.shuffle import permuted
 from hetmesh.data.source import Sample, Source
 from hetmesh.errors import RecipeError, SampleError
-from hetmesh.graph.sample import SampleMeta
+from hetmesh.graph import MetaArrays, SampleMeta
 
 _KEYS = {
     "seed": "debug.seed",
@@ -54,14 +57,63 @@ class DrawnSample:
     unreadable: str = ""
 
 
+class DrawnBatch(Sequence[DrawnSample]):
+    """Samples of a global batch, as arrays; `DrawnSample` are made of those that are asked for.
+
+    Attributes:
+        indices: their indices in the source.
+        given: their metadata as the source gives it.
+        metas: their expanded metadata.
+        dropped_media, dropped_tokens: of each, int64 `[n]`; see `DrawnSample`.
+        unreadable: why the metadata of some cannot be read, by their place here.
+    """
+
+    def __init__(
+        self, indices: tuple[int, ...], given: MetaArrays, expanded: ExpandedArrays, unreadable: Mapping[int, str]
+    ) -> None:
+        self.indices, self.given, self.unreadable = indices, given, unreadable
+        self.metas = expanded.metas
+        self.dropped_media, self.dropped_tokens = expanded.dropped_media, expanded.dropped_tokens
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, index: int) -> DrawnSample: ...
+    @overload
+    def __getitem__(self, index: slice) -> DrawnBatch: ...
+    def __getitem__(self, index: int | slice) -> DrawnSample | DrawnBatch:
+        if isinstance(index, slice):
+            return self._part(range(len(self))[index])
+        meta = self.metas[index]
+        i = index + len(self) if index < 0 else index
+        return DrawnSample(
+            self.indices[i],
+            self.given[i],
+            meta,
+            int(self.dropped_media[i]),
+            int(self.dropped_tokens[i]),
+            self.unreadable.get(i, ""),
+        )
+
+    def _part(self, places: range) -> DrawnBatch:
+        expanded = ExpandedArrays(self.metas.take(places), self.dropped_media[places], self.dropped_tokens[places])
+        unreadable = {at: self.unreadable[i] for at, i in enumerate(places) if i in self.unreadable}
+        return DrawnBatch(tuple(self.indices[i] for i in places), self.given.take(places), expanded, unreadable)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DrawnBatch) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class Loader:
     """Draws global batches from a source; an iterator whose position can be saved.
 
     Args:
         source: where samples come from.
         global_batch_size: samples per step.
-        prepare: from a source's metadata to the expanded; usually `functools.partial(expand, item_rows=...)`. None
-            leaves samples as the source gives them.
+        prepare: from a source's metadata to the expanded. None leaves samples as the source gives them.
         seed: chooses the shuffles.
         shuffle: False keeps the source's order in every epoch.
         payloads: where samples are loaded; None: in this process, when they are asked for.
@@ -76,7 +128,7 @@ class Loader:
         self,
         source: Source,
         global_batch_size: int,
-        prepare: Callable[[SampleMeta], Expansion] | None = None,
+        prepare: Expander | AsGiven | None = None,
         *,
         seed: int = 0,
         shuffle: bool = True,
@@ -90,7 +142,7 @@ class Loader:
             raise RecipeError(f"[data] source: {type(source).__name__} is empty, need at least 1 sample")
         self.source = source
         self.global_batch_size = global_batch_size
-        self.prepare = prepare or Expansion
+        self.prepare = prepare or AsGiven()
         self.seed = seed
         self.shuffle = shuffle
         self.payloads = payloads or Direct(SplitSources({split: lambda: source}))
@@ -123,26 +175,34 @@ class Loader:
             raise ValueError(f"step {step} lies before step {since}, where the data position was restored")
         return sample + (step - since) * self.global_batch_size
 
-    def batch(self, step: int) -> tuple[DrawnSample, ...]:
+    def batch(self, step: int) -> DrawnBatch:
         """The global batch at `step`: the same on every rank, and no payload is loaded.
 
         Raises:
             SampleError: a sample's metadata is malformed or does not suit the modules.
         """
-        return tuple(self.draw(index) for index in self.indices(step))
+        return self.drawn(self.indices(step))
 
-    def draw(self, index: int) -> DrawnSample:
-        """The prepared metadata of source sample `index`."""
-        unreadable = ""
-        try:
-            given = self.source.meta(index)
-            result = self.prepare(given)
-        except SampleError as error:
-            if not self.skip:
-                raise
-            unreadable, given = str(error), SampleMeta(f"unreadable-{index}", 1)
-            result = self.prepare(given)
-        return DrawnSample(index, given, result.meta, len(result.dropped_media), result.dropped_tokens, unreadable)
+    def drawn(self, indices: Sequence[int]) -> DrawnBatch:
+        """The prepared metadata of some samples of the source.
+
+        Raises:
+            SampleError: as `batch`.
+        """
+        given = metas_of(self.source, indices)
+        unreadable: dict[int, str] = {}
+        for i in self.prepare.refused(given).tolist():
+            try:
+                self.prepare(given.meta(i))
+            except SampleError as error:
+                if not self.skip:
+                    raise
+                unreadable[i] = str(error)
+        if unreadable:
+            blanks = {i: SampleMeta(f"unreadable-{indices[i]}", 1) for i in unreadable}
+            given = MetaArrays.of([blanks.get(i) or given.meta(i) for i in range(len(given))])
+        expanded = self.prepare.all(given)
+        return DrawnBatch(tuple(indices), given, expanded, unreadable)
 
     def load(self, drawn: Iterable[DrawnSample], kinds: Mapping[int, Collection[str]] | None = None) -> list[Sample]:
         """The expanded payloads of the samples asked for, in that order.
@@ -206,10 +266,10 @@ class Loader:
             )
         return sample
 
-    def __iter__(self) -> Iterator[tuple[DrawnSample, ...]]:
+    def __iter__(self) -> Iterator[DrawnBatch]:
         return self
 
-    def __next__(self) -> tuple[DrawnSample, ...]:
+    def __next__(self) -> DrawnBatch:
         """The global batch of the current step, which then advances. Never ends."""
         batch = self.batch(self.step)
         self.step += 1

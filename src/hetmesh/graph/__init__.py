@@ -1,5 +1,6 @@
 """The static module graph, its stages, and the facts of samples that flow through it."""
 
+from hetmesh.graph.meta_arrays import MetaArrays
 from hetmesh.graph.module_graph import LANE_AXES, Activation, ModuleGraph, ModuleSpec
 from hetmesh.graph.module_options import CheckpointMode, ModuleOptions, Reshard
 from hetmesh.graph.routes import Route, Routes, microbatches_text
@@ -15,6 +16,7 @@ __all__ = [
     "CheckpointMode",
     "Edge",
     "MediaItem",
+    "MetaArrays",
     "ModuleGraph",
     "ModuleOptions",
     "ModuleSpec",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 
-from hetmesh.graph import ModuleGraph, SampleMeta
+from hetmesh.graph import ModuleGraph
 from hetmesh.models.adapter import Adapter
 
 ItemRows = Callable[[tuple[int, ...]], int]
@@ -30,18 +30,11 @@ def placeholder_rows(graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> dic
     return {b.at: _rows_of_item(graph, adapters, b.source) for b in graph.boundaries if b.at is not None}
 
 
-def module_rows(graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> Callable[[SampleMeta], dict[str, int]]:
-    """From a sample's metadata to the rows that every module but the sink emits for it, by module name."""
-    counters = {
+def module_rows(graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> dict[str, tuple[str | None, ItemRows]]:
+    """Per module but the sink: the kind of media that its rows come from, and how many it emits for an item of a raw
+    shape."""
+    return {
         name: (_media_behind(graph, name), _rows_of_item(graph, adapters, name))
         for name in graph.order
         if name != graph.sink.name
     }
-
-    def count(meta: SampleMeta) -> dict[str, int]:
-        return {
-            name: sum(rows(item.shape) for item in meta.media if item.name == media)
-            for name, (media, rows) in counters.items()
-        }
-
-    return count

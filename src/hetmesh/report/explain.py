@@ -35,7 +35,7 @@ def explain(recipe: Recipe) -> RecipeView:
     batch = recipe.batch
     prepare = make_prepare(recipe, graph, adapters)
     drawn = Loader(source, batch.global_batch_size, prepare, seed=recipe.debug.seed).batch(0)
-    plan = plan_batch(graph, [d.meta for d in drawn], batch.microbatch_size, recipe_balance(recipe, graph, adapters))
+    plan = plan_batch(graph, drawn.metas, batch.microbatch_size, recipe_balance(recipe, graph, adapters))
     held = _held(plan, recipe_schedule(recipe, graph, plan.routes))
     shapes = module_shapes(recipe, adapters)
     groups = job_groups(graph, recipe.world_size, lambda spec: ends_are_tied(spec, shapes[spec.name]))

@@ -129,7 +129,7 @@ class _Swapped(_Wrapped):
     def collate(self, samples: Any, metas: Any, **kwargs: Any) -> dict[str, Tensor]:
         loader = self._job.loader
         drawn = loader.batch(loader.step - 1)
-        plan = self._job.plan([d.meta for d in drawn])
+        plan = self._job.plan(drawn.metas)
         ids = [meta.id for meta in metas]
         for lanes in plan.lanes[self._module]:
             if [drawn[i].meta.id for i in lanes[self._lane]] == ids:

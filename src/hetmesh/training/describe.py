@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 
-from hetmesh.data.expand import Expansion, expand
+from hetmesh.data.expand_arrays import Expander
 from hetmesh.data.registry import recipe_source
 from hetmesh.data.source import Source
 from hetmesh.errors import Refusals
-from hetmesh.graph import ModuleGraph, SampleMeta
+from hetmesh.graph import ModuleGraph
 from hetmesh.models import Adapter, make_adapters, module_rows, placeholder_rows, pretrained_of, sample_positions
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.balance import check_balance
@@ -66,13 +65,10 @@ def _media_shapes(source: Source) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def make_prepare(
-    recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Adapter]
-) -> Callable[[SampleMeta], Expansion]:
-    """What the loader does to each sample's metadata: rows per placeholder, `seq_len`, rows per module, positions."""
-    return partial(
-        expand,
-        item_rows=placeholder_rows(graph, adapters),
+def make_prepare(recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> Expander:
+    """What the loader does to the metadata of samples: rows per placeholder, `seq_len`, rows per module, positions."""
+    return Expander(
+        placeholder_rows(graph, adapters),
         seq_len=recipe.training.seq_len,
         module_rows=module_rows(graph, adapters),
         position_ids=sample_positions(graph, adapters),

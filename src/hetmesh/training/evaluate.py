@@ -81,18 +81,18 @@ def _evaluate(job: Job, source: Source, limit: int | None) -> Evaluation:
         source, batch, job.loader.prepare, shuffle=False, payloads=payloads, split=VALIDATION, skip=job.loader.skip
     )
     count = min(len(source), limit or len(source))
-    drawn = [loader.draw(i) for i in range(count)]
-    targets = sum(d.meta.num_targets for d in drawn)
+    drawn = loader.drawn(range(count))
+    targets = int(drawn.metas.num_targets.sum())
     if not targets:
         text = describe_without_targets(drawn, job.recipe.training.seq_len)
         raise SampleError(f"evaluation: no held-out sample has a target token: {text}")
-    width = max(d.meta.num_targets for d in drawn)
+    width = int(drawn.metas.num_targets.max())
     # The line of a sample is written by one rank; the sum over ranks hands it to all.
     results = torch.zeros(count, width + 1, dtype=torch.int64)
     loss = torch.zeros((), dtype=torch.float64)
     skipped: dict[int, str] = {}
     parts = [(start, drawn[start : start + batch]) for start in range(0, count, batch)]
-    planned = [(start, part, job.plan([d.meta for d in part])) for start, part in parts]
+    planned = [(start, part, job.plan(part.metas)) for start, part in parts]
     feeds = [job.feed(part, plan, loader) for _, part, plan in planned]
     for feed, (_, _, plan) in zip(feeds, planned, strict=True):
         feed.announce(job.schedule(plan, training=False))

@@ -77,7 +77,7 @@ class Upcoming:
 
     def _make(self, number: int) -> PlannedStep:
         drawn = self._job.loader.batch(number)
-        plan = self._job.plan([d.meta for d in drawn])
+        plan = self._job.plan(drawn.metas)
         schedule, feed = self._job.schedule(plan), self._job.feed(drawn, plan)
         feed.announce(schedule)
         return PlannedStep(drawn, plan, schedule, feed)

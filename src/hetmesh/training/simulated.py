@@ -26,7 +26,7 @@ def simulate_recipe(recipe: Recipe, *, machine: str | None = None, profile: str 
     prepare = make_prepare(recipe, graph, adapters)
     drawn = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed).batch(0)
     balance = recipe_balance(recipe, graph, adapters)
-    plan = plan_batch(graph, [d.meta for d in drawn], recipe.batch.microbatch_size, balance)
+    plan = plan_batch(graph, drawn.metas, recipe.batch.microbatch_size, balance)
     schedule = recipe_schedule(recipe, graph, plan.routes)
     fitted = profile or recipe.profiling.profile
     model = recipe_step_model(

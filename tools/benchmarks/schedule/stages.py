@@ -108,7 +108,7 @@ class Probe:
         """One stage on one microbatch, through the code with which the runtime executes actions."""
         job, rank = self.job, self.rank
         drawn = self.others[: size * job.graph.sink.num_lanes]
-        plan = plan_batch(job.graph, [d.meta for d in drawn], size)
+        plan = plan_batch(job.graph, drawn.metas, size)
         schedule = recipe_schedule(job.recipe, job.graph, 1)
         stages = schedule.stages
         step = StepRunner(job.runtime, schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank), None, 0)
@@ -163,7 +163,7 @@ class Probe:
         """One step with `size` samples per microbatch: what was recorded, and its end."""
         job = self.job
         drawn = self.drawn[: job.recipe.batch.num_microbatches * size]
-        plan = plan_batch(job.graph, [d.meta for d in drawn], size)
+        plan = plan_batch(job.graph, drawn.metas, size)
         feed = Feed(job.loader, drawn, plan, job.adapters, self.rank)
         recording = job.runtime.recording = []
         dist.barrier()
