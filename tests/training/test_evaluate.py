@@ -46,7 +46,7 @@ def one_by_one(recipe):
     losses, right, predicted = [], [], []
     with torch.no_grad(), exact_dtypes(*modules.values()):
         for i in range(SAMPLES):
-            drawn = loader.draw(i)
+            drawn = loader.drawn([i])[0]
             samples = loader.load([drawn])
             batch, rows = {}, {}
             for name in graph.order:

@@ -189,7 +189,7 @@ class Loader:
         Raises:
             SampleError: as `batch`.
         """
-        given = metas_of(self.source, indices)
+        given = metas_of(self.source, indices, self.payloads.sources.reading)
         unreadable: dict[int, str] = {}
         for i in self.prepare.refused(given).tolist():
             try:
@@ -308,10 +308,14 @@ class Loader:
         }
 
 
-def describe_without_targets(samples: Sequence[DrawnSample], seq_len: int) -> str:
-    """Samples without a target token by their ids, and why they have none."""
-    shown = ", ".join(repr(d.meta.id) for d in samples[:_SHOWN])
-    more = f" and {len(samples) - _SHOWN} more" if len(samples) > _SHOWN else ""
-    cut = sum(bool(d.given.targets) for d in samples)
+def describe_without_targets(drawn: DrawnBatch, which: Sequence[int], seq_len: int) -> str:
+    """Samples without a target token by their ids, and why they have none.
+
+    Args:
+        which: their places in `drawn`.
+    """
+    shown = ", ".join(repr(drawn.given.ids[i]) for i in which[:_SHOWN])
+    more = f" and {len(which) - _SHOWN} more" if len(which) > _SHOWN else ""
+    cut = int((drawn.given.num_targets[list(which)] > 0).sum())
     why = f" (training.seq_len = {seq_len} cuts the targets of {cut})" if cut else " (the data source gives them none)"
-    return f"{'sample' if len(samples) == 1 else 'samples'} {shown}{more}{why}"
+    return f"{'sample' if len(which) == 1 else 'samples'} {shown}{more}{why}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, runtime_checkable
 
 from hetmesh.data.source import Source
@@ -20,17 +21,29 @@ class VectorSource(Protocol):
         ...
 
 
-def metas_of(source: Source, indices: Sequence[int]) -> MetaArrays:
-    """The metadata of some samples of any source as arrays: at once where it has them so, else one by one."""
-    return source.metas(indices) if isinstance(source, VectorSource) else metas_one_by_one(source, indices)
+def metas_of(
+    source: Source, indices: Sequence[int], reading: AbstractContextManager[object] | None = None
+) -> MetaArrays:
+    """The metadata of some samples of any source as arrays: at once where it has them so, else one by one.
+
+    Args:
+        reading: entered around each look at the source, which may be another thread's otherwise.
+    """
+    if isinstance(source, VectorSource):
+        with reading or nullcontext():
+            return source.metas(indices)
+    return metas_one_by_one(source, indices, reading)
 
 
-def metas_one_by_one(source: Source, indices: Sequence[int]) -> MetaArrays:
+def metas_one_by_one(
+    source: Source, indices: Sequence[int], reading: AbstractContextManager[object] | None = None
+) -> MetaArrays:
     """The same from `meta` of each."""
     found: list[SampleMeta | str] = []
     for index in indices:
-        try:
-            found.append(source.meta(index))
-        except SampleError as error:
-            found.append(str(error))
+        with reading or nullcontext():
+            try:
+                found.append(source.meta(index))
+            except SampleError as error:
+                found.append(str(error))
     return MetaArrays.of(found)

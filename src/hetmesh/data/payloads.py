@@ -74,9 +74,15 @@ class Payloads(Protocol):
 
 
 class SplitSources:
-    """The sources of a run by split, each made when it is first used. Pickled, it makes them anew."""
+    """The sources of a run by split, each made when it is first used. Pickled, it makes them anew.
+
+    Attributes:
+        reading: held while a source is asked for something; sources need not be safe for several threads, and the next
+            step is planned by another one.
+    """
 
     def __init__(self, makers: Mapping[str, Callable[[], Source]]) -> None:
+        self.reading = threading.RLock()
         self.splits = tuple(makers)
         self._makers = dict(makers)
         self._made: dict[str, Source] = {}
@@ -91,14 +97,18 @@ class SplitSources:
         return self._made.get(split)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_made": {}}
+        return {"splits": self.splits, "_makers": self._makers, "_made": {}}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__ |= {**state, "reading": threading.RLock()}
 
     def load(self, wanted: Wanted) -> Payload:
         """One sample, or why it cannot be read."""
-        try:
-            return self[wanted.split].load(wanted.index, wanted.kinds)
-        except SampleError as error:
-            return Unreadable(str(error))
+        with self.reading:
+            try:
+                return self[wanted.split].load(wanted.index, wanted.kinds)
+            except SampleError as error:
+                return Unreadable(str(error))
 
 
 class Direct:

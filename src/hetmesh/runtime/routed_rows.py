@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hetmesh.balance import BatchPlan, Runs, route_runs
 from hetmesh.balance.routes import Side
 from hetmesh.errors import BoundaryError
-from hetmesh.graph import Edge, Route, Routes
+from hetmesh.graph import Edge, Route
+from hetmesh.runtime.step_transfers import StepTransfers
 
 
 class RoutedRows:
@@ -16,9 +16,8 @@ class RoutedRows:
     microbatch, in the order in which its module has them, are dealt out to the routes of an edge, and put back into
     that order. Where an edge joins the same number on both sides there is nothing to do."""
 
-    def __init__(self, plan: BatchPlan, routes: Routes, rank: int) -> None:
-        self.plan, self.routes, self.rank = plan, routes, rank
-        self._runs: dict[tuple[Edge, Side, int], Runs] = {}
+    def __init__(self, transfers: StepTransfers) -> None:
+        self.transfers, self.routes, self.rank = transfers, transfers.schedule.routes, transfers.rank
         self._came: dict[tuple[Edge, Side, int], dict[int, Tensor]] = {}
 
     def part(self, route: Route, rows: Tensor, side: Side) -> Tensor:
@@ -33,7 +32,7 @@ class RoutedRows:
         if self.routes.same_numbers(route.edge):
             return rows
         m, other = _microbatches(route, side)
-        runs = self._runs_of(route.edge, side, m)
+        runs = self.transfers.runs(route.edge, side, m)
         if (count := sum(n for _, n in runs)) != len(rows):
             raise BoundaryError(
                 f"microbatch {m}: {route.edge} was promised {count} rows on rank {self.rank}, got {len(rows)}"
@@ -59,17 +58,11 @@ class RoutedRows:
             return None
         del self._came[edge, side, m]
         pieces, start = [], dict.fromkeys(came, 0)
-        for to, n in self._runs_of(edge, side, m):
+        for to, n in self.transfers.runs(edge, side, m):
             if n:
                 pieces.append(came[to][start[to] : start[to] + n])
                 start[to] += n
         return pieces[0] if len(pieces) == 1 else torch.cat([rows[:0], *pieces])
-
-    def _runs_of(self, edge: Edge, side: Side, microbatch: int) -> Runs:
-        key = (edge, side, microbatch)
-        if key not in self._runs:
-            self._runs[key] = route_runs(self.plan, edge, side, microbatch, self.rank)
-        return self._runs[key]
 
 
 def _microbatches(route: Route, side: Side) -> tuple[int, int]:

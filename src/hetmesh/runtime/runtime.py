@@ -17,6 +17,7 @@ from hetmesh.errors import BoundaryError, BoundaryTimeout
 from hetmesh.graph import ModuleGraph, Stage, stage_graph
 from hetmesh.parallel.random_state import device_module, random_place
 from hetmesh.runtime.step import LoadBatch, Loss, Observe, StepRunner
+from hetmesh.runtime.step_transfers import StepTransfers
 from hetmesh.schedule import Action, Kind, Schedule
 
 Reducer = Callable[[], Callable[[], None]]
@@ -79,11 +80,13 @@ class Runtime:
         observe: Observe | None = None,
         *,
         step: int,
+        transfers: StepTransfers | None = None,
     ) -> Tensor:
         """Run one step on this rank.
 
         Args:
             step: its number; what is random differs from step to step, and is the same if a step is run again.
+            transfers: of this step and rank, where they were prepared; None: they are worked out on the way.
 
         Returns:
             The summed loss of this rank's lane over all microbatches, detached, float64 on the CPU; 0 on ranks
@@ -92,7 +95,7 @@ class Runtime:
         Raises:
             BoundaryTimeout: a wait outlasted the timeout; names boundary or action, microbatch and rank.
         """
-        runner = StepRunner(self, schedule, plan, load_batch, observe, step)
+        runner = StepRunner(self, schedule, plan, load_batch, observe, step, transfers)
         reductions = []
         with torch.set_grad_enabled(schedule.training):
             for action in schedule.of_rank(self.world.rank):

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hetmesh.balance import BatchPlan, edge_layouts
+from hetmesh.balance import BatchPlan
 from hetmesh.boundary import Exchange, Label
 from hetmesh.graph import Edge, Route, Stage
-from hetmesh.layout import TransferPlan, plan_transfer
 from hetmesh.parallel.random_state import entering
 from hetmesh.parallel.stages import PREVIOUS
 from hetmesh.runtime.backward import SplitBackward, backward
 from hetmesh.runtime.offload import activations_on_host
 from hetmesh.runtime.routed_rows import RoutedRows
+from hetmesh.runtime.step_transfers import StepTransfers
 from hetmesh.schedule import Action, Kind, Schedule
 
 if TYPE_CHECKING:
@@ -49,21 +49,22 @@ class StepRunner:
         load_batch: LoadBatch,
         observe: Observe | None,
         step: int,
+        transfers: StepTransfers | None = None,
     ) -> None:
         self.runtime, self.schedule, self.plan, self.step = runtime, schedule, plan, step
+        self.transfers = transfers or StepTransfers(plan, schedule, runtime.world.rank, runtime.world.ranks_per_node)
         self.load_batch, self.observe = load_batch, observe
         self.tags: dict[Edge, int] = {}
         for i, edge in enumerate(schedule.stages.edges):
             self.tags[edge], self.tags[edge.reversed] = 2 * i, 2 * i + 1
         self.forward_edges = frozenset(schedule.stages.edges)
-        self.rows = RoutedRows(plan, schedule.routes, runtime.world.rank)
+        self.rows = RoutedRows(self.transfers)
         self.leaves: dict[tuple[Edge, int], Tensor] = {}
         self.outputs: dict[tuple[Stage, int], Outputs] = {}
         self.gradients: dict[tuple[Stage, int], dict[str, Tensor]] = {}
         self.deferred: dict[tuple[Stage, int], SplitBackward] = {}
         self.recomputed: dict[tuple[Stage, int], Callable[[], Outputs]] = {}
         self.exchanges: dict[Route, Exchange] = {}
-        self.plans: dict[Route, TransferPlan] = {}
         self.sent: set[Route] = set()
         self.over: deque[Route] = deque()  # of `exchanges`, those of which this rank has all it receives
         self.loss_sum = torch.zeros((), dtype=torch.float64)
@@ -201,7 +202,7 @@ class StepRunner:
                 local = self.rows.part(along, whole, "source" if forward else "destination")
             exchange = Exchange(
                 runtime.world,
-                self._transfer_plan(along, forward),
+                self.transfers.transfer(along, forward),
                 local,
                 runtime.graph[along.edge.source.module].options.row_dtype,
                 transfer_label(along, forward),
@@ -213,13 +214,6 @@ class StepRunner:
             if runtime.world.rank not in exchange.plan.dst.mesh:
                 self.over.append(route)
         return self.exchanges[route]
-
-    def _transfer_plan(self, route: Route, forward: bool) -> TransferPlan:
-        if route not in self.plans:
-            shape, src, dst = edge_layouts(self.plan, *route)
-            self.plans[route] = plan_transfer(shape, src, dst, ranks_per_node=self.runtime.world.ranks_per_node)
-        plan = self.plans[route]
-        return plan if forward else plan.transpose()
 
     def _output(self, route: Route) -> Tensor:
         return self.outputs[route.edge.source, route.source][route.edge.output].detach()

@@ -84,7 +84,7 @@ def _evaluate(job: Job, source: Source, limit: int | None) -> Evaluation:
     drawn = loader.drawn(range(count))
     targets = int(drawn.metas.num_targets.sum())
     if not targets:
-        text = describe_without_targets(drawn, job.recipe.training.seq_len)
+        text = describe_without_targets(drawn, range(count), job.recipe.training.seq_len)
         raise SampleError(f"evaluation: no held-out sample has a target token: {text}")
     width = int(drawn.metas.num_targets.max())
     # The line of a sample is written by one rank; the sum over ranks hands it to all.

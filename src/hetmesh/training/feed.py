@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetmesh.balance import BatchPlan
-from hetmesh.data.loader import DrawnSample, Loader
+from hetmesh.data.loader import DrawnBatch, Loader
 from hetmesh.data.payloads import Unreadable, Wanted
 from hetmesh.data.source import Sample
 from hetmesh.graph import ModuleSpec, Stage
@@ -43,7 +43,7 @@ class Feed:
     def __init__(
         self,
         loader: Loader,
-        drawn: Sequence[DrawnSample],
+        drawn: DrawnBatch,
         plan: BatchPlan,
         adapters: Mapping[str, Adapter],
         rank: int,
@@ -136,7 +136,7 @@ class Feed:
             for lanes in self.plan.lanes[name]:
                 self._mine.update(lanes[lane])
                 for i in lanes[lane]:
-                    kinds = wanted.setdefault(self.drawn[i].index, set())
+                    kinds = wanted.setdefault(self.drawn.indices[i], set())
                     if spec.media is not None:
                         kinds.add(spec.media)
         return wanted
@@ -156,7 +156,7 @@ class Feed:
         for i, found in zip(missing, load([self.drawn[i] for i in missing], self._kinds), strict=True):
             if isinstance(found, Unreadable):
                 wrong[i] = found.message
-                found = self.loader.blank(self.drawn[i], self._kinds[self.drawn[i].index])
+                found = self.loader.blank(self.drawn[i], self._kinds[self.drawn.indices[i]])
             self._samples[i] = found
             self.loaded.bytes_read += found.bytes_read
             self.loaded.bytes_needed += found.bytes_needed

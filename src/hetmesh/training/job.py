@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
 from hetmesh.boundary import World
 from hetmesh.boundary.groups import ends_are_tied, tied_pairs
-from hetmesh.data.loader import TRAIN, DrawnSample, Loader
+from hetmesh.data.loader import TRAIN, DrawnBatch, Loader
 from hetmesh.data.payloads import Payloads
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, Routes, SampleMeta, Stage, StageGraph, stage_graph
 from hetmesh.models import Adapter, load_weights, lora_plan, pretrained_of
@@ -118,7 +118,7 @@ class Job:
         """The schedule of a step."""
         return recipe_schedule(self.recipe, self.graph, plan.routes, training)
 
-    def feed(self, drawn: Sequence[DrawnSample], plan: BatchPlan, loader: Loader | None = None) -> Feed:
+    def feed(self, drawn: DrawnBatch, plan: BatchPlan, loader: Loader | None = None) -> Feed:
         """What gives this rank's modules their inputs in a step over `drawn`, from `loader` or that of training."""
         pin = self.world.device.type == "cuda"
         return Feed(loader or self.loader, drawn, plan, self.adapters, self.world.rank, pin)

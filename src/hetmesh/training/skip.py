@@ -52,8 +52,9 @@ def leave_out_unreadable(feed: Feed, world: World) -> tuple[BatchPlan, dict[int,
     """
     drawn = feed.drawn
     mine = feed.load_all()
-    known = torch.tensor([bool(d.unreadable) for d in drawn])
-    here = torch.tensor([i in mine for i in range(len(drawn))])
+    known, here = torch.zeros(2, len(drawn), dtype=torch.bool)
+    known[list(drawn.unreadable)] = True
+    here[list(mine)] = True
     votes = torch.stack([here.int(), known.int(), -known.int()]).to(world.device)
     everyone = world.group(range(world.size))
     with world.waiting("which samples any rank cannot read"):
@@ -65,7 +66,7 @@ def leave_out_unreadable(feed: Feed, world: World) -> tuple[BatchPlan, dict[int,
             f"the metadata of {len(where)} samples could be read on some ranks only, the first is number "
             f"{drawn[where[0]].index} of the data source: {drawn[where[0]].unreadable or 'readable here'}"
         )
-    reasons = {i: d.unreadable for i, d in enumerate(drawn) if d.unreadable}
+    reasons = dict(drawn.unreadable)
     if torch.any(found):
         told: list[Any] = [None] * world.size
         with world.waiting("why some rank cannot read a sample"):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hetmesh.boundary import World, init
-from hetmesh.data.loader import DrawnSample, describe_without_targets
+from hetmesh.data.loader import DrawnBatch, describe_without_targets
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.payloads import Payloads
 from hetmesh.errors import NonFiniteError, RecipeError, SampleError
@@ -23,7 +24,7 @@ from hetmesh.training.gradients import clip_factor, counted, reduce_over_ranks, 
 from hetmesh.training.held_out import held_out_source
 from hetmesh.training.initial_load import load_initial_weights
 from hetmesh.training.job import Job
-from hetmesh.training.loading import Upcoming, open_payloads
+from hetmesh.training.loading import open_payloads
 from hetmesh.training.meter import Meter, StepCost
 from hetmesh.training.metrics import StepMetrics
 from hetmesh.training.non_finite import describe_non_finite
@@ -32,6 +33,7 @@ from hetmesh.training.recorder import StepRecorder
 from hetmesh.training.reporter import Reporter
 from hetmesh.training.resume import ADVICE, changes, check_changes, described, run_state, saved_run
 from hetmesh.training.skip import Skipped, leave_out_unreadable
+from hetmesh.training.upcoming import Upcoming
 
 
 def train(recipe: Recipe) -> dict[str, Any]:
@@ -149,6 +151,7 @@ class Trainer:
             self.reporter.print(self._results())
             return summary
         finally:
+            self.upcoming.close()
             self.reporter.close()
 
     def train_step(self) -> StepMetrics:
@@ -168,7 +171,7 @@ class Trainer:
         if self.optimizers is not None:
             self.optimizers[0].zero_grad()
         recorded = self.recorder.begin(self.step + 1)
-        loss_sum = self.job.runtime.run(schedule, plan, feed, step=self.step)
+        loss_sum = self.job.runtime.run(schedule, plan, feed, step=self.step, transfers=upcoming.transfers)
         computed = time.perf_counter()
 
         mine = loss_sum if self.job.counts_loss else 0.0
@@ -204,20 +207,21 @@ class Trainer:
             skipped_steps=self.skipped_steps,
             samples_without_target=without,
             samples_skipped=len(left_out),
-            media_dropped=sum(d.dropped_media for d in drawn),
-            tokens_dropped=sum(d.dropped_tokens for d in drawn),
-            samples_by_source=source.counts([d.index for d in drawn]) if isinstance(source, MixtureSource) else {},
+            media_dropped=int(drawn.dropped_media.sum()),
+            tokens_dropped=int(drawn.dropped_tokens.sum()),
+            samples_by_source=source.counts(drawn.indices) if isinstance(source, MixtureSource) else {},
         )
 
-    def _without_targets(self, drawn: Sequence[DrawnSample], left_out: Mapping[int, str]) -> int:
+    def _without_targets(self, drawn: DrawnBatch, left_out: Mapping[int, str]) -> int:
         """How many samples of the global batch, beside those left out, have no target token. The first are named; all
         is an error."""
         if len(left_out) == len(drawn):
             first = next(iter(left_out.values()))
             raise SampleError(f"step {self.step + 1}: no sample of the global batch can be read; the first: {first}")
-        without = [d for i, d in enumerate(drawn) if not d.meta.targets and i not in left_out]
+        without = [i for i in np.flatnonzero(drawn.metas.num_targets == 0).tolist() if i not in left_out]
         if without:
-            step, text = self.step + 1, describe_without_targets(without, self.recipe.training.seq_len)
+            step = self.step + 1
+            text = describe_without_targets(drawn, without, self.recipe.training.seq_len)
             if len(without) + len(left_out) == len(drawn):
                 raise SampleError(f"step {step}: no sample of the global batch has a target token: {text}")
             self.reporter.warn_once(

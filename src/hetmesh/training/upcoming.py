@@ -1,0 +1,143 @@
+"""The steps to come, planned in the background while earlier ones run."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from hetmesh.balance import BatchPlan
+from hetmesh.data.loader import DrawnBatch
+from hetmesh.runtime.step_transfers import StepTransfers
+from hetmesh.schedule import Schedule
+from hetmesh.training.feed import Feed
+
+if TYPE_CHECKING:
+    from hetmesh.training.job import Job
+
+T = TypeVar("T")
+
+AHEAD = 2
+"""Steps that are planned beside the running one: the next, so that nobody waits for it, and one more, whose samples
+worker processes may start with."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStep:
+    """One step before it runs: its samples, which lane and microbatch handles each, the order of its actions, what this
+    rank moves, and the feed that gives its modules their inputs."""
+
+    drawn: DrawnBatch
+    plan: BatchPlan
+    schedule: Schedule
+    transfers: StepTransfers
+    feed: Feed
+
+
+def plan_step(job: Job, number: int) -> PlannedStep:
+    """Everything about step `number` (from 0) that needs no payload and no other rank. A pure function of the run.
+
+    Raises:
+        SampleError: a sample's metadata is malformed or does not suit the modules.
+        GraphError: the batch cannot be balanced as the recipe says.
+    """
+    drawn = job.loader.batch(number)
+    plan = job.plan(drawn.metas)
+    schedule = job.schedule(plan)
+    transfers = StepTransfers(plan, schedule, job.world.rank, job.world.ranks_per_node)
+    transfers.prepare()
+    return PlannedStep(drawn, plan, schedule, transfers, job.feed(drawn, plan))
+
+
+class Upcoming:
+    """The steps of a run in order, each planned before it is needed by a thread of its own.
+
+    Args:
+        last: steps of the run; none beyond is planned.
+
+    Attributes:
+        wait_s: seconds that the last `take` took: what planning cost the training thread.
+    """
+
+    def __init__(self, job: Job, last: int) -> None:
+        self._job, self._last = job, last
+        self._planned: dict[int, Future[PlannedStep]] = {}
+        self._announced = job.loader.step  # the first step whose samples have not been asked for yet
+        self._background = Background()
+        self.wait_s = 0.0
+        job.loader.payloads.when_idle(self._announce_next)
+
+    def take(self) -> PlannedStep:
+        """The step at which the loader is, which then advances.
+
+        Raises:
+            SampleError, GraphError: what `plan_step` raised.
+        """
+        started, loader = time.perf_counter(), self._job.loader
+        number = loader.step
+        self._plan_to(min(number + AHEAD, self._last - 1))
+        if number not in self._planned:  # beyond the last step, by somebody's own loop
+            self._plan(number)
+        step = self._planned.pop(number).result()
+        if self._announced <= number:
+            step.feed.announce(step.schedule)
+            self._announced = number + 1
+        loader.step += 1
+        self._announce_next()
+        self.wait_s = time.perf_counter() - started
+        return step
+
+    def _announce_next(self) -> None:
+        """Ask for the samples of the next step, if it is planned by now."""
+        ahead = self._planned.get(self._announced)
+        if ahead is None or not ahead.done() or ahead.exception() is not None:  # what is wrong is said when it comes
+            return
+        step = ahead.result()
+        step.feed.announce(step.schedule)
+        self._announced += 1
+        self._plan_to(min(self._announced + 1, self._last - 1))
+
+    def _plan_to(self, last: int) -> None:
+        for number in range(max([self._job.loader.step, *(n + 1 for n in self._planned)]), last + 1):
+            self._plan(number)
+
+    def _plan(self, number: int) -> None:
+        self._planned[number] = self._background.submit(lambda: plan_step(self._job, number))
+
+    def close(self) -> None:
+        """Plan nothing more."""
+        self._background.close()
+
+
+class Background:
+    """One thread that does one thing after the other. It never keeps a process from ending."""
+
+    def __init__(self) -> None:
+        self._todo: queue.SimpleQueue[tuple[Future, Callable[[], object]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Do it when all before is done."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="hetmesh-planning", daemon=True)
+            self._thread.start()
+        future: Future[T] = Future()
+        self._todo.put((future, call))
+        return future
+
+    def _run(self) -> None:
+        while (item := self._todo.get()) is not None:
+            future, call = item
+            try:
+                future.set_result(call())
+            except BaseException as error:  # raised where the result is asked for
+                future.set_exception(error)
+
+    def close(self) -> None:
+        """Do nothing more once the current thing is done."""
+        if self._thread is not None:
+            self._todo.put(None)
