@@ -13,8 +13,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from hetmesh.boundary import World, redistribute
 from hetmesh.boundary.inbox import Inbox, Letter, Outbox
-from hetmesh.boundary.neighbours import Neighbours, Offer, _life, _offer, sees
-from hetmesh.boundary.shared_memory import Slot
+from hetmesh.boundary.neighbours import Neighbours, Offer, _life, _offer, _outbox, sees
+from hetmesh.boundary.shared_memory import Outgoing, Slot
+from hetmesh.errors import BoundaryError
 from hetmesh.layout import Layout, MeshSpec
 
 
@@ -101,6 +102,43 @@ def test_who_is_on_another_host_or_in_another_container_is_not_reached():
 def test_a_system_without_such_memory_sends_all_by_gloo(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     assert _offer() == (None, None)
+
+
+def test_who_cannot_open_more_files_stays_on_gloo(monkeypatch):
+    inbox, mine = _offer()
+    try:
+        _outbox(mine, mine).close()
+        monkeypatch.setattr(Outbox, "__init__", out_of_handles)
+        assert _outbox(mine, mine) is None
+        assert _outbox(None, mine) is _outbox(mine, None) is None
+    finally:
+        os.close(mine.token_file)
+        inbox.close()
+
+
+def out_of_handles(*_):
+    raise OSError(24, "Too many open files")
+
+
+def without_memory(rank):
+    world = World.current()
+    world.connect()
+    src, dst = (Layout(MeshSpec.make([r], dp=1), (Shard(0),)) for r in (0, 1))
+    if rank:
+        return None
+    take, Outgoing.take = Outgoing.take, out_of_handles
+    try:
+        redistribute(torch.zeros(4), dst, src=src, shape=(4,), dtype=torch.float32, requires_grad=False)
+    except BoundaryError as error:
+        return str(error)
+    finally:
+        Outgoing.take = take
+
+
+@pytest.mark.slow
+def test_no_more_memory_is_an_error_that_names_the_boundary(pool4):
+    said = pool4.run(without_memory)[0]
+    assert "no memory to share with rank 1 for 4 elements" in said
 
 
 def test_one_rank_has_no_neighbours():

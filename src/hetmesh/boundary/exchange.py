@@ -213,7 +213,11 @@ class _Pending:
                 self.receives.append((part.peer, arrival))
         for part in self.step.sends:
             if near.reaches(part.peer):
-                slot, message = near.take(part.peer, part.numel, self.dtype)
+                try:
+                    slot, message = near.take(part.peer, part.numel, self.dtype)
+                except OSError as error:
+                    lack = f"no memory to share with rank {part.peer} for {part.numel} elements"
+                    raise BoundaryError(f"{self.label}: {lack}: {error}") from error
                 self._pack(part, self._counted(message, part), int(message.storage_offset()))
                 self._peer = part.peer
                 try:

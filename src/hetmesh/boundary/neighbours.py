@@ -48,16 +48,18 @@ class Neighbours:
 
     Args:
         rank: of this process.
-        offers: of its neighbours, by rank.
+        outboxes: to its neighbours, by rank.
+        processes: of its neighbours, by rank.
         everyone: whether all ranks of the job are neighbours of each other; equal on all.
     """
 
-    def __init__(self, rank: int, inbox: Inbox, offers: dict[int, Offer], everyone: bool) -> None:
-        self.rank, self.everyone, self._inbox = rank, everyone, inbox
-        self._outgoing = {peer: Outgoing() for peer in offers}
-        self._incoming = {peer: Incoming(offer.process) for peer, offer in offers.items()}
-        self._outboxes = {peer: Outbox(offer.process, offer.inbox_file) for peer, offer in offers.items()}
-        self._lives = {peer: _life(offer.process) for peer, offer in offers.items()}
+    def __init__(
+        self, rank: int, inbox: Inbox, outboxes: dict[int, Outbox], processes: dict[int, int], everyone: bool
+    ) -> None:
+        self.rank, self.everyone, self._inbox, self._outboxes = rank, everyone, inbox, outboxes
+        self._outgoing = {peer: Outgoing() for peer in outboxes}
+        self._incoming = {peer: Incoming(processes[peer]) for peer in outboxes}
+        self._lives = {peer: _life(processes[peer]) for peer in outboxes}
         self._process = os.getpid()
 
     @staticmethod
@@ -68,26 +70,31 @@ class Neighbours:
         inbox, mine = _offer()
         offers: list[Offer | None] = [None] * size
         dist.all_gather_object(offers, mine)
-        seen = {
-            r: o for r, o in enumerate(offers) if r != rank and o is not None and mine is not None and sees(mine, o)
-        }
+        opened = {r: _outbox(mine, theirs) for r, theirs in enumerate(offers) if r != rank}
+        seen = {r: outbox for r, outbox in opened.items() if outbox is not None}
         views: list[frozenset[int]] = [frozenset()] * size
         dist.all_gather_object(views, frozenset(seen))
         if mine is not None:
             os.close(mine.token_file)
-        both = {r: offer for r, offer in seen.items() if rank in views[r]}
-        if inbox is None or not both:
+        for peer in [r for r in seen if rank not in views[r]]:
+            seen.pop(peer).close()
+        if inbox is None or not seen:
             if inbox is not None:
                 inbox.close()
             return None
-        return Neighbours(rank, inbox, both, everyone=all(len(view) == size - 1 for view in views))
+        processes = {r: offer.process for r, offer in enumerate(offers) if offer is not None}
+        return Neighbours(rank, inbox, seen, processes, everyone=all(len(view) == size - 1 for view in views))
 
     def reaches(self, peer: int) -> bool:
         """Whether messages between this rank and `peer` go this way; both say the same."""
         return peer in self._outboxes
 
     def take(self, peer: int, numel: int, dtype: torch.dtype) -> tuple[Slot, Tensor]:
-        """Where to write a message for `peer`; `send` follows."""
+        """Where to write a message for `peer`; `send` follows.
+
+        Raises:
+            OSError: no memory is left for it, or no file handle.
+        """
         return self._outgoing[peer].take(numel, dtype)
 
     def send(self, peer: int, tag: int, slot: Slot, numel: int, timeout: float) -> None:
@@ -147,6 +154,15 @@ def sees(mine: Offer, theirs: Offer) -> bool:
     with contextlib.suppress(OSError), open(path(theirs.process, theirs.token_file), "rb") as file:
         return file.read() == theirs.token
     return False
+
+
+def _outbox(mine: Offer | None, theirs: Offer | None) -> Outbox | None:
+    """To a process that this one sees; None, so that both stay with sockets, where no file handle is left for it."""
+    if mine is None or theirs is None or not sees(mine, theirs):
+        return None
+    with contextlib.suppress(OSError):
+        return Outbox(theirs.process, theirs.inbox_file)
+    return None
 
 
 def _offer() -> tuple[Inbox, Offer] | tuple[None, None]:
