@@ -182,11 +182,17 @@ def test_a_run_reports_costs_and_what_was_measured(pool4, tmp_path):
     for record in records:
         assert set(record["flops"]) == set(record["imbalance"]) == {"vision", "projector", "llm"}
         assert all(value >= 1 for value in record["imbalance"].values())
+        assert ("load" in record) == (record["step"] % 2 == 0)  # of the steps that are logged
         total = sum(record["flops"].values()) / (record["time_s"] * 4 * 1e10)
         assert record["mfu"] == pytest.approx(total)
         # all modules are on all ranks
         assert record["mfu"] == pytest.approx(sum(record["module_mfu"].values()))
     last = records[-1]
+    vision, llm = last["load"]["vision"], last["load"]["llm"]  # four lanes of rows, two of tokens; one microbatch
+    assert 1.2 < vision["drawn_max_over_mean"] > vision["max_over_mean"] >= 1
+    assert vision["drawn_std_over_mean"] > 4 * vision["std_over_mean"]
+    assert vision["padding"] == 0 < llm["padding"] < 0.9
+    assert last["deferred_samples"] == 0
     assert (last["active_ranks"], last["allocated_ranks"]) == (4, 4)
     assert last["memory_bytes"] > 50e6
     (edge,) = (name for name in last["boundary_bytes"] if name.startswith("vision"))

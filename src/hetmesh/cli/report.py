@@ -11,6 +11,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The run, and how to show it."""
     parser.add_argument("run", metavar="FOLDER", help="a run's dump folder, e.g. outputs/digits_pipeline")
     parser.add_argument("--png", metavar="FILE", help="also draw the recorded step, as .png or .svg (needs matplotlib)")
+    parser.add_argument("--load-png", metavar="FILE", help="also draw how even microbatches were (needs matplotlib)")
     parser.add_argument("--trace", metavar="FILE", help="also write it as a trace for ui.perfetto.dev")
     parser.add_argument("--json", action="store_true", help="print figures as JSON instead")
 
@@ -22,6 +23,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from hetmesh.report.gantt import save_gantt
     from hetmesh.report.gantt_text import bubble_table, gantt_text, headline, summary_json
     from hetmesh.report.run_folder import read_run
+    from hetmesh.report.run_load import save_run_load
     from hetmesh.report.trace import save_trace
 
     if overrides:
@@ -29,12 +31,17 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     found = read_run(args.run)
     if (args.png or args.trace) and not found.timelines:
         raise RecipeError(f"{args.run}: no step was recorded; train with --profiling.timeline true")
+    if args.load_png:
+        if found.load is None:
+            raise RecipeError(f"{args.run}: no line of metrics.jsonl has a load; steps that are logged get one")
+        save_run_load(found.load, args.load_png, f"microbatches of {args.run}")
     if args.png:
         save_gantt(found.timelines, args.png, f"step {found.step} of {args.run}")
     if args.trace:
         save_trace(found.timelines, args.trace)
     if args.json:
         figures = {name: summary_json(timeline) for name, timeline in found.timelines.items()}
+        figures |= {"mean": found.load.means()} if found.load else {}
         print(to_json({"last": found.last, "summary": found.summary, "step": found.step, **figures}, indent=2))
         return 0
     print(found.as_text())

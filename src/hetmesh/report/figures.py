@@ -9,7 +9,7 @@ from hetmesh.errors import RecipeError
 
 
 def save_figure(figure: Any, path: Path, form: str) -> None:
-    """Write `figure` to `path`, the value of `--png`.
+    """Write `figure` to `path`, the value of `--png` and the like.
 
     Args:
         form: `png` or `svg`.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hetmesh.errors import RecipeError
+from hetmesh.report.run_load import RunLoad, run_load
 from hetmesh.simulate import Timeline
 
 SHOWN = ("step", "loss", "grad_norm", "samples_per_s", "tokens_per_s", "mfu", "memory_bytes")
@@ -23,18 +24,21 @@ class RunView:
         summary: summary.json; empty while the run lasts.
         step: which step was recorded, 0 for none.
         timelines: `predicted`, where it could be, and `measured`.
+        load: how even its microbatches were; None where it was not reported.
     """
 
     last: Mapping[str, Any]
     summary: Mapping[str, Any]
     step: int
     timelines: Mapping[str, Timeline]
+    load: RunLoad | None = None
 
     def as_text(self) -> str:
         """Its figures, a line each."""
         figures = {key: self.last[key] for key in SHOWN if key in self.last} | dict(self.summary)
         width = max(map(len, figures), default=0)
-        return "\n".join(f"{key:<{width}}  {_shown(value)}" for key, value in figures.items())
+        lines = [f"{key:<{width}}  {_shown(value)}" for key, value in figures.items()]
+        return "\n".join(lines if self.load is None else [*lines, "", self.load.as_text()])
 
 
 def read_run(folder: str | Path) -> RunView:
@@ -56,7 +60,8 @@ def read_run(folder: str | Path) -> RunView:
         key: Timeline.from_json(recorded[key]) for key in ("predicted", "measured") if key in recorded
     }
     last = _parsed(metrics, lines[-1]) if lines else {}
-    return RunView(last, _json(folder / "summary.json"), recorded.get("step", 0), timelines)
+    load = run_load(_parsed(metrics, line) for line in lines if '"load"' in line)
+    return RunView(last, _json(folder / "summary.json"), recorded.get("step", 0), timelines, load)
 
 
 def _json(path: Path) -> dict[str, Any]:

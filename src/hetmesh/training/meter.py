@@ -6,15 +6,17 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from hetmesh.balance import BatchPlan
+from hetmesh.balance import BalanceOptions, BatchPlan, assign, batch_loads, graph_slots
+from hetmesh.balance.batch_load import BatchLoad, batch_load, plan_assignment
 from hetmesh.boundary import World
 from hetmesh.cost import find_machine, imbalance, lane_work, load_machine, module_flops, total_work
+from hetmesh.training.balance import sample_costs
 from hetmesh.training.feed import Loaded
 from hetmesh.training.module_shapes import module_shapes
 
@@ -60,6 +62,28 @@ class StepCost:
 
 
 @dataclass(frozen=True)
+class StepLoad:
+    """How even the microbatches and lanes of a step were.
+
+    Attributes:
+        drawn: had every sample stayed where it was drawn, in as many microbatches as the recipe asks for.
+        balanced: as they were.
+    """
+
+    drawn: BatchLoad
+    balanced: BatchLoad
+
+    def record(self) -> dict[str, Any]:
+        """What metrics.jsonl has of it: `load` by module, and `deferred_samples`."""
+        load = {
+            name: asdict(each) | {f"drawn_{key}": value for key, value in asdict(self.drawn.modules[name]).items()}
+            for name, each in self.balanced.modules.items()
+        }
+        rounded = {name: {key: round(value, 4) for key, value in each.items()} for name, each in load.items()}
+        return {"load": rounded, "deferred_samples": self.balanced.deferred}
+
+
+@dataclass(frozen=True)
 class Measured:
     """What the ranks measured in one step, gathered.
 
@@ -94,6 +118,8 @@ class Meter:
         dtypes = {name: job.graph[name].options.row_dtype for name in job.graph.order}
         found = {dtype: find_peak(job.recipe, job.world, dtype) for dtype in dict.fromkeys(dtypes.values())}
         self.peaks = {name: found[dtype] for name, dtype in dtypes.items()}
+        # Also without a balancer work is counted as balancers do; caps are no matter of how samples were drawn.
+        self.unbalanced = BalanceOptions(costs=sample_costs(job.graph, self.shapes))
 
     def describe(self) -> list[str]:
         """What MFU refers to, a line per dtype."""
@@ -115,6 +141,14 @@ class Meter:
         each = {name: busy / (seconds * self.graph[name].mesh.size) for name, busy in ideal.items()}
         known = len(ideal) == len(self.graph.order)
         return StepCost(flops, each, sum(ideal.values()) / (seconds * self.world.size) if known else None, uneven)
+
+    def load(self, plan: BatchPlan) -> StepLoad:
+        """How even the step of `plan` is, and would be without balancing; from metadata, without communication."""
+        loads = batch_loads(self.graph, plan.samples, self.unbalanced)
+        slots = graph_slots(self.graph, self.job.recipe.batch.num_microbatches, self.unbalanced)
+        padded = not self.graph.sink.packed
+        drawn = batch_load(loads, assign(loads, slots, "none"), padded=padded)
+        return StepLoad(drawn, batch_load(loads, plan_assignment(plan), padded=padded))
 
     def measure(self, loaded: Loaded) -> Measured:
         """What all ranks measured since their communication logs were cleared. Collective: one small all-reduce.

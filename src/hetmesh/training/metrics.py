@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hetmesh.training.meter import Measured, StepCost
+from hetmesh.training.meter import Measured, StepCost, StepLoad
 
 LINE_WIDTH = 120
 """Most characters of a log line."""
@@ -25,6 +25,7 @@ class StepMetrics:
         time_s: wall time of the step.
         cost: FLOPs, MFU and imbalance; empty on ranks other than 0.
         measured: memory, bytes and waits, of the steps that are logged.
+        load: how even microbatches and lanes were, of the steps that are logged; None on ranks other than 0.
         skipped: the step was left out, since loss or gradient were not finite.
         skipped_steps: so far, this one included.
         samples_without_target: of the global batch: they add nothing to the loss.
@@ -49,6 +50,7 @@ class StepMetrics:
     media_dropped: int = 0
     tokens_dropped: int = 0
     samples_by_source: Mapping[str, int] = field(default_factory=dict)
+    load: StepLoad | None = None
 
     def record(self) -> dict[str, Any]:
         """The line of metrics.jsonl; what is unknown is left out, and so are counts of 0."""
@@ -58,6 +60,7 @@ class StepMetrics:
         counts: dict[str, Any] = {name: getattr(self, name) for name in names}
         counts |= {"samples_by_source": self.samples_by_source}
         more = asdict(self.cost) | (asdict(self.measured) if self.measured else {})
+        more |= self.load.record() if self.load else {}
         return own | {k: v for k, v in counts.items() if v} | {k: v for k, v in more.items() if v not in (None, {})}
 
     def line(self, steps: int, left_s: float | None = None) -> str:
@@ -98,7 +101,11 @@ class StepMetrics:
                 shown.append(f"{amount(self.cost.flops[name])}FLOP")
             if name in self.cost.module_mfu:
                 shown.append(f"MFU {self.cost.module_mfu[name]:.1%}")
-            yield " ".join([*shown, f"imbalance {uneven:.2f}"])
+            shown.append(f"imbalance {uneven:.2f}")
+            if self.load is not None and name in self.load.balanced.modules:
+                now, drawn = (load.modules[name].max_over_mean for load in (self.load.balanced, self.load.drawn))
+                shown.append(f"largest load {now:.2f} ({drawn:.2f} as drawn)")
+            yield " ".join(shown)
         for name, sizes in self.measured.boundary_bytes.items() if self.measured else ():
             assert self.measured is not None
             yield f"{name} {amount(sum(sizes.values()))}B waited {1000 * self.measured.wait_s[name]:.0f} ms"

@@ -1,0 +1,90 @@
+"""How even the microbatches of a run were, step by step: from the `load` of its metrics, as means and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetmesh.errors import RecipeError
+from hetmesh.report.figures import save_figure
+from hetmesh.report.picture import COLOURS, PIXELS_PER_INCH
+from hetmesh.training.wording import table
+
+KEYS = ("max_over_mean", "std_over_mean", "padding")
+DRAWN = "drawn_"
+"""What the key of a number begins with that holds for samples where they were drawn."""
+
+
+@dataclass(frozen=True)
+class RunLoad:
+    """The logged steps of a run.
+
+    Attributes:
+        steps: their numbers.
+        modules: per module and key (`KEYS`, and those with `DRAWN` before them) a number for each step.
+        deferred: samples of each step that the LLM took late.
+    """
+
+    steps: tuple[int, ...]
+    modules: Mapping[str, Mapping[str, tuple[float, ...]]]
+    deferred: tuple[int, ...]
+
+    def means(self) -> dict[str, Any]:
+        """Over all steps."""
+        load = {
+            name: {key: sum(values) / len(values) for key, values in each.items()}
+            for name, each in self.modules.items()
+        }
+        return {"load": load, "deferred_samples": sum(self.deferred) / len(self.deferred)}
+
+    def as_text(self) -> str:
+        """The means, a line per module."""
+        means = self.means()
+        first = ("mean load of logged steps", "max / mean", "as drawn", "std / mean", "as drawn", "padding", "as drawn")
+        lines: list[Sequence[str]] = [first]
+        for name, each in means["load"].items():
+            keys = [key for own in KEYS for key in (own, DRAWN + own)]
+            lines.append([name, *(f"{each[key]:.1%}" if "padding" in key else f"{each[key]:.3f}" for key in keys)])
+        return "\n".join([*table(lines, numbers=True), f"deferred samples per step: {means['deferred_samples']:.3g}"])
+
+
+def run_load(records: Iterable[Mapping[str, Any]]) -> RunLoad | None:
+    """From lines of metrics.jsonl; those without a `load` are passed over. None: there is no other."""
+    logged = [record for record in records if record.get("load")]
+    if not logged:
+        return None
+    names = logged[0]["load"]
+    keys = [prefix + key for key in KEYS for prefix in ("", DRAWN)]
+    modules = {name: {key: tuple(each["load"][name][key] for each in logged) for key in keys} for name in names}
+    return RunLoad(
+        tuple(each["step"] for each in logged), modules, tuple(each.get("deferred_samples", 0) for each in logged)
+    )
+
+
+def save_run_load(load: RunLoad, path: str | Path, title: str) -> None:
+    """Draw the largest load and the deviation over the steps, as drawn and balanced, to `path` (PNG).
+
+    Raises:
+        RecipeError: matplotlib is not installed, or `path` cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RecipeError("a picture needs matplotlib: pip install 'hetmesh[report]', or leave it out") from error
+    titles = ("largest load of a microbatch on a lane, over the mean", "standard deviation, over the mean")
+    figure = Figure(figsize=(12, 4), dpi=PIXELS_PER_INCH, layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    axes: Any = figure.subplots(1, len(titles))
+    for each, key, what in zip(axes, KEYS, titles, strict=False):
+        for i, (name, values) in enumerate(load.modules.items()):
+            colour = COLOURS[i % len(COLOURS)]
+            each.plot(load.steps, values[DRAWN + key], color=colour, linewidth=0.9, linestyle=":")
+            each.plot(load.steps, values[key], color=colour, linewidth=1.4, label=name)
+        each.set_title(f"{what}; dotted: as drawn", fontsize=9, loc="left")
+        each.set_xlabel("step", fontsize=8)
+        each.legend(fontsize=8, frameon=False)
+        each.tick_params(labelsize=8)
+        each.spines[["top", "right"]].set_visible(False)
+    save_figure(figure, Path(path), "png")
