@@ -87,8 +87,10 @@ def plan(counts: list[int], encoders: int, microbatch_size: int) -> BatchPlan:
 def test_lane_work_adds_up_to_the_batch():
     p = plan([3, 1, 0, 2, 5, 0], 2, 3)
     work = lane_work(p, "vision")
-    assert [len(lanes) for lanes in work] == [2, 2]
-    assert total_work(lane for lanes in work for lane in lanes) == Work(4 * 11, 16 * 11)
+    assert work.shape == (2, 2, 3)
+    assert Work.sum_of(work) == Work(4 * 11, 16 * 11)
+    first = [p.samples[i] for i in p.samples_of("vision", 0, 1)]
+    assert Work(*work[0, 1].tolist()) == total_work(sample_work(p.graph, "vision", each) for each in first)
 
 
 @pytest.mark.parametrize(

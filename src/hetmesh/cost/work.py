@@ -39,6 +39,11 @@ class Work:
     pairs: int = 0
     targets: int = 0
 
+    @classmethod
+    def sum_of(cls, work: np.ndarray) -> Work:
+        """From rows, pairs and targets along the last axis, summed over all others."""
+        return cls(*work.reshape(-1, 3).sum(0).tolist())
+
     def __add__(self, other: Work) -> Work:
         return Work(self.rows + other.rows, self.pairs + other.pairs, self.targets + other.targets)
 
@@ -72,15 +77,15 @@ def samples_work(graph: ModuleGraph, name: str, samples: MetaArrays) -> np.ndarr
     return np.column_stack([rows, pairs, np.zeros_like(rows)])
 
 
-def lane_work(plan: PlannedSamples, name: str) -> tuple[tuple[Work, ...], ...]:
-    """The work of module `name` per microbatch and lane."""
+def lane_work(plan: PlannedSamples, name: str) -> np.ndarray:
+    """The work of module `name`: rows, pairs and targets of each lane in each microbatch; int64
+    `[microbatches, lanes, 3]`."""
     each = samples_work(plan.graph, name, MetaArrays.of(plan.samples))
     bins = [lane for lanes in plan.lanes[name] for lane in lanes]
     order = np.fromiter(itertools.chain.from_iterable(bins), np.int64)
     sums = np.concatenate([np.zeros((1, 3), np.int64), np.cumsum(each[order], axis=0)])
     ends = np.concatenate([[0], np.cumsum(list(map(len, bins)))])
-    work = itertools.starmap(Work, (sums[ends[1:]] - sums[ends[:-1]]).tolist())
-    return tuple(tuple(next(work) for _ in lanes) for lanes in plan.lanes[name])
+    return (sums[ends[1:]] - sums[ends[:-1]]).reshape(len(plan.lanes[name]), -1, 3)
 
 
 def computed_work(graph: ModuleGraph, name: str, samples: Sequence[SampleMeta]) -> Work:
@@ -102,14 +107,14 @@ def total_work(parts: Iterable[Work]) -> Work:
     return Work(rows, pairs, targets)
 
 
-def imbalance(work: Iterable[Iterable[Work]]) -> float:
+def imbalance(work: np.ndarray) -> float:
     """How much longer the lanes of a module take together than they would if rows were spread evenly: the busiest lane
     of each microbatch, summed, over the mean lane. 1.0 is even; 1.0 too where there is nothing to do.
 
     Args:
-        work: per microbatch and lane (`lane_work`). Lanes wait for each other in every microbatch, so that a lane that
-            is busy now does not make up for another one that was busy before.
+        work: `lane_work`. Lanes wait for each other in every microbatch, so that a lane that is busy now does not make
+            up for another one that was busy before.
     """
-    rows = [[lane.rows for lane in lanes] for lanes in work]
-    mean = sum(sum(lanes) / len(lanes) for lanes in rows)
-    return sum(max(lanes) for lanes in rows) / mean if mean else 1.0
+    rows = work[..., 0]
+    mean = float(rows.mean(1).sum())
+    return float(rows.max(1).sum()) / mean if mean else 1.0

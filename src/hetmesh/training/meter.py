@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hetmesh.balance import BalanceOptions, BatchPlan, assign, batch_loads, graph_slots
 from hetmesh.balance.batch_load import BatchLoad, batch_load, plan_assignment
 from hetmesh.boundary import World
-from hetmesh.cost import find_machine, imbalance, lane_work, load_machine, module_flops, total_work
+from hetmesh.cost import Work, find_machine, imbalance, lane_work, load_machine, module_flops
 from hetmesh.training.balance import sample_costs
 from hetmesh.training.feed import Loaded
 from hetmesh.training.module_shapes import module_shapes
@@ -134,8 +134,7 @@ class Meter:
             uneven[name] = round(imbalance(work), 4)
             if (shape := self.shapes[name]) is not None:
                 upstream = any(self.graph.needs_gradient(b) for b in self.graph.inputs(name))
-                all_work = total_work(lane for lanes in work for lane in lanes)
-                flops[name] = module_flops(shape, all_work, upstream=upstream).total
+                flops[name] = module_flops(shape, Work.sum_of(work), upstream=upstream).total
         # Seconds that the work of each module takes one rank at its peak: modules may compute in different dtypes.
         ideal = {name: n / peak for name, n in flops.items() if (peak := self.peaks[name].flops)}
         each = {name: busy / (seconds * self.graph[name].mesh.size) for name, busy in ideal.items()}

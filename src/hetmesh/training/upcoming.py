@@ -108,6 +108,10 @@ class Upcoming:
     def _plan(self, number: int) -> None:
         self._planned[number] = self._background.submit(lambda: plan_step(self._job, number))
 
+    def settle(self) -> None:
+        """Wait until everything that was begun is planned."""
+        self._background.submit(lambda: None).result()
+
     def close(self) -> None:
         """Plan nothing more."""
         self._background.close()
