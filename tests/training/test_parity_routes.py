@@ -97,13 +97,22 @@ def test_two_encoders_with_microbatches_of_their_own_on_eight_processes(pool8, p
     check(pool8, parse_recipe("\n".join([text, *tables])), [RandomAssignment(0, most=3)])
 
 
+DEFERRAL = {
+    "PP": ("1f1b", table("vision", "0-1"), table("llm", "2-3", pp=2)),
+    "PP, the backward in two parts": ("zero_bubble", table("vision", "0-1"), table("llm", "2-3", pp=2)),
+    "PP, three phases": ("three_phase", table("vision", "0-3"), table("llm", "0-3", pp=2)),
+    "FSDP and TP": ("1f1b", table("vision", "0-1", fsdp=2), table("llm", "0-3", fsdp=2, tp=2)),
+    "CP and PP": ("1f1b", table("vision", "0-1"), cp("0-3", 2, pp=2)),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["1f1b", "zero_bubble", "three_phase"])
-def test_deferral_equals_one_process_in_both_backward_modes(pool4, policy):
-    """The latter half of a microbatch of the encoder goes through the LLM one microbatch later."""
-    where = "0-3" if policy == "three_phase" else "0-1"
-    given = recipe(policy, table("vision", where), table("llm", "2-3" if where == "0-1" else where, pp=2), batch=6)
-    check(pool4, given, [Deferred(2), Deferred(2, split=True)])
+@pytest.mark.parametrize("llm", DEFERRAL)
+def test_deferral_equals_one_process_in_both_backward_modes(pool4, llm):
+    """The latter half of a microbatch of the encoder goes through the LLM one microbatch later, and its gradient comes
+    back as late: to a backward of the whole microbatch, or of each half."""
+    policy, *tables = DEFERRAL[llm]
+    check(pool4, recipe(policy, *tables, batch=6), [Deferred(2), Deferred(2, split=True)])
 
 
 def first_routes(recipe):

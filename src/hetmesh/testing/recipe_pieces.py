@@ -268,4 +268,10 @@ PIECES: tuple[Piece, ...] = (
     seeds,
     balance,
 )
-"""In the order in which they are drawn: later ones read what earlier ones chose."""
+"""In the order in which they are drawn: later ones read what earlier ones chose.
+
+`[data] num_workers` is not drawn. The parity harness loads samples in the process that trains: a worker of a pool has
+threads (process groups, the watchdog), so every loading process would come from a fork server that imports torch, some
+seconds per rank and recipe on a machine with few cores, and would outlive a pool that is ended. What may go wrong with
+them lies between processes and not in the layout; `tests/training/test_loading.py` compares runs with and without.
+"""
