@@ -27,7 +27,7 @@ from hetmesh.cost import Profile, load_machine
 from hetmesh.data.lengths import read_lengths
 from hetmesh.data.loader import Loader
 from hetmesh.errors import GraphError, RecipeError
-from hetmesh.graph import ModuleGraph, SampleMeta
+from hetmesh.graph import MetaArrays, ModuleGraph, SampleMeta
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.report.balance_values import BalancerResult, BalanceView, Candidate, Histogram, ModuleSizes
 from hetmesh.report.given_lengths import GivenLengths
@@ -69,7 +69,7 @@ def balance_view(
     if lengths is None:
         prepare = make_prepare(recipe, graph, adapters)
         loader = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed)
-        drawn: Iterator[Sequence[SampleMeta]] = ([d.meta for d in batch] for batch in islice(loader, batches))
+        drawn: Iterator[Sequence[SampleMeta]] = (batch.metas for batch in islice(loader, batches))
     else:
         valid = [*(name for name in graph.order if name != graph.sink.name), graph.sink.name]
         given = GivenLengths(read_lengths(lengths, valid), graph, adapters, recipe.training.seq_len)
@@ -98,7 +98,7 @@ def balance_view(
     )
     runs = _runs(options)
     comparison = _Comparison(recipe, graph, model)
-    for samples in drawn:
+    for samples in map(MetaArrays.of, drawn):
         for run in runs:
             comparison.add(run, samples)
     alone = all(graph[name].num_lanes * recipe.batch.num_microbatches == 1 for name in graph.order)
@@ -165,6 +165,8 @@ class _Comparison:
 
     def __init__(self, recipe: Recipe, graph: ModuleGraph, model: StepModel) -> None:
         self.recipe, self.graph, self.model = recipe, graph, model
+        self._simulated: dict[tuple[object, ...], float] = {}  # of the samples below
+        self._samples: Sequence[SampleMeta] = ()
 
     def add(self, run: _Run, samples: Sequence[SampleMeta]) -> None:
         """One batch more."""
@@ -188,10 +190,15 @@ class _Comparison:
             run.candidates.append(self._candidates(samples, found, run.seconds[-1]))
 
     def seconds(self, samples: Sequence[SampleMeta], found: Assignment) -> float:
-        """Of the simulated step."""
-        plan = batch_plan_of(self.graph, samples, found)
-        schedule = recipe_schedule(self.recipe, self.graph, plan.routes)
-        return simulate(schedule, self.model.costs(plan, schedule)).makespan
+        """Of the simulated step; balancers often agree, and each assignment is simulated once."""
+        if samples is not self._samples:
+            self._samples, self._simulated = samples, {}
+        key = (found.microbatches, found.microbatch.tobytes(), found.lane.tobytes())
+        if key not in self._simulated:
+            plan = batch_plan_of(self.graph, samples, found)
+            schedule = recipe_schedule(self.recipe, self.graph, plan.routes)
+            self._simulated[key] = simulate(schedule, self.model.costs(plan, schedule)).makespan
+        return self._simulated[key]
 
     def _candidates(self, samples: Sequence[SampleMeta], found: Assignment, seconds: float) -> list[Candidate]:
         first = found.tried[0].score

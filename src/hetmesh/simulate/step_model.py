@@ -8,7 +8,7 @@ from functools import cached_property
 from hetmesh.balance import BatchPlan
 from hetmesh.cost import Machine, ModuleShape, Profile, StaticMemory, StepCosts, module_memory
 from hetmesh.errors import HetmeshError
-from hetmesh.graph import ModuleGraph
+from hetmesh.graph import ModuleGraph, Stage
 from hetmesh.schedule import Schedule
 from hetmesh.simulate.layer_costs import LayerCosts
 from hetmesh.simulate.rank_work import rank_work
@@ -58,6 +58,7 @@ class StepModel:
             name: ModuleCosts(graph[name], shapes[name], any(map(graph.needs_gradient, graph.inputs(name))), known)
             for name in graph.order
         }
+        self._stages: dict[tuple[Stage, bool, bool, bool], StageCosts] = {}
 
     @cached_property
     def memory(self) -> Mapping[str, Mapping[int, StaticMemory]]:
@@ -74,13 +75,7 @@ class StepModel:
         stages, routes = schedule.stages, schedule.routes
         fed = {edge.destination for edge in stages.gradient_edges}
         built = {
-            stage: StageCosts(
-                self._modules[stage.module],
-                stage,
-                fed=stage in fed,
-                backward=stage in stages.backward_stages,
-                recompute=stage in schedule.recompute,
-            )
+            stage: self._stage_costs(stage, stage in fed, stage in stages.backward_stages, stage in schedule.recompute)
             for stage in stages.stages
         }
         work = {name: [rank_work(plan, name, m) for m in range(routes.count(name))] for name in self.graph.order}
@@ -99,6 +94,14 @@ class StepModel:
             busy_slowdown=self.machine.busy_slowdown,
             ranks_per_node=self.machine.ranks_per_node,
         )
+
+    def _stage_costs(self, stage: Stage, fed: bool, backward: bool, recompute: bool) -> StageCosts:
+        """Made once: a model is asked about many plans of one graph."""
+        key = (stage, fed, backward, recompute)
+        if key not in self._stages:
+            module = self._modules[stage.module]
+            self._stages[key] = StageCosts(module, stage, fed=fed, backward=backward, recompute=recompute)
+        return self._stages[key]
 
     @cached_property
     def _optimizer_seconds(self) -> dict[int, float]:
