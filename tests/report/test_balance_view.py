@@ -121,6 +121,10 @@ def test_text_json_and_picture(view, tmp_path):
     assert max(map(len, text.splitlines())) <= WIDTH == 120
     for each in view.balancers:
         assert each.name in text
+    best = max(view.balancers, key=lambda each: each.gain)
+    own = next(each for each in view.balancers if each.recipe)
+    slower = best.gain > 1.005 * own.gain
+    assert (f"fastest here: {best.name}, {best.gain:.3f}x; the recipe's auto: {own.gain:.3f}x" in text) == slower
     json.dumps(view.as_json(), allow_nan=False)
     pytest.importorskip("matplotlib")
     save_balance(view, tmp_path / "b.png")

@@ -96,6 +96,9 @@ def _balancers(view: BalanceView) -> Iterator[str]:
                 yield f"  {line}"
             first, width = i, 2 + max(map(len, columns[0]))
         width += wide
+    best, taken = max(shown, key=lambda result: result.gain), next(result for result in shown if result.recipe)
+    if best.gain > (1 + MARGIN) * taken.gain:
+        yield f"  fastest here: {best.name}, {best.gain:.3f}x; the recipe's {taken.name}: {taken.gain:.3f}x"
     yield "  max / std: largest load of a microbatch on a lane, and their standard deviation, both over the mean load"
     yield f"  gain: throughput over none; deferred: samples of a batch; padding: of what {names[-1]} computes"
     yield "  to compute: CPU time of one assignment; *: what the recipe trains with"
