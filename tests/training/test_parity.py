@@ -90,7 +90,8 @@ def check(pool, recipe, fault=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "local"), [("digits_single", 8), ("digits", 8), ("digits_colocated", 4), ("digits_overlapping", 4)]
+    ("name", "local"),
+    [("digits_single", 8), ("digits", 8), ("digits_colocated", 4), ("digits_overlapping", 4), ("digits_balanced", 16)],
 )
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_the_recipes_equal_one_process(pool4, name, local, dtype):
