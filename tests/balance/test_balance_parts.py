@@ -99,7 +99,7 @@ def test_orders_are_judged_by_what_is_left_after_deferral(monkeypatch):
     ((work, late),) = seen
     assert found.deferred.any()
     blocks = BatchBlocks(slots)
-    assert (blocks.by_window(found, loads.work) == work).all()
+    assert (blocks.by_window(found, loads) == work).all()
     assert (blocks.late(found) == late).all()
 
 

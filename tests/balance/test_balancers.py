@@ -10,6 +10,7 @@ import pytest
 
 from hetmesh.balance import POLICIES, BatchLoads, Slots, assign, spread
 from hetmesh.balance.blocks import BatchBlocks
+from hetmesh.balance.pipeline import pipeline_score
 from hetmesh.errors import GraphError
 
 NAMES = sorted(POLICIES)
@@ -43,7 +44,8 @@ def drawn(seed):
         lockstep=bool(rng.random() < 0.2),
         max_tokens=tuple(_cap(rng, column, lanes[i] * microbatches[i]) for i, column in enumerate(work.T)),
     )
-    return BatchLoads(modules, work, keys=rng.permutation(1000)[:count]), slots
+    padding = (int(rng.integers(1, 9)), int(rng.integers(0, 3))) if rng.random() < 0.3 else (0, 0)
+    return BatchLoads(modules, work, keys=rng.permutation(1000)[:count], padding=padding), slots
 
 
 def _cap(rng, column, bins):
@@ -56,7 +58,7 @@ def _cap(rng, column, bins):
 @pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 1000), marks=pytest.mark.slow)], ids=len)
 def test_a_thousand_batches(seeds):
     rng = np.random.default_rng(0)
-    kinds = {"deferred": 0, "capped": 0, "three": 0, "text": 0, "equal": 0}
+    kinds = {"deferred": 0, "capped": 0, "three": 0, "text": 0, "equal": 0, "padded": 0}
     for seed in seeds:
         loads, slots = drawn(seed)
         policy = NAMES[seed % len(NAMES)] if seed % 3 else "entrain"
@@ -72,6 +74,7 @@ def test_a_thousand_batches(seeds):
         kinds["three"] += len(loads.modules) == 3
         kinds["text"] += len(loads) > 0 and len(loads.modules) > 1 and not loads.work[:, :-1].any()
         kinds["equal"] += slots.equal_counts
+        kinds["padded"] += loads.pads
     assert min(kinds.values()) > len(seeds) // 40, kinds
 
 
@@ -93,7 +96,48 @@ def _holds(loads, slots, found):
     assert (windows[-1] - windows[0] == found.deferred).all() or len(windows) == 1
 
 
-@pytest.mark.parametrize("policy", ["two_dim", "auto", "sorted", "none", "lpt", "disttrain"])
+def padded_loads(count, seed=0, spread=0.8):
+    """Samples of any length for an encoder and an LLM that pads."""
+    rng = np.random.default_rng(seed)
+    length = np.clip(500 * np.exp(spread * rng.standard_normal(count)), 8, 8192).astype(np.int64)
+    tokens = np.stack([length // 3, length], 1)
+    work = np.stack([20 * length // 3, 40 * length + length**2], 1)
+    return BatchLoads(("vision", "llm"), work, tokens, padding=(40, 1))
+
+
+def test_padding_is_counted_as_it_is_computed():
+    loads = padded_loads(60)
+    found = assign(loads, Slots((2, 2), (6, 6)), "two_dim")
+    extra = found.padding_work(loads)
+    for m in range(6):
+        for lane in range(2):
+            lengths = loads.tokens[(found.microbatch[:, 1] == m) & (found.lane[:, 1] == lane), 1]
+            whole = len(lengths) * (40 * lengths.max() + lengths.max() ** 2)
+            assert extra[m, lane] == whole - (40 * lengths + lengths**2).sum()
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_auto_counts_padding(lanes):
+    """Balanced in tokens is not balanced where the longest sample of a microbatch counts for all of it."""
+    for seed in range(4):
+        loads, slots = padded_loads(64 * lanes, seed), Slots((lanes, lanes), (8, 8))
+        score = pipeline_score(loads, slots)
+        scores = {name: score(assign(loads, slots, name)) for name in ("none", "two_dim", "buckets", "auto")}
+        assert scores["auto"] <= min(scores.values()) * 1.0051, scores
+        assert scores["buckets"] < 0.8 * scores["none"], scores
+        assert assign(loads, slots, "auto").policy == "auto: buckets"
+
+
+def test_buckets_without_padding_or_with_equal_counts_are_sorted():
+    loads, slots = padded_loads(64), Slots((2, 2), (4, 4), equal_counts=True)
+    plain = replace(loads, padding=(0, 0))
+    for given, where in ((loads, slots), (plain, replace(slots, equal_counts=False))):
+        a, b = (assign(given, where, name) for name in ("buckets", "sorted"))
+        assert (a.microbatch == b.microbatch).all()
+        assert (a.lane == b.lane).all()
+
+
+@pytest.mark.parametrize("policy", ["two_dim", "auto", "sorted", "none", "lpt", "disttrain", "buckets"])
 def test_equal_counts_are_equal(policy):
     loads = BatchLoads(("vision", "llm"), np.random.default_rng(0).integers(0, 1000, (96, 2)))
     found = assign(loads, Slots((4, 4), (8, 8), equal_counts=True), policy)

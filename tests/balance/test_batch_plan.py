@@ -83,7 +83,7 @@ def test_a_sample_without_row_counts_is_named():
 def test_every_policy_makes_a_plan_of_the_same_microbatches(policy):
     """A projector on the LLM's ranks goes where its rows are wanted, encoder lanes where the loads are even."""
     rng = np.random.default_rng(0)
-    llm = ModuleSpec("llm", MeshSpec.make(range(4), dp_replicate=2, tp=2))
+    llm = ModuleSpec("llm", MeshSpec.make(range(4), dp_replicate=2, tp=2), packed=True)
     projector = ModuleSpec("projector", llm.mesh, features=4)
     vision = ModuleSpec("vision", MeshSpec.make(range(4), dp_replicate=4), features=4, media="image")
     modules = ModuleGraph(

@@ -3,11 +3,14 @@
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from hetmesh.balance import plan_batch
+from hetmesh.balance import assign, plan_batch
+from hetmesh.balance.from_graph import batch_loads, batch_plan_of, graph_slots
 from hetmesh.boundary import World
 from hetmesh.cli.check import checked
+from hetmesh.cost import computed_work, sample_work, total_work
 from hetmesh.data.loader import Loader
 from hetmesh.errors import GraphError, RecipeError
 from hetmesh.recipe.recipe import load_recipe
@@ -23,7 +26,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"policy": "best"}, r"balance\.policy.*'auto', 'disttrain', .* or 'two_dim'"),
+        ({"policy": "best"}, r"balance\.policy.*'auto', 'buckets', .* or 'two_dim'"),
         (
             {"max_tokens": "{vison = 5}"},
             r"balance\.max_tokens\.vison: no such module; there are llm, proj",
@@ -80,6 +83,27 @@ def test_simulation_and_explanation_take_the_plan_of_the_recipe():
     assert uneven[1] < 1.01
     seconds = [simulate_recipe(recipe, machine="h100").makespan for recipe in (drawn, even)]
     assert seconds[0] > seconds[1]
+
+
+@pytest.mark.parametrize("keys", [(), ("--training.pack_samples=true",)])
+def test_what_is_balanced_is_what_is_computed(keys):
+    """The work of the LLM's microbatches as balancers see it, against what its lanes compute, padding included."""
+    recipe = load_recipe(RECIPES / "digits.toml", ["--parallelism.llm.pipeline_parallel_microbatch_size=16", *keys])
+    source, adapters, graph = describe(recipe)
+    balance = recipe_balance(recipe, graph, adapters)
+    metas = Loader(source, 64, make_prepare(recipe, graph, adapters), seed=0).batch(0).metas
+    loads, slots = batch_loads(graph, metas, balance), graph_slots(graph, 4, balance)
+    found = assign(loads, slots, "lpt")
+    seen = found.sums(loads.work)[-1] + found.padding_work(loads)
+    made = batch_plan_of(graph, metas, found)
+    for m in range(4):
+        samples = [metas[i] for i in made.samples_of("llm", m, 0)]
+        packed = total_work(sample_work(graph, "llm", sample) for sample in samples)
+        work = packed if keys else computed_work(graph, "llm", samples)
+        along = [balance.costs[name].work(graph, name, metas) for name in graph.order if name == "projector"]
+        more = sum(int(each[list(made.samples_of("llm", m, 0))].sum()) for each in along)
+        each = np.dot(balance.costs["llm"].forward, [work.rows, work.pairs, work.targets])
+        assert seen[m, 0] == pytest.approx((int(each) + more) / 2, rel=1e-3)  # tensor parallel 2
 
 
 def planned(rank, recipe):

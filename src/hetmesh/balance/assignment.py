@@ -56,6 +56,16 @@ class Assignment:
             for i, (count, lanes) in enumerate(zip(self.microbatches, self.lanes, strict=True))
         )
 
+    def padding_work(self, loads: BatchLoads) -> np.ndarray:
+        """What the last module computes beside its samples in each microbatch and lane, because it pads them to the
+        longest; int64 `[microbatches, lanes]`."""
+        shape = self.microbatches[-1], self.lanes[-1]
+        lengths, bins = loads.tokens[:, -1], self.microbatch[:, -1] * self.lanes[-1] + self.lane[:, -1]
+        longest = np.zeros(shape[0] * shape[1], np.int64)
+        np.maximum.at(longest, bins, lengths)
+        real = _sums(loads.padded_work(np.ones_like(lengths), lengths), bins, len(longest))
+        return (loads.padded_work(self.counts[-1].ravel(), longest) - real).reshape(shape)
+
     @cached_property
     def counts(self) -> tuple[np.ndarray, ...]:
         """Per module how many samples each microbatch and lane has, `[microbatches, lanes]`."""

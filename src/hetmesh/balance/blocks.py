@@ -90,12 +90,14 @@ class BatchBlocks:
         """The work of `loads` such that blocks hold `SCALE` on average."""
         return normalised(loads.work, self.count)
 
-    def by_window(self, assignment: Assignment, values: np.ndarray) -> np.ndarray:
-        """What each group of lanes does in each window: of lanes side by side the busiest, of microbatches the sum.
-        int64 `[groups, windows, modules]`."""
-        out = np.zeros((self.groups, self.windows, values.shape[1]), np.int64)
-        for i, bins in enumerate(assignment.sums(values)):
+    def by_window(self, assignment: Assignment, loads: BatchLoads) -> np.ndarray:
+        """The work of each group of lanes in each window, padding included: of lanes side by side that of the busiest,
+        of microbatches the sum. int64 `[groups, windows, modules]`."""
+        out = np.zeros((self.groups, self.windows, loads.work.shape[1]), np.int64)
+        for i, bins in enumerate(assignment.sums(loads.work)):
             bins = bins + self.slots.overhead[i]
+            if loads.pads and i == len(self.slots.lanes) - 1:
+                bins = bins + assignment.padding_work(loads)
             lanes = np.zeros((len(bins), self.groups), np.int64)
             np.maximum.at(lanes.T, self.group_of[i], bins.T)
             np.add.at(out[:, :, i].T, self.window_of[i][: len(bins)], lanes)

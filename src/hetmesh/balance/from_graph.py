@@ -62,11 +62,19 @@ def batch_loads(graph: ModuleGraph, samples: Sequence[SampleMeta], balance: Bala
     tokens = np.zeros_like(work)
     for name in graph.order:
         at = own.index(led_by[name])
-        each = balance.costs.get(name, _UNKNOWN).work(graph, name, metas)
+        each = _costs_of(balance, name).work(graph, name, metas)
         work[:, at] += -(-each // _sharing(graph, name))
         if name == led_by[name]:
             tokens[:, at] = metas.tokens if name == graph.sink.name else metas.rows_of(name)
-    return BatchLoads(own, work, tokens, ids=metas.ids)
+    padding = (0, 0)
+    if not graph.sink.packed:
+        row, pair, _ = (-(-n // _sharing(graph, graph.sink.name)) for n in _costs_of(balance, graph.sink.name).forward)
+        padding = (row, pair)
+    return BatchLoads(own, work, tokens, ids=metas.ids, padding=padding)
+
+
+def _costs_of(balance: BalanceOptions, name: str) -> SampleCosts:
+    return balance.costs.get(name, _UNKNOWN)
 
 
 def graph_slots(graph: ModuleGraph, microbatches: int, balance: BalanceOptions = UNBALANCED) -> Slots:
@@ -83,10 +91,8 @@ def graph_slots(graph: ModuleGraph, microbatches: int, balance: BalanceOptions =
         (microbatches,) * len(own),
         max_tokens=tuple(balance.max_tokens.get(name) for name in own),
         stages=tuple(graph[name].num_stages for name in own),
-        overhead=tuple(
-            _OVERHEAD * balance.costs.get(name, _UNKNOWN).forward[0] // _sharing(graph, name) for name in own
-        ),
-        backward=tuple(balance.costs.get(name, _UNKNOWN).backward * graph.backward_reaches(name) for name in own),
+        overhead=tuple(_OVERHEAD * _costs_of(balance, name).forward[0] // _sharing(graph, name) for name in own),
+        backward=tuple(_costs_of(balance, name).backward * graph.backward_reaches(name) for name in own),
         free=balance.free,
         equal_counts=balance.equal_counts,
         deferral=balance.deferral,

@@ -25,6 +25,8 @@ class BatchLoads:
         keys: int64 `[samples]`, distinct: who a sample is. Ties are broken by it and never by the place in these
             arrays. Left out: the place.
         ids: what messages call the samples; left out: the keys.
+        padding: where the last module pads its samples to the longest of their microbatch and lane: its work for a
+            position, and for a position times the length. `tokens` are then its lengths. Zeros: nothing is padded.
 
     Raises:
         GraphError: shapes that do not fit, negative numbers, or keys that repeat.
@@ -35,6 +37,7 @@ class BatchLoads:
     tokens: np.ndarray = field(default_factory=lambda: _LEFT_OUT)
     keys: np.ndarray = field(default_factory=lambda: _LEFT_OUT)
     ids: Sequence[Any] = ()
+    padding: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         work = np.asarray(self.work)
@@ -59,12 +62,23 @@ class BatchLoads:
         """What messages call the sample at place `sample`."""
         return self.ids[sample] if len(self.ids) else int(self.keys[sample])
 
+    @property
+    def pads(self) -> bool:
+        """Whether the last module pads."""
+        return any(self.padding)
+
+    def padded_work(self, counts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Work of the last module for so many samples each as long as `lengths`, targets left out."""
+        row, square = self.padding
+        return counts * (row * lengths + square * lengths**2)
+
     def select(self, places: np.ndarray) -> BatchLoads:
         """The samples at `places`, in that order."""
         if np.array_equal(places, np.arange(len(self))):
             return self
         ids = [self.ids[i] for i in places.tolist()] if len(self.ids) else ()
-        return BatchLoads(self.modules, self.work[places], self.tokens[places], self.keys[places], ids)
+        chosen = self.work[places], self.tokens[places], self.keys[places]
+        return BatchLoads(self.modules, *chosen, ids, self.padding)
 
 
 @dataclass(frozen=True, eq=False)

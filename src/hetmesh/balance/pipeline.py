@@ -28,7 +28,7 @@ def pipeline_score(loads: BatchLoads, slots: Slots) -> Score:
         adapted = slots
         if assignment.microbatches != slots.microbatches:
             adapted = with_microbatches(slots, assignment.microbatches)
-        work = BatchBlocks(adapted).by_window(assignment, loads.work)
+        work = BatchBlocks(adapted).by_window(assignment, loads)
         work = work.max(0, keepdims=True) if slots.lockstep else work
         late = BatchBlocks(adapted).late(assignment) if assignment.deferred.any() else None
         more = None

@@ -125,7 +125,7 @@ def _about_padding(graph: ModuleGraph, runs: Sequence[_Run]) -> Iterator[str]:
     most = max((each.modules[graph.sink.name].padding for run in runs for each in run.even), default=0.0)
     if most > MUCH_PADDING:
         yield (
-            f"up to {most:.0%} of what {graph.sink.name} computes is padding, which balancers do not count; "
+            f"up to {most:.0%} of what {graph.sink.name} computes is padding: auto and buckets count it; "
             "training.pack_samples = true leaves none"
         )
 

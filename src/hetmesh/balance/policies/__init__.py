@@ -8,6 +8,7 @@ from types import MappingProxyType
 from hetmesh.balance.assignment import Assignment
 from hetmesh.balance.loads import BatchLoads, Slots
 from hetmesh.balance.policies.auto import auto
+from hetmesh.balance.policies.buckets import buckets
 from hetmesh.balance.policies.disttrain import disttrain
 from hetmesh.balance.policies.entrain import entrain
 from hetmesh.balance.policies.lpt import lpt
@@ -21,6 +22,7 @@ Policy = Callable[[BatchLoads, Slots], Assignment]
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         "auto": auto,
+        "buckets": buckets,
         "disttrain": disttrain,
         "entrain": entrain,
         "lpt": lpt,

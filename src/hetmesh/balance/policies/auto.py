@@ -11,8 +11,10 @@ from hetmesh.balance.assignment import Assignment, spread
 from hetmesh.balance.fewer import fewer_windows, no_larger, padded, with_windows
 from hetmesh.balance.loads import BatchLoads, Slots
 from hetmesh.balance.pipeline import Score, pipeline_score
+from hetmesh.balance.policies.buckets import buckets
 from hetmesh.balance.policies.entrain import entrain
 from hetmesh.balance.policies.none import none
+from hetmesh.balance.policies.sorted import by_length
 from hetmesh.balance.policies.two_dim import arranged, balanced, two_dim
 
 EVEN = 1.03  # where no microbatch is above the mean by more, nothing else is tried: it could gain hardly more than that
@@ -29,7 +31,7 @@ def auto(loads: BatchLoads, slots: Slots, score: Score | None = None) -> Assignm
     bins = balanced(loads, plain)
     best = arranged(loads, plain, bins)
     tried = [best]
-    even = max(each.over_mean for each in spread(loads, best).values()) <= EVEN
+    even = not loads.pads and max(each.over_mean for each in spread(loads, best).values()) <= EVEN
     if score is not None or not even:
         score = score or pipeline_score(loads, slots)
         least = score(best)
@@ -54,3 +56,6 @@ def _others(loads: BatchLoads, slots: Slots, bins: np.ndarray, first: Assignment
         yield replace(arranged(loads, slots, bins), policy="two_dim with deferral")
         yield entrain(loads, slots)
     yield none(loads, slots)
+    if loads.pads:
+        yield by_length(loads, slots)
+        yield buckets(loads, slots)
