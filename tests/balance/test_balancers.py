@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hetmesh.balance import POLICIES, BatchLoads, Slots, assign, spread
+from hetmesh.balance import POLICIES, BatchLoads, Slots, assign, pipeline_score, spread
 from hetmesh.balance.blocks import BatchBlocks
-from hetmesh.balance.pipeline import pipeline_score
+from hetmesh.balance.fewer import fewer_windows
+from hetmesh.balance.free import roomier_windows
 from hetmesh.errors import GraphError
 
 NAMES = sorted(POLICIES)
@@ -43,6 +44,7 @@ def drawn(seed):
         equal_counts=equal,
         lockstep=bool(rng.random() < 0.2),
         max_tokens=tuple(_cap(rng, column, lanes[i] * microbatches[i]) for i, column in enumerate(work.T)),
+        free=bool(rng.random() < 0.25),
     )
     padding = (int(rng.integers(1, 9)), int(rng.integers(0, 3))) if rng.random() < 0.3 else (0, 0)
     return BatchLoads(modules, work, keys=rng.permutation(1000)[:count], padding=padding), slots
@@ -58,7 +60,7 @@ def _cap(rng, column, bins):
 @pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 1000), marks=pytest.mark.slow)], ids=len)
 def test_a_thousand_batches(seeds):
     rng = np.random.default_rng(0)
-    kinds = {"deferred": 0, "capped": 0, "three": 0, "text": 0, "equal": 0, "padded": 0}
+    kinds = dict.fromkeys(("deferred", "capped", "three", "text", "equal", "padded", "other"), 0)
     for seed in seeds:
         loads, slots = drawn(seed)
         policy = NAMES[seed % len(NAMES)] if seed % 3 else "entrain"
@@ -75,11 +77,14 @@ def test_a_thousand_batches(seeds):
         kinds["text"] += len(loads) > 0 and len(loads.modules) > 1 and not loads.work[:, :-1].any()
         kinds["equal"] += slots.equal_counts
         kinds["padded"] += loads.pads
+        kinds["other"] += found.microbatches != slots.microbatches
     assert min(kinds.values()) > len(seeds) // 40, kinds
 
 
 def _holds(loads, slots, found):
     assert found.lanes == slots.lanes
+    if slots.free:
+        slots = replace(slots, microbatches=found.microbatches)
     assert found.microbatches == slots.microbatches
     for i, count in enumerate(found.counts):
         assert count.shape == (slots.microbatches[i], slots.lanes[i])
@@ -219,6 +224,34 @@ def test_a_free_number_of_microbatches_makes_room_for_a_cap():
     with pytest.raises(GraphError, match=r"'llm': 320 tokens in 8 microbatches of 1 lanes, max_tokens 25"):
         assign(loads, slots, "two_dim")
     assert assign(loads, replace(slots, free=True), "two_dim").microbatches == (16, 16)
+
+
+def test_large_samples_get_bins_of_their_own_where_the_number_is_free():
+    """Of 142 samples of five tiles two meet in 4 x 32 microbatches, and need not in 4 x 36."""
+    rng = np.random.default_rng(0)
+    tiles = np.concatenate([np.full(142, 5), rng.choice([1, 3], 114, p=[0.2, 0.8])])
+    loads = BatchLoads(("vision", "llm"), 1000 * np.stack([tiles, tiles], 1) + rng.integers(0, 300, (256, 2)))
+    fixed = Slots((4, 4), (32, 32), stages=(4, 4), overhead=(1000, 1000))
+    assert roomier_windows(loads, fixed) == [36]
+    over, length = [], []
+    for slots in (fixed, replace(fixed, free=True)):
+        found = assign(loads, slots, "auto")
+        over.append(max(each.over_bound for each in spread(loads, found).values()))
+        length.append(pipeline_score(loads, slots)(found))
+    assert found.microbatches == (36, 36)
+    assert over[1] < 1.18 < 1.24 < over[0]
+    assert length[1] < length[0]
+
+
+def test_candidates_that_break_a_cap_are_left_out():
+    """One giant asks for fewer microbatches, in which the tokens of the rest have no room."""
+    work, tokens = np.full((64, 2), 10), np.full((64, 2), 10)
+    work[0], tokens[0] = 200, 5
+    loads = BatchLoads(("vision", "llm"), work, tokens)
+    slots = Slots((1, 1), (16, 16), stages=(2, 2), max_tokens=(45, 45), deferral=True)
+    assert fewer_windows(loads, slots)
+    for given in (slots, replace(slots, free=True)):
+        assert max(int(bins.max()) for bins in assign(loads, given, "auto").sums(tokens)) <= 45
 
 
 def test_what_cannot_be_is_named():

@@ -72,7 +72,7 @@ def test_lengths_of_a_file_of_any_modules(small, tmp_path):
         "encoder_std_reduction_chart4k",
         "llm_std_reduction_chart4k",
         "throughput_gain_chart",
-        "throughput_gain_chart_free",
+        "throughput_gain_chart_fixed",
     ]
     (law,) = result["laws"]
     assert law["law"] == "mine"

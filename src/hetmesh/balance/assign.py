@@ -48,8 +48,8 @@ def _run(loads: BatchLoads, slots: Slots, policy: str, score: Score | None) -> A
 
 
 def _free(loads: BatchLoads, slots: Slots, policy: str, score: Score | None) -> Assignment:
-    """The best number of microbatches; the one asked for, where others are no better."""
-    score = score or pipeline_score(loads, slots)
+    """The best number of microbatches; the one asked for, where others are no better. `auto` looks around by itself."""
+    length_of = score or pipeline_score(loads, slots)
     best: tuple[float, Assignment] | None = None
     problem: GraphError | None = None
     for counts in _numbers_of_microbatches(slots):
@@ -58,7 +58,9 @@ def _free(loads: BatchLoads, slots: Slots, policy: str, score: Score | None) -> 
         except GraphError as error:  # too few for a cap, perhaps
             problem = problem or error
             continue
-        length = score(found)
+        if policy == "auto":
+            return found
+        length = length_of(found)
         if best is None or length < best[0]:
             best = length, found
     if best is None:

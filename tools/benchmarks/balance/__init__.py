@@ -3,10 +3,14 @@
 4 lanes of 32 microbatches with 2 and with 4 samples each; every module on 4 pipeline stages of its own, as large as it
 needs to be (a static plan). Steps are as long as the recurrence of `hetmesh.balance.pipeline` says, which is held
 against the simulator here (`simulator_difference`). `gain` is throughput over that of `none`; `over bound` the largest
-microbatch over the larger of the mean one and the largest sample, the mean over batches. The keys are of `auto` with
-the number of microbatches fixed; `auto, free` may choose another number (16 to 64), and `..._free` are its keys.
-`unavoidable_over_bound`: some microbatch must hold two of the 129 largest samples, three of the 257 largest, and so on;
-`worst_over_unavoidable` is the worst of `auto` over that, of all modules.
+microbatch over the larger of the mean one and the largest sample, the mean over batches. `auto_worst_regret`: by how
+much the best of the others is faster.
+
+The keys are of `auto` in a recipe with `microbatches = "free"` and deferral, which may choose another number than 32;
+`none` and all others always have the 32. `..._fixed` are the keys of `auto` with 32 microbatches, and so are the
+standard deviations, which say nothing between microbatches of other sizes. In 32 some laws cannot be even:
+`unavoidable_over_bound` says that some microbatch must hold two of the 129 largest samples, three of the 257 largest,
+and so on; `worst_over_unavoidable` is the worst of `auto` with 32 over that, of all modules.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from typing import Any
 
 from benchmarks.balance.against_simulator import difference
 from benchmarks.balance.cases import Case, file_law
-from benchmarks.balance.compare import FIXED, compare
+from benchmarks.balance.compare import BALANCERS, OURS, compare
 from benchmarks.balance.fitted import FITTED, SLOWER, against_published
 from benchmarks.balance.laws import CHARTS, LAWS
 from benchmarks.balance.timing import LARGE, SMALL, assign_ms
@@ -43,7 +47,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         **_evenness(laws),
         **_throughput(laws),
         "assign_ms_4096": assign_ms(timed, "two_dim", *SMALL, runs=args.runs),
-        "auto_ms_4096": assign_ms(timed, "auto", *SMALL, runs=args.runs, deferral=True),
+        "auto_ms_4096": assign_ms(timed, "auto", *SMALL, runs=args.runs, deferral=True, free=True),
+        "auto_ms_4096_fixed": assign_ms(timed, "auto", *SMALL, runs=args.runs, deferral=True),
         "assign_ms_65536": assign_ms(timed, "two_dim", *LARGE, runs=max(args.runs // 3, 1)),
         "simulator_difference": max(difference(case) for case in cases),
         "batches": args.batches,
@@ -74,7 +79,7 @@ def _evenness(laws: list[dict[str, Any]]) -> dict[str, Any]:
         "encoder_std_reduction_chart4k": reduction.get("vision"),
         "llm_std_reduction_chart4k": reduction.get("llm"),
     }
-    for suffix, balancer in (("", "auto"), ("_free", "auto, free")):
+    for suffix, balancer in OURS.items():
         each = [list(_of(law, balancer)["over_bound"].values()) for law in laws]
         out[f"worst_over_bound_encoder{suffix}"] = _largest(value for values in each for value in values[:-1])
         out[f"worst_over_bound_llm{suffix}"] = _largest(values[-1] for values in each)
@@ -85,11 +90,12 @@ def _evenness(laws: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _throughput(laws: list[dict[str, Any]]) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    for suffix, balancer in (("", "auto"), ("_free", "auto, free")):
+    for suffix, balancer in OURS.items():
         gain = [(law["law"], _of(law, balancer)["throughput_gain"]) for law in laws]
         out[f"throughput_gain_chart{suffix}"] = min((each for name, each in gain if name in CHARTS), default=None)
         out[f"throughput_gain_worst{suffix}"] = min(each for _, each in gain)
-    return out | {"auto_worst_regret": max(law["auto_regret"] for law in laws)}
+        out[f"auto_worst_regret{suffix}"] = max(law[f"auto_regret{suffix}"] for law in laws)
+    return out
 
 
 def _largest(values: Iterable[float]) -> float | None:
@@ -98,17 +104,18 @@ def _largest(values: Iterable[float]) -> float | None:
 
 def table(result: dict[str, Any]) -> str:
     """One line per law and size, and the keys."""
-    names = [*FIXED, "auto, free"]
+    names = list(BALANCERS)
     lines = ["throughput over none", "law".ljust(16) + "size" + "".join(name[:12].rjust(14) for name in names)]
     for law in result["laws"]:
         gains = "".join(f"{_of(law, name)['throughput_gain']:14.3f}" for name in names)
         lines.append(f"{law['law']:16}{law['samples_per_microbatch']:4}{gains}")
-    lines += ["", "auto: standard deviation of none over its own, largest microbatch over bound, what it chose"]
+    lines += ["", "auto: largest microbatch over bound, standard deviation of none over its own, what it chose"]
     for law in result["laws"]:
-        own = _of(law)
-        parts = [f"{m} {own['std_reduction'][m]:.1f}x {own['over_bound'][m]:.3f}" for m in own["over_bound"]]
-        choices = ", ".join(f"{name} ({count})" for name, count in law["auto_choices"].items())
-        lines.append(f"{law['law']:16}{law['samples_per_microbatch']:4}  {'; '.join(parts)}; {choices}")
+        for suffix, name in OURS.items():
+            own, choices = _of(law, name), law[f"auto_choices{suffix}"]
+            parts = [f"{m} {own['over_bound'][m]:.3f} ({own['std_reduction'][m]:.1f}x)" for m in own["over_bound"]]
+            chosen = ", ".join(f"{policy} ({count})" for policy, count in choices.items())
+            lines.append(f"{law['law']:16}{law['samples_per_microbatch']:4}  {name:10}  {'; '.join(parts)}; {chosen}")
     lines.append("")
     for name, modules in result["published"].items():
         for module, row in modules.items():

@@ -24,7 +24,8 @@ BALANCERS: Mapping[str, Mapping[str, Any]] = {
     "auto, free": {"deferral": True, "free": True},
 }
 """What is compared: a policy, and what of `Slots` it is given."""
-FIXED = tuple(name for name in BALANCERS if name != "auto, free")
+OURS: Mapping[str, str] = {"": "auto, free", "_fixed": "auto"}
+"""What ends the keys of `auto` -> which one it is."""
 
 
 @dataclass
@@ -61,12 +62,12 @@ def compare(case: Case, per_microbatch: int, batches: int) -> dict[str, Any]:
             "over_mean": _named(case, np.mean(sum_.over_mean, 0)),
             "deferred_share": float(np.mean(sum_.deferred)),
         }
-    best = max(FIXED[:-1], key=lambda name: out["balancers"][name]["throughput_gain"])
-    gain = {name: out["balancers"][name]["throughput_gain"] for name in (best, "auto")}
+    gain = {name: each["throughput_gain"] for name, each in out["balancers"].items()}
+    best = max((name for name in gain if name not in OURS.values()), key=gain.__getitem__)
     return out | {
         "best": best,
-        "auto_regret": max(gain[best] / gain["auto"] - 1, 0.0),
-        "auto_choices": dict(sums["auto"].choices),
+        **{f"auto_regret{suffix}": max(gain[best] / gain[name] - 1, 0.0) for suffix, name in OURS.items()},
+        **{f"auto_choices{suffix}": dict(sums[name].choices) for suffix, name in OURS.items()},
         "unavoidable_over_bound": _named(case, np.mean(bounds, 0)),
     }
 

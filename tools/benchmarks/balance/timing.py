@@ -13,10 +13,12 @@ SMALL = (4096, 16)
 LARGE = (65536, 512)
 
 
-def assign_ms(case: Case, policy: str, samples: int, lanes: int, *, runs: int, deferral: bool = False) -> float:
-    """Of `policy` for one batch, to `lanes` lanes of 32 microbatches."""
+def assign_ms(
+    case: Case, policy: str, samples: int, lanes: int, *, runs: int, deferral: bool = False, free: bool = False
+) -> float:
+    """Of `policy` for one batch, to `lanes` lanes of 32 microbatches, or, if `free`, another number."""
     loads = case.loads(samples, 3)
-    slots = replace(case.slots(lanes), deferral=deferral)
+    slots = replace(case.slots(lanes), deferral=deferral, free=free)
     assign(loads, slots, policy)  # what is cached by layout is made once per run
     taken = []
     for _ in range(runs):

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from hetmesh.balance.assignment import Assignment, spread
 from hetmesh.balance.fewer import fewer_windows, no_larger, padded, with_windows
+from hetmesh.balance.free import free_windows
 from hetmesh.balance.loads import BatchLoads, Slots
 from hetmesh.balance.pipeline import Score, pipeline_score
 from hetmesh.balance.policies.buckets import buckets
 from hetmesh.balance.policies.entrain import entrain
 from hetmesh.balance.policies.none import none
 from hetmesh.balance.policies.sorted import by_length
-from hetmesh.balance.policies.two_dim import arranged, balanced, two_dim
+from hetmesh.balance.policies.two_dim import arranged, balanced
+from hetmesh.errors import GraphError
 
 EVEN = 1.03  # where no microbatch is above the mean by more, nothing else is tried: it could gain hardly more than that
+SMALLER = 0.9  # a largest microbatch below this share of another's saves memory worth the name
 MARGIN = 0.005  # a later candidate must be faster by this; the first ones hold fewer rows or are simpler to read
 
 
@@ -25,37 +30,84 @@ def auto(loads: BatchLoads, slots: Slots, score: Score | None = None) -> Assignm
     """The fastest of the candidates, or an earlier one that is as fast up to `MARGIN`.
 
     Args:
+        slots: where the number of microbatches is free, other ones are candidates too; of two that are as fast the one
+            with clearly smaller microbatches is taken.
         score: what a step takes with an assignment; None: `pipeline_score`.
+
+    Raises:
+        GraphError: no way was found to keep a cap in as many microbatches as asked for.
     """
-    plain = replace(slots, deferral=False)
-    bins = balanced(loads, plain)
-    best = arranged(loads, plain, bins)
-    tried = [best]
-    even = not loads.pads and max(each.over_mean for each in spread(loads, best).values()) <= EVEN
+    bins = balanced(loads, replace(slots, deferral=False))
+    trial = _Trial(arranged(loads, replace(slots, deferral=False), bins), score or pipeline_score(loads, slots))
+    if slots.free:
+        for windows, found_bins, found in _in_windows(loads, slots, free_windows(loads, slots, trial.score)):
+            smaller = not loads.pads and _largest(loads, found) < SMALLER * _largest(loads, trial.best)
+            if trial.add(found, smaller):
+                slots, bins = with_windows(slots, windows), found_bins
+    even = not loads.pads and max(each.over_mean for each in spread(loads, trial.best).values()) <= EVEN
     if score is not None or not even:
-        score = score or pipeline_score(loads, slots)
-        least = score(best)
-        tried = [replace(best, score=least)]
-        for found in _others(loads, slots, bins, best):
-            length = score(found)
-            tried.append(replace(found, score=length))
-            if length < least * (1 - MARGIN):
-                least, best = length, tried[-1]
-    return replace(best, policy=f"auto: {best.policy}", tried=tuple(tried))
+        for make in _others(loads, slots, bins, trial.best):
+            with suppress(GraphError):  # a cap that this one cannot keep
+                trial.add(make())
+    return replace(trial.best, policy=f"auto: {trial.best.policy}", tried=tuple(trial.tried))
 
 
-def _others(loads: BatchLoads, slots: Slots, bins: np.ndarray, first: Assignment) -> Iterator[Assignment]:
+def _largest(loads: BatchLoads, found: Assignment) -> float:
+    """The largest microbatch: of the module where it is largest, in its total work."""
+    totals = loads.work.sum(0)
+    return max(
+        float(bins.max(initial=0)) / max(int(total), 1)
+        for bins, total in zip(found.sums(loads.work), totals, strict=True)
+    )
+
+
+class _Trial:
+    """Candidates, one after the other.
+
+    Attributes:
+        tried: all so far; their scores are left out while there is but one.
+    """
+
+    def __init__(self, first: Assignment, score: Score) -> None:
+        self.score, self.best, self.tried = score, first, [first]
+        self.least: float | None = None
+
+    def add(self, found: Assignment, smaller: bool = False) -> bool:
+        """Whether it is the best now: faster by `MARGIN`, or, with a `smaller` largest microbatch, no slower by it."""
+        if self.least is None:
+            self.least = self.score(self.best)
+            self.tried = [replace(self.best, score=self.least)]
+        length = self.score(found)
+        self.tried.append(replace(found, score=length))
+        better = length < self.least * (1 + MARGIN if smaller else 1 - MARGIN)
+        if better:
+            self.least, self.best = length, self.tried[-1]
+        return better
+
+
+def _in_windows(
+    loads: BatchLoads, slots: Slots, numbers: Iterable[int]
+) -> Iterator[tuple[int, np.ndarray, Assignment]]:
+    """`two_dim` without deferral in other numbers of windows, where they keep the caps: number, bins, result."""
+    for windows in numbers:
+        other = with_windows(replace(slots, deferral=False), windows)
+        with suppress(GraphError):  # too few for a cap
+            bins = balanced(loads, other)
+            yield windows, bins, replace(arranged(loads, other, bins), policy=f"two_dim in {windows} windows")
+
+
+def _others(loads: BatchLoads, slots: Slots, bins: np.ndarray, first: Assignment) -> Iterator[Callable[[], Assignment]]:
     """What is tried beside `first`, `two_dim`'s result with these bins. Policies that are not here were never faster by
     1% on any law of `tools/bench.py balance`."""
-    plain = replace(slots, deferral=False)
-    for windows in fewer_windows(loads, slots):
-        found = padded(two_dim(loads, with_windows(plain, windows)), slots)
-        if no_larger(found, first, loads):
-            yield replace(found, policy=f"two_dim in {windows} windows")
+    if not slots.free:
+        for *_, fewer in _in_windows(loads, slots, fewer_windows(loads, slots)):
+            found = padded(fewer, slots)
+            if no_larger(found, first, loads):
+                yield partial(replace, found)
     if slots.deferral:
-        yield replace(arranged(loads, slots, bins), policy="two_dim with deferral")
-        yield entrain(loads, slots)
-    yield none(loads, slots)
+        yield lambda: replace(arranged(loads, slots, bins), policy="two_dim with deferral")
+        yield lambda: entrain(loads, slots)
+    yield lambda: none(loads, slots)
     if loads.pads:
-        yield by_length(loads, slots)
-        yield buckets(loads, slots)
+        yield lambda: by_length(loads, slots)
+        yield lambda: buckets(loads, slots)
