@@ -8,15 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hetmesh.cost import StageCost, StepCosts
 from hetmesh.graph import Stage
 
 TOOLS = Path(__file__).parents[2] / "tools"
-NAMES = sorted(
-    {p.stem for p in (TOOLS / "benchmarks").glob("*.py")} - {"__init__"} | {"balance", "boundary", "frozen", "schedule"}
-)
+PACKAGES = {"balance", "boundary", "frozen", "schedule", "straggler"}
+NAMES = sorted({p.stem for p in (TOOLS / "benchmarks").glob("*.py")} - {"__init__"} | PACKAGES)
 
 
 @pytest.fixture
@@ -200,6 +200,33 @@ def test_frozen_aware_and_blind_cuts_differ(load, monkeypatch):
     assert result["speedup_over_expected"] == result["speedup_measured"] / result["speedup_expected"] > 0
     json.dumps(result, allow_nan=False)
     assert "theory" in frozen.table(result)
+
+
+@pytest.mark.slow
+def test_stragglers_are_measured_and_predicted(load):
+    straggler = load("benchmarks.straggler")
+    sizes = ("--width", "32", "--vision-layers", "1", "--llm-layers", "1", "--microbatches", "6")
+    result = straggler.run(options(straggler, *sizes, "--rounds", "2", "--seconds", "0"))
+    for suffix in ("", "_fixed"):
+        assert len(result[f"ratios{suffix}"]) == len(result[f"predicted_ratios{suffix}"]) == 2
+        assert result[f"measured_ratio{suffix}"] > 0 < result[f"predicted_ratio{suffix}"]
+        assert 0 < result[f"planning_share{suffix}"] < 1
+    assert "auto, fixed" in straggler.table(result)
+    json.dumps(result, allow_nan=False)
+
+
+def test_charts_are_as_long_as_their_law_divided(load):
+    source = load("benchmarks.straggler.source")
+    rows = load("benchmarks.balance.laws").LAWS["chart-4k"](4096, np.random.default_rng(0), 0.0)
+    charts = source.Charts("chart-4k", smaller=6.0)
+    for index in (0, 17, 4000):
+        meta, sample = charts.meta(index), charts.load(index)
+        _, height, width = meta.media[0].shape
+        assert height * width / 16 == pytest.approx(rows["vision"][0][index] / 6, abs=45)
+        assert meta.tokens - 1 == pytest.approx((rows["llm"][0] - rows["vision"][0] // 4)[index] / 6, abs=4)
+        assert (sample.tokens == charts.placeholders["image"]).sum() == 1
+        assert sample.media["image"][0].shape == meta.media[0].shape
+        assert not charts.load(index, ()).media
 
 
 @pytest.mark.slow

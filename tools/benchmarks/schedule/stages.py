@@ -14,6 +14,7 @@ from benchmarks.busy import BusyMeter, Sizes, blocks, pin
 from hetmesh.balance import BatchPlan, edge_layouts, plan_batch
 from hetmesh.boundary import World
 from hetmesh.cost import Profile, Work
+from hetmesh.data.loader import DrawnBatch
 from hetmesh.graph import Stage
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.runtime import Recording
@@ -67,7 +68,9 @@ def measure(
     """
     pin(rank)
     meter = BusyMeter(blocks(busy), seconds)
-    probe = Probe(Job.assemble(recipe, World.current()), sizes)
+    job = Job.assemble(recipe, World.current())
+    others, lanes = job.loader.batch(1), job.graph.sink.num_lanes
+    probe = Probe(job, [others[: size * lanes] for size in sizes])
     probe.run_step(recipe.batch.microbatch_size)  # first contacts
     for i in range(rounds):  # short ones: what else a machine does comes and goes within seconds
         probe.stages_alone(seconds)
@@ -83,32 +86,34 @@ def measure(
 
 
 class Probe:
-    """A job of which parts are run and timed."""
+    """A job of which parts are run and timed.
 
-    def __init__(self, job: Job, sizes: Sequence[int]) -> None:
-        self.job, self.sizes, self.measured = job, sizes, Measured()
+    Args:
+        microbatches: what every stage of this rank is measured with, by itself.
+    """
+
+    def __init__(self, job: Job, microbatches: Sequence[DrawnBatch]) -> None:
+        self.job, self.measured = job, Measured()
         self.rank = job.world.rank
         self.drawn = job.loader.batch(0)
-        self.others = job.loader.batch(1)
-        self.cases = [(stage, size) for size in sizes for stage in job.runtime.modules]
+        self.cases = [(stage, drawn) for drawn in microbatches for stage in job.runtime.modules]
 
     def stages_alone(self, seconds: float) -> None:
         """All stages of this rank in turn, while the other rank does the same with its own."""
         dist.barrier()
         stop = time.perf_counter() + seconds
         while True:
-            for stage, size in self.cases:
-                self._stage_alone(stage, size)
+            for stage, drawn in self.cases:
+                self._stage_alone(stage, drawn)
             over = torch.tensor(time.perf_counter() > stop, dtype=torch.int32)
             dist.all_reduce(over)  # context-parallel ranks run a stage together, so equally often
             if over:
                 return
 
-    def _stage_alone(self, stage: Stage, size: int) -> None:
+    def _stage_alone(self, stage: Stage, drawn: DrawnBatch) -> None:
         """One stage on one microbatch, through the code with which the runtime executes actions."""
         job, rank = self.job, self.rank
-        drawn = self.others[: size * job.graph.sink.num_lanes]
-        plan = plan_batch(job.graph, drawn.metas, size)
+        plan = plan_batch(job.graph, drawn.metas, len(drawn))
         schedule = recipe_schedule(job.recipe, job.graph, 1)
         stages = schedule.stages
         step = StepRunner(job.runtime, schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank), None, 0)
