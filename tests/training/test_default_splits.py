@@ -4,7 +4,7 @@ import pytest
 
 from hetmesh.cost import LayerShape, ModuleShape, WeightShape, Work
 from hetmesh.errors import RecipeError
-from hetmesh.training.default_splits import default_splits
+from hetmesh.planner.default_splits import default_splits
 
 WORK = Work(100, 1000, 10)
 

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -50,23 +51,33 @@ def static_memory(
         optimizer: its name in a recipe.
         stages: the layers of each pipeline stage, stage i at coordinate i modulo the size of `pp`; none: not split.
     """
-    tp, shards = mesh.axis_size("tp"), mesh.axis_size("dp_shard")
+    sizes = mesh.axis_size("pp"), mesh.axis_size("tp"), mesh.axis_size("dp_shard")
+    cells = _cells(module, sizes, itemsize, optimizer, tuple(map(tuple, stages)))
+    index = np.zeros(mesh.sizes, np.int64)
+    coordinates = dict(zip(mesh.axes, np.indices(mesh.sizes), strict=True))
+    for axis in ("pp", "tp", "dp_shard"):
+        index = index * mesh.axis_size(axis) + coordinates.get(axis, 0)
+    return dict(zip(mesh.ranks, map(cells.__getitem__, index.ravel().tolist()), strict=True))
+
+
+@lru_cache(maxsize=1024)
+def _cells(
+    module: ModuleShape, sizes: tuple[int, int, int], itemsize: int, optimizer: str, stages: tuple[tuple[str, ...], ...]
+) -> tuple[StaticMemory, ...]:
+    """What ranks hold by their coordinate along `pp`, `tp` and `dp_shard`, of these sizes: all else replicates."""
+    pp, tp, shards = sizes
     copies = OPTIMIZER_COPIES.get(optimizer, 0)
-    cells: list[StaticMemory] = []  # by coordinate along pp, tp and dp_shard: all else replicates
-    for place in range(mesh.axis_size("pp")):
+    cells: list[StaticMemory] = []
+    for place in range(pp):
         elements, trainable = np.zeros((tp, shards), np.int64), np.zeros((tp, shards), np.int64)
-        equal = Counter((w.shape, w.tp_dim, w.trainable) for w in place_weights(module, mesh, place, stages))
+        equal = Counter((w.shape, w.tp_dim, w.trainable) for w in place_weights(module, pp, place, stages))
         for (shape, tp_dim, trained), count in equal.items():
             each = count * _shard_elements(shape, tp_dim, tp, shards)
             elements += each
             trainable += each * trained
         for n, t in zip(elements.ravel().tolist(), (itemsize * trainable).ravel().tolist(), strict=True):
             cells.append(StaticMemory(n, itemsize * n, t, t * copies))
-    index = np.zeros(mesh.sizes, np.int64)
-    coordinates = dict(zip(mesh.axes, np.indices(mesh.sizes), strict=True))
-    for axis in ("pp", "tp", "dp_shard"):
-        index = index * mesh.axis_size(axis) + coordinates.get(axis, 0)
-    return dict(zip(mesh.ranks, map(cells.__getitem__, index.ravel().tolist()), strict=True))
+    return tuple(cells)
 
 
 def module_memory(shape: ModuleShape, spec: ModuleSpec, optimizer: str) -> dict[int, StaticMemory]:
@@ -75,15 +86,17 @@ def module_memory(shape: ModuleShape, spec: ModuleSpec, optimizer: str) -> dict[
 
 
 def place_weights(
-    module: ModuleShape, mesh: MeshSpec, place: int, stages: Sequence[Collection[str]] = ()
+    module: ModuleShape, pp: int, place: int, stages: Sequence[Collection[str]] = ()
 ) -> tuple[WeightShape, ...]:
-    """The parameters that the ranks at coordinate `place` of `pp` hold, each once: those of the layers of their stages,
-    one that is tied to a layer elsewhere included, and what belongs to no layer, of which every place has a copy."""
-    own = {layer for run in stages[place :: mesh.axis_size("pp")] for layer in run}
+    """The parameters that the ranks at coordinate `place` of a `pp` axis of that size hold, each once: those of the
+    layers of their stages, one that is tied to a layer elsewhere included, and what belongs to no layer, of which every
+    place has a copy."""
+    own = {layer for run in stages[place::pp] for layer in run}
     kept = (layer for layer in module.layers if not stages or not layer.name or layer.name in own)
     return ModuleShape(module.name, tuple(kept)).weights
 
 
+@lru_cache(maxsize=4096)
 def _shard_elements(shape: tuple[int, ...], tp_dim: int | None, tp: int, shards: int) -> np.ndarray:
     """Elements of a parameter on each rank: int64 [tp, dp_shard]."""
     if not shape:

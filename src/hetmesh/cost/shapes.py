@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+
+from hetmesh.layout.hashing import HashedOnce
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class WeightShape:
 
 
 @dataclass(frozen=True)
-class LayerShape:
+class LayerShape(HashedOnce):
     """One layer of a module.
 
     Attributes:
@@ -49,6 +52,8 @@ class LayerShape:
     on_targets: bool = False
     key_width: int = 0
 
+    __hash__ = HashedOnce.__hash__
+
     @property
     def trainable(self) -> bool:
         """Whether anything in it gets a gradient of its own."""
@@ -56,13 +61,15 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
-class ModuleShape:
+class ModuleShape(HashedOnce):
     """The layers of a module in execution order."""
 
     name: str
     layers: tuple[LayerShape, ...]
 
-    @property
+    __hash__ = HashedOnce.__hash__
+
+    @cached_property
     def weights(self) -> tuple[WeightShape, ...]:
         """Every parameter once."""
         return tuple({weight.name: weight for layer in self.layers for weight in layer.weights}.values())

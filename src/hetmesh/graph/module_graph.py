@@ -196,3 +196,13 @@ class ModuleGraph:
     def needs_gradient(self, boundary: BoundarySpec) -> bool:
         """Whether a gradient flows back through `boundary`: something upstream of it is trainable."""
         return self.backward_reaches(boundary.source)
+
+
+def first_stage_mesh(mesh: MeshSpec) -> MeshSpec:
+    """Where a module lies that takes its consumer's mesh: on the ranks that its rows go to. Those that share a lane's
+    tokens are lanes of their own to it, which has no tokens."""
+    mesh = mesh.slice("pp", 0)
+    if "cp" in mesh.axes:
+        lanes = "dp_shard" if "dp_shard" in mesh.axes else "dp_replicate"
+        mesh = mesh.merge((lanes, "cp"), lanes)
+    return MeshSpec(mesh.ranks, ("dp_replicate",), (1,)) if mesh.axes == ("pp",) else mesh

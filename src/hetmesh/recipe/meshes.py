@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from hetmesh.errors import RecipeError, Refusals
+from hetmesh.graph.module_graph import first_stage_mesh
 from hetmesh.graph.topology import Topology
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.recipe.batch_sizes import divisors
@@ -39,19 +40,9 @@ def module_meshes(tables: Mapping[str, ModuleParallelism], topology: Topology) -
         elif not consumers:
             meshes[name] = MeshSpec(everywhere, ("dp_replicate",), (len(everywhere),))
         elif consumers[0] in meshes:
-            meshes[name] = _first_stage(meshes[consumers[0]])
+            meshes[name] = first_stage_mesh(meshes[consumers[0]])
     refusals.finish()
     return {name: meshes[name] for name in topology.names}
-
-
-def _first_stage(mesh: MeshSpec) -> MeshSpec:
-    """Where a module lies that takes its consumer's mesh: on the ranks that its rows go to. Those that share a lane's
-    tokens are lanes of their own to it, which has no tokens."""
-    mesh = mesh.slice("pp", 0)
-    if "cp" in mesh.axes:
-        lanes = "dp_shard" if "dp_shard" in mesh.axes else "dp_replicate"
-        mesh = mesh.merge((lanes, "cp"), lanes)
-    return MeshSpec(mesh.ranks, ("dp_replicate",), (1,)) if mesh.axes == ("pp",) else mesh
 
 
 def _all_ranks(tables: Mapping[str, ModuleParallelism]) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -44,15 +44,31 @@ class ModuleCosts:
         """Per layer whether anything trainable comes before it."""
         return upstream_flags(self.shape, self.upstream)
 
-    @cached_property
+    @property
     def blocks(self) -> frozenset[str]:
         """The layers that are checkpointed and gathered by themselves (`hetmesh.parallel.blocks`, by sizes)."""
-        several = {
-            layer.name: sum(w.numel for w in layer.weights)
-            for layer in self.shape.layers
-            if layer.name and len(layer.weights) > 2
-        }
-        return frozenset(name for name, size in several.items() if 8 * size >= max(several.values()))
+        return blocks(self.shape)
+
+
+@lru_cache(maxsize=64)
+def blocks(shape: ModuleShape) -> frozenset[str]:
+    """`ModuleCosts.blocks`, by sizes alone."""
+    several = {
+        layer.name: sum(w.numel for w in layer.weights)
+        for layer in shape.layers
+        if layer.name and len(layer.weights) > 2
+    }
+    return frozenset(name for name, size in several.items() if 8 * size >= max(several.values()))
+
+
+@lru_cache(maxsize=64)
+def owners(shape: ModuleShape) -> dict[str, str]:
+    """The block of each weight; empty for those of none."""
+    by_name = {f"{block}.": block for block in blocks(shape)}
+    return {
+        weight.name: next((block for prefix, block in by_name.items() if weight.name.startswith(prefix)), "")
+        for weight in shape.weights
+    }
 
 
 class StageCosts:
@@ -82,7 +98,7 @@ class StageCosts:
         self.weights = self._joined(
             [
                 (self._owner(w.name), tensor_parallel_elements(w, self._size("tp")), w.trainable)
-                for w in place_weights(held, self.mesh, 0)
+                for w in place_weights(held, 1, 0)
             ]
         )
 
@@ -98,7 +114,7 @@ class StageCosts:
         return [("" if owner == first else owner, count, trainable) for owner, count, trainable in weights]
 
     def _owner(self, weight: str) -> str:
-        return next((block for block in self.module.blocks if weight.startswith(f"{block}.")), "")
+        return owners(self.module.shape)[weight]
 
     def _size(self, axis: str) -> int:
         return self.mesh.axis_size(axis)

@@ -8,7 +8,7 @@ from functools import cached_property
 from hetmesh.balance import BatchPlan
 from hetmesh.cost import Machine, ModuleShape, Profile, StaticMemory, StepCosts, module_memory
 from hetmesh.errors import HetmeshError
-from hetmesh.graph import ModuleGraph, Stage
+from hetmesh.graph import ModuleGraph, Stage, StageGraph, stage_graph
 from hetmesh.schedule import Schedule
 from hetmesh.simulate.layer_costs import LayerCosts
 from hetmesh.simulate.rank_work import rank_work
@@ -29,6 +29,8 @@ class StepModel:
         optimizer: its name in a recipe.
         layers: what is known of layers on this machine already; give the same to the models of many layouts.
         sample: destination ranks and microbatches of which the bytes of transfers are counted; others follow them.
+        whole: the graph of which `graph` holds some lanes, on the same ranks: what collectives take, and what ranks
+            hold, is as there. None: `graph` is the whole.
 
     Raises:
         HetmeshError: the sizes of a module are not given, or the profile was measured in another dtype.
@@ -44,6 +46,7 @@ class StepModel:
         optimizer: str = "AdamW",
         layers: LayerCosts | None = None,
         sample: int = 32,
+        whole: ModuleGraph | None = None,
     ) -> None:
         if missing := [name for name in graph.order if shapes.get(name) is None]:
             raise HetmeshError(f"costs of a step: the sizes of modules {missing} are not known")
@@ -55,10 +58,21 @@ class StepModel:
         self.graph, self.machine, self.optimizer, self.sample = graph, machine, optimizer, sample
         known = layers or LayerCosts(machine, profile)
         self._modules = {
-            name: ModuleCosts(graph[name], shapes[name], any(map(graph.needs_gradient, graph.inputs(name))), known)
+            name: ModuleCosts(
+                (whole or graph)[name], shapes[name], any(map(graph.needs_gradient, graph.inputs(name))), known
+            )
             for name in graph.order
         }
         self._stages: dict[tuple[Stage, bool, bool, bool], StageCosts] = {}
+
+    def shape(self, module: str) -> ModuleShape:
+        """The sizes of a module."""
+        return self._modules[module].shape
+
+    @cached_property
+    def stages(self) -> StageGraph:
+        """The stages of `graph`, for policies."""
+        return stage_graph(self.graph)
 
     @cached_property
     def memory(self) -> Mapping[str, Mapping[int, StaticMemory]]:

@@ -10,9 +10,9 @@ from hetmesh.cost import ModuleShape, Work
 from hetmesh.errors import RecipeError
 from hetmesh.graph import Activation
 from hetmesh.models.adapter import Adapter
+from hetmesh.planner.default_splits import default_splits
 from hetmesh.recipe.module_options import layout_table, module_options
 from hetmesh.recipe.sections import ModuleParallelism
-from hetmesh.training.default_splits import default_splits
 from hetmesh.training.module_shapes import module_shape_of
 
 if TYPE_CHECKING:

@@ -1,0 +1,71 @@
+"""`hetmesh plan RECIPE`: which layout a model should have on so many ranks, before any of them is booked."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hetmesh.errors import RecipeError
+from hetmesh.recipe.overrides import parse_value
+from hetmesh.recipe.recipe import load_recipe
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The recipe, the machine, and what the layout must keep to."""
+    parser.add_argument("recipe", metavar="RECIPE", help="models, data and batch size; its layout counts for nothing")
+    parser.add_argument("--machine", metavar="NAME", help="a machine's name or TOML file; default: [metrics] machine")
+    parser.add_argument("--ranks", metavar="N", type=int, help="how many there are; default: those of the recipe")
+    parser.add_argument(
+        "--fix",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="keep to this: llm.tensor_parallel_degree=8, placement=disjoint, schedule=1f1b; may be repeated",
+    )
+    parser.add_argument("--memory", metavar="GB", type=float, help="of a rank; default: nine tenths of the machine's")
+    parser.add_argument("--shown", metavar="N", type=int, default=2, help="layouts of each placement (default 2)")
+    parser.add_argument("--write", metavar="FILE.toml", help="also write the recipe with the fastest layout")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Search in this one process, without weights."""
+    recipe = load_recipe(args.recipe, overrides)
+    for name, value in (("--ranks", args.ranks), ("--shown", args.shown), ("--memory", args.memory)):
+        if value is not None and value <= 0:
+            raise RecipeError(f"{name} {value}: must be above 0")
+    from hetmesh.files import to_json, writing
+    from hetmesh.planner import search
+    from hetmesh.recipe.rewrite import rewritten
+    from hetmesh.report.plan_text import plan_json, plan_text
+    from hetmesh.training.planning import check_planned, plan_keys, recipe_problem
+
+    memory = None if args.memory is None else round(args.memory * 1e9)
+    fixed = dict(_pair(text) for text in args.fix)
+    started = time.perf_counter()
+    problem = recipe_problem(recipe, machine=args.machine, ranks=args.ranks, fixed=fixed, memory_bytes=memory)
+    found = search(problem, shown=args.shown)
+    seconds = time.perf_counter() - started
+    print(to_json(plan_json(problem, found, seconds), indent=2) if args.json else plan_text(problem, found, seconds))
+    if found.fastest is None:
+        return 1
+    if args.write:
+        text = rewritten(
+            Path(args.recipe).read_text(encoding="utf-8"),
+            plan_keys(recipe, found.fastest.plan, problem.global_batch_size),
+        )
+        check_planned(text, found.fastest.plan)
+        with writing(Path(args.write)):
+            Path(args.write).write_text(text, encoding="utf-8")
+        if not args.json:
+            print(f"\nwrote {args.write}: look at it with `hetmesh explain {args.write}`")
+    return 0
+
+
+def _pair(text: str) -> tuple[str, object]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise RecipeError(f"--fix {text}: write KEY=VALUE")
+    return key, parse_value(value)

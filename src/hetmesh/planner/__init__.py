@@ -1,0 +1,23 @@
+"""The planner: which layout, placement and schedule. Sizes, a machine, samples and wishes in; predictions out."""
+
+from hetmesh.planner.candidates import DEGREE_KEYS
+from hetmesh.planner.layout_plan import AXES, PLACEMENTS, LayoutPlan, ModulePlan, laid_out
+from hetmesh.planner.predict import Prediction, Predictor
+from hetmesh.planner.problem import ModuleFacts, Problem
+from hetmesh.planner.search import Found, candidates, search
+
+__all__ = [
+    "AXES",
+    "DEGREE_KEYS",
+    "PLACEMENTS",
+    "Found",
+    "LayoutPlan",
+    "ModuleFacts",
+    "ModulePlan",
+    "Prediction",
+    "Predictor",
+    "Problem",
+    "candidates",
+    "laid_out",
+    "search",
+]

@@ -1,0 +1,189 @@
+"""Candidates: every layout of a module on some ranks, every way to place modules beside each other."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from hetmesh.graph import MetaArrays
+from hetmesh.graph.module_options import CheckpointMode
+from hetmesh.planner.layout_plan import AXES, LayoutPlan, ModulePlan
+from hetmesh.planner.problem import ModuleFacts, Problem
+
+DEGREE_KEYS = {
+    "pp": "pipeline_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+}
+"""Of `AXES`, what recipes call them."""
+
+LONG = 4096
+"""Tokens of a sample from which on the ranks of a lane may share it where samples are packed anyway: below, the
+exchange of keys costs more than it saves, and packing would be all that is gained."""
+
+_MOST_TENSOR, _MOST_CONTEXT, _MOST_STAGES, _MOST_MICROBATCHES = 8, 8, 16, 64
+_SPLITS = 4  # ways to part the ranks that are looked at
+_CHECKPOINTS: tuple[CheckpointMode, ...] = ("none", "full")
+
+
+def powers(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`."""
+    return [1 << i for i in range(max(most, 1).bit_length())]
+
+
+def module_plans(problem: Problem, name: str, first: int, ranks: int) -> Iterator[ModulePlan]:
+    """Every layout of a module on `ranks` ranks from rank `first` on that the model and what is fixed allow.
+
+    Tensor and context parallelism stay within a node. Lanes replicate their weights, shard them over all lanes, or
+    shard them over the lanes of a node and replicate those.
+    """
+    facts, sink = problem.facts[name], name == problem.graph.sink.name
+    node = problem.machine.ranks_per_node or ranks
+    for tp in powers(min(_MOST_TENSOR, node, ranks)):
+        if facts.tensor_parallel and facts.tensor_parallel % tp:
+            continue
+        for cp, pp in itertools.product(_contexts(problem, facts, name, node // tp), _stages(facts, ranks // tp, sink)):
+            lanes, rest = divmod(ranks, tp * cp * pp)
+            if rest or not lanes:
+                continue
+            for replicate, shard in _data_parallel(lanes, max(node // (tp * cp), 1)):
+                for checkpoint in _CHECKPOINTS:
+                    plan = ModulePlan((first, first + ranks), (pp, replicate, shard, cp, tp), checkpoint)
+                    if _agrees(problem, name, plan):
+                        yield plan
+
+
+def _contexts(problem: Problem, facts: ModuleFacts, name: str, most: int) -> list[int]:
+    fixed = problem.fixed.get((name, DEGREE_KEYS["cp"]))
+    if isinstance(fixed, int):
+        return [fixed] if facts.context_parallel or fixed == 1 else []
+    spec = problem.graph[name]
+    long = spec.packed and int(problem.samples.tokens.max(initial=0)) >= LONG
+    return powers(min(most, _MOST_CONTEXT)) if facts.context_parallel and long else [1]
+
+
+def _stages(facts: ModuleFacts, most: int, sink: bool) -> list[int]:
+    layers = sum(bool(layer.name) for layer in facts.shape.layers)
+    if facts.activation is None:
+        return [1]
+    units = max(layers - max(len(facts.first_layers) - 1, 0), 1)
+    return [n for n in range(1, min(most, units if sink else 1, _MOST_STAGES) + 1) if most % n == 0]
+
+
+def _data_parallel(lanes: int, in_node: int) -> Iterator[tuple[int, int]]:
+    yield lanes, 1
+    if lanes > 1:
+        yield 1, lanes
+    if 1 < in_node < lanes and lanes % in_node == 0:
+        yield lanes // in_node, in_node
+
+
+def _agrees(problem: Problem, name: str, plan: ModulePlan) -> bool:
+    for axis, size in zip(AXES, plan.degrees, strict=True):
+        if problem.fixed.get((name, DEGREE_KEYS[axis]), size) != size:
+            return False
+    return problem.fixed.get((name, "activation_checkpoint"), plan.activation_checkpoint) == plan.activation_checkpoint
+
+
+def rank_splits(problem: Problem, work: Mapping[str, float]) -> Iterator[tuple[int, ...]]:
+    """Numbers of ranks for the modules of `problem.own`, each on ranks of its own: near shares of their work, and what
+    a machine's nodes suggest.
+
+    Args:
+        work: FLOPs of each over a batch.
+    """
+    own, ranks = problem.own, problem.ranks
+    if len(own) < 2 or ranks < len(own):
+        return
+    whole = sum(work.values()) or 1.0
+    unit = math.gcd(ranks, problem.machine.ranks_per_node or ranks)
+    sizes: list[Sequence[int]] = []
+    for name in own[:-1]:
+        ideal = ranks * work[name] / whole
+        steps = sorted({*powers(ranks // 2), *range(unit, ranks, unit), ranks // 3, ranks // 4, ranks // 9})
+        near = sorted((n for n in steps if 0 < n < ranks), key=lambda n: abs(math.log(n / max(ideal, 0.25))))
+        sizes.append(near)
+    found = 0
+    for chosen in sorted(itertools.product(*map(range, map(len, sizes))), key=lambda each: (sum(each), each)):
+        counts = [near[i] for near, i in zip(sizes, chosen, strict=True)]
+        rest = ranks - sum(counts)
+        if rest > 0 and next(_usable(problem, sum(counts), rest), None) is not None:
+            yield (*counts, rest)
+            found += 1
+            if found == _SPLITS:
+                return
+
+
+def _usable(problem: Problem, first: int, ranks: int) -> Iterator[ModulePlan]:
+    """Layouts of the sink over whose lanes a batch divides."""
+    for plan in module_plans(problem, problem.own[-1], first, ranks):
+        if problem.global_batch_size % plan.lanes == 0:
+            yield plan
+
+
+def microbatch_sizes(problem: Problem, lanes: int, stages: int) -> list[int]:
+    """Samples per microbatch and lane of the sink that divide its share of the batch: powers of two, with at least as
+    many microbatches as stages where there are so many."""
+    each, rest = divmod(problem.global_batch_size, lanes)
+    if rest or not each:
+        return []
+    fixed = problem.fixed.get(("", "microbatch_size"))
+    sizes = [size for size in powers(each) if each % size == 0 and each // size <= _MOST_MICROBATCHES]
+    sizes = [size for size in sizes if fixed in (None, size)]
+    enough = [size for size in sizes if each // size >= min(2 * stages, each)]
+    return (enough or sizes)[-4:]
+
+
+def schedules(problem: Problem, placement: str, sink: ModulePlan) -> Iterator[tuple[str, int]]:
+    """Schedules, with stages per rank, that suit a placement."""
+    pp = sink.degree("pp")
+    layers = sum(bool(layer.name) for layer in problem.facts[problem.graph.sink.name].shape.layers)
+    found: list[tuple[str, int]] = [("sequential", 1)]
+    if placement == "colocated" and pp > 1:  # encoders that run on all ranks between two stages would stop the pipeline
+        found = [("three_phase", 1)]
+    elif pp > 1 or placement == "disjoint":
+        found = [("1f1b", 1)]
+    if pp > 1 and layers >= 2 * pp and placement == "disjoint":
+        found.append(("interleaved", 2))
+    fixed = problem.fixed.get(("", "schedule"))
+    yield from ((name, count) for name, count in found if fixed in (None, name))
+    if fixed is not None and fixed not in {name for name, _ in found}:
+        yield str(fixed), 2 if fixed == "interleaved" and layers >= 2 * pp > 2 else 1
+
+
+def homogeneous(problem: Problem, sink: ModulePlan) -> Iterator[dict[str, ModulePlan]]:
+    """All modules as the sink lies: before a pipeline, on the ranks of its first stage; ranks that share tokens are
+    lanes of their own there."""
+    plans: dict[str, ModulePlan] = {}
+    pp, replicate, shard, cp, tp = sink.degrees
+    first, stop = sink.ranks
+    for name in problem.own[:-1]:
+        limit = problem.facts[name].tensor_parallel
+        if limit and limit % tp:
+            return
+        degrees = (1, replicate * cp, shard, 1, tp)
+        plans[name] = ModulePlan((first, first + (stop - first) // pp), degrees, sink.activation_checkpoint)
+        if not _agrees(problem, name, plans[name]):
+            return
+    yield {**plans, problem.own[-1]: sink}
+
+
+def joined(problem: Problem, placement: str, choices: Iterable[dict[str, ModulePlan]]) -> Iterator[LayoutPlan]:
+    """Every candidate of a placement from layouts of its modules: with every microbatch size and schedule."""
+    if problem.fixed.get(("", "placement"), placement) != placement:
+        return
+    for modules in choices:
+        sink = modules[problem.graph.sink.name]
+        for size in microbatch_sizes(problem, sink.lanes, sink.degree("pp")):
+            for schedule, per_rank in schedules(problem, placement, sink):
+                yield LayoutPlan(placement, modules, schedule, size, per_rank)
+
+
+def samples_of_batches(problem: Problem, batches: int, share: float) -> list[MetaArrays]:
+    """Some global batches, of which a layout that is reduced to a share of its lanes takes that share."""
+    size = max(round(problem.global_batch_size * share), 1)
+    have = len(problem.samples)
+    return [problem.samples.take([i % have for i in range(b * size, (b + 1) * size)]) for b in range(batches)]

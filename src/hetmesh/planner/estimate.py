@@ -1,0 +1,117 @@
+"""A first estimate of a candidate, in microseconds: typical microbatches, no transfers, no waiting but a pipeline's.
+
+It says which candidates are worth a simulation. What modules cost is worked out once per layout of each.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from hetmesh.cost import StageCost, module_memory
+from hetmesh.graph import Stage
+from hetmesh.planner.layout_plan import LayoutPlan, ModulePlan, laid_out_module
+from hetmesh.planner.problem import Problem
+from hetmesh.planner.typical_work import typical_work
+from hetmesh.simulate import LayerCosts, RankWork
+from hetmesh.simulate.layer_costs import kinds
+from hetmesh.simulate.stage_costs import ModuleCosts, StageCosts
+
+
+@dataclass(frozen=True)
+class ModuleEstimate:
+    """One module in a typical microbatch.
+
+    Attributes:
+        stages: seconds of forward and backward of each stage.
+        once: seconds of a step that do not depend on microbatches, of the slowest stage.
+        kept: bytes of activations of a microbatch, of the stage that keeps most.
+        held: bytes for the whole run on the rank that holds most.
+    """
+
+    stages: tuple[float, ...]
+    once: float
+    kept: int
+    held: int
+
+
+class Estimator:
+    """Estimates candidates of one problem."""
+
+    def __init__(self, problem: Problem, layers: LayerCosts) -> None:
+        self.problem, self.layers = problem, layers
+        self._known: dict[tuple, ModuleEstimate] = {}
+
+    def estimate(self, plan: LayoutPlan) -> tuple[float, int]:
+        """Seconds of a step and bytes of the rank that holds most, both rough.
+
+        Raises:
+            HetmeshError: the candidate cannot be laid out so.
+        """
+        problem, (*encoders, name) = self.problem, self.problem.own
+        own = plan.modules[name]
+        microbatches = problem.global_batch_size // (own.lanes * plan.microbatch_size)
+        sink = self._module(name, own, plan.microbatch_size, plan.stages_per_rank)
+        pp = own.degree("pp")
+        samples = plan.microbatch_size * own.lanes
+        before = [self._module(each, plan.modules[each], samples / plan.modules[each].lanes, 1) for each in encoders]
+        slowest, whole = max(sink.stages) * len(sink.stages) / pp, sum(sink.stages)
+        of_encoders = [each.stages[0] for each in before]
+        flight = min(pp, microbatches)
+        if plan.placement == "disjoint":
+            seconds = (microbatches - 1) * max(slowest, *of_encoders) + whole + max(of_encoders)
+            peak = max(sink.held + flight * sink.kept, *(e.held + (flight + 1) * e.kept for e in before))
+            return seconds + max(sink.once, *(each.once for each in before)), peak
+        if plan.placement == "homogeneous":  # before the first stage, on its ranks
+            slowest, whole = max(slowest, sink.stages[0] + sum(of_encoders)), whole + sum(of_encoders)
+            of_encoders = []
+        seconds = microbatches * sum(of_encoders) + (microbatches - 1) * slowest + whole
+        ahead = microbatches if plan.schedule == "three_phase" else flight
+        peak = sink.held + flight * sink.kept + sum(each.held + ahead * each.kept for each in before)
+        return seconds + sink.once + sum(each.once for each in before), peak
+
+    def _module(self, name: str, plan: ModulePlan, samples: float, stages_per_rank: int) -> ModuleEstimate:
+        node = self.problem.machine.ranks_per_node or self.problem.ranks
+        key = name, plan.degrees, plan.activation_checkpoint, samples, stages_per_rank, plan.ranks[0] % node
+        if key not in self._known:
+            self._known[key] = self._make(name, plan, samples, stages_per_rank)
+        return self._known[key]
+
+    def _make(self, name: str, plan: ModulePlan, samples: float, stages_per_rank: int) -> ModuleEstimate:
+        problem, graph = self.problem, self.problem.graph
+        spec = laid_out_module(problem, name, plan.mesh, plan, samples, stages_per_rank)
+        upstream = any(map(graph.needs_gradient, graph.inputs(name)))
+        module = ModuleCosts(spec, problem.facts[name].shape, upstream, self.layers)
+        work = typical_work(problem, name, samples)
+        shared = plan.degree("cp")
+        work = replace(work, rows=-(-work.rows // shared), pairs=-(-work.pairs // shared))
+        rows = problem.samples.tokens if name == graph.sink.name else problem.samples.rows_of(name)
+        mean = float(rows.mean()) or 1.0
+        large = 1.0 + 2.0 * float(rows.std()) / mean / math.sqrt(max(samples, 1.0))  # as the largest microbatches are
+        costs: list[StageCost] = []
+        once = 0.0
+        known: dict[tuple, StageCost] = {}
+        kind_of = {layer.name: kind for layer, kind in zip(module.shape.layers, kinds(module.shape), strict=True)}
+        for i in range(spec.num_stages):
+            alike = (i == 0, *map(kind_of.__getitem__, spec.stage_layers(i)))
+            if alike in known:  # also where ranks of another place along `pp` hold it
+                costs.append(known[alike])
+                continue
+            stage = StageCosts(
+                module,
+                Stage(name, i),
+                fed=upstream or i > 0,
+                backward=graph.backward_reaches(name),
+                recompute=False,
+            )
+            known[alike] = stage.costs([[RankWork(work)], [RankWork(work)]])[1]
+            costs.append(known[alike])
+            once = max(once, stage.reduce)
+        memory = module_memory(problem.facts[name].shape, spec, problem.optimizer)
+        held = max(each.total for each in memory.values())
+        return ModuleEstimate(
+            tuple(cost.forward + cost.backward for cost in costs),
+            once,
+            math.ceil(large * max(cost.activation_bytes for cost in costs)) * stages_per_rank,
+            held,
+        )

@@ -1,0 +1,150 @@
+"""LayoutPlan: one candidate. Which ranks hold each module and with which degrees, and how a step runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from hetmesh.errors import GraphError
+from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, first_stage_mesh
+from hetmesh.graph.module_options import CheckpointMode
+from hetmesh.layout import MeshSpec
+from hetmesh.planner.default_splits import default_splits
+from hetmesh.planner.problem import Problem
+from hetmesh.planner.typical_work import typical_work
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+PLACEMENTS = ("homogeneous", "colocated", "disjoint")
+"""All modules on all ranks with the same degrees; all on all ranks, each with its own; each on ranks of its own."""
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """Where one module lies and how it runs.
+
+    Attributes:
+        ranks: first rank and the one behind the last.
+        degrees: size of each of `AXES`.
+        activation_checkpoint: what is computed again.
+    """
+
+    ranks: tuple[int, int]
+    degrees: tuple[int, int, int, int, int]
+    activation_checkpoint: CheckpointMode = "none"
+
+    def degree(self, axis: str) -> int:
+        """The size of one axis."""
+        return self.degrees[AXES.index(axis)]
+
+    @property
+    def lanes(self) -> int:
+        """Data-parallel coordinates."""
+        return math.prod(self.degree(axis) for axis in LANE_AXES)
+
+    @property
+    def mesh(self) -> MeshSpec:
+        """Axes of size 1 are left out, as in a recipe."""
+        sizes = {axis: size for axis, size in zip(AXES, self.degrees, strict=True) if size > 1} or {"dp_replicate": 1}
+        return MeshSpec(tuple(range(*self.ranks)), tuple(sizes), tuple(sizes.values()))
+
+    def __str__(self) -> str:
+        names = ("PP", "DP", "FSDP", "CP", "TP")
+        text = " x ".join(f"{name} {size}" for name, size in zip(names, self.degrees, strict=True) if size > 1)
+        again = ", recomputed" if self.activation_checkpoint == "full" else ""
+        return f"{text or 'one rank'}{again}"
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """One candidate.
+
+    Attributes:
+        placement: one of `PLACEMENTS`.
+        modules: of the modules with meshes of their own.
+        schedule: a key of `hetmesh.schedule.POLICIES`.
+        microbatch_size: samples per microbatch and lane of the sink.
+        stages_per_rank: of the sink, where it is a pipeline.
+    """
+
+    placement: str
+    modules: Mapping[str, ModulePlan] = field(default_factory=lambda: MappingProxyType({}))
+    schedule: str = "sequential"
+    microbatch_size: int = 1
+    stages_per_rank: int = 1
+
+    def __str__(self) -> str:
+        parts = (f"{name}: {plan} on {plan.ranks[0]}-{plan.ranks[1] - 1}" for name, plan in self.modules.items())
+        return f"{self.placement}; {'; '.join(parts)}; {self.schedule}, microbatches of {self.microbatch_size}"
+
+    def key(self) -> tuple:
+        """What tells candidates apart, and orders equals."""
+        return (
+            self.placement,
+            tuple((name, m.ranks, m.degrees, m.activation_checkpoint) for name, m in self.modules.items()),
+            self.schedule,
+            self.microbatch_size,
+            self.stages_per_rank,
+        )
+
+
+def laid_out(problem: Problem, plan: LayoutPlan) -> ModuleGraph:
+    """The graph of the problem on the meshes of a candidate, with stages cut by what layers cost.
+
+    Raises:
+        GraphError, RecipeError: it cannot be cut so.
+    """
+    graph, meshes = problem.graph, {name: module.mesh for name, module in plan.modules.items()}
+    specs: dict[str, ModuleSpec] = {}
+    for name in reversed(graph.order):  # consumers first
+        if name not in meshes:
+            meshes[name] = first_stage_mesh(meshes[graph.outputs(name)[0].destination])
+        stages_per_rank = plan.stages_per_rank if name == graph.sink.name else 1
+        own = plan.modules.get(name)
+        specs[name] = laid_out_module(problem, name, meshes[name], own, plan.microbatch_size, stages_per_rank)
+    return ModuleGraph(tuple(specs[module.name] for module in graph.modules), graph.boundaries)
+
+
+def laid_out_module(
+    problem: Problem, name: str, mesh: MeshSpec, own: ModulePlan | None, samples: float, stages_per_rank: int
+) -> ModuleSpec:
+    """One module of the problem on a mesh.
+
+    Args:
+        own: its plan, where it has a mesh of its own.
+        samples: per microbatch and lane; stages are cut by what these cost.
+
+    Raises:
+        GraphError, RecipeError: it cannot be cut so.
+    """
+    graph, facts = problem.graph, problem.facts[name]
+    spec = graph[name]
+    options = spec.options
+    if own is not None:
+        options = replace(options, activation_checkpoint=own.activation_checkpoint)
+    pp, shared = mesh.axis_size("pp"), mesh.axis_size("cp") > 1
+    splits: tuple[tuple[str, ...], ...] = ()
+    if pp > 1:
+        if facts.activation is None:
+            raise GraphError(f"module {name!r} cannot be a pipeline")
+        upstream = any(graph[before].trainable for before in graph.topology.upstream(name))
+        splits = default_splits(
+            facts.shape,
+            pp * stages_per_rank,
+            upstream_trainable=upstream,
+            recomputed=options.activation_checkpoint == "full",
+            together=facts.first_layers,
+            work=typical_work(problem, name, samples),
+        )
+    sink = name == graph.sink.name
+    return replace(
+        spec,
+        mesh=mesh,
+        splits=splits,
+        activation=facts.activation if pp > 1 else None,
+        options=options,
+        packed=sink and (spec.packed or shared),
+        token_axes=("cp",) if (shared and not graph.inputs(name)) or (shared and sink) else (),
+        tokens_per_row=spec.tokens_per_row if shared else 0,
+    )

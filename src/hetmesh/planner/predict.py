@@ -1,0 +1,123 @@
+"""What a candidate's step takes and holds, from a simulation of sampled batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+import numpy as np
+
+from hetmesh.balance import plan_batch
+from hetmesh.cost import Work, module_flops
+from hetmesh.cost.work import samples_work
+from hetmesh.planner.candidates import samples_of_batches
+from hetmesh.planner.layout_plan import LayoutPlan, laid_out
+from hetmesh.planner.problem import Problem
+from hetmesh.planner.some_lanes import some_lanes
+from hetmesh.schedule import POLICIES
+from hetmesh.simulate import CLASSES, LayerCosts, StepModel, Timeline, average_bubbles, simulate
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A candidate and what it is expected to do.
+
+    Attributes:
+        plan: the candidate.
+        step_s: seconds of a step, mean over the sampled batches.
+        tokens_per_s: of the LLM, per rank of the job.
+        mfu: model FLOPs over what all ranks could do at their peak; None without a peak.
+        peak_bytes: of the rank that holds most.
+        fits: whether that is within the limit.
+        bubbles: seconds of a step for which the mean rank is idle, by class; `compute` for which it is not.
+    """
+
+    plan: LayoutPlan
+    step_s: float
+    tokens_per_s: float
+    mfu: float | None
+    peak_bytes: int
+    fits: bool
+    bubbles: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+
+
+class Predictor:
+    """Predicts candidates of one problem; layers are measured once for all.
+
+    Args:
+        batches: sampled global batches; their mean counts.
+        lanes: of the sink that are simulated at least; all of them where there are fewer.
+        quick: balances by the first candidate of `auto` alone, and counts the bytes of fewer transfers.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        batches: int = 1,
+        lanes: int = 1,
+        layers: LayerCosts | None = None,
+        *,
+        quick: bool = False,
+    ) -> None:
+        self.problem, self.batches, self.lanes = problem, batches, lanes
+        policy = "two_dim" if quick and problem.balance.policy == "auto" else problem.balance.policy
+        self.balance, self.sample = replace(problem.balance, policy=policy), 2 if quick else 8
+        self.layers = layers or LayerCosts(problem.machine)
+        self._flops = batch_flops(problem)
+
+    def predict(self, plan: LayoutPlan) -> Prediction:
+        """Raises HetmeshError where the candidate cannot be laid out or run so."""
+        problem, timelines = self.problem, self.timelines(plan)
+        step = float(np.mean([timeline.makespan for timeline in timelines]))
+        peak = max(max(timeline.peak_bytes) for timeline in timelines)
+        tokens = float(problem.samples.tokens.mean()) * problem.global_batch_size
+        ideal = 0.0
+        for name, flops in self._flops.items():
+            rate = problem.machine.peak(str(problem.graph[name].options.row_dtype).removeprefix("torch."))
+            ideal += flops / rate if rate else float("nan")
+        mfu = ideal / (step * problem.ranks)
+        each = [average_bubbles(timeline) for timeline in timelines]
+        kinds = {kind: float(np.mean([getattr(one, kind) for one in each])) for kind in ("compute", *CLASSES)}
+        return Prediction(
+            plan,
+            step,
+            tokens / step / problem.ranks,
+            None if mfu != mfu else mfu,
+            peak,
+            not problem.limit or peak <= problem.limit,
+            MappingProxyType(kinds),
+        )
+
+    def timelines(self, plan: LayoutPlan) -> list[Timeline]:
+        """The simulated step of each sampled batch, with as many lanes as stand for all."""
+        problem = self.problem
+        whole = laid_out(problem, plan)
+        graph, share = some_lanes(whole, self.lanes)
+        shapes = {name: facts.shape for name, facts in problem.facts.items()}
+        model = StepModel(
+            graph,
+            shapes,
+            problem.machine,
+            optimizer=problem.optimizer,
+            layers=self.layers,
+            sample=self.sample,
+            whole=whole,
+        )
+        found = []
+        for samples in samples_of_batches(problem, self.batches, share):
+            batch = plan_batch(graph, samples, plan.microbatch_size, self.balance)
+            schedule = POLICIES[plan.schedule](model.stages, batch.routes, True)
+            found.append(simulate(schedule, model.costs(batch, schedule)))
+        return found
+
+
+def batch_flops(problem: Problem) -> dict[str, float]:
+    """Per module the FLOPs of a global batch, forward and backward."""
+    found = {}
+    for name, facts in problem.facts.items():
+        each = samples_work(problem.graph, name, problem.samples).mean(0) * problem.global_batch_size
+        upstream = any(map(problem.graph.needs_gradient, problem.graph.inputs(name)))
+        work = Work(*(round(float(n)) for n in each))
+        found[name] = float(module_flops(facts.shape, work, upstream=upstream).total)
+    return found

@@ -1,0 +1,74 @@
+"""What the planner works on: modules by their sizes, a machine, samples, and what the user has fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from hetmesh.balance import BalanceOptions
+from hetmesh.balance.from_graph import UNBALANCED
+from hetmesh.cost import Machine, ModuleShape
+from hetmesh.graph import Activation, MetaArrays, ModuleGraph
+
+
+@dataclass(frozen=True)
+class ModuleFacts:
+    """What of a module bounds its layouts.
+
+    Attributes:
+        shape: its layers and their sizes.
+        activation: what passes between its layers; None: it cannot be a pipeline.
+        first_layers: layers that stay together in the first stage.
+        tensor_parallel: what degrees of tensor parallelism must divide; 0: any degree does.
+        context_parallel: whether its ranks can share the tokens of a sample.
+        alone: whether it has a mesh of its own; a module without one takes the first stage of its consumer's.
+    """
+
+    shape: ModuleShape
+    activation: Activation | None = None
+    first_layers: tuple[str, ...] = ()
+    tensor_parallel: int = 0
+    context_parallel: bool = False
+    alone: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A search.
+
+    Attributes:
+        graph: the modules and boundaries; the meshes, stages and packing of its modules count for nothing.
+        facts: of every module.
+        machine: its peaks, links and memory.
+        ranks: how many there are; the first `machine.ranks_per_node` share a node, and so on.
+        samples: expanded metadata to lay out, several global batches of them.
+        global_batch_size: samples per step.
+        optimizer: its name in a recipe.
+        balance: how batches are balanced.
+        fixed: keys of a recipe that candidates must agree with, as (module, key) -> value; the module `""` is for
+            `placement`, `schedule` and `microbatch_size`.
+        memory_bytes: the most that a rank may hold; None: nine tenths of the machine's. The rest is for what is not
+            predicted: communicators, workspaces, fragments.
+    """
+
+    graph: ModuleGraph
+    facts: Mapping[str, ModuleFacts]
+    machine: Machine
+    ranks: int
+    samples: MetaArrays
+    global_batch_size: int
+    optimizer: str = "AdamW"
+    balance: BalanceOptions = UNBALANCED
+    fixed: Mapping[tuple[str, str], object] = field(default_factory=lambda: MappingProxyType({}))
+    memory_bytes: int | None = None
+
+    @property
+    def limit(self) -> int:
+        """Bytes that a rank may hold; 0: no limit is known."""
+        return self.memory_bytes if self.memory_bytes is not None else self.machine.memory_bytes * 9 // 10
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """The modules with meshes of their own; the sink is the last."""
+        return tuple(name for name in self.graph.order if self.facts[name].alone)

@@ -1,0 +1,187 @@
+"""The search: the best layouts of every placement, by simulation.
+
+All candidates are estimated (`estimate.py`). Those with the least estimates are simulated as they would run, with a
+sampled batch as the balancer lays it out; the best of these again with more lanes and batches, then what differs from
+the best in one choice, until nothing near is faster.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from hetmesh.errors import HetmeshError
+from hetmesh.planner.candidates import homogeneous, joined, microbatch_sizes, module_plans, rank_splits, schedules
+from hetmesh.planner.estimate import Estimator
+from hetmesh.planner.layout_plan import PLACEMENTS, LayoutPlan, ModulePlan
+from hetmesh.planner.predict import Prediction, Predictor, batch_flops
+from hetmesh.planner.problem import Problem
+from hetmesh.simulate import LayerCosts
+
+_SIMULATED = 48  # at most, of each placement
+_FITTING, _NEAR, _FINALISTS = 12, 4, 4
+_LANES, _BATCHES = 4, 2  # of the simulation that decides
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        best: of each placement, the fastest first; what does not fit into memory is not in here.
+        considered: candidates.
+        simulated: of them, those that were.
+        too_large: of them, those that do not fit.
+        refused: why others cannot run, and how many.
+    """
+
+    best: Mapping[str, tuple[Prediction, ...]]
+    considered: int = 0
+    simulated: int = 0
+    too_large: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def fastest(self) -> Prediction | None:
+        """Of all placements."""
+        return min((found[0] for found in self.best.values() if found), key=lambda p: p.step_s, default=None)
+
+
+def search(problem: Problem, *, shown: int = 3) -> Found:
+    """Search the layouts of `problem`. Deterministic.
+
+    Args:
+        shown: of each placement so many are returned.
+    """
+    return _Search(problem).run(shown)
+
+
+class _Search:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        layers = LayerCosts(problem.machine)
+        self.estimator = Estimator(problem, layers)
+        self.quick = Predictor(problem, layers=layers, quick=True)
+        self.exact = Predictor(problem, _BATCHES, _LANES, layers)
+        self.refused: Counter[str] = Counter()
+        self.known: dict[tuple[bool, tuple], Prediction | None] = {}
+        self.estimated: dict[tuple, float] = {}
+
+    def run(self, shown: int) -> Found:
+        best = {}
+        for placement in PLACEMENTS:
+            promising = self._promising(candidates(self.problem, placement))
+            final = self._near(self._simulated(promising, _FITTING)[: max(_FINALISTS, shown)])
+            best[placement] = tuple(final[:shown])
+        asked = [found for found in self.known.values() if found is not None]
+        too_large = sum(not found.fits for found in asked)
+        return Found(best, len(self.estimated), len(self.known), too_large, dict(self.refused))
+
+    def _predict(self, plan: LayoutPlan, exact: bool = False) -> Prediction | None:
+        key = exact, plan.key()
+        if key not in self.known:
+            try:
+                self.known[key] = (self.exact if exact else self.quick).predict(plan)
+            except HetmeshError as error:
+                self.refused[str(error).partition("\n")[0]] += 1
+                self.known[key] = None
+        return self.known[key]
+
+    def _promising(self, plans: Iterable[LayoutPlan]) -> list[LayoutPlan]:
+        """The candidates with the least estimates, of those that may fit."""
+        limit = self.problem.limit
+        found: list[tuple[float, int, LayoutPlan]] = []
+        for plan in plans:
+            if plan.key() in self.estimated:
+                continue
+            try:
+                seconds, size = self.estimator.estimate(plan)
+            except HetmeshError as error:
+                self.refused[str(error).partition("\n")[0]] += 1
+                continue
+            self.estimated[plan.key()] = seconds
+            if not limit or size <= limit:
+                found.append((seconds, len(found), plan))
+        return [plan for _, _, plan in heapq.nsmallest(_SIMULATED, found)]
+
+    def _simulated(self, plans: Iterable[LayoutPlan], enough: int) -> list[LayoutPlan]:
+        """Plans by their simulated seconds, once so many have been found that fit."""
+        found: list[Prediction] = []
+        for plan in plans:
+            each = self._predict(plan)
+            if each is not None and each.fits:
+                found.append(each)
+                if len(found) == enough:
+                    break
+        return [each.plan for each in sorted(found, key=lambda each: (each.step_s, str(each.plan)))]
+
+    def _near(self, plans: list[LayoutPlan]) -> list[Prediction]:
+        """The best of `plans`, and of what differs from the best in one choice, until that is no faster."""
+        pool = dict.fromkeys(plan.key() for plan in plans)
+        found = self._measured(plans)
+        while found:
+            leader = found[0]
+            near = [plan for plan in neighbours(self.problem, leader.plan) if plan.key() not in pool]
+            pool |= dict.fromkeys(plan.key() for plan in near)
+            near = [plan for plan in near if (False, plan.key()) not in self.known]
+            for plan in near:
+                self.estimated.pop(plan.key(), None)
+            better = self._measured(self._simulated(self._promising(near), _NEAR)[:2])
+            found = sorted([*found, *better], key=lambda each: (each.step_s, str(each.plan)))
+            if found[0] is leader:
+                break
+        return found
+
+    def _measured(self, plans: Iterable[LayoutPlan]) -> list[Prediction]:
+        found = [each for plan in plans if (each := self._predict(plan, exact=True)) is not None and each.fits]
+        return sorted(found, key=lambda each: (each.step_s, str(each.plan)))
+
+
+def candidates(problem: Problem, placement: str) -> Iterator[LayoutPlan]:
+    """All candidates of a placement."""
+    *encoders, last = problem.own
+    if placement == "homogeneous":
+        for sink in module_plans(problem, last, 0, problem.ranks):
+            yield from joined(problem, placement, homogeneous(problem, sink))
+        return
+    if not encoders:
+        return
+    places = [dict.fromkeys(problem.own, (0, problem.ranks))]
+    if placement == "disjoint":
+        flops = batch_flops(problem)
+        places = []
+        for ranks in rank_splits(problem, {name: flops[name] for name in problem.own}):
+            stops = list(itertools.accumulate(ranks))
+            places.append(dict(zip(problem.own, zip([0, *stops], stops, strict=False), strict=True)))
+    for place in places:
+        layouts = [list(module_plans(problem, name, start, stop - start)) for name, (start, stop) in place.items()]
+        for chosen in itertools.product(*layouts):
+            yield from joined(problem, placement, [dict(zip(problem.own, chosen, strict=True))])
+
+
+def neighbours(problem: Problem, plan: LayoutPlan) -> Iterator[LayoutPlan]:
+    """Candidates that differ from `plan` in one choice: the layout of one module, the microbatch size, the schedule, or
+    a few ranks that go from one module to another."""
+    for name, own in plan.modules.items():
+        first, stop = own.ranks
+        for other in module_plans(problem, name, first, stop - first):
+            moved = sum(a != b for a, b in zip(other.degrees, own.degrees, strict=True))
+            if other != own and moved + (other.activation_checkpoint != own.activation_checkpoint) <= 2:
+                yield from _with(problem, plan, {**plan.modules, name: other})
+    yield from _with(problem, plan, plan.modules)
+
+
+def _with(problem: Problem, plan: LayoutPlan, modules: Mapping[str, ModulePlan]) -> Iterator[LayoutPlan]:
+    sink = modules[problem.graph.sink.name]
+    if plan.placement == "homogeneous":
+        for same in homogeneous(problem, sink):
+            yield from joined(problem, plan.placement, [same])
+        return
+    sizes = microbatch_sizes(problem, sink.lanes, sink.degree("pp"))
+    kept = [plan.microbatch_size] if plan.microbatch_size in sizes and modules is not plan.modules else sizes
+    for size in kept:
+        for schedule, per_rank in schedules(problem, plan.placement, sink):
+            yield replace(plan, modules=modules, microbatch_size=size, schedule=schedule, stages_per_rank=per_rank)

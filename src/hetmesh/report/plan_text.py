@@ -1,0 +1,129 @@
+"""What a search for layouts found, as text: the best of every placement side by side, and why others lose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hetmesh.planner import AXES, DEGREE_KEYS, Found, Prediction, Problem
+from hetmesh.simulate import CLASSES
+from hetmesh.training.metrics import amount
+from hetmesh.training.wording import counted, table
+
+_BUBBLES = {name: name.replace("_", " ") for name in CLASSES}
+
+
+def plan_text(problem: Problem, found: Found, seconds: float) -> str:
+    """Tables for people, lines of at most about 120 characters."""
+    return "\n".join(line.rstrip() for line in _lines(problem, found, seconds))
+
+
+def _lines(problem: Problem, found: Found, seconds: float) -> Iterator[str]:
+    limit = f", at most {problem.limit / 1e9:.1f} GB on a rank" if problem.limit else ""
+    ranks = f"{counted(problem.ranks, 'rank')} of {problem.machine.name}"
+    yield f"{ranks}, {problem.global_batch_size} samples per step{limit}"
+    yield (
+        f"{found.considered} layouts estimated, {found.simulated} simulated, {found.too_large} of them too large; "
+        f"{seconds:.1f} s"
+    )
+    shown = [each for best in found.best.values() for each in best]
+    if not shown:
+        yield "no layout fits"
+        yield from _refused(found)
+        return
+    fastest = min(shown, key=lambda each: each.step_s)
+    yield ""
+    heads = (
+        "",
+        "placement",
+        "step ms",
+        "tokens/s/rank",
+        "MFU %",
+        "peak GB",
+        "idle %",
+        "waits most for",
+        "schedule",
+        "mb",
+    )
+    rows = [heads, *(_row(each, i, each is fastest) for i, each in enumerate(shown, 1))]
+    yield from table(rows)
+    for i, each in enumerate(shown, 1):
+        yield ""
+        yield f"{i}  {each.plan.placement}: {_why(each, fastest)}"
+        for name, own in each.plan.modules.items():
+            yield f"   {name:10} ranks {own.ranks[0]}-{own.ranks[1] - 1}: {own}"
+    for placement, best in found.best.items():
+        if not best:
+            yield ""
+            yield f"{placement}: nothing that was tried fits or can run"
+    yield from _refused(found)
+
+
+def _row(each: Prediction, number: int, fastest: bool) -> tuple[str, ...]:
+    idle = {name: each.bubbles.get(name, 0.0) for name in CLASSES}
+    most = max(idle, key=lambda name: idle[name])
+    return (
+        f"{number}{'*' if fastest else ' '}",
+        each.plan.placement,
+        f"{each.step_s * 1e3:,.0f}",
+        amount(each.tokens_per_s).strip(),
+        "-" if each.mfu is None else f"{100 * each.mfu:.1f}",
+        f"{each.peak_bytes / 1e9:.1f}",
+        f"{100 * sum(idle.values()) / each.step_s:.0f}",
+        f"{_BUBBLES[most]} ({100 * idle[most] / each.step_s:.0f}%)" if idle[most] else "-",
+        each.plan.schedule,
+        str(each.plan.microbatch_size),
+    )
+
+
+def _why(each: Prediction, fastest: Prediction) -> str:
+    """How much slower than the fastest, and what takes the time."""
+    if each is fastest:
+        return "the fastest"
+    longer = each.step_s - fastest.step_s
+    parts = {name: each.bubbles.get(name, 0.0) - fastest.bubbles.get(name, 0.0) for name in ("compute", *CLASSES)}
+    most = max(parts, key=lambda name: parts[name])
+    what = "computing" if most == "compute" else f"waiting ({_BUBBLES[most]})"
+    return f"{100 * longer / fastest.step_s:.1f}% longer; {parts[most] * 1e3:,.0f} ms more of {what} on the mean rank"
+
+
+def _refused(found: Found) -> Iterator[str]:
+    for reason, count in sorted(found.refused.items(), key=lambda each: -each[1])[:3]:
+        yield f"not possible ({count} layouts): {reason}"
+
+
+def plan_json(problem: Problem, found: Found, seconds: float) -> dict[str, Any]:
+    """The same as plain values."""
+    return {
+        "machine": problem.machine.name,
+        "ranks": problem.ranks,
+        "global_batch_size": problem.global_batch_size,
+        "limit_bytes": problem.limit,
+        "considered": found.considered,
+        "simulated": found.simulated,
+        "too_large": found.too_large,
+        "refused": dict(found.refused),
+        "seconds": seconds,
+        "plans": [_as_json(each) for best in found.best.values() for each in best],
+    }
+
+
+def _as_json(each: Prediction) -> dict[str, Any]:
+    return {
+        "placement": each.plan.placement,
+        "step_s": each.step_s,
+        "tokens_per_s_per_rank": each.tokens_per_s,
+        "mfu": each.mfu,
+        "peak_bytes": each.peak_bytes,
+        "bubbles": dict(each.bubbles),
+        "schedule": each.plan.schedule,
+        "microbatch_size": each.plan.microbatch_size,
+        "modules": {
+            name: {
+                "ranks": [own.ranks[0], own.ranks[1] - 1],
+                "activation_checkpoint": own.activation_checkpoint,
+                **{DEGREE_KEYS[axis]: own.degree(axis) for axis in AXES},
+            }
+            for name, own in each.plan.modules.items()
+        },
+    }
