@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hetmesh.data import DigitsSource, Sample
 from hetmesh.data.payloads import Direct, InWorkers, SplitSources, Unreadable, Wanted, packed, unpacked
 from hetmesh.errors import LoaderError, SampleError
+from hetmesh.models.collate import stacked
 
 DTYPES = (torch.float32, torch.int64, torch.uint8, torch.bfloat16, torch.float64)
 TENSORS = st.builds(
@@ -37,6 +38,20 @@ def test_a_request_comes_out_of_its_buffer_as_it_went_in(payloads):
         for kind, items in given_.media.items():
             pairs += zip(items, found.media[kind], strict=True)
         assert all(a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+
+
+def test_the_items_of_a_request_stack_without_a_copy_and_others_with_one():
+    images = [torch.randn(3, 5, 7) for _ in range(5)]
+    samples = [Sample("a", torch.arange(3), {"image": images[:2], "audio": [torch.randn(2, 3)]}), Unreadable("no")]
+    samples += [Sample("b", torch.arange(2), {}), Sample("c", torch.arange(4), {"image": images[2:]})]
+    found = unpacked(*packed(samples))
+    laid = [*found[0].media["image"], *found[3].media["image"]]
+    batch = stacked(laid)
+    assert batch.data_ptr() == laid[0].data_ptr()
+    assert batch.is_contiguous()
+    for chosen in ([0, 1, 2, 3, 4], [4, 3], [0, 2], [1, 1], [3]):
+        assert torch.equal(stacked([laid[i] for i in chosen]), torch.stack([images[i] for i in chosen]))
+    assert stacked([torch.zeros(0, 2)] * 3).shape == (3, 0, 2)
 
 
 class Fragile(DigitsSource):

@@ -2,10 +2,10 @@
 
 Images of 224 to 1,024 pixels and a conversation about each are written into tar shards in a temporary folder. Both
 sides read them by offset, decode and resize the images to 224 x 224, and tokenise the text, in as many worker
-processes, in the same order, into batches of the same size. Both go
+processes, in the same order, into batches of the same size, and have a batch's images as one tensor. Both go
 through all images once, a few batches of the one and a few of the other in turns, so that what else the machine does
-slows both; workers start before, and each side's first batches do not count. While a side has no turn its workers fill
-their queues, of the same length, and stop.
+slows both; the ratio is the median over turns. Workers start before, and each side's first batches do not count. While
+a side has no turn its workers fill their queues, of the same length, and stop.
 
 Bytes are those that the kernel says the worker processes read (`rchar` in /proc), requests included, over the stored
 size of the samples.
@@ -18,6 +18,7 @@ import io
 import json
 import multiprocessing
 import random
+import statistics
 import tarfile
 import tempfile
 import time
@@ -36,6 +37,7 @@ from hetmesh.data.chat import DEFAULT_TEMPLATE
 from hetmesh.data.images import ImageProcessor
 from hetmesh.data.index import build_index
 from hetmesh.data.payloads import InWorkers, SplitSources
+from hetmesh.models.collate import stacked
 from word_tokenizer import save_word_tokenizer
 
 SMALLEST, LARGEST = 224, 1024
@@ -63,15 +65,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "image_processor": str(folder / "processor"),
         }
         build_index(make_source("conversations", **options))
-        turns, seconds, over = take_turns(folder, options, args)
-    count = turns * args.turn * args.batch
+        seconds, over = take_turns(folder, options, args)
+    count = args.turn * args.batch
+    ratios = [plain / own for plain, own in zip(seconds["dataloader"], seconds["hetmesh"], strict=True)]
     return {
         "images": args.images,
         "workers": args.workers,
-        "turns": turns,
-        "samples_per_s": round(count / seconds["hetmesh"], 1),
-        "dataloader_samples_per_s": round(count / seconds["dataloader"], 1),
-        "ratio_vs_dataloader": round(seconds["dataloader"] / seconds["hetmesh"], 4),
+        "turns": len(ratios),
+        "samples_per_s": round(count / statistics.median(seconds["hetmesh"]), 1),
+        "dataloader_samples_per_s": round(count / statistics.median(seconds["dataloader"]), 1),
+        "ratio_vs_dataloader": round(statistics.median(ratios), 4),
+        "ratios": [round(each, 3) for each in ratios],
         "bytes_over_needed": round(over, 4),
     }
 
@@ -149,8 +153,8 @@ def _stacked(samples: list[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Tenso
     return torch.stack([image for image, _ in samples]), [ids for _, ids in samples]
 
 
-def take_turns(folder: Path, options: dict[str, str], args: argparse.Namespace) -> tuple[int, dict[str, float], float]:
-    """Turns taken, seconds of each side's turns, and bytes read over bytes needed of hetmesh's workers."""
+def take_turns(folder: Path, options: dict[str, str], args: argparse.Namespace) -> tuple[dict[str, list[float]], float]:
+    """Seconds of each turn of each side, and bytes read over bytes needed of hetmesh's workers."""
     steps = args.images // args.batch
     sources = SplitSources({"train": partial(make_source, "conversations", **options)})
     source = sources["train"]
@@ -172,7 +176,7 @@ def take_turns(folder: Path, options: dict[str, str], args: argparse.Namespace) 
             for drawn in batches:
                 samples = loader.load(drawn)
                 needed += sum(sample.bytes_needed for sample in samples)
-                yield torch.stack([sample.media["image"][0] for sample in samples])
+                yield stacked([sample.media["image"][0] for sample in samples])
 
         plain = DataLoader(
             Plain(folder),
@@ -185,18 +189,17 @@ def take_turns(folder: Path, options: dict[str, str], args: argparse.Namespace) 
         sides: dict[str, Iterator[Any]] = {"dataloader": iter(plain), "hetmesh": ours()}
         for side in sides.values():
             next(side)
-        seconds = dict.fromkeys(sides, 0.0)
-        turns = (steps - 1) // args.turn
-        for turn in range(turns):
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        for turn in range((steps - 1) // args.turn):
             for name in sorted(sides, reverse=turn % 2 == 1):
                 started = time.perf_counter()
                 for _ in range(args.turn):
                     next(sides[name])
-                seconds[name] += time.perf_counter() - started
+                seconds[name].append(time.perf_counter() - started)
         for _ in sides["hetmesh"]:
             pass
         over = (_read_by(own) - before) / needed
-    return turns, seconds, over
+    return seconds, over
 
 
 def _read_by(pids: set[int | None]) -> int:

@@ -110,7 +110,9 @@ class ImageProcessor:
         """The image as float32 `[3, height, width]`."""
         from PIL import Image as pillow
 
-        image = image.convert("RGB")
+        image.load()  # which may change its mode
+        if image.mode != "RGB":
+            image = image.convert("RGB")
         if self.pad_to_square and image.width != image.height:
             side = max(image.size)
             colour = tuple(int(255 * m) for m in self.mean or (0, 0, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -170,6 +171,9 @@ class InWorkers:
             multiprocessing_context=method,
             generator=torch.Generator(),  # its own: what is random in training shall not depend on workers
         )
+        # What is here now stays: collections that go through it take as long as many samples, and unshare its memory.
+        self._froze = not gc.get_freeze_count()
+        gc.freeze()
         with _own_sigchld():
             self._results: Iterator[tuple[Sequence[Wanted], Tensor, list[Any]]] = iter(loader)
 
@@ -185,7 +189,8 @@ class InWorkers:
 
     def get(self, wanted: Sequence[Wanted]) -> list[Payload]:
         """Wait until all of these are loaded. What was not announced is loaded next."""
-        missing = tuple((Counter(wanted) - self._known).elements())
+        # (not Counter's -, which goes through all that is known)
+        missing = tuple(each for each, n in Counter(wanted).items() for _ in range(n - self._known[each]))
         if missing:
             self._waiting.appendleft(missing)
             self._known.update(missing)
@@ -246,6 +251,8 @@ class InWorkers:
 
     def __exit__(self, *_: object) -> None:
         del self._results  # which ends the workers
+        if self._froze:
+            gc.unfreeze()
 
 
 class _Asked:
@@ -273,6 +280,9 @@ class _Requests(Dataset[Any]):
         assert info is not None
         mine, found = self.at[info.id], []
         for wanted in request:
+            if self.sources.made(wanted.split) is None:
+                self.sources[wanted.split]
+                gc.freeze()  # as in the main process
             mine[0] = self.sources.splits.index(wanted.split)
             mine[1] = wanted.index
             found.append(self.sources.load(wanted))
@@ -306,26 +316,30 @@ _ALIGNMENT = 64
 
 
 def packed(payloads: Sequence[Payload]) -> tuple[Tensor, list[Any]]:
-    """Payloads as one buffer, uint8 `[bytes]`, and what lies where: a file descriptor per request, not per tensor."""
+    """Payloads as one buffer, uint8 `[bytes]`, and what lies where: a file descriptor per request, not per tensor.
+
+    Items of a kind lie one right behind the other, so that a batch of them can be a view.
+    """
     pieces: list[tuple[int, Tensor]] = []
-    size = 0
+    size, last = 0, None
 
     def lay(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], int]:
-        nonlocal size
-        start, size = size, -(-(size + tensor.nbytes) // _ALIGNMENT) * _ALIGNMENT
+        nonlocal size, last
+        start = size if tensor.dtype == last else -(-size // _ALIGNMENT) * _ALIGNMENT
+        size, last = start + tensor.nbytes, tensor.dtype
         pieces.append((start, tensor))
         return tensor.dtype, tuple(tensor.shape), start
 
+    samples = [each for each in payloads if not isinstance(each, Unreadable)]
+    tokens = [lay(each.tokens) for each in samples]
+    media: list[dict[str, list[Any]]] = [{} for _ in samples]
+    for kind in dict.fromkeys(kind for each in samples for kind in each.media):
+        for each, found in zip(samples, media, strict=True):
+            if kind in each.media:
+                found[kind] = [lay(item) for item in each.media[kind]]
+    laid = zip(samples, tokens, media, strict=True)
     parts: list[Any] = [
-        each
-        if isinstance(each, Unreadable)
-        else (
-            each.id,
-            lay(each.tokens),
-            {kind: [lay(item) for item in items] for kind, items in each.media.items()},
-            each.bytes_read,
-            each.bytes_needed,
-        )
+        each if isinstance(each, Unreadable) else (each.id, *next(laid)[1:], each.bytes_read, each.bytes_needed)
         for each in payloads
     ]
     buffer = shared_buffer(size)

@@ -183,8 +183,9 @@ class TarShards:
 
     def record(self, index: int) -> Record:
         """The record of sample `index`."""
-        members = {extension(name): span for name, span in self._members(index)}
-        key = next(name for name, _ in self._members(index)).removesuffix("." + next(iter(members)))
+        found = list(self._members(index))
+        members = {extension(name): span for name, span in found}
+        key = found[0][0].removesuffix("." + extension(found[0][0]))
         shard = int(self.arrays["members"][self.arrays["sample_members"][index], 0])
         if index in self.arrays["cut"]:
             raise SampleError(

@@ -22,7 +22,26 @@ def collate_media(
         SampleError: a sample holds another number of items than its metadata says, or an item of another shape.
     """
     items = media_items(samples, metas, name, shape)
-    return {"media": torch.stack(items) if items else torch.zeros(0, *shape)}
+    return {"media": stacked(items) if items else torch.zeros(0, *shape)}
+
+
+def stacked(items: Sequence[Tensor]) -> Tensor:
+    """`torch.stack`, but a view, not to be written to, where the items lie one right behind the other in memory: a
+    request to worker processes comes back like that."""
+    first, size = items[0], items[0].nbytes
+    start = first.data_ptr()
+    storage = first.untyped_storage()
+    adjacent = all(
+        item.data_ptr() == start + i * size
+        and item.shape == first.shape
+        and item.dtype == first.dtype
+        and item.is_contiguous()
+        and item.untyped_storage().data_ptr() == storage.data_ptr()
+        for i, item in enumerate(items)
+    )
+    if not adjacent or not size or first.requires_grad:
+        return torch.stack(list(items))
+    return first.as_strided((len(items), *first.shape), (first.numel(), *first.stride()))
 
 
 def media_items(
