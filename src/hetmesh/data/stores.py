@@ -206,7 +206,7 @@ class TarShards:
     def media(self, index: int, kind: str, value: str | None, number: int) -> Blob:
         """The member with this extension or name."""
         for name, span in self._members(index):
-            if value in (name, extension(name), Path(name).name):
+            if value in (name, extension(name), name.rpartition("/")[2]):
                 return span
         raise OSError(f"there is no member {value!r}, only {[name for name, _ in self._members(index)]}")
 
