@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import wave
 from pathlib import Path
@@ -194,6 +195,25 @@ def test_images_equal_those_of_transformers(root, tmp_path, name, config):
     assert float((given - torch.from_numpy(np.asarray(expected))).abs().max()) < 1e-5
 
 
+def test_files_that_no_8_bit_image_can_come_of(root, tmp_path):
+    """Pillow would clip deeper pixels to black and white; opening a pipe would never end."""
+    draw = np.random.default_rng(0)
+    for name, pixels in (
+        ("deep.png", draw.integers(0, 65536, (9, 9), dtype=np.uint16)),
+        ("deep.tif", draw.integers(0, 65536, (9, 9), dtype=np.int32)),
+        ("real.tif", draw.random((9, 9), dtype=np.float32)),
+    ):
+        Image.fromarray(pixels).save(tmp_path / name)
+        with pytest.raises(SampleError, match=rf"sample 't': cannot read .*{name}: its pixels have more than 8 bits"):
+            source(root, talk([image(name)], "a cat"), media_folder=str(tmp_path)).load(0)
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"do_resize": False}))
+    data = source(root, talk([image("pipe.png")], "a"), media_folder=str(tmp_path), image_processor=str(tmp_path))
+    for read in (data.meta, data.load):
+        with pytest.raises(SampleError, match=r"sample 't': cannot read .*pipe.png: .* is not a regular file"):
+            read(0)
+
+
 def test_padding_to_a_square_shows_the_whole_image(root, tmp_path):
     processor = ImageProcessor(8, None, resample=0, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), pad_to_square=True)
     white = Image.new("RGB", (16, 8), "white")
@@ -209,6 +229,9 @@ def test_padding_to_a_square_shows_the_whole_image(root, tmp_path):
         ("{", r"sample 'data.jsonl:0': must be an object with `messages`"),
         ("[]", r"sample 'data.jsonl:0': must be an object with `messages`"),
         ({"id": "x", "messages": [{"role": "user"}]}, "sample 'x': must be an object with `messages`.*content"),
+        ({"id": "x", "messages": [{"role": "human", "content": "a"}]}, "sample 'x': .* there is no role human, only"),
+        ('{"id": "\\ud800", "messages": []}', "sample 'data.jsonl:0': .*surrogates not allowed"),
+        ("[" * 100_000, "sample 'data.jsonl:0': .*nested too deep"),
         (talk([{"type": "video", "video": "a"}]), r"a part of `content` must be .*'video'"),
         (talk([{"type": "image", "image": 3}]), "a part of `content` must be"),
         (talk("what is <image>"), "its text contains '<image>', which stands for media"),

@@ -132,6 +132,10 @@ def test_tables_hold_the_same_conversations(root, tmp_path, any_size, form, monk
     table = datasets.Dataset.from_list(rows)
     path = tmp_path / ("saved" if form == "folder" else f"table.{form}")
     if form == "parquet":
+        named = tmp_path / "names.parquet"
+        datasets.Dataset.from_list([{"messages": bare[0]["messages"], "images": ["a.png"]}]).to_parquet(named)
+        with pytest.raises(SampleError, match="row 0 has a str as 'image': must be bytes"):
+            make(root, named, any_size).meta(0)
         table.to_parquet(path)
     else:
         table.save_to_disk(tmp_path / "saved")
@@ -180,6 +184,9 @@ def test_files_that_are_missing_or_empty_are_errors(root, tmp_path):  # noqa: F8
             make(root, tmp_path / name)
     source = make(root, write_tar(tmp_path / "a.tar", [{"x.png": PICTURES[0]}]))
     with pytest.raises(SampleError, match=r"'x' of .*a\.tar: it has no \.json and no \.txt"):
+        source.meta(0)
+    source = make(root, write_tar(tmp_path / "twice.tar", [MEMBERS[1], MEMBERS[1]]))
+    with pytest.raises(SampleError, match=r"'two' of .*twice\.tar: it has two members of one extension"):
         source.meta(0)
 
 

@@ -206,8 +206,8 @@ def take_turns(folder: Path, options: dict[str, str], args: argparse.Namespace) 
         sides: dict[str, Iterator[Any]] = {"dataloader": iter(plain), "hetmesh": ours()}
         others = {child.pid for child in multiprocessing.active_children()} - own
         workers = {"dataloader": others, "hetmesh": own}
-        for side in sides.values():
-            next(side)
+        for each in sides.values():
+            next(each)
         cpu = {"dataloader": 0.0, "hetmesh": -cpu_before}  # of whole passes: what is loaded ahead has no turn
         seconds: dict[str, list[float]] = {side: [] for side in SIDES}
         left = dict.fromkeys(SIDES, steps - 1)

@@ -13,7 +13,9 @@ DEFAULT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m['role'] == 'system' %}{{ m['content'] }} "
     "{% elif m['role'] == 'user' %}USER: {{ m['content'] }} "
-    "{% else %}ASSISTANT: {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% elif m['role'] == 'assistant' %}ASSISTANT: {{ m['content'] }}{{ eos_token }}"
+    "{% else %}{{ raise_exception('there is no role ' + m['role'] + ', only system, user and assistant') }}"
+    "{% endif %}{% endfor %}"
 )
 """For tokenizers without a chat template: Vicuna's form, which LLaVA uses."""
 

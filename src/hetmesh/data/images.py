@@ -108,10 +108,16 @@ class ImageProcessor:
         return (other, self.resize) if width < height else (self.resize, other)
 
     def __call__(self, image: Image) -> Tensor:
-        """The image as float32 `[3, height, width]`."""
+        """The image as float32 `[3, height, width]`.
+
+        Raises:
+            OSError, ValueError: it cannot be read, or has more than 8 bits per channel.
+        """
         from PIL import Image as pillow
 
         image.load()  # which may change its mode
+        if image.mode.startswith(("I", "F")):  # Pillow would clip them to 0..255
+            raise ValueError(f"its pixels have more than 8 bits per channel (Pillow's mode {image.mode!r})")
         if image.mode != "RGB":
             image = image.convert("RGB")
         if self.pad_to_square and image.width != image.height:

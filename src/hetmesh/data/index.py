@@ -98,7 +98,7 @@ def load_index(path: Path, inputs: Mapping[str, Any]) -> tuple[MetaArrays, dict[
             arrays = {name: file[name] for name in file.files}
         texts = json.loads(arrays.pop("texts").tobytes())
         version = texts["version"]
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise RecipeError(f"the index {path} is damaged ({error}); {_ADVICE}") from error
     if version != VERSION:
         raise RecipeError(f"the index {path} is of another version of hetmesh; {_ADVICE}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -27,7 +28,11 @@ from hetmesh.errors import LoaderError, SampleError
 LOOK = 1.0
 """Seconds between two looks at whether a worker still lives, or has been at one sample for too long."""
 
+START = 60.0
+"""Seconds that worker processes may take to begin with a first sample."""
+
 IDLE = -1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _DIED, _SLOW = "DataLoader worker", "DataLoader timed out"  # how torch's messages begin
 
 
@@ -214,9 +219,9 @@ class InWorkers:
                     raise
                 if not torch.equal(seen, self._at):
                     since, seen = time.monotonic(), self._at.clone()
-                elif time.monotonic() - since >= self.timeout:
+                elif time.monotonic() - since >= (patience := self._patience()):
                     raise LoaderError(
-                        f"loading {self._loading()} did not finish within {self.timeout:g} s (worker processes of "
+                        f"loading {self._loading()} did not finish within {patience:g} s (worker processes of "
                         "[data] num_workers)"
                     ) from error
                 continue
@@ -230,6 +235,10 @@ class InWorkers:
         if not self._known[wanted]:
             del self._known[wanted]
         return found
+
+    def _patience(self) -> float:
+        """Seconds that workers may be at what they are at; a process that starts on a busy machine may take longer."""
+        return self.timeout if torch.any(self._at != IDLE) else max(self.timeout, START)
 
     def _loading(self) -> str:
         """The samples at which workers are."""
@@ -296,6 +305,15 @@ def _begin(parent: int | None, worker: int) -> None:
         die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the trainer ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _keep_memory()
+
+
+def _keep_memory() -> None:
+    """Let this process's allocator keep what one image needed for the next, instead of taking new pages each time."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; mallopt(3) has the numbers
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that it takes
+        mallopt(_M_TRIM_THRESHOLD, 256 << 20)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,7 +33,12 @@ class FileSpan:
     @property
     def length(self) -> int:
         """How many bytes it has."""
-        return self.path.stat().st_size - self.offset if self.size is None else self.size
+        if self.size is not None:
+            return self.size
+        found = self.path.stat()
+        if not stat.S_ISREG(found.st_mode):  # reading a pipe may never end
+            raise OSError(f"{self.path} is not a regular file")
+        return found.st_size - self.offset
 
     def read(self) -> bytes:
         """All of it."""

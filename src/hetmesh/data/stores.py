@@ -97,6 +97,21 @@ class Store(Protocol):
         ...
 
 
+def from_json(data: str | bytes) -> Any:
+    """What a JSON text says.
+
+    Raises:
+        ValueError: it is none, is nested too deep, or holds half of a surrogate pair, which is no character.
+    """
+    try:
+        value = json.loads(data)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    if (b"\\ud" if isinstance(data, bytes) else "\\ud") in data.lower():  # else no text can hold any
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
 class JsonFile:
     """One record per line, or a JSON list of records; media are files of a folder."""
 
@@ -110,7 +125,7 @@ class JsonFile:
             starts = path.suffix == ".json" and file.read(64).lstrip().startswith(b"[")
         if starts:
             try:
-                found = json.loads(path.read_bytes())
+                found = from_json(path.read_bytes())
             except ValueError as error:
                 raise RecipeError(f"{key} = '{path}': begins as a JSON list, but is none: {error}") from error
             self._list = found
@@ -130,7 +145,7 @@ class JsonFile:
             file.seek(int(self.arrays["starts"][index]))
             line = file.readline()
         try:
-            return Record(name, json.loads(line), len(line))
+            return Record(name, from_json(line), len(line))
         except ValueError as error:
             raise SampleError(
                 f"sample {name!r}: must be an object with `messages`, but the line is no JSON: {error}"
@@ -191,6 +206,8 @@ class TarShards:
             raise SampleError(
                 f"sample {key!r}: {self.files[shard]} is cut off: it ends within this sample or behind it"
             )
+        if len(members) < len(found):
+            raise SampleError(f"sample {key!r} of {self.files[shard]}: it has two members of one extension")
         text = next((each for each in TEXTS if each in members), None)
         if text is None:
             raise SampleError(
@@ -198,7 +215,7 @@ class TarShards:
             )
         try:
             data = members[text].read()
-            value = json.loads(data) if text == "json" else _caption(data.decode(), members)
+            value = from_json(data) if text == "json" else _caption(data.decode(), members)
         except (OSError, ValueError) as error:
             raise SampleError(f"sample {key!r} of {self.files[shard]}: {error}") from error
         return Record(key, value, len(data))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hetmesh.data.stores import Blob, Held, Record
+from hetmesh.data.stores import Blob, Held, Record, from_json
 from hetmesh.errors import RecipeError, SampleError
 
 TABLES = (".parquet", ".arrow")
@@ -61,7 +60,7 @@ class Tables:
         turns, name = value[self._column], f"{self.files[0].name}:{index}"
         if isinstance(turns, str):
             try:
-                value[self._column] = json.loads(turns)
+                value[self._column] = from_json(turns)
             except ValueError as error:
                 raise SampleError(f"sample {name!r}: its column {self._column!r} is no JSON: {error}") from error
         return Record(name, value, row.nbytes)
@@ -75,6 +74,8 @@ class Tables:
         if number >= len(items) or items[number] is None:
             raise OSError(f"row {index} has {len([i for i in items if i])} of {kind!r}, its conversation needs more")
         item = items[number]
+        if not isinstance(item, bytes | Mapping):
+            raise OSError(f"row {index} has a {type(item).__name__} as {kind!r}: must be bytes, or {{bytes, path}}")
         data = item if isinstance(item, bytes) else item.get("bytes")
         path = "" if isinstance(item, bytes) else item.get("path") or ""
         if data is None:
