@@ -107,7 +107,8 @@ def from_json(data: str | bytes) -> Any:
         value = json.loads(data)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
-    if (b"\\ud" if isinstance(data, bytes) else "\\ud") in data.lower():  # else no text can hold any
+    half = b"\\ud" in data.lower() if isinstance(data, bytes) else "\\ud" in data.lower()
+    if half:  # else no text can hold any
         json.dumps(value, ensure_ascii=False).encode()
     return value
 
