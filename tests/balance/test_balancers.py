@@ -243,6 +243,17 @@ def test_large_samples_get_bins_of_their_own_where_the_number_is_free():
     assert length[1] < length[0]
 
 
+@pytest.mark.parametrize("spread_", [0.3, 0.8, 1.4])
+def test_a_free_number_is_no_slower_than_the_one_asked_for(spread_):
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        loads = BatchLoads(("vision", "llm"), np.exp(spread_ * rng.standard_normal((96, 2)) + 6).astype(np.int64))
+        slots = Slots((2, 2), (16, 16), stages=(2, 2), overhead=(60, 60), deferral=True)
+        length = pipeline_score(loads, slots)
+        fixed, free = (length(assign(loads, replace(slots, free=free), "auto")) for free in (False, True))
+        assert free <= 1.005 * fixed
+
+
 def test_candidates_that_break_a_cap_are_left_out():
     """One giant asks for fewer microbatches, in which the tokens of the rest have no room."""
     work, tokens = np.full((64, 2), 10), np.full((64, 2), 10)

@@ -23,20 +23,20 @@ NEAR = 0.25  # how far that number may be from the one asked for
 
 
 def free_windows(loads: BatchLoads, slots: Slots, score: Score) -> list[int]:
-    """Numbers of windows worth trying beside the one asked for, at most two.
+    """Numbers of windows worth trying beside the one asked for, at most four.
 
     Where large samples must share bins that they overfill, the nearest larger one in which they need not: of 143
-    samples of five tiles and 113 smaller ones two must meet in 128 bins, and need not in 144. And the one whose step is
-    shortest when samples are placed roughly (`longest_first`, a tenth of the time of `two_dim`).
+    samples of five tiles and 113 smaller ones two must meet in 128 bins, and need not in 144. Where one sample is much
+    larger than the mean bin, fewer (`fewer_windows`). And the one whose step is shortest when samples are placed
+    roughly (`longest_first`, a tenth of the time of `two_dim`).
     """
     windows = BatchBlocks(slots).windows
-    most = max(-(-len(loads) // BatchBlocks(slots).groups), 1)
-    counts = {min(max(round(windows * factor), 1), max(most, windows)) for factor in FACTORS}
-    counts |= set(fewer_windows(loads, slots))
-    lengths = {n: _rough_length(loads, with_windows(slots, n), score) for n in sorted(counts | {windows})}
+    most = max(-(-len(loads) // BatchBlocks(slots).groups), windows)
+    counts = {min(max(round(windows * factor), 1), most) for factor in FACTORS} | {windows}
+    lengths = {n: _rough_length(loads, with_windows(slots, n), score) for n in sorted(counts)}
     best = min(lengths, key=lambda n: (lengths[n], abs(n - windows), n))
-    thorough = [best] if lengths[best] < lengths[windows] * (1 - BETTER) else []
-    return list(dict.fromkeys(roomier_windows(loads, slots) + thorough))
+    shorter = [best] if lengths[best] < lengths[windows] * (1 - BETTER) else []
+    return list(dict.fromkeys(roomier_windows(loads, slots) + fewer_windows(loads, slots) + shorter))
 
 
 def _rough_length(loads: BatchLoads, slots: Slots, score: Score) -> float:
