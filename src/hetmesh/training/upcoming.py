@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-AHEAD = 2
-"""Steps that are planned beside the running one: the next, so that nobody waits for it, and one more, whose samples
-worker processes may start with."""
+AHEAD = {False: 1, True: 2}
+"""Steps that are planned beside the running one, without and with worker processes: the next, so that nobody waits for
+it, and one more, whose samples workers may start with. The transfers of a step among 8,192 ranks are 300 MB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +65,7 @@ class Upcoming:
 
     def __init__(self, job: Job, last: int) -> None:
         self._job, self._last = job, last
+        self._ahead = AHEAD[job.recipe.data.num_workers > 0]
         self._planned: dict[int, Future[PlannedStep]] = {}
         self._announced = job.loader.step  # the first step whose samples have not been asked for yet
         self._background = Background()
@@ -79,7 +80,7 @@ class Upcoming:
         """
         started, loader = time.perf_counter(), self._job.loader
         number = loader.step
-        self._plan_to(min(number + AHEAD, self._last - 1))
+        self._plan_to(min(number + self._ahead, self._last - 1))
         if number not in self._planned:  # beyond the last step, by somebody's own loop
             self._plan(number)
         step = self._planned.pop(number).result()
