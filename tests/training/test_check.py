@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from hetmesh.cli.check import checked
-from hetmesh.errors import RecipeError
+from hetmesh.data.digits import DigitsSource
+from hetmesh.errors import RecipeError, SampleError
+from hetmesh.graph.sample import SampleMeta
 from hetmesh.models import Abilities
 from hetmesh.models.adapter import NONE
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
@@ -272,3 +274,19 @@ def test_weights_to_start_from_must_be_there(tmp_path):
     step.mkdir(parents=True)
     (step / COMPLETE).touch()
     check_run(recipe)
+
+
+class FirstBroken(DigitsSource):
+    """The metadata of the first sample cannot be read."""
+
+    def meta(self, index: int) -> SampleMeta:
+        if index == 0:
+            raise SampleError("sample 'digits/train/0': its header is broken")
+        return super().meta(index)
+
+
+def test_a_first_sample_that_cannot_be_read_ends_a_run_only_if_the_recipe_says_so():
+    keys = ("--data.source", f"{__name__}:FirstBroken")
+    with pytest.raises(SampleError, match="digits/train/0': its header is broken"):
+        describe(load_recipe(DIGITS, keys))
+    describe(load_recipe(DIGITS, (*keys, "--data.on_bad_sample", "skip")))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hetmesh.data.expand_arrays import Expander
 from hetmesh.data.registry import recipe_source
 from hetmesh.data.source import Source
-from hetmesh.errors import Refusals
+from hetmesh.errors import Refusals, SampleError
 from hetmesh.graph import ModuleGraph
 from hetmesh.models import Adapter, make_adapters, module_rows, placeholder_rows, pretrained_of, sample_positions
 from hetmesh.recipe.recipe import Recipe
@@ -40,9 +40,8 @@ def describe(recipe: Recipe, made: Source | None = None) -> tuple[Source, dict[s
     adapters: dict[str, Adapter] | None = None
     if not refusals.said:
         with refusals.collect():
-            adapters = make_adapters(
-                recipe.modules, recipe.boundaries, recipe.wiring.media, source.vocab_size, _media_shapes(source)
-            )
+            shapes = _media_shapes(source, recipe.data.on_bad_sample == "skip")
+            adapters = make_adapters(recipe.modules, recipe.boundaries, recipe.wiring.media, source.vocab_size, shapes)
     with refusals.collect():
         check_recipe(recipe, adapters, source.placeholders)
     graph: ModuleGraph | None = None
@@ -56,12 +55,17 @@ def describe(recipe: Recipe, made: Source | None = None) -> tuple[Source, dict[s
     return source, adapters, graph
 
 
-def _media_shapes(source: Source) -> dict[str, tuple[int, ...]]:
-    """Raw shape per kind of media, from the first samples that have some."""
+def _media_shapes(source: Source, skip: bool) -> dict[str, tuple[int, ...]]:
+    """Raw shape per kind of media, from the first samples that have some; with `skip` not of those that cannot be read,
+    which the run leaves out too."""
     shapes: dict[str, tuple[int, ...]] = {}
     for index in range(min(len(source), 64)):
-        for item in source.meta(index).media:
-            shapes.setdefault(item.name, item.shape)
+        try:
+            for item in source.meta(index).media:
+                shapes.setdefault(item.name, item.shape)
+        except SampleError:
+            if not skip:
+                raise
     return shapes
 
 
