@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--llm-layers", type=int, default=2, help="of the LLM (default %(default)s)")
     parser.add_argument("--microbatches", type=int, default=24, help="per step (default %(default)s)")
     parser.add_argument("--microbatch", type=int, default=1, help="samples per microbatch (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=16, help="batches that are compared (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=12, help="batches that are compared (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.4, help="of each measurement between steps")
 
 
