@@ -15,8 +15,7 @@ from hetmesh.planner import PLACEMENTS, LayoutPlan, ModulePlan, Predictor, candi
 from hetmesh.planner.layout_plan import laid_out
 from hetmesh.planner.some_lanes import some_lanes
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
-from hetmesh.recipe.rewrite import rewritten
-from hetmesh.training.planning import check_planned, plan_keys, recipe_problem
+from hetmesh.training.planning import planned_text, recipe_problem
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -95,6 +94,7 @@ def test_what_is_fixed_stays():
         ("llm.tensor", 2, r"--fix llm\.tensor: valid are placement, .* MODULE\.KEY"),
         ("projector.tensor_parallel_degree", 2, r"MODULE of \['vision', 'llm'\]"),
         ("placement", "anywhere", r"--fix placement: 'anywhere' is not valid"),
+        ("llm.tensor_parallel_degree", True, r"--fix llm\.tensor_parallel_degree: True is not valid"),
         ("llm.tensor_parallel_degree", 0, r"--fix llm\.tensor_parallel_degree: 0 is not valid"),
     ],
 )
@@ -126,26 +126,44 @@ def test_a_few_lanes_stand_for_all_where_samples_are_alike(placement):
     assert few.peak_bytes == all_of_them.peak_bytes
 
 
-def test_the_recipe_that_is_written_has_the_layout_and_keeps_what_else_was_said(four):
-    path = RECIPES / "digits.toml"
-    before = path.read_text(encoding="utf-8")
-    for best in four[1].best.values():
-        plan = best[0].plan
-        text = rewritten(before, plan_keys(load_recipe(path), plan, 16))
-        check_planned(text, plan)
-        after = parse_recipe(text)
-        assert after.batch.global_batch_size == 16
-        assert after.batch.microbatch_size == plan.microbatch_size
-        assert after.schedule == plan.schedule
-        assert after.optimizer == load_recipe(path).optimizer
-        assert "# --- Modules: what is trained." in text
+@pytest.mark.parametrize("recipe", ["digits_single", "digits_cp_pp", "digits_lora", "digits_omni"])
+def test_what_is_planned_is_what_is_written_and_all_else_stays(recipe):
+    """Packing, frozen layers and stages too: `planned_text` refuses what differs."""
+    path = RECIPES / f"{recipe}.toml"
+    overrides = ["--debug.seed=3", "--boundaries.0.from=vision", "--parallelism.llm.fsdp_reshard_after_forward=never"]
+    before, text = load_recipe(path, overrides), path.read_text(encoding="utf-8")
+    given = recipe_problem(before, machine="h100", ranks=8)
+    for placement in PLACEMENTS:
+        plans = list(itertools.islice(candidates(given, placement), 0, 4000, 571))[:3]
+        assert plans
+        for plan in plans:
+            after = parse_recipe(planned_text(before, text, overrides, given, plan))
+            assert after.debug.seed == 3
+            assert after.batch.global_batch_size == before.batch.global_batch_size
+            assert after.batch.microbatch_size == plan.microbatch_size
+            assert (after.schedule, after.optimizer) == (plan.schedule, before.optimizer)
+
+
+def test_stages_that_the_recipe_would_cut_otherwise_are_named():
+    given = problem(2, 4, fixed={"llm.pipeline_parallel_degree": 2})
+    many = replace(given.samples, targets=given.samples.targets * [1, 10_000])  # so the head takes the time
+    plan = next(plan for plan in candidates(given, "homogeneous"))
+    path, sizes = RECIPES / "digits.toml", ["--training.global_batch_size=4", "--training.local_batch_size=1"]
+    text = path.read_text(encoding="utf-8")
+    assert "module_fqns" not in planned_text(load_recipe(path, sizes), text, sizes, given, plan)
+    other = replace(given, samples=many)
+    cut = laid_out(other, plan)["llm"].splits
+    assert cut != laid_out(given, plan)["llm"].splits
+    after = parse_recipe(planned_text(load_recipe(path, sizes), text, sizes, other, plan))
+    assert after.parallelism.modules["llm"].module_fqns_per_model_part == cut
 
 
 def test_the_command_prints_and_writes(tmp_path, capsys):
     keys = ["--machine", "h100", "--ranks", "2", "--fix", "placement=disjoint", "--fix", "schedule=1f1b"]
-    sizes = ["--training.global_batch_size", "4", "--training.local_batch_size", "1"]
-    target = tmp_path / "planned.toml"
-    assert main(["plan", str(RECIPES / "digits.toml"), *keys, "--write", str(target), *sizes]) == 0
+    sizes = ["--training.global_batch_size", "4", "--training.local_batch_size", "1", "--modules.vision.lr", "0.5"]
+    recipe, target = tmp_path / "dos.toml", tmp_path / "planned.toml"
+    recipe.write_bytes((RECIPES / "digits.toml").read_bytes().replace(b"\n", b"\r\n"))
+    assert main(["plan", str(recipe), *keys, "--write", str(target), *sizes]) == 0
     out = capsys.readouterr().out
     assert "2 ranks of h100, 4 samples per step, at most 72.0 GB on a rank" in out
     assert "disjoint: the fastest" in out
@@ -153,7 +171,21 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     written = load_recipe(target)
     assert written.schedule == "1f1b"
     assert written.world_size == 2
+    assert written.modules["vision"].lr == 0.5
+    assert b"\r\n" in target.read_bytes()
     assert main(["plan", str(RECIPES / "digits.toml"), *keys, "--json", "--memory", "1e-9", *sizes]) == 1
     assert json.loads(capsys.readouterr().out)["plans"] == []
-    assert main(["plan", str(RECIPES / "digits.toml"), "--ranks", "0"]) == 2
-    assert "--ranks 0: must be above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--ranks", "0"], "--ranks 0: must be above 0"),
+        (["--memory", "nan"], "--memory nan: must be above 0"),
+        (["--memory", "inf"], "--memory inf: must be above 0"),
+        (["--fix", "schedule=1f1b", "--fix", "schedule=sequential"], "--fix schedule: it is given twice"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_errors(given, said, capsys):
+    assert main(["plan", str(RECIPES / "digits.toml"), *given]) == 2
+    assert said in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,16 +35,18 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Search in this one process, without weights."""
     recipe = load_recipe(args.recipe, overrides)
     for name, value in (("--ranks", args.ranks), ("--shown", args.shown), ("--memory", args.memory)):
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             raise RecipeError(f"{name} {value}: must be above 0")
     from hetmesh.files import to_json, writing
     from hetmesh.planner import search
-    from hetmesh.recipe.rewrite import rewritten
     from hetmesh.report.plan_text import plan_json, plan_text
-    from hetmesh.training.planning import check_planned, plan_keys, recipe_problem
+    from hetmesh.training.planning import planned_text, recipe_problem
 
-    memory = None if args.memory is None else round(args.memory * 1e9)
-    fixed = dict(_pair(text) for text in args.fix)
+    memory = None if args.memory is None else math.ceil(args.memory * 1e9)
+    fixed: dict[str, object] = {}
+    for key, value in map(_pair, args.fix):
+        if fixed.setdefault(key, value) != value:
+            raise RecipeError(f"--fix {key}: it is given twice, as {fixed[key]!r} and as {value!r}")
     started = time.perf_counter()
     problem = recipe_problem(recipe, machine=args.machine, ranks=args.ranks, fixed=fixed, memory_bytes=memory)
     found = search(problem, shown=args.shown)
@@ -52,13 +55,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if found.fastest is None:
         return 1
     if args.write:
-        text = rewritten(
-            Path(args.recipe).read_text(encoding="utf-8"),
-            plan_keys(recipe, found.fastest.plan, problem.global_batch_size),
-        )
-        check_planned(text, found.fastest.plan)
+        text = planned_text(recipe, Path(args.recipe).read_bytes().decode(), overrides, problem, found.fastest.plan)
         with writing(Path(args.write)):
-            Path(args.write).write_text(text, encoding="utf-8")
+            Path(args.write).write_bytes(text.encode())  # with the line ends that are there
         if not args.json:
             print(f"\nwrote {args.write}: look at it with `hetmesh explain {args.write}`")
     return 0

@@ -142,6 +142,7 @@ def laid_out_module(
         spec,
         mesh=mesh,
         splits=splits,
+        frozen_layers=facts.frozen_layers if pp > 1 else frozenset(),
         activation=facts.activation if pp > 1 else None,
         options=options,
         packed=sink and (spec.packed or shared),

@@ -23,6 +23,7 @@ class ModuleFacts:
         tensor_parallel: what degrees of tensor parallelism must divide; 0: any degree does.
         context_parallel: whether its ranks can share the tokens of a sample.
         alone: whether it has a mesh of its own; a module without one takes the first stage of its consumer's.
+        frozen_layers: layers that train nothing, where others of the module do.
     """
 
     shape: ModuleShape
@@ -31,6 +32,7 @@ class ModuleFacts:
     tensor_parallel: int = 0
     context_parallel: bool = False
     alone: bool = True
+    frozen_layers: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +40,8 @@ class Problem:
     """A search.
 
     Attributes:
-        graph: the modules and boundaries; the meshes, stages and packing of its modules count for nothing.
+        graph: the modules and boundaries; the meshes and stages of its modules count for nothing. Where the sink does
+            not pack samples, a layout whose ranks share tokens does.
         facts: of every module.
         machine: its peaks, links and memory.
         ranks: how many there are; the first `machine.ranks_per_node` share a node, and so on.

@@ -46,9 +46,14 @@ def splits_tokens(recipe: Recipe, name: str) -> bool:
 def packs(recipe: Recipe, name: str) -> bool:
     """Whether the samples of a lane lie in one row: in the sink, if the recipe says so, ranks share its tokens, or its
     mask is one that only hetmesh's own attention knows."""
-    masked = recipe.modules[name].attention_mask != "causal"
     shared = recipe.wiring.meshes[name].axis_size("cp") > 1
-    return name == recipe.sink and (recipe.training.pack_samples or shared or masked)
+    return packs_anyway(recipe, name) or (name == recipe.sink and shared)
+
+
+def packs_anyway(recipe: Recipe, name: str) -> bool:
+    """The same, whatever its layout."""
+    masked = recipe.modules[name].attention_mask != "causal"
+    return name == recipe.sink and (recipe.training.pack_samples or masked)
 
 
 def token_assignment(recipe: Recipe, name: str) -> str:

@@ -15,7 +15,8 @@ def rewritten(text: str, values: Mapping[tuple[str, ...], Any]) -> str:
     """`text` with the values of some keys set.
 
     Args:
-        values: by path, e.g. `("training", "steps")`. A table takes the place of the whole table that is there.
+        values: by path, e.g. `("training", "steps")`; in arrays by number, e.g. `("boundaries", "0", "at")`. A table
+            takes the place of the whole table that is there.
 
     Raises:
         RecipeError: the text is no TOML, or a path leads through something that is no table.
@@ -25,12 +26,16 @@ def rewritten(text: str, values: Mapping[tuple[str, ...], Any]) -> str:
         for path, value in values.items():
             table: Any = document
             for key in path[:-1]:
+                if isinstance(table, list):
+                    table = table[int(key)]
+                    continue
                 if key not in table:
                     table[key] = tomlkit.table()
                 table = table[key]
-            table[path[-1]] = _tables(value) if isinstance(value, Mapping) else value
+            last = int(path[-1]) if isinstance(table, list) else path[-1]
+            table[last] = _tables(value) if isinstance(value, Mapping) else value
         return tomlkit.dumps(document)
-    except (TOMLKitError, TypeError, AttributeError) as error:
+    except (TOMLKitError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise RecipeError(f"the recipe cannot be rewritten: {error}") from error
 
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from hetmesh.cost import load_machine
 from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError
-from hetmesh.graph import Activation
+from hetmesh.graph import LANE_AXES, Activation, ModuleGraph
+from hetmesh.layout import MeshSpec
 from hetmesh.models import Adapter
-from hetmesh.planner import DEGREE_KEYS, PLACEMENTS, LayoutPlan, ModuleFacts, Problem
-from hetmesh.recipe.recipe import Recipe
+from hetmesh.planner import DEGREE_KEYS, PLACEMENTS, LayoutPlan, ModuleFacts, Problem, laid_out
+from hetmesh.recipe.module_options import packs_anyway
+from hetmesh.recipe.overrides import parse_overrides
+from hetmesh.recipe.recipe import Recipe, parse_recipe
+from hetmesh.recipe.rewrite import rewritten
 from hetmesh.schedule import POLICIES
 from hetmesh.training.balance import recipe_balance
 from hetmesh.training.describe import describe, make_prepare
@@ -24,9 +29,13 @@ BATCHES = 4
 _WHOLE = {
     "placement": lambda value: value in PLACEMENTS,
     "schedule": lambda value: value in POLICIES,
-    "microbatch_size": lambda value: isinstance(value, int) and value >= 1,
+    "microbatch_size": lambda value: _is_size(value),
 }
 _CHECKPOINTS = ("none", "full")
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 1
 
 
 def recipe_problem(
@@ -47,9 +56,9 @@ def recipe_problem(
     Raises:
         RecipeError: what `hetmesh check` would find, or a key of `fixed` that there is not.
     """
-    source, adapters, graph = describe(recipe)
+    source, adapters, laid = describe(recipe)
+    graph, size = _without_layout(recipe, laid), recipe.batch.global_batch_size
     model = recipe_step_model(recipe, graph, adapters, machine=load_machine(machine) if machine else None)
-    size = recipe.batch.global_batch_size
     loader = Loader(source, size, make_prepare(recipe, graph, adapters), seed=recipe.debug.seed)
     samples = loader.drawn([i for step in range(BATCHES) for i in loader.indices(step)]).metas
     facts = {name: _facts(recipe, name, adapters[name], model.shape(name), graph.sink.name) for name in graph.order}
@@ -67,8 +76,31 @@ def recipe_problem(
     )
 
 
+def _without_layout(recipe: Recipe, graph: ModuleGraph) -> ModuleGraph:
+    """All modules on one rank: nothing of the recipe's own layout is left, also not what comes with one."""
+    plain = MeshSpec((0,), (LANE_AXES[0],), (1,))
+    modules = [
+        replace(
+            spec,
+            mesh=plain,
+            splits=(),
+            activation=None,
+            frozen_layers=frozenset(),
+            token_axes=(),
+            tokens_per_row=0,
+            packed=packs_anyway(recipe, spec.name),
+            assignment="balanced",
+            options=replace(spec.options, reshard_after_forward="default", sequence_parallel=False),
+        )
+        for spec in graph.modules
+    ]
+    return ModuleGraph(tuple(modules), graph.boundaries)
+
+
 def _facts(recipe: Recipe, name: str, adapter: Adapter, shape: Any, sink: str) -> ModuleFacts:
     abilities, sizes = adapter.abilities, adapter.tensor_parallel_sizes().values()
+    layers = frozenset(layer.name for layer in shape.layers if layer.name)
+    trained = frozenset(layer.name for layer in shape.layers if layer.trainable)
     activation: Activation | None = abilities.activation
     return ModuleFacts(
         shape,
@@ -76,7 +108,8 @@ def _facts(recipe: Recipe, name: str, adapter: Adapter, shape: Any, sink: str) -
         abilities.first_layers,
         math.gcd(*sizes),
         name == sink and abilities.use_packed is not None,
-        recipe.wiring.tables[name] == name,
+        recipe.wiring.tables[name] == name or name == sink or not recipe.wiring.topology.inputs(name),
+        layers - trained if recipe.modules[name].trainable else frozenset(),
     )
 
 
@@ -89,7 +122,7 @@ def _fixed(given: Mapping[str, Any], facts: Mapping[str, ModuleFacts]) -> dict[t
         if not dot and key in _WHOLE:
             valid = _WHOLE[key](value)
         elif module in own and name in keys:
-            valid = value in _CHECKPOINTS if name == keys[-1] else isinstance(value, int) and value >= 1
+            valid = value in _CHECKPOINTS if name == keys[-1] else _is_size(value)
         else:
             raise RecipeError(
                 f"--fix {key}: valid are {', '.join(_WHOLE)}, and for MODULE of {own} MODULE.KEY with KEY of {keys}"
@@ -118,12 +151,44 @@ def plan_keys(recipe: Recipe, plan: LayoutPlan, global_batch_size: int) -> dict[
     return keys
 
 
-def check_planned(text: str, plan: LayoutPlan) -> None:
-    """Raise RecipeError unless the recipe `text` is valid and has the layout of `plan`."""
-    from hetmesh.recipe.recipe import parse_recipe
+def planned_text(recipe: Recipe, text: str, overrides: Sequence[str], problem: Problem, plan: LayoutPlan) -> str:
+    """The recipe's text with the layout of `plan`: what was given on the command line is in it, and stages are named
+    where the recipe would be cut into others by itself.
 
-    recipe = parse_recipe(text)
-    _, _, graph = describe(recipe)
-    for name, own in plan.modules.items():
-        if graph[name].mesh != own.mesh:
-            raise RecipeError(f"the recipe that was planned gives {name!r} the mesh {graph[name].mesh}, not {own.mesh}")
+    Args:
+        text, overrides: what `recipe` was read from.
+
+    Raises:
+        RecipeError: it would not be what was planned.
+    """
+    keys = {path: value for path, value in parse_overrides(overrides) if path[0] != "parallelism"}
+    keys |= plan_keys(recipe, plan, problem.global_batch_size)
+    planned = laid_out(problem, plan)
+    graph = _described(rewritten(text, keys))
+    for name in plan.modules:
+        if graph[name].splits != planned[name].splits:
+            stages = [list(layers) for layers in planned[name].splits]
+            keys["parallelism",][name]["module_fqns_per_model_part"] = stages
+    text = rewritten(text, keys)
+    graph = _described(text)
+    for name in graph.order:
+        for field in fields(graph[name]):
+            one, other = (getattr(each[name], field.name) for each in (graph, planned))
+            if one != other:
+                raise RecipeError(f"the recipe that was planned gives {name!r} {field.name} {one}, not {other}")
+    if (after := _said(parse_recipe(text), plan)) != (before := _said(recipe, plan)):
+        changed = [key for key in before if before[key] != after[key]]
+        raise RecipeError(f"the recipe cannot be rewritten without changing {changed}")
+    return text
+
+
+def _described(text: str) -> ModuleGraph:
+    return describe(parse_recipe(text))[2]
+
+
+def _said(recipe: Recipe, plan: LayoutPlan) -> dict[str, Any]:
+    """All but the layout."""
+    given = recipe.model_dump(exclude={"parallelism": True, "training": {"local_batch_size", "global_batch_size"}})
+    for name in plan.modules:
+        del given["modules"][name]["activation_checkpoint"]
+    return given
