@@ -186,6 +186,14 @@ def test_many_at_once_are_expanded_as_one_by_one(cases, seq_len, objects):
     assert found.metas.num_targets.tolist() == [e.meta.num_targets for e in expected]
 
 
+def test_dimensions_of_size_0_are_dimensions():
+    """Not the mark of a dimension that a shape of another kind does not have."""
+    metas = [SampleMeta("s", 3, (replace(IMAGE, shape=(0, 4, 4)), MediaItem("audio", (2,), 2)))]
+    each = Expander(ITEM_ROWS)
+    assert each.refused(from_arrays(metas)).tolist() == []
+    assert list(each.all(from_arrays(metas)).metas) == [each(metas[0]).meta]
+
+
 MALFORMED = [
     (
         SampleMeta("s", 3, (MediaItem("video", (2, 2), 1),)),

@@ -10,7 +10,7 @@ import numpy as np
 from hetmesh.data.check import check_meta
 from hetmesh.data.expand import Expansion, ItemRows, ModuleRows, expand
 from hetmesh.errors import RecipeError, SampleError
-from hetmesh.graph.meta_arrays import MetaArrays, PositionIds
+from hetmesh.graph.meta_arrays import NO_DIM, MetaArrays, PositionIds
 from hetmesh.graph.sample import SampleMeta
 
 
@@ -147,7 +147,7 @@ def _of_shapes(given: MetaArrays, counts: Mapping[str, Callable[[tuple[int, ...]
     for kind, *shape in which[places].tolist():
         count = counts[given.kinds[kind]]
         try:
-            found.append(0 if count is None else count(tuple(n for n in shape if n)))
+            found.append(0 if count is None else count(tuple(n for n in shape if n != NO_DIM)))
         except SampleError:
             found.append(0)
     return np.array(found, np.int64)[inverse.reshape(-1)] if len(which) else np.zeros(0, np.int64)

@@ -17,10 +17,10 @@ from hetmesh.data.metas import metas_of
 from hetmesh.data.source import Source
 from hetmesh.errors import RecipeError
 from hetmesh.files import writing
-from hetmesh.graph.meta_arrays import MetaArrays
+from hetmesh.graph.meta_arrays import NO_DIM, MetaArrays
 
 SUFFIX = ".hetmesh-index.npz"
-VERSION = 1
+VERSION = 2
 _CHUNK = 4096  # samples whose metadata are objects at a time, while an index is made
 
 
@@ -119,7 +119,7 @@ def _joined(parts: list[MetaArrays]) -> MetaArrays:
     width = max((part.items.shape[1] for part in parts), default=3)
     items = []
     for part in parts:
-        padded = np.zeros((len(part.items), width), np.int64)
+        padded = np.full((len(part.items), width), NO_DIM, np.int64)
         padded[:, : part.items.shape[1]] = part.items
         if part.kinds:
             padded[:, 0] = np.array([kinds.index(kind) for kind in part.kinds])[part.items[:, 0]]

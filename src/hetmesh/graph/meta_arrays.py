@@ -19,6 +19,8 @@ PositionIds = Callable[[SampleMeta], tuple[tuple[int, ...], ...] | None]
 UNKNOWN = -1
 """In `MetaArrays.rows`: the metadata of that sample was not expanded for that module."""
 
+NO_DIM = -1
+
 
 @dataclass(frozen=True, eq=False)
 class MetaArrays(Sequence[SampleMeta]):
@@ -31,7 +33,7 @@ class MetaArrays(Sequence[SampleMeta]):
             `target_ends[i]..target_ends[i + 1] - 1`.
         kinds: the kinds of media.
         items: int64 `[m, 3 + dims]`: kind (an index into `kinds`), position, rows, and the shape, where dims that an
-            item does not have are 0; `item_ends`, int64 `[n + 1]`, as `target_ends`.
+            item does not have are `NO_DIM`; `item_ends`, int64 `[n + 1]`, as `target_ends`.
         names: uint8, the ids of the samples in UTF-8 one behind the other; `name_ends`, int64 `[n + 1]`.
         unreadable: why the metadata of some samples cannot be read, by their index here.
         rows: of expanded samples: rows that each module emits for them, int64 `[n]` by module; `UNKNOWN` where a
@@ -62,7 +64,7 @@ class MetaArrays(Sequence[SampleMeta]):
         kinds = tuple(sorted({item.name for meta in known for item in meta.media}))
         dims = max((len(item.shape) for meta in known for item in meta.media), default=0)
         items = [
-            (kinds.index(item.name), item.position, item.rows, *item.shape, *[0] * (dims - len(item.shape)))
+            (kinds.index(item.name), item.position, item.rows, *item.shape, *[NO_DIM] * (dims - len(item.shape)))
             for meta in known
             for item in meta.media
         ]
@@ -171,7 +173,7 @@ class MetaArrays(Sequence[SampleMeta]):
     def _make(self, index: int) -> SampleMeta:
         first, stop = self.item_ends[index : index + 2].tolist()
         media = tuple(
-            MediaItem(self.kinds[kind], tuple(n for n in shape if n), position, rows)
+            MediaItem(self.kinds[kind], tuple(n for n in shape if n != NO_DIM), position, rows)
             for kind, position, rows, *shape in self.items[first:stop].tolist()
         )
         a, b = self.target_ends[index : index + 2].tolist()
