@@ -188,7 +188,9 @@ class ConversationsSource:
                 media.setdefault(kind, []).append(tensor)
                 read += size
         needed = conversation.size + sum(blob.length for kind, blob in conversation.media if wants(kinds, kind))
-        return Sample(conversation.id, torch.tensor(conversation.encoded.ids), media, read, needed)
+        return Sample(
+            conversation.id, torch.from_numpy(np.array(conversation.encoded.ids, np.int64)), media, read, needed
+        )
 
     def _read(self, index: int) -> _Conversation:
         if not 0 <= index < len(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,14 +44,17 @@ class FileSpan:
     def read(self) -> bytes:
         """All of it."""
         length = self.length
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(self.offset)
-            found = bytearray()
-            while len(found) < length and (more := file.read(length - len(found))):
+        file = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+        try:
+            os.lseek(file, self.offset, os.SEEK_SET)
+            found = os.read(file, length)  # nearly always all of it, without a copy
+            while len(found) < length and (more := os.read(file, length - len(found))):
                 found += more
+        finally:
+            os.close(file)
         if len(found) < length:
             raise OSError(f"{self.path} ends after {self.offset + len(found)} bytes, need {self.offset + length}")
-        return bytes(found)
+        return found
 
     def open(self) -> BinaryIO:
         """A file that holds it alone, read piece by piece."""
