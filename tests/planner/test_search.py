@@ -12,6 +12,7 @@ from hetmesh.cli import main
 from hetmesh.errors import HetmeshError, RecipeError
 from hetmesh.graph import MetaArrays
 from hetmesh.planner import PLACEMENTS, LayoutPlan, ModulePlan, Predictor, candidates, search
+from hetmesh.planner.candidates import microbatch_sizes
 from hetmesh.planner.layout_plan import laid_out
 from hetmesh.planner.some_lanes import some_lanes
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
@@ -86,6 +87,16 @@ def test_what_is_fixed_stays():
             assert each.plan.modules["llm"].degree("tp") == 2
             assert each.plan.modules["vision"].activation_checkpoint == "full"
             assert each.plan.microbatch_size == 2
+
+
+def test_degrees_and_sizes_that_are_no_powers_of_two_are_tried_where_they_are_fixed_or_nothing_else_divides():
+    fixed = {"llm.data_parallel_shard_degree": 3, "microbatch_size": 5}
+    plans = list(candidates(problem(12, 120, fixed=fixed), "homogeneous"))
+    assert {(plan.modules["llm"].degree("dp_shard"), plan.microbatch_size) for plan in plans} == {(3, 5)}
+    wide = problem(8, 1000)
+    assert any(plan.modules["llm"].lanes == 8 for plan in candidates(wide, "homogeneous"))
+    assert [microbatch_sizes(wide, lanes, 1) for lanes in (1, 8)] == [[40, 100, 200, 500], [1, 5, 25]]
+    assert microbatch_sizes(problem(1, 127), 1, 1) == [1]
 
 
 @pytest.mark.parametrize(

@@ -42,14 +42,15 @@ def module_plans(problem: Problem, name: str, first: int, ranks: int) -> Iterato
     """
     facts, sink = problem.facts[name], name == problem.graph.sink.name
     node = problem.machine.ranks_per_node or ranks
-    for tp in powers(min(_MOST_TENSOR, node, ranks)):
+    wanted = problem.fixed.get((name, DEGREE_KEYS["tp"]))
+    for tp in [wanted] if isinstance(wanted, int) else powers(min(_MOST_TENSOR, node, ranks)):
         if facts.tensor_parallel and facts.tensor_parallel % tp:
             continue
         for cp, pp in itertools.product(_contexts(problem, facts, name, node // tp), _stages(facts, ranks // tp, sink)):
             lanes, rest = divmod(ranks, tp * cp * pp)
             if rest or not lanes:
                 continue
-            for replicate, shard in _data_parallel(lanes, max(node // (tp * cp), 1)):
+            for replicate, shard in _data_parallel(problem, name, lanes, max(node // (tp * cp), 1)):
                 for checkpoint in _CHECKPOINTS:
                     plan = ModulePlan((first, first + ranks), (pp, replicate, shard, cp, tp), checkpoint)
                     if _agrees(problem, name, plan):
@@ -73,12 +74,13 @@ def _stages(facts: ModuleFacts, most: int, sink: bool) -> list[int]:
     return [n for n in range(1, min(most, units if sink else 1, _MOST_STAGES) + 1) if most % n == 0]
 
 
-def _data_parallel(lanes: int, in_node: int) -> Iterator[tuple[int, int]]:
-    yield lanes, 1
-    if lanes > 1:
-        yield 1, lanes
-    if 1 < in_node < lanes and lanes % in_node == 0:
-        yield lanes // in_node, in_node
+def _data_parallel(problem: Problem, name: str, lanes: int, in_node: int) -> Iterator[tuple[int, int]]:
+    shards = [1, lanes, in_node]
+    replicate, shard = (problem.fixed.get((name, DEGREE_KEYS[axis])) for axis in ("dp_replicate", "dp_shard"))
+    shards += [shard] if isinstance(shard, int) else [lanes // replicate] if isinstance(replicate, int) else []
+    for each in dict.fromkeys(shards):
+        if 0 < each <= lanes and lanes % each == 0:
+            yield lanes // each, each
 
 
 def _agrees(problem: Problem, name: str, plan: ModulePlan) -> bool:
@@ -125,16 +127,28 @@ def _usable(problem: Problem, first: int, ranks: int) -> Iterator[ModulePlan]:
 
 
 def microbatch_sizes(problem: Problem, lanes: int, stages: int) -> list[int]:
-    """Samples per microbatch and lane of the sink that divide its share of the batch: powers of two, with at least as
-    many microbatches as stages where there are so many."""
+    """Samples per microbatch and lane of the sink that divide its share of the batch: powers of two where some do, with
+    at least as many microbatches as stages where there are so many."""
     each, rest = divmod(problem.global_batch_size, lanes)
     if rest or not each:
         return []
     fixed = problem.fixed.get(("", "microbatch_size"))
+    if isinstance(fixed, int):
+        return [] if each % fixed else [fixed]
     sizes = [size for size in powers(each) if each % size == 0 and each // size <= _MOST_MICROBATCHES]
-    sizes = [size for size in sizes if fixed in (None, size)]
+    sizes = sizes or _doubling(each)
     enough = [size for size in sizes if each // size >= min(2 * stages, each)]
     return (enough or sizes)[-4:]
+
+
+def _doubling(count: int) -> list[int]:
+    """Divisors of `count`, each at least twice the one before, from the last that makes too many microbatches on."""
+    divisors = [size for size in range(1, count + 1) if count % size == 0]
+    first = max(sum(count // size > _MOST_MICROBATCHES for size in divisors) - 1, 0)
+    found = divisors[first : first + 1]
+    for size in divisors[first + 1 :]:
+        found += [size] if size >= 2 * found[-1] else []
+    return found
 
 
 def schedules(problem: Problem, placement: str, sink: ModulePlan) -> Iterator[tuple[str, int]]:

@@ -28,7 +28,8 @@ def _lines(problem: Problem, found: Found, seconds: float) -> Iterator[str]:
     )
     shown = [each for best in found.best.values() for each in best]
     if not shown:
-        yield "no layout fits"
+        none = f"no layout of {counted(problem.ranks, 'rank')} agrees with the models, the batch and what is fixed"
+        yield "no layout fits" if found.considered else none
         yield from _refused(found)
         return
     fastest = min(shown, key=lambda each: each.step_s)
