@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import tomli
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
 from hetmesh.errors import RecipeError
+from hetmesh.recipe.overrides import apply_override
+
+BARE = "# Written anew, without comments: the recipe has inline tables or dotted keys where tables are needed now.\n\n"
+"""How a recipe begins whose text could not be kept."""
 
 
 def rewritten(text: str, values: Mapping[tuple[str, ...], Any]) -> str:
-    """`text` with the values of some keys set.
+    """`text` with the values of some keys set, and its line ends.
 
     Args:
         values: by path, e.g. `("training", "steps")`; in arrays by number, e.g. `("boundaries", "0", "at")`. A table
@@ -22,21 +27,35 @@ def rewritten(text: str, values: Mapping[tuple[str, ...], Any]) -> str:
         RecipeError: the text is no TOML, or a path leads through something that is no table.
     """
     try:
-        document = tomlkit.parse(text)
-        for path, value in values.items():
-            table: Any = document
-            for key in path[:-1]:
-                if isinstance(table, list):
-                    table = table[int(key)]
-                    continue
-                if key not in table:
-                    table[key] = tomlkit.table()
-                table = table[key]
-            last = int(path[-1]) if isinstance(table, list) else path[-1]
-            table[last] = _tables(value) if isinstance(value, Mapping) else value
-        return tomlkit.dumps(document)
-    except (TOMLKitError, TypeError, AttributeError, ValueError, IndexError) as error:
+        wanted: dict[str, Any] = tomli.loads(text)
+    except tomli.TOMLDecodeError as error:
         raise RecipeError(f"the recipe cannot be rewritten: {error}") from error
+    for path, value in values.items():
+        wanted = apply_override(wanted, path, value)
+    try:
+        found = _edited(text.replace("\r\n", "\n"), values)
+        same = tomli.loads(found) == wanted
+    except (TOMLKitError, tomli.TOMLDecodeError, TypeError, AttributeError, ValueError):
+        same = False
+    if not same:
+        found = BARE + tomlkit.dumps(wanted)
+    return found.replace("\n", "\r\n") if "\r\n" in text else found
+
+
+def _edited(text: str, values: Mapping[tuple[str, ...], Any]) -> str:
+    document = tomlkit.parse(text)
+    for path, value in values.items():
+        table: Any = document
+        for key in path[:-1]:
+            if isinstance(table, list):
+                table = table[int(key)]
+                continue
+            if key not in table:
+                table[key] = tomlkit.table()
+            table = table[key]
+        last = int(path[-1]) if isinstance(table, list) else path[-1]
+        table[last] = _tables(value) if isinstance(value, Mapping) else value
+    return tomlkit.dumps(document)
 
 
 def _tables(values: Mapping[str, Any]) -> Any:

@@ -134,7 +134,7 @@ def _fixed(given: Mapping[str, Any], facts: Mapping[str, ModuleFacts]) -> dict[t
 
 
 def plan_keys(recipe: Recipe, plan: LayoutPlan, global_batch_size: int) -> dict[tuple[str, ...], Any]:
-    """The recipe's keys that say `plan`; None: the key goes."""
+    """The recipe's keys that say `plan`."""
     keys: dict[tuple[str, ...], Any] = {
         ("training", "global_batch_size"): global_batch_size,
         ("training", "local_batch_size"): plan.microbatch_size,
