@@ -128,7 +128,7 @@ class _End:
     def _kept(self, whole: RowSpace) -> list[Intervals]:
         """Per lane, and within a lane per rank that shares its tokens, the rows that it keeps, in its order."""
         if not self.token_axes:
-            return [whole.intervals(lane) for lane in self.lanes]
+            return whole.intervals_of(self.lanes)
         tokens = [self.plan.lane_tokens(self.module.name, self.microbatch, i) for i in range(len(self.lanes))]
         kept: list[Intervals] = []
         for lane, own in zip(self.lanes, tokens, strict=True):

@@ -34,16 +34,18 @@ class RowSpace:
 
     @cached_property
     def _spans(self) -> dict[int, tuple[int, int]]:
-        spans, start = {}, 0
-        for sample, count in zip(self.samples, self.counts, strict=True):
-            spans[sample] = (start, start + count)
-            start += count
-        return spans
+        edges = [0, *itertools.accumulate(self.counts)]
+        return dict(zip(self.samples, itertools.pairwise(edges), strict=True))
 
     def intervals(self, samples: Sequence[int]) -> Intervals:
         """The row intervals of some samples, in their order."""
+        return self.intervals_of([samples])[0]
+
+    def intervals_of(self, lanes: Sequence[Sequence[int]]) -> list[Intervals]:
+        """The row intervals of the samples of some lanes, in their order."""
+        spans = self._spans
         try:
-            return tuple(self._spans[sample] for sample in samples)
+            return [tuple([spans[sample] for sample in lane]) for lane in lanes]
         except KeyError as error:
             raise GraphError(f"sample {error.args[0]} is not in the row space of samples {self.samples}") from None
 
