@@ -24,7 +24,8 @@ from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.parallel import local_part
 from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.testing.parity import TOLERANCE, compare, reference, run
-from hetmesh.training.job import Job, describe, make_prepare
+from hetmesh.training.describe import make_prepare
+from hetmesh.training.job import Job, describe
 from hetmesh.training.modules import loaded_module
 
 VOCAB, MEDIA = 40, 1

@@ -2,17 +2,23 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from torch.distributed.tensor import Replicate
 
-from hetmesh.errors import RecipeError
+from hetmesh.data.digits import DigitsSource
+from hetmesh.data.loader import Loader
+from hetmesh.errors import RecipeError, SampleError
 from hetmesh.layout import Layout, MeshSpec, RowSplit
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report import as_text, explain, save_picture
+from hetmesh.report.balance_view import balance_view
 from hetmesh.report.explain import cell, layout_text
 from hetmesh.report.values import BoundaryView, Traffic
+from hetmesh.training.planning import recipe_problem
+from hetmesh.training.simulated import simulate_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -164,3 +170,20 @@ def test_eight_billion_parameters_without_a_weight(views):
     # 6 FLOPs per parameter that multiplies, token by token, and attention on top
     assert llm.flops is not None
     assert llm.flops.total > 6 * 6.9e9 * llm.work.rows
+
+
+def test_samples_that_a_run_leaves_out_keep_nobody_from_looking_at_it(monkeypatch):
+    keys = ["--training.local_batch_size", "8", "--data.on_bad_sample"]
+    at, meta = Loader(DigitsSource(), 8).indices(0)[0], DigitsSource.meta
+
+    def broken(self, index):
+        if index == at:
+            raise SampleError(f"sample {index}: its header is broken")
+        return meta(self, index)
+
+    monkeypatch.setattr(DigitsSource, "meta", broken)
+    monkeypatch.delattr(DigitsSource, "metas", raising=False)
+    for verb in (explain, simulate_recipe, partial(balance_view, batches=1), recipe_problem):
+        verb(load_recipe(RECIPES / "digits_single.toml", [*keys, "skip"]))
+        with pytest.raises(SampleError, match="its header is broken"):
+            verb(load_recipe(RECIPES / "digits_single.toml", [*keys, "stop"]))

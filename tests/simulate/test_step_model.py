@@ -17,7 +17,8 @@ from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report.explain import explain
 from hetmesh.simulate import LayerCosts, StepModel, rank_work
 from hetmesh.simulate.layer_costs import PARTS, How
-from hetmesh.training.job import describe, make_prepare, recipe_schedule
+from hetmesh.training.describe import make_prepare
+from hetmesh.training.job import describe, recipe_schedule
 from hetmesh.training.module_shapes import module_shapes
 from hetmesh.training.step_model import recipe_step_model
 

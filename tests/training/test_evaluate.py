@@ -13,8 +13,9 @@ from hetmesh.errors import SampleError
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.testing.sources import RandomMedia
+from hetmesh.training.describe import make_prepare
 from hetmesh.training.evaluate import Evaluation, evaluate, show
-from hetmesh.training.job import Job, describe, make_prepare
+from hetmesh.training.job import Job, describe
 from hetmesh.training.modules import full_module
 
 RECIPES = Path(__file__).parents[2] / "recipes"

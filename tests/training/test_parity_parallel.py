@@ -15,7 +15,8 @@ from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import faults
 from hetmesh.testing.bounds import minimal_elements
 from hetmesh.testing.parity import Outcome, ParityError, compare, reference, run
-from hetmesh.training.job import Job, describe, make_prepare
+from hetmesh.training.describe import make_prepare
+from hetmesh.training.job import Job, describe
 
 pytestmark = pytest.mark.slow
 

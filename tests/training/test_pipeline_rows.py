@@ -14,8 +14,9 @@ from hetmesh.graph import Stage
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.schedule import Kind
 from hetmesh.simulate import Timeline, bubbles, simulate
+from hetmesh.training.describe import make_prepare
 from hetmesh.training.feed import Feed
-from hetmesh.training.job import Job, describe, make_prepare, recipe_schedule
+from hetmesh.training.job import Job, describe, recipe_schedule
 
 
 class Saved(nn.Module):

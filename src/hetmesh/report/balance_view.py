@@ -25,7 +25,6 @@ from hetmesh.balance.batch_load import BatchLoad, ModuleLoad, batch_load
 from hetmesh.balance.leaders import leaders
 from hetmesh.cost import Profile, load_machine
 from hetmesh.data.lengths import read_lengths
-from hetmesh.data.loader import Loader
 from hetmesh.errors import GraphError, RecipeError
 from hetmesh.graph import MetaArrays, ModuleGraph, SampleMeta
 from hetmesh.recipe.recipe import Recipe
@@ -33,7 +32,7 @@ from hetmesh.report.balance_values import BalancerResult, BalanceView, Candidate
 from hetmesh.report.given_lengths import GivenLengths
 from hetmesh.simulate import StepModel, simulate
 from hetmesh.training.balance import sample_costs
-from hetmesh.training.describe import describe, make_prepare
+from hetmesh.training.describe import describe, make_loader
 from hetmesh.training.job import recipe_schedule
 from hetmesh.training.module_shapes import module_shapes
 from hetmesh.training.step_model import recipe_step_model
@@ -67,8 +66,7 @@ def balance_view(
     source, adapters, graph = describe(recipe)
     notes: list[str] = []
     if lengths is None:
-        prepare = make_prepare(recipe, graph, adapters)
-        loader = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed)
+        loader = make_loader(recipe, source, graph, adapters)
         drawn: Iterator[Sequence[SampleMeta]] = (batch.metas for batch in islice(loader, batches))
     else:
         valid = [*(name for name in graph.order if name != graph.sink.name), graph.sink.name]

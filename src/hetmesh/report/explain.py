@@ -8,7 +8,6 @@ from hetmesh.balance import BatchPlan, boundary_layouts, plan_batch
 from hetmesh.boundary.groups import ends_are_tied, job_groups, most_on_a_rank
 from hetmesh.boundary.transport import choose
 from hetmesh.cost import ModuleShape, Work, imbalance, lane_work, module_flops, module_memory
-from hetmesh.data.loader import Loader
 from hetmesh.graph import BoundarySpec, ModuleGraph, boundary_edge
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, missing_elements, plan_transfer
 from hetmesh.recipe.recipe import Recipe
@@ -16,7 +15,7 @@ from hetmesh.report.values import BoundaryView, HeldView, ModuleView, RecipeView
 from hetmesh.schedule import Schedule, peaks_in_flight
 from hetmesh.simulate import peak_rows
 from hetmesh.training.balance import recipe_balance
-from hetmesh.training.job import describe, make_prepare, recipe_schedule
+from hetmesh.training.job import describe, make_loader, recipe_schedule
 from hetmesh.training.module_shapes import module_shapes
 
 BACKENDS = ("gloo", "nccl")
@@ -33,8 +32,7 @@ def explain(recipe: Recipe) -> RecipeView:
     """
     source, adapters, graph = describe(recipe)
     batch = recipe.batch
-    prepare = make_prepare(recipe, graph, adapters)
-    drawn = Loader(source, batch.global_batch_size, prepare, seed=recipe.debug.seed).batch(0)
+    drawn = make_loader(recipe, source, graph, adapters).batch(0)
     plan = plan_batch(graph, drawn.metas, batch.microbatch_size, recipe_balance(recipe, graph, adapters))
     held = _held(plan, recipe_schedule(recipe, graph, plan.routes))
     shapes = module_shapes(recipe, adapters)

@@ -26,9 +26,10 @@ from hetmesh.testing.assignments import Policy
 from hetmesh.testing.dense_masks import dense_mask, masked
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.precision import exact_dtypes
+from hetmesh.training.describe import make_prepare
 from hetmesh.training.feed import Feed
 from hetmesh.training.gradients import scale
-from hetmesh.training.job import Job, describe, make_prepare
+from hetmesh.training.job import Job, describe
 from hetmesh.training.modules import loaded_module
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hetmesh.data.expand_arrays import Expander
+from hetmesh.data.loader import Loader
+from hetmesh.data.payloads import Payloads
 from hetmesh.data.registry import recipe_source
 from hetmesh.data.source import Source
 from hetmesh.errors import Refusals, SampleError
@@ -76,4 +78,22 @@ def make_prepare(recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Adap
         seq_len=recipe.training.seq_len,
         module_rows=module_rows(graph, adapters),
         position_ids=sample_positions(graph, adapters),
+    )
+
+
+def make_loader(
+    recipe: Recipe,
+    source: Source,
+    graph: ModuleGraph,
+    adapters: Mapping[str, Adapter],
+    payloads: Payloads | None = None,
+) -> Loader:
+    """What draws the samples of the run: the same for whatever looks at its batches, samples that it leaves out too."""
+    return Loader(
+        source,
+        recipe.batch.global_batch_size,
+        make_prepare(recipe, graph, adapters),
+        seed=recipe.debug.seed,
+        payloads=payloads,
+        skip=recipe.data.on_bad_sample == "skip",
     )

@@ -30,7 +30,7 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.runtime import Reducer, Runtime
 from hetmesh.schedule import POLICIES, PolicyOptions, Schedule
 from hetmesh.training.balance import recipe_balance
-from hetmesh.training.describe import describe, make_prepare
+from hetmesh.training.describe import describe, make_loader
 from hetmesh.training.feed import Feed
 from hetmesh.training.loss import sum_cross_entropy
 from hetmesh.training.module_shapes import module_shape_of
@@ -102,10 +102,7 @@ class Job:
             seed=recipe.debug.seed,
             finish=partial(sum_tied_parameters, tied, world),
         )
-        prepare = make_prepare(recipe, graph, adapters)
-        size, seed = recipe.batch.global_batch_size, recipe.debug.seed
-        skip = recipe.data.on_bad_sample == "skip"
-        loader = Loader(source, size, prepare, seed=seed, payloads=payloads, skip=skip)
+        loader = make_loader(recipe, source, graph, adapters, payloads)
         root = Root((name, each.module) for name, each in modules.items())
         balance = recipe_balance(recipe, graph, adapters)
         return cls(recipe, world, graph, adapters, loader, root, modules, runtime, balance, tuple(tied))

@@ -8,7 +8,6 @@ from dataclasses import fields, replace
 from typing import Any
 
 from hetmesh.cost import load_machine
-from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError
 from hetmesh.graph import LANE_AXES, Activation, ModuleGraph
 from hetmesh.layout import MeshSpec
@@ -20,7 +19,7 @@ from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.recipe.rewrite import rewritten
 from hetmesh.schedule import POLICIES
 from hetmesh.training.balance import recipe_balance
-from hetmesh.training.describe import describe, make_prepare
+from hetmesh.training.describe import describe, make_loader
 from hetmesh.training.step_model import recipe_step_model
 
 BATCHES = 4
@@ -59,7 +58,7 @@ def recipe_problem(
     source, adapters, laid = describe(recipe)
     graph, size = _without_layout(recipe, laid), recipe.batch.global_batch_size
     model = recipe_step_model(recipe, graph, adapters, machine=load_machine(machine) if machine else None)
-    loader = Loader(source, size, make_prepare(recipe, graph, adapters), seed=recipe.debug.seed)
+    loader = make_loader(recipe, source, graph, adapters)
     samples = loader.drawn([i for step in range(BATCHES) for i in loader.indices(step)]).metas
     facts = {name: _facts(recipe, name, adapters[name], model.shape(name), graph.sink.name) for name in graph.order}
     return Problem(

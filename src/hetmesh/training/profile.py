@@ -29,7 +29,7 @@ from hetmesh.data.loader import DrawnSample, Loader
 from hetmesh.models import lora_plan
 from hetmesh.models.module_shape import HEAD, module_shape
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
-from hetmesh.training.job import describe, make_prepare
+from hetmesh.training.job import describe, make_loader
 from hetmesh.training.loss import sum_cross_entropy
 from hetmesh.training.modules import loaded_module
 
@@ -85,9 +85,7 @@ def profile_recipe(recipe: Recipe, *, seconds: float = 45.0) -> Profile:
         SampleError: the first samples do not suit the modules.
     """
     source, adapters, graph = describe(recipe)
-    loader = Loader(
-        source, recipe.batch.global_batch_size, make_prepare(recipe, graph, adapters), seed=recipe.debug.seed
-    )
+    loader = make_loader(recipe, source, graph, adapters)
     shapes = sample_shapes(loader, recipe.batch.microbatch_size)
     with _one_thread(), ExitStack() as groups:
         degrees = {name: graph[name].mesh.axis_size("tp") for name in graph.order}

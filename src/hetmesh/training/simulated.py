@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from hetmesh.balance import plan_batch
 from hetmesh.cost import Profile, load_machine
-from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.simulate import Timeline, simulate
 from hetmesh.training.balance import recipe_balance
-from hetmesh.training.job import describe, make_prepare, recipe_schedule
+from hetmesh.training.job import describe, make_loader, recipe_schedule
 from hetmesh.training.step_model import recipe_step_model
 
 
@@ -23,8 +22,7 @@ def simulate_recipe(recipe: Recipe, *, machine: str | None = None, profile: str 
         RecipeError: what `hetmesh check` would find, or sizes of a module or a machine that are not known.
     """
     source, adapters, graph = describe(recipe)
-    prepare = make_prepare(recipe, graph, adapters)
-    drawn = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed).batch(0)
+    drawn = make_loader(recipe, source, graph, adapters).batch(0)
     balance = recipe_balance(recipe, graph, adapters)
     plan = plan_batch(graph, drawn.metas, recipe.batch.microbatch_size, balance)
     schedule = recipe_schedule(recipe, graph, plan.routes)

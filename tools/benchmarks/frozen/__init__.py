@@ -34,7 +34,8 @@ from hetmesh.cost.partition import runs
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.testing.pool import WorkerPool
-from hetmesh.training.job import describe, make_prepare
+from hetmesh.training.describe import make_prepare
+from hetmesh.training.job import describe
 from hetmesh.training.module_shapes import module_shapes
 from hetmesh.training.trainer import Trainer
 

@@ -29,7 +29,8 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.simulate import simulate
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.training.balance import recipe_balance
-from hetmesh.training.job import describe, make_prepare, recipe_schedule
+from hetmesh.training.describe import make_prepare
+from hetmesh.training.job import describe, recipe_schedule
 
 RECIPES = (("none", "recipe"), ("auto", "free"), ("auto", "recipe"))
 """`[balance] policy` and `microbatches`."""
