@@ -16,6 +16,7 @@ from hetmesh.balance import (
     graph_slots,
     plan_batch,
 )
+from hetmesh.balance.from_graph import within_range
 from hetmesh.cost.sample_costs import SampleCosts
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, MediaItem, ModuleGraph, ModuleSpec, SampleMeta
@@ -144,3 +145,19 @@ def test_what_goes_along_with_an_encoder_takes_its_lanes():
     plan = plan_batch(ModuleGraph((*modules, ModuleSpec("llm", two)), edges), metas([1, 2, 3, 4, 5, 6, 7, 8]), 2)
     assert plan.lanes["projector"] == plan.lanes["vision"]
     assert len(plan.lanes["projector"][0]) == 4
+
+
+def test_samples_of_a_million_tokens_are_balanced_as_short_ones_are():
+    """Their FLOPs do not fit into 64 bits."""
+    llm = ModuleSpec("llm", MeshSpec.make([0, 1], dp_replicate=2), packed=True)
+    only = ModuleGraph((llm,), ())
+    lengths = [1_000_000 * n for n in (16, 9, 7, 6, 5, 5, 4, 3)]
+    options = BalanceOptions("two_dim", {"llm": SampleCosts((16 * 10**9, 600_000, 10**9), 2.0)})
+    samples = [SampleMeta(f"s{i}", n, targets=((1, n),)) for i, n in enumerate(lengths)]
+    plan = plan_batch(only, samples, 4, options)
+    work = [sum(samples[i].tokens ** 2 for i in plan.samples_of("llm", 0, lane)) for lane in range(2)]
+    assert max(work) / sum(work) < 0.53  # the largest alone is 0.52
+    loads = batch_loads(only, samples, within_range(only, samples, options))
+    assert (loads.work > 0).all()
+    assert loads.work.sum(0)[0] > 0
+    assert within_range(only, samples[:0], options) is options

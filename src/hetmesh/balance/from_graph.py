@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -14,10 +15,12 @@ from hetmesh.balance.leaders import lane_affinity, leaders
 from hetmesh.balance.loads import BatchLoads, Slots
 from hetmesh.balance.pipeline import Score
 from hetmesh.cost.sample_costs import SampleCosts
+from hetmesh.cost.work import samples_work
 from hetmesh.errors import GraphError
 from hetmesh.graph import MetaArrays, ModuleGraph, SampleMeta
 
 _UNKNOWN = SampleCosts((1, 0, 0), 2.0)
+_BITS = 60  # of 63, for sums over modules
 _OVERHEAD = 256  # rows: an H100 reads the weights of a layer in the time in which it multiplies about 295 rows by them
 
 
@@ -56,7 +59,7 @@ def led_modules(graph: ModuleGraph) -> tuple[str, ...]:
 
 def batch_loads(graph: ModuleGraph, samples: Sequence[SampleMeta], balance: BalanceOptions = UNBALANCED) -> BatchLoads:
     """The loads of `led_modules`, with those of the modules that go along, per rank of a lane. Samples are who they are
-    by their place in the batch."""
+    by their place in the batch. See `within_range` for very long ones."""
     own, led_by, metas = led_modules(graph), leaders(graph), MetaArrays.of(samples)
     work = np.zeros((len(samples), len(own)), np.int64)
     tokens = np.zeros_like(work)
@@ -71,6 +74,23 @@ def batch_loads(graph: ModuleGraph, samples: Sequence[SampleMeta], balance: Bala
         row, pair, _ = (-(-n // _sharing(graph, graph.sink.name)) for n in _costs_of(balance, graph.sink.name).forward)
         padding = (row, pair)
     return BatchLoads(own, work, tokens, ids=metas.ids, padding=padding)
+
+
+def within_range(graph: ModuleGraph, samples: Sequence[SampleMeta], balance: BalanceOptions) -> BalanceOptions:
+    """`balance`, with costs in a coarser unit where the work of these samples would not fit into 64 bits: some samples
+    of a million tokens do not. `batch_loads` and `graph_slots` must be given the same."""
+    metas = MetaArrays.of(samples)
+    largest = 0.0
+    for name in graph.order:
+        each = samples_work(graph, name, metas).astype(np.float64) @ np.array(_costs_of(balance, name).forward, float)
+        largest += float(each.max(initial=0.0))
+    whole = largest * max(len(metas), 1)  # all as large as the largest: what they may be padded to
+    if whole < 2.0**_BITS:
+        return balance
+    shift = math.ceil(math.log2(whole)) - _BITS
+    costs = {name: _costs_of(balance, name) for name in graph.order}
+    coarse = {name: replace(c, forward=tuple(-(-n >> shift) for n in c.forward)) for name, c in costs.items()}
+    return replace(balance, costs=coarse)
 
 
 def _costs_of(balance: BalanceOptions, name: str) -> SampleCosts:

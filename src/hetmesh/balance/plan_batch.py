@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hetmesh.balance.assign import assign
 from hetmesh.balance.batch_plan import BatchPlan
-from hetmesh.balance.from_graph import UNBALANCED, BalanceOptions, batch_loads, batch_plan_of, graph_slots
+from hetmesh.balance.from_graph import UNBALANCED, BalanceOptions, batch_loads, batch_plan_of, graph_slots, within_range
 from hetmesh.errors import GraphError
 from hetmesh.graph import MetaArrays, ModuleGraph, SampleMeta
 
@@ -28,6 +28,7 @@ def plan_batch(
         raise GraphError(f"a microbatch needs at least 1 sample per lane, got {microbatch_size}")
     samples = MetaArrays.of(samples)
     microbatches = max(-(-len(samples) // (microbatch_size * graph.sink.num_lanes)), 1)
+    balance = within_range(graph, samples, balance)
     slots = graph_slots(graph, microbatches, balance)
     alone = all(lanes * count == 1 for lanes, count in zip(slots.lanes, slots.microbatches, strict=True))
     policy = "none" if alone and not slots.capped and not slots.free else balance.policy  # nothing to choose

@@ -22,6 +22,7 @@ from hetmesh.balance import (
     graph_slots,
 )
 from hetmesh.balance.batch_load import BatchLoad, ModuleLoad, batch_load
+from hetmesh.balance.from_graph import within_range
 from hetmesh.balance.leaders import leaders
 from hetmesh.cost import Profile, load_machine
 from hetmesh.data.lengths import read_lengths
@@ -170,8 +171,9 @@ class _Comparison:
         """One batch more."""
         if run.problem:
             return
-        loads = batch_loads(self.graph, samples, run.options)
-        slots = graph_slots(self.graph, self.recipe.batch.num_microbatches, run.options)
+        options = within_range(self.graph, samples, run.options)
+        loads = batch_loads(self.graph, samples, options)
+        slots = graph_slots(self.graph, self.recipe.batch.num_microbatches, options)
         try:
             started = time.process_time()
             found = assign(loads, slots, run.options.policy)

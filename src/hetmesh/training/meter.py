@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from hetmesh.balance import BalanceOptions, BatchPlan, assign, batch_loads, graph_slots
 from hetmesh.balance.batch_load import BatchLoad, batch_load, plan_assignment
+from hetmesh.balance.from_graph import within_range
 from hetmesh.boundary import World
 from hetmesh.cost import Work, find_machine, imbalance, lane_work, load_machine, module_flops
 from hetmesh.training.balance import sample_costs
@@ -143,8 +144,9 @@ class Meter:
 
     def load(self, plan: BatchPlan) -> StepLoad:
         """How even the step of `plan` is, and would be without balancing; from metadata, without communication."""
-        loads = batch_loads(self.graph, plan.samples, self.unbalanced)
-        slots = graph_slots(self.graph, self.job.recipe.batch.num_microbatches, self.unbalanced)
+        options = within_range(self.graph, plan.samples, self.unbalanced)
+        loads = batch_loads(self.graph, plan.samples, options)
+        slots = graph_slots(self.graph, self.job.recipe.batch.num_microbatches, options)
         padded = not self.graph.sink.packed
         drawn = batch_load(loads, assign(loads, slots, "none"), padded=padded)
         return StepLoad(drawn, batch_load(loads, plan_assignment(plan), padded=padded))
