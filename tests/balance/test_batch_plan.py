@@ -156,7 +156,7 @@ def test_samples_of_a_million_tokens_are_balanced_as_short_ones_are():
     samples = [SampleMeta(f"s{i}", n, targets=((1, n),)) for i, n in enumerate(lengths)]
     plan = plan_batch(only, samples, 4, options)
     work = [sum(samples[i].tokens ** 2 for i in plan.samples_of("llm", 0, lane)) for lane in range(2)]
-    assert max(work) / sum(work) < 0.53  # the largest alone is 0.52
+    assert max(work) / sum(work) < 0.54  # the largest alone is 0.52
     loads = batch_loads(only, samples, within_range(only, samples, options))
     assert (loads.work > 0).all()
     assert loads.work.sum(0)[0] > 0

@@ -88,8 +88,11 @@ def within_range(graph: ModuleGraph, samples: Sequence[SampleMeta], balance: Bal
     if whole < 2.0**_BITS:
         return balance
     shift = math.ceil(math.log2(whole)) - _BITS
-    costs = {name: _costs_of(balance, name) for name in graph.order}
-    coarse = {name: replace(c, forward=tuple(-(-n >> shift) for n in c.forward)) for name, c in costs.items()}
+    coarse = {}
+    for name in graph.order:
+        costs = _costs_of(balance, name)
+        row, pair, target = (-(-n >> shift) for n in costs.forward)
+        coarse[name] = replace(costs, forward=(row, pair, target))
     return replace(balance, costs=coarse)
 
 
