@@ -121,7 +121,6 @@ def test_a_worker_that_dies_or_hangs_is_an_error_that_names_the_sample(index, me
     started = time.monotonic()
     with InWorkers(sources(), 2, 2, timeout=2.0) as workers:
         workers.announce([wanted(1), wanted(index), wanted(2)])
-        assert workers.get(wanted(1))[0].id == "digits/train/1"
-        with pytest.raises(LoaderError, match=message):
-            workers.get(wanted(index))
+        with pytest.raises(LoaderError, match=message):  # a worker that dies may do so before the other is done
+            workers.get([*wanted(1), *wanted(index)])
     assert time.monotonic() - started < 60
