@@ -193,9 +193,7 @@ dtype = "float64"
     ids=str,
 )
 def test_each_injected_fault_is_found(pool4, fault):
-    recipe = parse_recipe(
-        FAULTY, ["--balance.policy=two_dim"]
-    )  # which gives lanes equal rows: shapes alone say nothing
+    recipe = parse_recipe(FAULTY, ["--balance.policy=two_dim"])  # lanes of equal rows: shapes alone say nothing
     assert check(pool4, recipe) < 1e-10
     with pytest.raises(ParityError):
         check(pool4, recipe, fault)
