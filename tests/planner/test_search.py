@@ -53,7 +53,7 @@ def four():
     return given, search(given)
 
 
-@pytest.mark.parametrize(("ranks", "size", "seed"), [(2, 4, 2), pytest.param(2, 8, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ranks", "size", "seed"), [(2, 4, 2), pytest.param(2, 8, 1, marks=pytest.mark.exhaustive)])
 def test_the_best_is_that_of_brute_force(ranks, size, seed):
     given = problem(ranks, size, fixed={"llm.activation_checkpoint": "none"})
     rng = np.random.default_rng(seed)

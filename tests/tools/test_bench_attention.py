@@ -20,7 +20,7 @@ def attention(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["image_bits", "causal"])
+@pytest.mark.parametrize("name", ["image_bits", pytest.param("causal", marks=pytest.mark.exhaustive)])
 def test_memory_does_not_grow_with_ranks_at_fixed_local_tokens(attention, pool, name):
     peaks = []
     for ranks in (2, 8):
