@@ -123,7 +123,7 @@ def layouts(draw, world):
 
 
 @pytest.mark.slow
-@settings(max_examples=24, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(text=layouts(4))
 def test_random_layouts_equal_one_process(pool4, text):
     """Two encoders, one encoder feeding two consumers, text-only lanes, microbatches without any image."""

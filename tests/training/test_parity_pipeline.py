@@ -170,7 +170,13 @@ at = "scan"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        each if each in ("1f1b", "zero_bubble") else pytest.param(each, marks=pytest.mark.exhaustive)
+        for each in POLICIES
+    ],
+)
 def test_two_encoders_of_unequal_depth_on_eight_processes(pool8, policy):
     text = MODEL.replace("image = [1, 8, 8]", "image = [1, 8, 8], scan = [2, 8, 8]") + TWO_ENCODERS
     text = text.format(policy=policy, batch=5, tied="false", extra="", vision="", projector="", llm="")
