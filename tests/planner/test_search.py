@@ -18,6 +18,8 @@ from hetmesh.planner.some_lanes import some_lanes
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.training.planning import planned_text, recipe_problem
 
+pytestmark = pytest.mark.slow
+
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 

@@ -114,6 +114,7 @@ def test_workers_hear_of_samples_step_by_step_as_early_as_they_are_planned():
         upcoming.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["digits_overlapping", "digits_balanced", "digits_cp_pp"])
 def test_a_prepared_step_leaves_nothing_to_work_out(recipe, monkeypatch):
     """What the runtime asks for in the step is there: no layout, plan or run is made by the training thread."""
