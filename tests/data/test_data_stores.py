@@ -136,6 +136,10 @@ def test_tables_hold_the_same_conversations(root, tmp_path, any_size, form, monk
         datasets.Dataset.from_list([{"messages": bare[0]["messages"], "images": ["a.png"]}]).to_parquet(named)
         with pytest.raises(SampleError, match="row 0 has a str as 'image': must be bytes"):
             make(root, named, any_size).meta(0)
+        spare = tmp_path / "spare.parquet"
+        datasets.Dataset.from_list([{"messages": bare[0]["messages"], "images": PICTURES[:2]}]).to_parquet(spare)
+        with pytest.raises(SampleError, match="its row holds 2 of 'image' and its conversation has a place for 1"):
+            make(root, spare, any_size).meta(0)
         table.to_parquet(path)
     else:
         table.save_to_disk(tmp_path / "saved")

@@ -214,6 +214,13 @@ class ConversationsSource:
                 media.append((kind, self._store.media(index, kind, value, before)))
             except OSError as error:
                 raise SampleError(f"sample {name!r}: {error}") from error
+        for kind, held in self._store.held(index).items():
+            used = sum(other == kind for other, _ in named)
+            if kind in self.placeholders and held != used:
+                raise SampleError(
+                    f"sample {name!r}: its row holds {held} of {kind!r} and its conversation has a place for {used}; "
+                    f"name each in `content`, or leave {kind!r} out of {KEY} placeholders"
+                )
         if self._known is None:
             encoded = self._chat.encode(name, messages)
         else:  # the index has the targets

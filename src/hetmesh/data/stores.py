@@ -84,6 +84,10 @@ class Store(Protocol):
         """
         ...
 
+    def held(self, index: int) -> Mapping[str, int]:
+        """How many media items of each kind lie in record `index` itself; none where they are files of their own."""
+        ...
+
     def media(self, index: int, kind: str, value: str | None, number: int) -> Blob:
         """A media item of record `index`.
 
@@ -151,6 +155,10 @@ class JsonFile:
             raise SampleError(
                 f"sample {name!r}: must be an object with `messages`, but the line is no JSON: {error}"
             ) from error
+
+    def held(self, index: int) -> Mapping[str, int]:
+        """None."""
+        return {}
 
     def media(self, index: int, kind: str, value: str | None, number: int) -> Blob:
         """The file of that name."""
@@ -220,6 +228,10 @@ class TarShards:
         except (OSError, ValueError) as error:
             raise SampleError(f"sample {key!r} of {self.files[shard]}: {error}") from error
         return Record(key, value, len(data))
+
+    def held(self, index: int) -> Mapping[str, int]:
+        """None."""
+        return {}
 
     def media(self, index: int, kind: str, value: str | None, number: int) -> Blob:
         """The member with this extension or name."""

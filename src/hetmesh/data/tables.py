@@ -65,11 +65,26 @@ class Tables:
                 raise SampleError(f"sample {name!r}: its column {self._column!r} is no JSON: {error}") from error
         return Record(name, value, row.nbytes)
 
+    def held(self, index: int) -> Mapping[str, int]:
+        """Items in the columns of media."""
+        from pyarrow import ListScalar  # of large lists and lists of fixed size too
+
+        cells = {kind: self._cell(index, kind) for kind in self._media}
+        return {
+            kind: sum(item.is_valid for item in cell) if isinstance(cell, ListScalar) else 1
+            for kind, cell in cells.items()
+            if cell.is_valid
+        }
+
+    def _cell(self, index: int, kind: str) -> Any:
+        """The scalar of a row in the column of media of that kind, as arrow has it."""
+        return self._table.select_columns([self._media[kind]])[index].column(0)[0]
+
     def media(self, index: int, kind: str, value: str | None, number: int) -> Blob:
         """Item `number` of the column of that kind."""
         if kind not in self._media:
             raise OSError(f"the table has no column for {kind!r}")
-        cell = self._table.select_columns([self._media[kind]])[index].column(0)[0].as_py()
+        cell = self._cell(index, kind).as_py()
         items = cell if isinstance(cell, list) else [cell]
         if number >= len(items) or items[number] is None:
             raise OSError(f"row {index} has {len([i for i in items if i])} of {kind!r}, its conversation needs more")
