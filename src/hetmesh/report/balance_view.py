@@ -24,7 +24,6 @@ from hetmesh.balance import (
 from hetmesh.balance.batch_load import BatchLoad, ModuleLoad, batch_load
 from hetmesh.balance.from_graph import within_range
 from hetmesh.balance.leaders import leaders
-from hetmesh.cost import Profile, load_machine
 from hetmesh.data.lengths import read_lengths
 from hetmesh.errors import GraphError, RecipeError
 from hetmesh.graph import MetaArrays, ModuleGraph, SampleMeta
@@ -36,7 +35,7 @@ from hetmesh.training.balance import sample_costs
 from hetmesh.training.describe import describe, make_loader
 from hetmesh.training.job import recipe_schedule
 from hetmesh.training.module_shapes import module_shapes
-from hetmesh.training.step_model import recipe_step_model
+from hetmesh.training.step_model import named_step_model
 
 SHOWN = ("none", "auto")
 """Policies whose loads are shown as histograms."""
@@ -79,14 +78,7 @@ def balance_view(
                 "some come several times"
             )
         drawn = given.batches(batches, recipe.batch.global_batch_size, recipe.debug.seed)
-    fitted = profile or recipe.profiling.profile
-    model = recipe_step_model(
-        recipe,
-        graph,
-        adapters,
-        machine=load_machine(machine) if machine else None,
-        profile=Profile.load(fitted) if fitted else None,
-    )
+    model = named_step_model(recipe, graph, adapters, machine, profile)
     keys = recipe.balance
     options = BalanceOptions(
         keys.policy,

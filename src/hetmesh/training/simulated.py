@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from hetmesh.balance import plan_batch
-from hetmesh.cost import Profile, load_machine
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.simulate import Timeline, simulate
 from hetmesh.training.balance import recipe_balance
 from hetmesh.training.job import describe, make_loader, recipe_schedule
-from hetmesh.training.step_model import recipe_step_model
+from hetmesh.training.step_model import named_step_model
 
 
 def simulate_recipe(recipe: Recipe, *, machine: str | None = None, profile: str | None = None) -> Timeline:
@@ -26,12 +25,5 @@ def simulate_recipe(recipe: Recipe, *, machine: str | None = None, profile: str 
     balance = recipe_balance(recipe, graph, adapters)
     plan = plan_batch(graph, drawn.metas, recipe.batch.microbatch_size, balance)
     schedule = recipe_schedule(recipe, graph, plan.routes)
-    fitted = profile or recipe.profiling.profile
-    model = recipe_step_model(
-        recipe,
-        graph,
-        adapters,
-        machine=load_machine(machine) if machine else None,
-        profile=Profile.load(fitted) if fitted else None,
-    )
+    model = named_step_model(recipe, graph, adapters, machine, profile)
     return simulate(schedule, model.costs(plan, schedule))

@@ -18,6 +18,25 @@ if TYPE_CHECKING:
     from hetmesh.recipe.recipe import Recipe
 
 
+def named_step_model(
+    recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Adapter], machine: str | None, profile: str | None
+) -> StepModel:
+    """`recipe_step_model` with the machine and the profile that a command names.
+
+    Args:
+        machine: a name or TOML file.
+        profile: a file of `hetmesh profile`; None: `[profiling] profile`.
+    """
+    fitted = profile or recipe.profiling.profile
+    return recipe_step_model(
+        recipe,
+        graph,
+        adapters,
+        machine=load_machine(machine) if machine else None,
+        profile=Profile.load(fitted) if fitted else None,
+    )
+
+
 def recipe_step_model(
     recipe: Recipe,
     graph: ModuleGraph,
