@@ -16,7 +16,7 @@ from hetmesh.planner.candidates import microbatch_sizes
 from hetmesh.planner.layout_plan import laid_out
 from hetmesh.planner.some_lanes import some_lanes
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
-from hetmesh.training.planning import planned_text, recipe_problem
+from hetmesh.training.planning import not_kept, planned_text, recipe_problem
 
 pytestmark = pytest.mark.slow
 
@@ -146,6 +146,7 @@ def test_what_is_planned_is_what_is_written_and_all_else_stays(recipe):
     overrides = ["--debug.seed=3", "--boundaries.0.from=vision", "--parallelism.llm.fsdp_reshard_after_forward=never"]
     before, text = load_recipe(path, overrides), path.read_text(encoding="utf-8")
     given = recipe_problem(before, machine="h100", ranks=8)
+    assert "parallelism.llm.fsdp_reshard_after_forward" in not_kept(before)
     for placement in PLACEMENTS:
         plans = list(itertools.islice(candidates(given, placement), 0, 4000, 571))[:3]
         assert plans

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from hetmesh.files import to_json, writing
     from hetmesh.planner import search
     from hetmesh.report.plan_text import plan_json, plan_text
-    from hetmesh.training.planning import planned_text, recipe_problem
+    from hetmesh.training.planning import not_kept, planned_text, recipe_problem
 
     memory = None if args.memory is None else math.ceil(args.memory * 1e9)
     fixed: dict[str, object] = {}
@@ -60,6 +61,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             Path(args.write).write_bytes(text.encode())  # with the line ends that are there
         if not args.json:
             print(f"\nwrote {args.write}: look at it with `hetmesh explain {args.write}`")
+        if left := not_kept(recipe):
+            print(f"not in it, and planned without: {', '.join(left)}", file=sys.stderr)
     return 0
 
 

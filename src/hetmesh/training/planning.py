@@ -150,6 +150,25 @@ def plan_keys(recipe: Recipe, plan: LayoutPlan, global_batch_size: int) -> dict[
     return keys
 
 
+_PLANNED = {
+    "ranks",
+    *DEGREE_KEYS.values(),
+    "pipeline_parallel_schedule",
+    "pipeline_parallel_microbatch_size",
+    "module_fqns_per_model_part",
+    "pipeline_parallel_layers_per_stage",
+}
+
+
+def not_kept(recipe: Recipe) -> list[str]:
+    """Keys of the recipe's layout beside those that a plan says, none of which is in the recipe that is written: they
+    are of a layout that is no more."""
+    flat = recipe.parallelism.model_fields_set - {"modules"} - _PLANNED
+    tables = recipe.parallelism.modules.items()
+    own = [f"parallelism.{name}.{key}" for name, table in tables for key in table.model_fields_set - _PLANNED]
+    return sorted([*(f"parallelism.{key}" for key in flat), *own])
+
+
 def planned_text(recipe: Recipe, text: str, overrides: Sequence[str], problem: Problem, plan: LayoutPlan) -> str:
     """The recipe's text with the layout of `plan`: what was given on the command line is in it, and stages are named
     where the recipe would be cut into others by itself.
