@@ -49,9 +49,9 @@ def _leave(rank):
     sys.exit(3)
 
 
-def _die(rank, victim):
+def _die(rank, victim, number=signal.SIGKILL):
     if rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
     dist.barrier()
 
 
@@ -156,6 +156,11 @@ def test_a_dead_worker_is_named_with_its_signal(own_pool):
         own_pool.run(_die, 1)
     assert caught.value.ranks == (1,)
     assert own_pool.run(_identity, 5) == [(0, 5), (1, 5)]
+
+
+def test_a_worker_that_breaks_says_where_it_was(own_pool):
+    with pytest.raises(WorkerError, match=r"worker 0 died without a Python exception \(SIGSEGV\)(.|\n)*in _die"):
+        own_pool.run(_die, 0, signal.SIGSEGV)
 
 
 def test_a_size_mismatch_that_kills_gloo_is_reported(own_pool):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import re
@@ -192,6 +193,8 @@ def how_it_ended(exit_status: int) -> str:
 def _worker(rank: int, parent: int, report: Connection, function: Callable[..., None], args: tuple[Any, ...]) -> None:
     """The life of one worker."""
     die_with_parent(parent)
+    if not faulthandler.is_enabled():
+        faulthandler.enable()  # a crash in a library says which lines it was called from
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup
             # by default a signal ends a process at once, whatever it waits for

@@ -1,6 +1,5 @@
 """The planner: which layout, placement and schedule. Sizes, a machine, samples and wishes in; predictions out."""
 
-from hetmesh.planner.candidates import DEGREE_KEYS
 from hetmesh.planner.layout_plan import AXES, PLACEMENTS, LayoutPlan, ModulePlan, laid_out
 from hetmesh.planner.predict import Prediction, Predictor
 from hetmesh.planner.problem import ModuleFacts, Problem
@@ -8,7 +7,6 @@ from hetmesh.planner.search import Found, candidates, search
 
 __all__ = [
     "AXES",
-    "DEGREE_KEYS",
     "PLACEMENTS",
     "Found",
     "LayoutPlan",

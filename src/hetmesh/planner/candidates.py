@@ -11,15 +11,6 @@ from hetmesh.graph.module_options import CheckpointMode
 from hetmesh.planner.layout_plan import AXES, LayoutPlan, ModulePlan
 from hetmesh.planner.problem import ModuleFacts, Problem
 
-DEGREE_KEYS = {
-    "pp": "pipeline_parallel_degree",
-    "dp_replicate": "data_parallel_replicate_degree",
-    "dp_shard": "data_parallel_shard_degree",
-    "cp": "context_parallel_degree",
-    "tp": "tensor_parallel_degree",
-}
-"""Of `AXES`, what recipes call them."""
-
 LONG = 4096
 """Tokens of a sample from which on the ranks of a lane may share it where samples are packed anyway: below, the
 exchange of keys costs more than it saves, and packing would be all that is gained."""
@@ -42,7 +33,7 @@ def module_plans(problem: Problem, name: str, first: int, ranks: int) -> Iterato
     """
     facts, sink = problem.facts[name], name == problem.graph.sink.name
     node = problem.machine.ranks_per_node or ranks
-    wanted = problem.fixed.get((name, DEGREE_KEYS["tp"]))
+    wanted = problem.fixed.get((name, "tp"))
     for tp in [wanted] if isinstance(wanted, int) else powers(min(_MOST_TENSOR, node, ranks)):
         if facts.tensor_parallel and facts.tensor_parallel % tp:
             continue
@@ -58,7 +49,7 @@ def module_plans(problem: Problem, name: str, first: int, ranks: int) -> Iterato
 
 
 def _contexts(problem: Problem, facts: ModuleFacts, name: str, most: int) -> list[int]:
-    fixed = problem.fixed.get((name, DEGREE_KEYS["cp"]))
+    fixed = problem.fixed.get((name, "cp"))
     if isinstance(fixed, int):
         return [fixed] if facts.context_parallel or fixed == 1 else []
     spec = problem.graph[name]
@@ -76,7 +67,7 @@ def _stages(facts: ModuleFacts, most: int, sink: bool) -> list[int]:
 
 def _data_parallel(problem: Problem, name: str, lanes: int, in_node: int) -> Iterator[tuple[int, int]]:
     shards = [1, lanes, in_node]
-    replicate, shard = (problem.fixed.get((name, DEGREE_KEYS[axis])) for axis in ("dp_replicate", "dp_shard"))
+    replicate, shard = (problem.fixed.get((name, axis)) for axis in ("dp_replicate", "dp_shard"))
     shards += [shard] if isinstance(shard, int) else [lanes // replicate] if isinstance(replicate, int) else []
     for each in dict.fromkeys(shards):
         if 0 < each <= lanes and lanes % each == 0:
@@ -85,7 +76,7 @@ def _data_parallel(problem: Problem, name: str, lanes: int, in_node: int) -> Ite
 
 def _agrees(problem: Problem, name: str, plan: ModulePlan) -> bool:
     for axis, size in zip(AXES, plan.degrees, strict=True):
-        if problem.fixed.get((name, DEGREE_KEYS[axis]), size) != size:
+        if problem.fixed.get((name, axis), size) != size:
             return False
     return problem.fixed.get((name, "activation_checkpoint"), plan.activation_checkpoint) == plan.activation_checkpoint
 

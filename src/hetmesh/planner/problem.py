@@ -49,8 +49,8 @@ class Problem:
         global_batch_size: samples per step.
         optimizer: its name in a recipe.
         balance: how batches are balanced.
-        fixed: keys of a recipe that candidates must agree with, as (module, key) -> value; the module `""` is for
-            `placement`, `schedule` and `microbatch_size`.
+        fixed: what candidates must agree with, as (module, what) -> value: of a module a mesh axis or
+            `activation_checkpoint`; of the module `""` `placement`, `schedule` or `microbatch_size`.
         memory_bytes: the most that a rank may hold; None: nine tenths of the machine's. The rest is for what is not
             predicted: communicators, workspaces, fragments.
     """

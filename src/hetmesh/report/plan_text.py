@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hetmesh.planner import AXES, DEGREE_KEYS, Found, Prediction, Problem
+from hetmesh.planner import Found, Prediction, Problem
+from hetmesh.recipe.meshes import DEGREE_OF_AXIS
 from hetmesh.simulate import CLASSES
 from hetmesh.training.metrics import amount
 from hetmesh.training.wording import counted, table
@@ -123,7 +124,7 @@ def _as_json(each: Prediction) -> dict[str, Any]:
             name: {
                 "ranks": [own.ranks[0], own.ranks[1] - 1],
                 "activation_checkpoint": own.activation_checkpoint,
-                **{DEGREE_KEYS[axis]: own.degree(axis) for axis in AXES},
+                **{key: own.degree(axis) for axis, key in DEGREE_OF_AXIS.items()},
             }
             for name, own in each.plan.modules.items()
         },

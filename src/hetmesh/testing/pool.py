@@ -238,6 +238,8 @@ class WorkerPool:
             code = process.exitcode
             how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
             causes.append(f"worker {rank} died without a Python exception ({how})")
+            if stack := self._stack(rank):
+                causes[-1] += f"\n{stack}\n"
         return "; ".join(causes)
 
     def _autopsy(self, ranks: list[int]) -> str:
@@ -250,10 +252,12 @@ class WorkerPool:
         stacks = []
         for rank in ranks:
             self._workers[rank][0].join(_REAP)
-            file = self._stack_file(rank)
-            stack = file.read_text(errors="replace").strip() if file.exists() else ""
-            stacks.append(f"worker {rank}\n{stack or '(no stack: it had not started)'}")
+            stacks.append(f"worker {rank}\n{self._stack(rank) or '(no stack: it had not started)'}")
         return ", ".join(f"worker {rank}" for rank in ranks) + "; killed at\n\n" + "\n\n".join(stacks)
+
+    def _stack(self, rank: int) -> str:
+        file = self._stack_file(rank)
+        return file.read_text(errors="replace").strip() if file.exists() else ""
 
     def _stack_file(self, rank: int) -> Path:
         assert self._folder is not None
@@ -286,7 +290,9 @@ def _leave_with(parent: BaseProcess) -> None:
 def _worker(rank: int, size: int, port: int, connection: Connection, stack_file: str) -> None:
     """The life of one worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills the workers
-    faulthandler.register(signal.SIGUSR1, file=open(stack_file, "w"), chain=True)  # noqa: SIM115 - dump all, then die
+    stacks = open(stack_file, "w")  # noqa: SIM115 - open as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=stacks, chain=True)  # dump all, then die
+    faulthandler.enable(stacks)  # for a death without an exception
     parent = multiprocessing.parent_process()
     assert parent is not None
     # A worker that hangs in gloo does not see its pipe close: leave with the parent even if it was killed.

@@ -12,7 +12,8 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph import LANE_AXES, Activation, ModuleGraph
 from hetmesh.layout import MeshSpec
 from hetmesh.models import Adapter
-from hetmesh.planner import DEGREE_KEYS, PLACEMENTS, LayoutPlan, ModuleFacts, Problem, laid_out
+from hetmesh.planner import PLACEMENTS, LayoutPlan, ModuleFacts, Problem, laid_out
+from hetmesh.recipe.meshes import DEGREE_OF_AXIS
 from hetmesh.recipe.module_options import packs_anyway
 from hetmesh.recipe.overrides import parse_overrides
 from hetmesh.recipe.recipe import Recipe, parse_recipe
@@ -113,7 +114,8 @@ def _facts(recipe: Recipe, name: str, adapter: Adapter, shape: Any, sink: str) -
 
 
 def _fixed(given: Mapping[str, Any], facts: Mapping[str, ModuleFacts]) -> dict[tuple[str, str], object]:
-    keys = [*DEGREE_KEYS.values(), "activation_checkpoint"]
+    keys = [*DEGREE_OF_AXIS.values(), "activation_checkpoint"]
+    axis_of = {key: axis for axis, key in DEGREE_OF_AXIS.items()}
     out: dict[tuple[str, str], object] = {}
     for key, value in given.items():
         module, dot, name = key.rpartition(".")
@@ -128,7 +130,7 @@ def _fixed(given: Mapping[str, Any], facts: Mapping[str, ModuleFacts]) -> dict[t
             )
         if not valid:
             raise RecipeError(f"--fix {key}: {value!r} is not valid")
-        out[module, name] = value
+        out[module, axis_of.get(name, name)] = value
     return out
 
 
@@ -141,7 +143,7 @@ def plan_keys(recipe: Recipe, plan: LayoutPlan, global_batch_size: int) -> dict[
     tables: dict[str, dict[str, Any]] = {}
     for name, own in plan.modules.items():
         table: dict[str, Any] = {"ranks": f"{own.ranks[0]}-{own.ranks[1] - 1}"}
-        for axis, key in DEGREE_KEYS.items():
+        for axis, key in DEGREE_OF_AXIS.items():
             if own.degree(axis) > 1 or (axis == "dp_replicate" and own.degree("dp_shard") == 1):
                 table[key] = own.degree(axis)
         tables[name] = table
@@ -152,7 +154,7 @@ def plan_keys(recipe: Recipe, plan: LayoutPlan, global_batch_size: int) -> dict[
 
 _PLANNED = {
     "ranks",
-    *DEGREE_KEYS.values(),
+    *DEGREE_OF_AXIS.values(),
     "pipeline_parallel_schedule",
     "pipeline_parallel_microbatch_size",
     "module_fqns_per_model_part",
