@@ -279,11 +279,11 @@ BAD: dict[str, tuple[str, str, str]] = {
         "data_parallel_replicate_degree = 2\npipeline_parallel_microbatch_size = 2",
         "parallelism.vision.pipeline_parallel_microbatch_size: the schedule is the whole run's; write it in [",
     ),
-    "a schedule to come": (
+    "an unknown schedule": (
         "tensor_parallel_degree = 2",
-        'pipeline_parallel_schedule = "bubble_fill"',
-        "parallelism.llm.pipeline_parallel_schedule = 'bubble_fill': should be '1f1b', 'interleaved', 'sequential', "
-        "'three_phase' or 'zero_bubble'",
+        'pipeline_parallel_schedule = "gpipe"',
+        "parallelism.llm.pipeline_parallel_schedule = 'gpipe': should be '1f1b', 'bubble_fill', 'interleaved', "
+        "'sequential', 'three_phase' or 'zero_bubble'",
     ),
     "async checkpoint": (
         "[data]",

@@ -6,12 +6,14 @@ held.py      what stages hold, and until when
 order.py     list scheduling: from the choices of groups of stages to one total order
 groups.py    the rules by which stages choose
 options.py   what a recipe may ask of a policy
-sequential.py, one_f_one_b.py, interleaved.py, zero_bubble.py, three_phase.py   the policies
+sequential.py, one_f_one_b.py, interleaved.py, zero_bubble.py, three_phase.py, bubble_fill.py   the policies
+fill_problem.py, fill_pass.py   bubble_fill: its tables, and one placement of encoder slices in gaps
 validate.py  what every schedule must hold
 """
 
 from collections.abc import Callable
 
+from hetmesh.schedule.bubble_fill import bubble_fill
 from hetmesh.schedule.held import holding, peak_in_flight, peaks_in_flight
 from hetmesh.schedule.interleaved import interleaved
 from hetmesh.schedule.one_f_one_b import one_f_one_b
@@ -32,6 +34,7 @@ POLICIES: dict[str, Policy] = {
     "interleaved": interleaved,
     "zero_bubble": zero_bubble,
     "three_phase": three_phase,
+    "bubble_fill": bubble_fill,
 }
 """Policies by their name in `[parallelism] pipeline_parallel_schedule`."""
 
@@ -42,6 +45,7 @@ __all__ = [
     "Policy",
     "PolicyOptions",
     "Schedule",
+    "bubble_fill",
     "dependencies",
     "holding",
     "interleaved",

@@ -15,12 +15,17 @@ class PolicyOptions:
         offload: three_phase: waiting activations of encoders are kept in the memory of the host.
         early: interleaved: warm up with twice as many forwards per rank behind, as Megatron-LM does, which hides the
             latency of messages. Otherwise with as few as keep the makespan, which holds fewer activations.
+        inner: bubble_fill: the schedule of the LLM whose gaps are filled, `"1f1b"`, `"interleaved"` or `"zero_bubble"`.
+        in_flight: bubble_fill: microbatches that a stage of an encoder may hold at a time; None: twice as many as the
+            LLM's order needs.
     """
 
     window: int | None = None
     recompute: bool = False
     offload: bool = False
     early: bool = False
+    inner: str = "1f1b"
+    in_flight: int | None = None
 
 
 DEFAULT = PolicyOptions()

@@ -1,0 +1,188 @@
+"""Bubble fill: slices of encoders run in the bubbles of the LLM's pipeline, on the same ranks (Optimus, arXiv
+2408.03505)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+
+from hetmesh.errors import ScheduleError
+from hetmesh.graph import Edge, Routes, Stage, StageGraph
+from hetmesh.schedule.fill_pass import Filled, coarse, fill, lazy, longest_tails
+from hetmesh.schedule.fill_problem import FillProblem, Together, fill_problem
+from hetmesh.schedule.interleaved import interleaved
+from hetmesh.schedule.one_f_one_b import by_caps
+from hetmesh.schedule.options import DEFAULT, PolicyOptions
+from hetmesh.schedule.order import Durations, last_backwards, nominal, with_messages
+from hetmesh.schedule.schedule import Action, Kind, Schedule, splittable
+from hetmesh.schedule.validate import validate
+
+Score = Callable[[Schedule], float]
+"""What a schedule takes, in any unit."""
+
+INNER = ("1f1b", "interleaved", "zero_bubble")
+"""Schedules of the LLM by itself that `bubble_fill` fills."""
+
+_SHARES = (0.0, 0.125, 0.25, 0.5)
+"""What is tried: so much of the way from a makespan that no order is below to the coarse one. Two passes each."""
+
+
+def bubble_fill(
+    stages: StageGraph,
+    microbatches: Routes | int,
+    training: bool = True,
+    options: PolicyOptions = DEFAULT,
+    *,
+    durations: Durations | None = None,
+    score: Score | None = None,
+    together: Together | None = None,
+) -> Schedule:
+    """A validated schedule in which the sink's module runs as it would by itself (`options.inner`), and the stages of
+    all other modules in its gaps: the slices of an encoder are its stages.
+
+    The coarse placement has all forwards of encoders before the LLM and all backwards after it, as far as
+    `options.in_flight` allows. It is refined by passes that place slices into gaps for shorter and shorter makespans;
+    what they find is taken only if its score is lower. Where microbatches differ, those of which the encoders are done
+    first may come first: the i-th that the encoders finish is the LLM's i-th, under its own number.
+
+    Args:
+        durations: what compute actions take, to find gaps by; None: nominal ones.
+        score: what decides; None: the makespan by `durations`, messages left out.
+        together: which ranks of a stage start together; None: all.
+
+    Raises:
+        ScheduleError: `options.in_flight` is lower than what the order of the LLM's microbatches needs, or there is no
+            such inner schedule.
+    """
+    routes = Routes.of(stages, microbatches)
+    if durations is None and score is None and together is None:
+        return _nominal(stages, routes, training, options)
+    return _filled(stages, routes, training, options, durations, score, together)
+
+
+@lru_cache(maxsize=64)
+def _nominal(stages: StageGraph, routes: Routes, training: bool, options: PolicyOptions) -> Schedule:
+    return _filled(stages, routes, training, options, None, None, None)
+
+
+def _filled(
+    stages: StageGraph,
+    routes: Routes,
+    training: bool,
+    options: PolicyOptions,
+    durations: Durations | None,
+    score: Score | None,
+    together: Together | None,
+) -> Schedule:
+    inner = inner_schedule(stages, routes, training, options)
+    seconds = durations or nominal(stages, routes, inner.split)
+    order = [action for action in inner.actions if isinstance(action.target, Stage) and action.kind is not Kind.REDUCE]
+    problem = fill_problem(stages, routes, training, order, seconds, inner.split, together)
+    caps = _caps(problem, lazy(problem), options)
+
+    def schedule(found: Filled, names: Callable[[Action], Action]) -> Schedule:
+        actions = [names(problem.actions[i]) for i in found.order]
+        last = last_backwards(actions, stages, inner.split) if training else ()
+        return validate(
+            Schedule(
+                stages,
+                routes,
+                with_messages(actions, stages, routes, inner.split, last),
+                training,
+                inner.split,
+                {**inner.in_flight, **{s: n for s, n in zip(problem.stages, caps, strict=True) if n is not None}},
+            )
+        )
+
+    found = []
+    for numbers in _orders(stages, routes, problem):
+        names = _renamed(numbers)
+        own = problem if numbers is None else problem.timed([seconds(names(action)) for action in problem.actions])
+        found += [(each, names) for each in _candidates(own, caps)]
+    if score is None:
+        return schedule(*min(found, key=lambda each: each[0].makespan))
+    return min((schedule(*each) for each in found), key=score)
+
+
+def _candidates(problem: FillProblem, caps: tuple[int | None, ...]) -> Iterable[Filled]:
+    """The coarse placement and the shortest refined one."""
+    first = coarse(problem, caps)
+    yield first
+    tails = longest_tails(problem, first.order)
+    busy = [0.0] * len(problem.sequences)
+    for seconds, groups in zip(problem.seconds, problem.groups, strict=True):
+        for track in {track for tracks in groups for track in tracks}:
+            busy[track] += seconds
+    shortest = max([*tails, *busy], default=0.0)
+    found = []
+    for share in _SHARES:
+        wanted = shortest + share * max(first.makespan - shortest, 0.0)
+        found += [fill(problem, caps, tails, wanted, ahead) for ahead in (True, False)]
+    yield min(found, key=lambda each: each.makespan)
+
+
+def inner_schedule(stages: StageGraph, routes: Routes, training: bool, options: PolicyOptions) -> Schedule:
+    """The schedule of the sink's module alone.
+
+    Raises:
+        ScheduleError: there is no such inner schedule.
+    """
+    if options.inner not in INNER:
+        raise ScheduleError(f"bubble_fill: there is no inner schedule {options.inner!r}; valid are {', '.join(INNER)}")
+    module = stages.sink.module
+    own = stages.of_module(module)
+
+    def inside(edges: Iterable[Edge]) -> tuple[Edge, ...]:
+        return tuple(edge for edge in edges if edge.source in own and edge.destination in own)
+
+    alone = StageGraph(
+        own,
+        inside(stages.edges),
+        stages.backward_stages & frozenset(own),
+        frozenset(inside(stages.gradient_edges)),
+        stages.trainable_stages & frozenset(own),
+        tuple(map(stages.ranks_of, own)),
+    )
+    if options.inner == "interleaved":
+        return interleaved(alone, routes.count(module), training, options)
+    split = splittable(stages) & frozenset(own) if training and options.inner == "zero_bubble" else frozenset()
+    return by_caps(alone, Routes.of(alone, routes.count(module)), training, split)
+
+
+def _caps(problem: FillProblem, least: Filled, options: PolicyOptions) -> tuple[int | None, ...]:
+    """How many microbatches each stage may hold; None for those of the sink's module.
+
+    Raises:
+        ScheduleError: see `bubble_fill`.
+    """
+    sink = set(problem.stage[: problem.fixed])
+    for i, held in enumerate(least.held):
+        if options.in_flight is not None and held > options.in_flight and i not in sink:
+            raise ScheduleError(
+                f"bubble_fill: stage {problem.stages[i]} may hold {options.in_flight} microbatches at a time, but the "
+                f"order of the LLM needs {held}"
+            )
+    return tuple(None if i in sink else options.in_flight or 2 * max(held, 1) for i, held in enumerate(least.held))
+
+
+def _orders(stages: StageGraph, routes: Routes, problem: FillProblem) -> Iterable[tuple[int, ...] | None]:
+    """Orders of the microbatches that are worth a look: by number (None), and those of the least work for encoders
+    first."""
+    yield None
+    count = routes.count(stages.sink.module)
+    plain = all(routes.same_numbers(edge) for edge in stages.edges)
+    if not plain or any(routes.count(stage.module) != count for stage in stages.stages):
+        return
+    work = [0.0] * count
+    for i in range(problem.fixed, problem.backwards):
+        work[problem.actions[i].microbatch] += problem.seconds[i]
+    rising = tuple(sorted(range(count), key=work.__getitem__))
+    if rising != tuple(range(count)):
+        yield rising
+
+
+def _renamed(numbers: tuple[int, ...] | None) -> Callable[[Action], Action]:
+    """The action that is meant by one of the i-th microbatch."""
+    if numbers is None:
+        return lambda action: action
+    return lambda action: Action(action.kind, action.target, numbers[action.microbatch], action.to)
