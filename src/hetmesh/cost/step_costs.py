@@ -53,6 +53,24 @@ class TransferCost:
 
 
 @dataclass(frozen=True)
+class Lanes:
+    """Which ranks of a stage start together, where not all of them do, and who waits for whom.
+
+    Attributes:
+        groups: per stage, sets of its ranks: the ranks of a set start an action together, other sets when they are free
+            (data-parallel lanes that no collective joins). A stage that is left out is one set.
+        flows: per forward route between modules, pairs (set of the source's stage, set of the destination's): rows go
+            from one to the other. A route that is left out joins everything; between two stages of one module, with
+            equally many sets, each goes on to the set of its number.
+        costs: per stage and microbatch the cost of each set, where they differ.
+    """
+
+    groups: Mapping[Stage, tuple[tuple[int, ...], ...]]
+    flows: Mapping[Route, tuple[tuple[int, int], ...]] = field(default_factory=lambda: MappingProxyType({}))
+    costs: Mapping[tuple[Stage, int], tuple[StageCost, ...]] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True)
 class StepCosts:
     """One optimizer step.
 
@@ -64,6 +82,7 @@ class StepCosts:
         optimizer: per rank, seconds of normalising, clipping and the optimizer step.
         static_bytes: per rank, parameters, gradients and optimizer state.
         action_overhead: seconds that the runtime itself spends on each action.
+        lanes: which ranks of a stage act apart; None: all ranks of a stage act as one.
         busy_slowdown, ranks_per_node: see `Machine`. All other seconds are of ranks that have their node to themselves.
     """
 
@@ -76,3 +95,4 @@ class StepCosts:
     action_overhead: float = 0.0
     busy_slowdown: tuple[float, ...] = ()
     ranks_per_node: int = 0
+    lanes: Lanes | None = None

@@ -48,7 +48,8 @@ class Predictor:
     Args:
         batches: sampled global batches; their mean counts.
         lanes: of the sink that are simulated at least; all of them where there are fewer.
-        quick: balances by the first candidate of `auto` alone, and counts the bytes of fewer transfers.
+        quick: balances by the first candidate of `auto` alone, counts the bytes of fewer transfers, and lets all lanes
+            of a stage start together.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Predictor:
         *,
         quick: bool = False,
     ) -> None:
-        self.problem, self.batches, self.lanes = problem, batches, lanes
+        self.problem, self.batches, self.lanes, self.quick = problem, batches, lanes, quick
         policy = "two_dim" if quick and problem.balance.policy == "auto" else problem.balance.policy
         self.balance, self.sample = replace(problem.balance, policy=policy), 2 if quick else 8
         self.layers = layers or LayerCosts(problem.machine)
@@ -108,7 +109,7 @@ class Predictor:
         for samples in samples_of_batches(problem, self.batches, share):
             batch = plan_batch(graph, samples, plan.microbatch_size, self.balance)
             schedule = POLICIES[plan.schedule](model.stages, batch.routes, True)
-            found.append(simulate(schedule, model.costs(batch, schedule)))
+            found.append(simulate(schedule, model.costs(batch, schedule, lanes=not self.quick)))
         return found
 
 

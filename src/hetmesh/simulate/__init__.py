@@ -5,6 +5,7 @@ stage_costs.py     a stage: its layers, FSDP's gathers, keys fetched by context 
 layer_costs.py     a layer as coefficients of rows, pairs and targets, once per kind of layer
 rank_work.py       what each rank computes: real tokens of packed samples, shares of context parallelism
 transfer_costs.py  bytes and seconds of every transfer
+lanes.py           which lanes of a stage act apart, equal replicas made one
 program.py   a schedule and its costs as columns of integers and seconds, rank classes
 busy.py      how much longer actions take beside other busy ranks of their node
 engine.py    `simulate`: the columns -> Timeline, in one pass over the order

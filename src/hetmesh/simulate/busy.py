@@ -38,11 +38,17 @@ def slowed_program(schedule: Schedule, costs: StepCosts, *, overlap: bool = True
     loads = [_load(ranks, costs.ranks_per_node) for ranks in columns.tracks]
     waiting, at = _dependencies(columns, loads, overlap)
     spent = waiting.run(costs.busy_slowdown)
-    seconds = [own if node is None else spent[node] for own, node in zip(columns.seconds, at, strict=True)]
+    seconds, each = list(columns.seconds), list(columns.each)
+    for i, nodes in enumerate(at):
+        if len(nodes) == 1:
+            seconds[i], each[i] = spent[nodes[0]], None
+        elif nodes:
+            own = columns.each[i] or [(0.0, columns.collectives[i])] * len(nodes)
+            each[i] = tuple((spent[node], inside) for node, (_, inside) in zip(nodes, own, strict=True))
     optimizers = _Waiting()
-    for own, load in zip(columns.optimizer, loads, strict=True):
-        optimizers.add(own, load)
-    return replace(columns, seconds=seconds, optimizer=optimizers.run(costs.busy_slowdown))
+    for seconds_alone, load in zip(columns.optimizer, loads, strict=True):
+        optimizers.add(seconds_alone, load)
+    return replace(columns, seconds=seconds, each=each, optimizer=optimizers.run(costs.busy_slowdown))
 
 
 def _load(ranks: Iterable[int], ranks_per_node: int) -> Load:
@@ -138,51 +144,64 @@ class _Waiting:
         return spent
 
 
-def _dependencies(p: Program, loads: Sequence[Load], overlap: bool) -> tuple[_Waiting, list[int | None]]:
-    """What each action waits for, by the rules of `engine`; and the number of each action that keeps ranks busy."""
+def _dependencies(p: Program, loads: Sequence[Load], overlap: bool) -> tuple[_Waiting, list[list[int]]]:
+    """What each action waits for, by the rules of `engine`; and, of each action that keeps ranks busy, the numbers of
+    its sets of lanes."""
     waiting, at = _Waiting(), []
-    held = [_joined(loads[track] for track in tracks) for tracks in p.stage_tracks]
+    held = [[_joined(loads[track] for track in own) for own in groups] for groups in p.groups]
     tracks = range(len(p.tracks))
     # What a track's next work waits for, what its last work was; of its links and reductions, what was last.
     free: list[frozenset[int]] = [frozenset() for _ in tracks]
     idle, reduced, outgoing, incoming = (list(free) for _ in range(4))
-    arrivals: list[frozenset[int]] = [frozenset()] * p.num_routes
+    arrivals: list[list[frozenset[int]]] = [[]] * p.num_routes
     gather = list(p.gather)
-    for kind, target, route, seconds in zip(p.kinds, p.targets, p.routes, p.seconds, strict=True):
-        node = None
+    for kind, target, route, seconds, each in zip(p.kinds, p.targets, p.routes, p.seconds, p.each, strict=True):
+        nodes: list[int] = []
         if kind == RECEIVE:
-            for track in p.stage_tracks[p.destinations[target]]:
-                free[track] |= arrivals[route]
+            for own, arrival in zip(p.groups[p.destinations[target]], arrivals[route], strict=True):
+                for track in own:
+                    free[track] |= arrival
         elif kind == TRANSFER:
-            sources, destinations = p.stage_tracks[p.sources[target]], p.stage_tracks[p.destinations[target]]
-            before = [free[track] for track in sources]
-            if seconds and overlap:
-                before += [outgoing[track] for track in sources] + [incoming[track] for track in destinations]
-            elif seconds:
-                before += [free[track] for track in destinations]
-            sent = frozenset([waiting.add(seconds, before=frozenset().union(*before))])
-            arrivals[route] = sent
-            if seconds and overlap:
-                _set(outgoing, sources, sent)
-                _set(incoming, destinations, sent)
-            elif seconds:
-                _set(free, (*sources, *destinations), sent)
-                _set(idle, (*sources, *destinations), sent)
+            arrivals[route] = []
+            left: list[tuple[Iterable[int], frozenset[int]]] = []
+            for destinations, sources in zip(p.groups[p.destinations[target]], p.flows[route], strict=True):
+                before = [free[track] for track in sources]
+                if seconds and overlap:
+                    before += [outgoing[track] for track in sources] + [incoming[track] for track in destinations]
+                elif seconds:
+                    before += [free[track] for track in destinations]
+                if not sources:
+                    arrivals[route].append(frozenset())
+                    continue
+                sent = frozenset([waiting.add(seconds, before=frozenset().union(*before))])
+                arrivals[route].append(sent)
+                left.append((sources if overlap else (*sources, *destinations), sent))
+                if seconds and overlap:
+                    _set(incoming, destinations, sent)
+            together: dict[int, frozenset[int]] = {}
+            for some, sent in left if seconds else ():
+                together |= {track: together.get(track, frozenset()) | sent for track in some}
+            for track, sent in together.items():
+                _set(outgoing if overlap else free, (track,), sent)
+                _set(outgoing if overlap else idle, (track,), sent)
         elif kind == REDUCE:
             own = p.stage_tracks[target]
             before = [free[track] | reduced[track] for track in own]
             _set(reduced, own, frozenset([waiting.add(seconds, before=frozenset().union(*before))]))
         else:
-            own = p.stage_tracks[target]
-            before = [free[track] for track in own]
-            if kind == FORWARD and gather[target]:
-                gathered = waiting.add(gather[target], before=frozenset().union(*(idle[track] for track in own)))
-                before.append(frozenset([gathered]))
+            first = kind == FORWARD and gather[target]
+            for g, own in enumerate(p.groups[target]):
+                before = [free[track] for track in own]
+                if first:
+                    gathered = waiting.add(gather[target], before=frozenset().union(*(idle[track] for track in own)))
+                    before.append(frozenset([gathered]))
+                alone = each[g][0] if each else seconds
+                nodes.append(waiting.add(alone, held[target][g], frozenset().union(*before)))
+                _set(free, own, frozenset(nodes[-1:]))
+                _set(idle, own, frozenset(nodes[-1:]))
+            if first:
                 gather[target] = 0.0
-            node = waiting.add(seconds, held[target], frozenset().union(*before))
-            _set(free, own, frozenset([node]))
-            _set(idle, own, frozenset([node]))
-        at.append(node)
+        at.append(nodes)
     return waiting, at
 
 

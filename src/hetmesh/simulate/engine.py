@@ -14,6 +14,8 @@ def simulate(schedule: Schedule, costs: StepCosts, *, overlap: bool = True) -> T
     """What `schedule` takes if its actions take what `costs` says.
 
     Each rank runs its own subsequence of the order; an action that involves several ranks starts when all are free.
+    Where `costs.lanes` says so the lanes of a stage start apart, each when its own ranks are free and the rows that it
+    gets have come; gradients are summed over all of them.
     A SEND starts at its place in the order of its sender, and takes no time of ranks but of links: every rank's
     outgoing and every rank's incoming link serve one transfer at a time, in the schedule's order. A RECV waits for the
     arrival. The parameters of a stage are gathered before its first forward, beside the wait for its input. Gradients
@@ -61,44 +63,46 @@ class _Run:
 
     def actions(self) -> None:
         c, free, idle = self.columns, self.free, self.idle
-        stage_tracks, destinations, inside = c.stage_tracks, c.destinations, self.collectives
+        all_groups, destinations, inside = c.groups, c.destinations, self.collectives
         overlap, gather = self.overlap, list(c.gather)
-        arrivals = [0.0] * c.num_routes
+        arrivals: list[list[float]] = [[]] * c.num_routes
         track_append, kind_append, target_append, microbatch_append, start_append, stop_append, to_append = (
             column.append for column in self.work
         )
-        for kind, target, m, to, route, seconds, collectives in zip(
-            c.kinds, c.targets, c.microbatches, c.to, c.routes, c.seconds, c.collectives, strict=True
+        for kind, target, m, to, route, seconds, collectives, each in zip(
+            c.kinds, c.targets, c.microbatches, c.to, c.routes, c.seconds, c.collectives, c.each, strict=True
         ):
             if kind == RECEIVE:
-                arrival = arrivals[route]
-                for track in stage_tracks[destinations[target]]:
-                    if free[track] < arrival:
-                        free[track] = arrival
+                for tracks, arrival in zip(all_groups[destinations[target]], arrivals[route], strict=True):
+                    for track in tracks:
+                        if free[track] < arrival:
+                            free[track] = arrival
             elif kind == TRANSFER:
                 transfer = self._linked if overlap else self._blocking
-                arrivals[route] = transfer(target, m, to, seconds)
+                arrivals[route] = transfer(target, m, to, seconds, c.flows[route])
             elif kind == REDUCE:
                 self._reduce(target, seconds)
             else:
-                tracks = stage_tracks[target]
                 if kind == FORWARD and gather[target]:
                     self._gather(target)
                     gather[target] = 0.0
-                start = free[tracks[0]]
-                if len(tracks) > 1:
-                    start = max([free[track] for track in tracks])
-                stop = start + seconds
-                for track in tracks:
-                    free[track] = idle[track] = stop
-                    inside[track] += collectives
-                    track_append(track)
-                    kind_append(kind)
-                    target_append(target)
-                    microbatch_append(m)
-                    start_append(start)
-                    stop_append(stop)
-                    to_append(to)
+                for group, tracks in enumerate(all_groups[target]):
+                    if each is not None:
+                        seconds, collectives = each[group]
+                    start = free[tracks[0]]
+                    if len(tracks) > 1:
+                        start = max([free[track] for track in tracks])
+                    stop = start + seconds
+                    for track in tracks:
+                        free[track] = idle[track] = stop
+                        inside[track] += collectives
+                        track_append(track)
+                        kind_append(kind)
+                        target_append(target)
+                        microbatch_append(m)
+                        start_append(start)
+                        stop_append(stop)
+                        to_append(to)
 
     def optimizer(self) -> None:
         """What follows the last action; sets `end`."""
@@ -108,50 +112,65 @@ class _Run:
                 self._span(track, OPTIMIZER, -1, -1, ready, ready + seconds)
         self.end = ready + max(self.columns.optimizer, default=0.0)
 
-    def _linked(self, edge: int, m: int, to: int, seconds: float) -> float:
-        """A transfer on links of its own; its arrival."""
-        c, outgoing, incoming = self.columns, self.outgoing, self.incoming
-        sources, destinations = c.stage_tracks[c.sources[edge]], c.stage_tracks[c.destinations[edge]]
-        start = max([self.free[track] for track in sources])
+    def _linked(self, edge: int, m: int, to: int, seconds: float, flows: tuple[tuple[int, ...], ...]) -> list[float]:
+        """A transfer on links of its own; its arrival at each set of lanes. What a track sends to several of them
+        leaves together: the seconds are those of the rank that sends or receives most."""
+        free, incoming = self.free, self.incoming
         if not seconds:
-            return start
-        for track in sources:
-            if outgoing[track] > start:
-                start = outgoing[track]
-        for track in destinations:
-            if incoming[track] > start:
-                start = incoming[track]
-        stop = start + seconds
-        for track in sources:
-            outgoing[track] = stop
-        for track in destinations:
-            incoming[track] = stop
-            self._transfer(track, edge, m, to, start, stop)
-        return stop
+            return [max([free[track] for track in sources], default=0.0) for sources in flows]
+        left: dict[int, float] = {}
+        arrivals = []
+        for tracks, sources in zip(self.columns.groups[self.columns.destinations[edge]], flows, strict=True):
+            if not sources:
+                arrivals.append(0.0)
+                continue
+            start = max([free[track] for track in sources])
+            for track in sources:
+                if self.outgoing[track] > start:
+                    start = self.outgoing[track]
+            for track in tracks:
+                if incoming[track] > start:
+                    start = incoming[track]
+            stop = start + seconds
+            for track in sources:
+                left[track] = max(stop, left.get(track, 0.0))
+            for track in tracks:
+                incoming[track] = stop
+                self._transfer(track, edge, m, to, start, stop)
+            arrivals.append(stop)
+        for track, stop in left.items():
+            self.outgoing[track] = stop
+        return arrivals
 
-    def _blocking(self, edge: int, m: int, to: int, seconds: float) -> float:
-        """A transfer for which both sides stop; its arrival."""
-        c, free = self.columns, self.free
+    def _blocking(self, edge: int, m: int, to: int, seconds: float, flows: tuple[tuple[int, ...], ...]) -> list[float]:
+        """A transfer for which both sides stop; its arrival at each set of lanes."""
+        free = self.free
         if not seconds:
-            return max(free[track] for track in c.stage_tracks[c.sources[edge]])
-        destinations = c.stage_tracks[c.destinations[edge]]
-        tracks = {*c.stage_tracks[c.sources[edge]], *destinations}
-        start = max(free[track] for track in tracks)
-        stop = start + seconds
-        for track in tracks:
+            return [max([free[track] for track in sources], default=0.0) for sources in flows]
+        until: dict[int, float] = {}
+        arrivals = []
+        for tracks, sources in zip(self.columns.groups[self.columns.destinations[edge]], flows, strict=True):
+            if not sources:
+                arrivals.append(0.0)
+                continue
+            both = {*sources, *tracks}
+            stop = max(free[track] for track in both) + seconds
+            until |= {track: max(stop, until.get(track, 0.0)) for track in both}
+            for track in tracks:
+                self._transfer(track, edge, m, to, stop - seconds, stop)
+            arrivals.append(stop)
+        for track, stop in until.items():
             free[track] = self.idle[track] = stop
-        for track in destinations:
-            self._transfer(track, edge, m, to, start, stop)
-        return stop
+        return arrivals
 
     def _gather(self, stage: int) -> None:
-        tracks = self.columns.stage_tracks[stage]
-        start = max(self.idle[track] for track in tracks)
-        stop = start + self.columns.gather[stage]
-        for track in tracks:
-            self.idle[track] = stop
-            self.free[track] = max(self.free[track], stop)
-            self._span(track, GATHER, stage, -1, start, stop)
+        for tracks in self.columns.groups[stage]:
+            start = max(self.idle[track] for track in tracks)
+            stop = start + self.columns.gather[stage]
+            for track in tracks:
+                self.idle[track] = stop
+                self.free[track] = max(self.free[track], stop)
+                self._span(track, GATHER, stage, -1, start, stop)
 
     def _reduce(self, stage: int, seconds: float) -> None:
         tracks = self.columns.stage_tracks[stage]

@@ -34,7 +34,8 @@ def latest_starts(schedule: Schedule, costs: StepCosts, makespan: float) -> np.n
     A backward pass over dependencies, each rank's order, and the order of transfers on each link (Optimus, arXiv
     2408.03505, section 4.3). It works for any policy. Transfers are beside work, as
     in `simulate(..., overlap=True)`. Actions take the seconds of that simulation, though run later they may have other
-    ranks beside them (`StepCosts.busy_slowdown`). A RECV's latest start is the latest arrival.
+    ranks beside them (`StepCosts.busy_slowdown`). A RECV's latest start is the latest arrival. Of lanes that
+    start apart (`StepCosts.lanes`) it is the first one's.
 
     Raises:
         GraphError: there is no cost for a stage and microbatch, or `makespan` is too short for the schedule.
@@ -44,7 +45,7 @@ def latest_starts(schedule: Schedule, costs: StepCosts, makespan: float) -> np.n
     tracks = range(len(p.tracks))
     work, wait = [end for _ in tracks], [end for _ in tracks]  # by when a track's work, and its waits, must be over
     reduced, outgoing, incoming = [end for _ in tracks], [end for _ in tracks], [end for _ in tracks]
-    arrival = [end] * p.num_routes
+    arrival = [[end] * len(flows) for flows in p.flows]
     first: dict[int, int] = {}  # stage -> place of its first forward, which its gather precedes
     for i in range(len(p.kinds) - 1, -1, -1):
         if p.kinds[i] == FORWARD:
@@ -52,19 +53,29 @@ def latest_starts(schedule: Schedule, costs: StepCosts, makespan: float) -> np.n
     out = np.zeros(len(p.kinds))
     for i in range(len(p.kinds) - 1, -1, -1):
         kind, target, seconds = p.kinds[i], p.targets[i], p.seconds[i]
+        start = end
         if kind == RECEIVE:
-            start = arrival[p.routes[i]] = min(wait[track] for track in p.stage_tracks[p.destinations[target]])
+            for g, own in enumerate(p.groups[p.destinations[target]]):
+                arrival[p.routes[i]][g] = min(wait[track] for track in own)
+            start = min(arrival[p.routes[i]])
         elif kind == TRANSFER:
-            sources, destinations = p.stage_tracks[p.sources[target]], p.stage_tracks[p.destinations[target]]
-            start = arrival[p.routes[i]]
-            if seconds:
-                start = min(start, *(outgoing[r] for r in sources), *(incoming[r] for r in destinations)) - seconds
+            route = p.routes[i]
+            left: dict[int, float] = {}
+            for own, sources, latest in zip(
+                p.groups[p.destinations[target]], p.flows[route], arrival[route], strict=True
+            ):
+                if not sources:
+                    continue
+                if seconds:
+                    latest = min(latest, *(outgoing[r] for r in sources), *(incoming[r] for r in own)) - seconds
+                    left |= {track: min(latest, left.get(track, latest)) for track in sources}
+                    for track in own:
+                        incoming[track] = latest
                 for track in sources:
-                    outgoing[track] = start
-                for track in destinations:
-                    incoming[track] = start
-            for track in sources:
-                work[track], wait[track] = min(work[track], start), min(wait[track], start)
+                    work[track], wait[track] = min(work[track], latest), min(wait[track], latest)
+                start = min(start, latest)
+            for track, latest in left.items():
+                outgoing[track] = latest
         elif kind == REDUCE:
             own = p.stage_tracks[target]
             start = min(reduced[track] for track in own) - seconds
@@ -72,11 +83,13 @@ def latest_starts(schedule: Schedule, costs: StepCosts, makespan: float) -> np.n
                 reduced[track] = start
                 work[track], wait[track] = min(work[track], start), min(wait[track], start)
         else:
-            own = p.stage_tracks[target]
-            start = min(work[track] for track in own) - seconds
             gathered = p.gather[target] if first.get(target) == i else 0.0
-            for track in own:
-                wait[track], work[track] = start, start - gathered
+            each = p.each[i]
+            for g, own in enumerate(p.groups[target]):
+                latest = min(work[track] for track in own) - (each[g][0] if each else seconds)
+                for track in own:
+                    wait[track], work[track] = latest, latest - gathered
+                start = min(start, latest)
         out[i] = start
     earliest = min([*work, *out.tolist()], default=0.0)
     if earliest < -1e-9 * max(abs(makespan), 1e-9):

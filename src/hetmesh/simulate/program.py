@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hetmesh.cost.step_costs import StepCosts, TransferCost
+from hetmesh.cost.step_costs import StageCost, StepCosts, TransferCost
 from hetmesh.errors import GraphError
-from hetmesh.graph import Edge, Stage
+from hetmesh.graph import Edge, Route, Stage
 from hetmesh.schedule import Action, Kind, Schedule
 from hetmesh.simulate.timeline import (
     BACKWARD,
@@ -42,6 +42,9 @@ class Program:
         tracks: the ranks of each track.
         held: per track, the stages of its ranks.
         stage_tracks: per stage, its tracks.
+        groups: per stage, its tracks in the sets that start together (`Lanes.groups`).
+        each: per action, the seconds, and the collectives in them, of every set, where they differ; None otherwise.
+        flows: per route, for every set of its destination the tracks that send to it; none: it gets nothing.
         sources, destinations: per edge, a stage.
         gather: per stage, seconds.
         optimizer, static_bytes: per track, of the rank that has most.
@@ -61,6 +64,9 @@ class Program:
     tracks: tuple[tuple[int, ...], ...]
     held: tuple[tuple[int, ...], ...]
     stage_tracks: list[tuple[int, ...]]
+    groups: list[tuple[tuple[int, ...], ...]]
+    each: list[tuple[tuple[float, float], ...] | None]
+    flows: list[tuple[tuple[int, ...], ...]]
     sources: list[int]
     destinations: list[int]
     gather: list[float]
@@ -78,18 +84,20 @@ def program(schedule: Schedule, costs: StepCosts) -> Program:
         GraphError: there is no cost for a stage and microbatch.
     """
     stages = schedule.stages
-    classes = rank_classes(stages)
-    stage_tracks: list[list[int]] = [[] for _ in stages.stages]
-    for track, held in enumerate(classes.values()):
-        for stage in held:
-            stage_tracks[stage].append(track)
+    classes = rank_classes(stages, costs.lanes)
+    track_of = {rank: track for track, (ranks, _) in enumerate(classes) for rank in ranks}
+    apart = costs.lanes.groups if costs.lanes else {}
+    groups = [
+        tuple(tuple(sorted({track_of[rank] for rank in own})) for own in apart.get(stage, (ranks,)))
+        for stage, ranks in zip(stages.stages, stages.ranks, strict=True)
+    ]
     edges = (*stages.edges, *(edge.reversed for edge in stages.edges))
     index = {stage: i for i, stage in enumerate(stages.stages)}
     training = schedule.training
     look_up = _Costs(schedule, costs, index, {edge: i for i, edge in enumerate(edges)})
     entries = [look_up.entry(action) for action in schedule.actions]
-    columns: list[list[Any]] = [list(column) for column in zip(*entries, strict=True)] or [[] for _ in range(8)]
-    kinds, targets, microbatches, to, routes, seconds, collectives, size = columns
+    columns: list[list[Any]] = [list(column) for column in zip(*entries, strict=True)] or [[] for _ in range(9)]
+    kinds, targets, microbatches, to, routes, seconds, collectives, size, each = columns
     return Program(
         kinds,
         targets,
@@ -99,24 +107,29 @@ def program(schedule: Schedule, costs: StepCosts) -> Program:
         seconds,
         collectives,
         size,
-        tracks=tuple(classes),
-        held=tuple(classes.values()),
-        stage_tracks=[tuple(tracks) for tracks in stage_tracks],
+        tracks=tuple(ranks for ranks, _ in classes),
+        held=tuple(held for _, held in classes),
+        stage_tracks=[tuple(sorted({track for own in each_stage for track in own})) for each_stage in groups],
+        groups=groups,
+        each=each,
+        flows=_flows(look_up.routes, edges, groups, index, costs),
         sources=[index[edge.source] for edge in edges],
         destinations=[index[edge.destination] for edge in edges],
         gather=[costs.gather.get(stage, 0.0) for stage in stages.stages],
         optimizer=[
-            max((costs.optimizer.get(rank, 0.0) for rank in ranks), default=0.0) * training for ranks in classes
+            max((costs.optimizer.get(rank, 0.0) for rank in ranks), default=0.0) * training for ranks, _ in classes
         ],
-        static_bytes=[max(costs.static_bytes.get(rank, 0) for rank in ranks) for ranks in classes],
+        static_bytes=[max(costs.static_bytes.get(rank, 0) for rank in ranks) for ranks, _ in classes],
         names=target_names(stages),
         num_routes=len(look_up.routes),
         most=schedule.routes.most,
     )
 
 
-Entry = tuple[int, int, int, int, int, float, float, int]
-"""One action: kind, target, microbatch, to, route, seconds, collectives, bytes."""
+Each = tuple[tuple[float, float], ...] | None
+"""Seconds of every set of lanes, and the collectives in them."""
+Entry = tuple[int, int, int, int, int, float, float, int, Each]
+"""One action: kind, target, microbatch, to, route, seconds, collectives, bytes, seconds of each set."""
 
 
 class _Costs:
@@ -129,6 +142,7 @@ class _Costs:
         self.transfers = {
             (edges[edge], m, to): cost for (edge, m, to), cost in costs.transfers.items() if edge in edges
         }
+        self.apart = costs.lanes.costs if costs.lanes else {}
 
     def entry(self, action: Action) -> Entry:
         kind, target, m = action.kind, action.target, action.microbatch
@@ -137,23 +151,72 @@ class _Costs:
             route = (edge, m, to)
             number = self.routes.setdefault(route, len(self.routes))
             if kind is not _SEND:
-                return RECEIVE, edge, m, to, number, 0.0, 0.0, 0
+                return RECEIVE, edge, m, to, number, 0.0, 0.0, 0, None
             transfer = self.transfers.get(route, FREE)
-            return TRANSFER, edge, m, to, number, transfer.seconds, 0.0, transfer.bytes
-        stage, overhead = self.stages[target], self.costs.action_overhead
+            return TRANSFER, edge, m, to, number, transfer.seconds, 0.0, transfer.bytes, None
+        stage = self.stages[target]
         if kind is _REDUCE:
-            return REDUCE, stage, m, m, -1, self.costs.reduce.get(target, 0.0) + overhead, 0.0, 0
+            seconds = self.costs.reduce.get(target, 0.0) + self.costs.action_overhead
+            return REDUCE, stage, m, m, -1, seconds, 0.0, 0, None
         cost = self.costs.stages.get((target, m))
         if cost is None:
             raise GraphError(f"costs: none for {action}")
+        code, seconds, collectives = self._seconds(kind, target, cost)
+        each: Each = None
+        if self.apart and (sets := self.apart.get((target, m))):
+            each = tuple(self._seconds(kind, target, own)[1:] for own in sets)
+        return code, stage, m, m, -1, seconds, collectives, cost.activation_bytes, each
+
+    def _seconds(self, kind: Kind, stage: Stage, cost: StageCost) -> tuple[int, float, float]:
+        """Kind of span, seconds, collectives in them."""
+        overhead = self.costs.action_overhead
         if kind is _FORWARD:
-            return FORWARD, stage, m, m, -1, cost.forward + overhead, cost.collectives_forward, cost.activation_bytes
+            return FORWARD, cost.forward + overhead, cost.collectives_forward
         if kind is _WEIGHT:
-            return BACKWARD_WEIGHT, stage, m, m, -1, cost.backward_weight + overhead, 0.0, cost.activation_bytes
+            return BACKWARD_WEIGHT, cost.backward_weight + overhead, 0.0
         # all collectives of a backward are in its first part
         seconds, collectives = cost.backward_input + overhead, cost.collectives_backward
-        if target in self.recomputed:
+        if stage in self.recomputed:
             seconds, collectives = seconds + cost.forward, collectives + cost.collectives_forward
         if kind is _BACKWARD:
-            return BACKWARD, stage, m, m, -1, seconds + cost.backward_weight, collectives, cost.activation_bytes
-        return BACKWARD_INPUT, stage, m, m, -1, seconds, collectives, cost.activation_bytes
+            return BACKWARD, seconds + cost.backward_weight, collectives
+        return BACKWARD_INPUT, seconds, collectives
+
+
+def _flows(
+    routes: dict[tuple[int, int, int], int],
+    edges: tuple[Edge, ...],
+    groups: list[tuple[tuple[int, ...], ...]],
+    index: dict[Stage, int],
+    costs: StepCosts,
+) -> list[tuple[tuple[int, ...], ...]]:
+    """`Program.flows`."""
+    known = costs.lanes.flows if costs.lanes else {}
+    forward = len(edges) // 2
+    usual = [_usual(edge, groups[index[edge.source]], groups[index[edge.destination]]) for edge in edges]
+    found: list[tuple[tuple[int, ...], ...]] = []
+    for number, m, to in routes:
+        edge = edges[number]
+        sources, destinations = groups[index[edge.source]], groups[index[edge.destination]]
+        back = number >= forward
+        route = Route(edges[number - forward], to, m) if back else Route(edge, m, to)
+        pairs = known.get(route)
+        if pairs is None or (len(sources) == 1 and len(destinations) == 1):
+            found.append(usual[number])
+            continue
+        into: list[set[int]] = [set() for _ in destinations]
+        for a, b in pairs:
+            source, destination = (b, a) if back else (a, b)
+            into[destination].update(sources[source])
+        found.append(tuple(tuple(sorted(tracks)) for tracks in into))
+    return found
+
+
+def _usual(
+    edge: Edge, sources: tuple[tuple[int, ...], ...], destinations: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[int, ...], ...]:
+    """What is sent where nothing is said of it: between stages of a module lane by lane, else from all to all."""
+    if edge.internal and len(sources) == len(destinations):
+        return sources
+    everyone = tuple(sorted({track for own in sources for track in own}))
+    return (everyone,) * len(destinations)

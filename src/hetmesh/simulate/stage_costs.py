@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -132,6 +133,37 @@ class StageCosts:
         Args:
             microbatches: what each of its ranks computes (`rank_work`).
         """
+        return [
+            self._cost(parts[int(whole.argmax())], first=m == 0) for m, (_, parts, whole) in self._each(microbatches)
+        ]
+
+    def group_costs(
+        self, microbatches: Sequence[Sequence[RankWork]], groups: Sequence[int]
+    ) -> dict[int, tuple[StageCost, ...]]:
+        """Per microbatch in which groups of lanes differ, the cost of each group, on its rank that takes longest.
+
+        Args:
+            groups: per lane, the number of its group.
+        """
+        found = {}
+        for m, (place, parts, whole) in self._each(microbatches):
+            if len(parts) == 1:
+                continue
+            of_rank = np.repeat(np.asarray(groups), len(place) // len(groups))
+            slowest: dict[int, int] = {}
+            for group, row in zip(of_rank.tolist(), place, strict=True):
+                if group not in slowest or whole[row] > whole[slowest[group]]:
+                    slowest[group] = row
+            costs = {row: self._cost(parts[row], first=m == 0) for row in set(slowest.values())}
+            if len(costs) > 1:
+                found[m] = tuple(costs[slowest[group]] for group in sorted(slowest))
+        return found
+
+    def _each(
+        self, microbatches: Sequence[Sequence[RankWork]]
+    ) -> Iterator[tuple[int, tuple[list[int], np.ndarray, np.ndarray]]]:
+        """Per microbatch, for each rank its row of what follows; parts of the costs, each different one once; and their
+        seconds."""
         each = [list(dict.fromkeys(ranks)) for ranks in microbatches]
         first = np.concatenate([[0], np.cumsum([len(ranks) for ranks in each])])
         ranks = [rank for microbatch in each for rank in microbatch]
@@ -143,10 +175,9 @@ class StageCosts:
             parts[:, _SUMS] += ahead
             parts[:, _SUMS_BACK] += back + (ahead if self.recompute else 0.0)
         whole = parts[:, : _SUMS_BACK + 1].sum(1)
-        return [
-            self._cost(parts[a + int(whole[a:b].argmax())], first=m == 0)
-            for m, (a, b) in enumerate(zip(first[:-1].tolist(), first[1:].tolist(), strict=True))
-        ]
+        for m, (a, b) in enumerate(itertools.pairwise(first.tolist())):
+            row = {rank: i for i, rank in enumerate(each[m])}
+            yield m, ([row[rank] for rank in microbatches[m]], parts[a:b], whole[a:b])
 
     def _cost(self, parts: np.ndarray, *, first: bool) -> StageCost:
         values = parts.tolist()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from hetmesh.balance import BatchPlan
-from hetmesh.cost import Machine, ModuleShape, Profile, StaticMemory, StepCosts, module_memory
+from hetmesh.cost import Lanes, Machine, ModuleShape, Profile, StageCost, StaticMemory, StepCosts, module_memory
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import ModuleGraph, Stage, StageGraph, stage_graph
 from hetmesh.schedule import Schedule
+from hetmesh.simulate.lanes import group_ranks, lane_groups, merged, plan_flows
 from hetmesh.simulate.layer_costs import LayerCosts
-from hetmesh.simulate.rank_work import rank_work
+from hetmesh.simulate.rank_work import RankWork, rank_work
 from hetmesh.simulate.stage_costs import ModuleCosts, StageCosts
 from hetmesh.simulate.transfer_costs import transfer_costs
 
@@ -79,9 +80,12 @@ class StepModel:
         """Per module and rank what it holds for the whole run."""
         return {name: module_memory(each.shape, each.spec, self.optimizer) for name, each in self._modules.items()}
 
-    def costs(self, plan: BatchPlan, schedule: Schedule) -> StepCosts:
+    def costs(self, plan: BatchPlan, schedule: Schedule, *, lanes: bool = True) -> StepCosts:
         """What the step of `plan` takes under `schedule`, as it is run: recomputation, FSDP, frozen parts, packed
         samples and context parallelism included.
+
+        Args:
+            lanes: False: all lanes of a stage start together and take as long as the slowest.
 
         Raises:
             HetmeshError: the machine has no peak in a dtype that is computed in, or the profile lacks a layer.
@@ -107,7 +111,25 @@ class StepModel:
             self._static_bytes,
             busy_slowdown=self.machine.busy_slowdown,
             ranks_per_node=self.machine.ranks_per_node,
+            lanes=self._lanes(plan, schedule, built, work) if lanes else None,
         )
+
+    def _lanes(
+        self,
+        plan: BatchPlan,
+        schedule: Schedule,
+        built: Mapping[Stage, StageCosts],
+        work: Mapping[str, Sequence[Sequence[RankWork]]],
+    ) -> Lanes | None:
+        groups: dict[Stage, tuple[tuple[int, ...], ...]] = {}
+        each: dict[tuple[Stage, int], tuple[StageCost, ...]] = {}
+        for stage in schedule.stages.stages:
+            spec = self.graph[stage.module]
+            groups[stage] = group_ranks(spec, stage.index)
+            if len(groups[stage]) > 1:
+                found = built[stage].group_costs(work[stage.module], lane_groups(spec))
+                each |= {(stage, m): costs for m, costs in found.items()}
+        return merged(groups, plan_flows(plan, schedule), each)
 
     def _stage_costs(self, stage: Stage, fed: bool, backward: bool, recompute: bool) -> StageCosts:
         """Made once: a model is asked about many plans of one graph."""

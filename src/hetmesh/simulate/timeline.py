@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hetmesh.cost.step_costs import Lanes
 from hetmesh.errors import GraphError
 from hetmesh.graph import Edge, StageGraph, microbatches_text
 from hetmesh.schedule import Action, Kind, Schedule
@@ -194,16 +195,19 @@ class Timeline:
             raise GraphError(f"not a timeline: {type(error).__name__} {error}") from error
 
 
-def rank_classes(stages: StageGraph) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Ranks -> the stages (by index) that each of them holds; ranks that hold the same are together, lowest first."""
-    held: dict[int, list[int]] = {}
-    for i, ranks in enumerate(stages.ranks):
-        for rank in ranks:
-            held.setdefault(rank, []).append(i)
-    classes: dict[tuple[int, ...], list[int]] = {}
+def rank_classes(stages: StageGraph, lanes: Lanes | None = None) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(ranks, the stages, by index, that each of them holds): ranks that hold the same, and of each stage the same set
+    of `lanes`, are together, lowest first."""
+    groups = lanes.groups if lanes else {}
+    held: dict[int, list[tuple[int, int]]] = {}
+    for i, (stage, ranks) in enumerate(zip(stages.stages, stages.ranks, strict=True)):
+        for g, own in enumerate(groups.get(stage, (ranks,))):
+            for rank in own:
+                held.setdefault(rank, []).append((i, g))
+    classes: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for rank in sorted(held):
         classes.setdefault(tuple(held[rank]), []).append(rank)
-    return {tuple(ranks): indices for indices, ranks in classes.items()}
+    return [(tuple(ranks), tuple(i for i, _ in each)) for each, ranks in classes.items()]
 
 
 def target_names(stages: StageGraph) -> tuple[str, ...]:
@@ -232,7 +236,7 @@ def _from_records(
     stages, known = schedule.stages, set(schedule.actions)
     names = target_names(stages)
     index = {name: i for i, name in enumerate(names)}
-    held = {rank: indices for ranks, indices in rank_classes(stages).items() for rank in ranks}
+    held = {rank: indices for ranks, indices in rank_classes(stages) for rank in ranks}
     ranks = sorted(records)
     sent: dict[Action, float] = {}
     for rank in ranks:

@@ -24,6 +24,7 @@ def transfer_costs(plan: BatchPlan, schedule: Schedule, machine: Machine, sample
             repeat along a mesh, and a route between takes the bytes of the one before, by tokens.
     """
     costs: dict[Route, TransferCost] = {}
+    known: dict[tuple[str, int, int, int, bool], list[tuple[bool, int, float, Link]]] = {}
     for edge in schedule.stages.edges:
         itemsize = plan.graph[edge.source.module].options.row_dtype.itemsize
         back = schedule.training and edge in schedule.stages.gradient_edges
@@ -32,16 +33,30 @@ def transfer_costs(plan: BatchPlan, schedule: Schedule, machine: Machine, sample
         step = max(math.ceil(len(routes) / sample), 1)
         for start in range(0, len(routes), step):
             first = routes[start]
-            shape, src, dst = edge_layouts(plan, edge, first.source, first.destination)
-            ways = [(False, src, dst)] + ([(True, dst, src)] if back else [])
-            for reverse, held, kept in ways:
-                received, sent, link = _busiest(shape, held, kept, machine, sample)
+            key = _alike(plan, edge, first, back)
+            ways = known.get(key) if key else None
+            if ways is None:
+                shape, src, dst = edge_layouts(plan, edge, first.source, first.destination)
+                both = [(False, src, dst)] + ([(True, dst, src)] if back else [])
+                ways = [(reverse, *_busiest(shape, held, kept, machine, sample)) for reverse, held, kept in both]
+                if key:
+                    known[key] = ways
+            for reverse, received, sent, link in ways:
                 for route in routes[start : start + step]:
                     scale = itemsize * sizes.get(route[1:], 1) / sizes.get(first[1:], 1)
                     seconds = link.seconds(round(max(received, sent) * scale))
                     cost = TransferCost(seconds, round(received * scale))
                     costs[route.reversed if reverse else route] = cost
     return costs
+
+
+def _alike(plan: BatchPlan, edge: Edge, route: Route, back: bool) -> tuple[str, int, int, int, bool] | None:
+    """What edges within a module have in common whose layouts are the same: stages take turns on the pipeline ranks."""
+    if not edge.internal:
+        return None
+    pp = plan.graph[edge.source.module].mesh.axis_size("pp")
+    ends = edge.source.index % pp, edge.destination.index % pp
+    return edge.source.module, *ends, route.source, back
 
 
 def route_tokens(plan: BatchPlan, edge: Edge) -> dict[tuple[int, int], int]:

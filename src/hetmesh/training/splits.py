@@ -75,7 +75,7 @@ def module_splits(recipe: Recipe, name: str, adapter: Adapter) -> Splits:
 
 def _stages_per_rank(recipe: Recipe, table: ModuleParallelism, layers: int, pp: int) -> int:
     if (size := table.pipeline_parallel_layers_per_stage) is not None:
-        return max(-(-layers // (size * pp)), 1)
+        return max(min(-(-layers // (size * pp)), layers // pp), 1)
     return 2 if recipe.schedule == "interleaved" and pp > 1 and layers >= 2 * pp else 1
 
 
