@@ -124,3 +124,19 @@ def test_a_worker_that_dies_or_hangs_is_an_error_that_names_the_sample(index, me
         with pytest.raises(LoaderError, match=message):  # a worker that dies may do so before the other is done
             workers.get([*wanted(1), *wanted(index)])
     assert time.monotonic() - started < 60
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_while_its_answer_is_taken_is_an_error_that_names_the_sample():
+    """torch says so only if the process has ended by the time that its connection has."""
+
+    def reset():
+        raise ConnectionResetError(104, "Connection reset by peer")
+        yield
+
+    with InWorkers(sources(), 1, 2, timeout=30.0) as workers:
+        taken, workers._results = workers._results, reset()
+        workers._at[0] = torch.tensor([0, 7])
+        with pytest.raises(LoaderError, match="has died while it was at sample 'digits/train/7'"):
+            workers.get(wanted(2))
+        workers._results = taken

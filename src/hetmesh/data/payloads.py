@@ -225,6 +225,8 @@ class InWorkers:
                         "[data] num_workers)"
                     ) from error
                 continue
+            except (ConnectionError, EOFError) as error:  # it had answered, and died before its memory was handed over
+                raise LoaderError(self._dead(error)) from error
             since, seen = time.monotonic(), self._at.clone()
             for each, payload in zip(request, unpacked(buffer, parts), strict=True):
                 self._ready.setdefault(each, []).append(payload)
