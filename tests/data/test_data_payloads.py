@@ -136,7 +136,7 @@ def test_a_worker_that_dies_while_its_answer_is_taken_is_an_error_that_names_the
 
     with InWorkers(sources(), 1, 2, timeout=30.0) as workers:
         taken, workers._results = workers._results, reset()
-        workers._at[0] = torch.tensor([0, 7])
+        workers._at = torch.tensor([[0, 7]])  # what the process itself says is no longer heard
         with pytest.raises(LoaderError, match="has died while it was at sample 'digits/train/7'"):
             workers.get(wanted(2))
         workers._results = taken
