@@ -247,3 +247,14 @@ def test_optimizers_of_busy_ranks_slow_each_other_down():
     costs = replace(equal_costs(stages, 1, ONE_TWO), optimizer={0: 1.0, 1: 3.0}, busy_slowdown=(1.0, 2.0))
     # 6 seconds, then both until 1 second of work is done at half the speed, then the other's 2 that are left.
     assert simulate(one_f_one_b(stages, 1), costs).makespan == 6 + 2 + 2
+
+
+def test_rows_do_not_wait_for_a_gradient_that_comes_later_over_another_edge():
+    stages = pipeline(4)
+    schedule = one_f_one_b(stages, 16)
+    edges = (*stages.edges, *(edge.reversed for edge in stages.edges))
+    messages = {route: TransferCost(1e-3) for edge in edges for route in schedule.routes.along(edge)}
+    free, slow = (
+        simulate(schedule, equal_costs(stages, 16, ONE_TWO, transfers=each)).makespan for each in ({}, messages)
+    )
+    assert slow < free + 0.1

@@ -152,7 +152,8 @@ def _dependencies(p: Program, loads: Sequence[Load], overlap: bool) -> tuple[_Wa
     tracks = range(len(p.tracks))
     # What a track's next work waits for, what its last work was; of its links and reductions, what was last.
     free: list[frozenset[int]] = [frozenset() for _ in tracks]
-    idle, reduced, outgoing, incoming = (list(free) for _ in range(4))
+    idle, reduced, outgoing = (list(free) for _ in range(3))
+    all_incoming = [list(free) for _ in p.sources]
     arrivals: list[list[frozenset[int]]] = [[]] * p.num_routes
     gather = list(p.gather)
     for kind, target, route, seconds, each in zip(p.kinds, p.targets, p.routes, p.seconds, p.each, strict=True):
@@ -162,7 +163,7 @@ def _dependencies(p: Program, loads: Sequence[Load], overlap: bool) -> tuple[_Wa
                 for track in own:
                     free[track] |= arrival
         elif kind == TRANSFER:
-            arrivals[route] = []
+            arrivals[route], incoming = [], all_incoming[target]
             left: list[tuple[Iterable[int], frozenset[int]]] = []
             for destinations, sources in zip(p.groups[p.destinations[target]], p.flows[route], strict=True):
                 before = [free[track] for track in sources]

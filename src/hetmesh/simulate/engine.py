@@ -17,11 +17,11 @@ def simulate(schedule: Schedule, costs: StepCosts, *, overlap: bool = True) -> T
     Where `costs.lanes` says so the lanes of a stage start apart, each when its own ranks are free and the rows that it
     gets have come; gradients are summed over all of them.
     A SEND starts at its place in the order of its sender, and takes no time of ranks but of links: every rank's
-    outgoing and every rank's incoming link serve one transfer at a time, in the schedule's order. A RECV waits for the
-    arrival. The parameters of a stage are gathered before its first forward, beside the wait for its input. Gradients
-    are reduced beside later work of the same ranks. The optimizer starts on all ranks when the last of them has its
-    gradients, because the gradient's norm is over all. Ranks of one node that compute at the same time slow each other
-    down by `costs.busy_slowdown` (`hetmesh.simulate.busy`).
+    outgoing link, and its incoming one of every edge, serve one transfer at a time, in the schedule's order. A RECV
+    waits for the arrival. The parameters of a stage are gathered before its first forward, beside the wait for its
+    input. Gradients are reduced beside later work of the same ranks. The optimizer starts on all ranks when the last of
+    them has its gradients, because the gradient's norm is over all. Ranks of one node that compute at the same time
+    slow each other down by `costs.busy_slowdown` (`hetmesh.simulate.busy`).
 
     Args:
         overlap: False: a transfer takes the time of the ranks on both its sides, as a blocking send would.
@@ -55,7 +55,8 @@ class _Run:
         self.free = [0.0] * tracks  # when a track can go on, waits included
         self.idle = [0.0] * tracks  # when its last work ended
         self.reduced = [0.0] * tracks
-        self.outgoing, self.incoming = [0.0] * tracks, [0.0] * tracks
+        self.outgoing = [0.0] * tracks
+        self.incoming = [[0.0] * tracks for _ in columns.sources]  # per edge
         self.collectives = [0.0] * tracks
         self.work: tuple[list[float], ...] = ([], [], [], [], [], [], [])
         self.transfers: tuple[list[float], ...] = ([], [], [], [], [], [], [])
@@ -106,7 +107,7 @@ class _Run:
 
     def optimizer(self) -> None:
         """What follows the last action; sets `end`."""
-        ready = max([*self.free, *self.reduced, *self.outgoing, *self.incoming], default=0.0)
+        ready = max([*self.free, *self.reduced, *self.outgoing], default=0.0)  # what leaves last arrives last
         for track, seconds in enumerate(self.columns.optimizer):
             if seconds:
                 self._span(track, OPTIMIZER, -1, -1, ready, ready + seconds)
@@ -115,7 +116,7 @@ class _Run:
     def _linked(self, edge: int, m: int, to: int, seconds: float, flows: tuple[tuple[int, ...], ...]) -> list[float]:
         """A transfer on links of its own; its arrival at each set of lanes. What a track sends to several of them
         leaves together: the seconds are those of the rank that sends or receives most."""
-        free, incoming = self.free, self.incoming
+        free, incoming = self.free, self.incoming[edge]
         if not seconds:
             return [max([free[track] for track in sources], default=0.0) for sources in flows]
         left: dict[int, float] = {}

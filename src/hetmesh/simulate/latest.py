@@ -44,7 +44,8 @@ def latest_starts(schedule: Schedule, costs: StepCosts, makespan: float) -> np.n
     end = makespan - max(p.optimizer, default=0.0)
     tracks = range(len(p.tracks))
     work, wait = [end for _ in tracks], [end for _ in tracks]  # by when a track's work, and its waits, must be over
-    reduced, outgoing, incoming = [end for _ in tracks], [end for _ in tracks], [end for _ in tracks]
+    reduced, outgoing = [end for _ in tracks], [end for _ in tracks]
+    all_incoming = [[end for _ in tracks] for _ in p.sources]
     arrival = [[end] * len(flows) for flows in p.flows]
     first: dict[int, int] = {}  # stage -> place of its first forward, which its gather precedes
     for i in range(len(p.kinds) - 1, -1, -1):
@@ -59,7 +60,7 @@ def latest_starts(schedule: Schedule, costs: StepCosts, makespan: float) -> np.n
                 arrival[p.routes[i]][g] = min(wait[track] for track in own)
             start = min(arrival[p.routes[i]])
         elif kind == TRANSFER:
-            route = p.routes[i]
+            route, incoming = p.routes[i], all_incoming[target]
             left: dict[int, float] = {}
             for own, sources, latest in zip(
                 p.groups[p.destinations[target]], p.flows[route], arrival[route], strict=True
