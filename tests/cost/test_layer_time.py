@@ -15,6 +15,7 @@ from hetmesh.cost import (
     Rates,
     WeightShape,
     Work,
+    activation_bytes,
     frozen_blind,
     layer_time,
     load_machine,
@@ -43,7 +44,9 @@ def test_backward_is_forward_times_t_plus_g(t, g, again):
 def test_attention_needs_both_factors_gradients_if_anything_in_or_before_the_layer_is_trained():
     layer = LayerShape("attention", (), attention_width=64)
     whole = layer_time(layer, WORK, Rates(1e9), upstream=True)
-    assert whole.backward_input == 2 * whole.forward == 2 * 4 * 64 * 32**2 / 1e9
+    assert whole.backward_input == 2.5 * whole.forward == 2.5 * 4 * 64 * 32**2 / 1e9  # the scores are computed again
+    hidden = layer_time(LayerShape("attention", (), 64, causal=True), WORK, Rates(1e9), upstream=True)
+    assert (hidden.forward, hidden.backward_input) == (whole.forward / 2, whole.backward_input / 2)
     assert layer_time(layer, WORK, Rates(1e9), upstream=False).backward == 0
     trained = LayerShape("block", linear().weights, attention_width=64)
     assert layer_time(trained, WORK, Rates(1e9), upstream=False).backward_input == whole.backward_input
@@ -55,6 +58,24 @@ def test_tensor_parallelism_splits_what_it_splits():
         for dim, tp in ((0, 1), (0, 4), (None, 4))
     )
     assert (shard, copy) == (whole / 4, whole)
+    slow = Rates(float("inf"), bandwidth=1e9)  # what is not split is read or written by every rank
+    for dim, elements in ((0, 48 * 24 / 4 + 32 * (48 / 4 + 24)), (1, 48 * 24 / 4 + 32 * (48 + 24 / 4))):
+        assert layer_time(linear(tp_dim=dim), WORK, slow, upstream=False, tp=4).forward == 4 * elements / 1e9
+
+
+def test_sequence_parallelism_splits_norms_and_what_lies_between():
+    weights = (
+        WeightShape("l.norm.weight", (24,)),
+        WeightShape("l.up.w", (48, 24), 1, tp_dim=0),
+        WeightShape("l.down.w", (24, 48), 1, tp_dim=1),
+    )
+    block = LayerShape("l", weights)
+    flags = {"upstream": True, "tp": 4}
+    one, split = (layer_time(block, WORK, RATES, **flags, sequence_parallel=each).forward for each in (False, True))
+    assert one - split == pytest.approx(4 * 2 * 32 * 24 * 3 / 4 / 1e9)
+    kept, less = (activation_bytes(block, WORK, 4, **flags, sequence_parallel=each) for each in (False, True))
+    assert kept - less == 4 * 32 * (24 + 24) * 3 / 4  # what the norm keeps of its input, and the MLP's sum
+    assert activation_bytes(block, WORK, 4, **flags, recompute=True, sequence_parallel=True) == 4 * 32 * 24 / 4
 
 
 def test_a_head_runs_on_targets_alone():

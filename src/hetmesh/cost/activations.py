@@ -15,7 +15,14 @@ from hetmesh.cost.work import Work
 
 
 def activation_bytes(
-    layer: LayerShape, work: Work, itemsize: int, *, upstream: bool, tp: int = 1, recompute: bool = False
+    layer: LayerShape,
+    work: Work,
+    itemsize: int,
+    *,
+    upstream: bool,
+    tp: int = 1,
+    recompute: bool = False,
+    sequence_parallel: bool = False,
 ) -> int:
     """Bytes on each rank that shares the layer, for one microbatch of a lane.
 
@@ -25,20 +32,24 @@ def activation_bytes(
         upstream: whether anything trainable comes before the layer: in this module or in one that feeds it.
         tp: tensor parallel ranks that share it.
         recompute: whether its forward runs again before its backward: then only its input is kept.
+        sequence_parallel: whether what lies between attention and MLP is split over `tp` along the rows. What a
+            product reads is gathered before it, and kept whole.
     """
     if not (upstream or layer.trainable):
         return 0
     rows = work.targets if layer.on_targets else work.rows
     products = [weight for weight in layer.weights if weight.per_row]
+    between = 1 / tp if sequence_parallel else 1.0
     if recompute and products:
-        return itemsize * rows * _inputs(products[0])
+        return round(itemsize * rows * _inputs(products[0]) * between)
     if len(products) > 1:
-        kept = sum(_share(w, tp) * w.per_row * w.shape[0] for w in products) + _gate_elements(products, tp)
-        kept += sum(_norm_elements(w, layer, products[0], tp) for w in _root_mean_square_norms(layer))
+        kept = sum((1 / tp if w.tp_dim == 0 else between) * w.per_row * w.shape[0] for w in products)
+        kept += _gate_elements(products, tp)
+        kept += sum(_norm_elements(w, layer, products[0], tp, between) for w in _root_mean_square_norms(layer))
     elif products or not layer.weights or len(layer.weights[0].shape) > 1:
         kept = 0.0
     else:
-        kept = layer.weights[0].numel  # a norm keeps its input
+        kept = layer.weights[0].numel * between  # a norm keeps its input
     kept += layer.attention_width / tp  # the attention's output, which its backward reads
     kept += sum(_input_share(w, tp) * w.per_row * _inputs(w) for w in _distinct(products))
     return round(itemsize * rows * kept)
@@ -73,11 +84,11 @@ def _root_mean_square_norms(layer: LayerShape) -> list[WeightShape]:
     ]
 
 
-def _norm_elements(norm: WeightShape, layer: LayerShape, first: WeightShape, tp: int) -> float:
+def _norm_elements(norm: WeightShape, layer: LayerShape, first: WeightShape, tp: int, between: float) -> float:
     """What transformers' RMSNorm keeps beyond its input: the normalised input, for its own weight's gradient. One over
     heads stands between a projection and attention, which then keeps another tensor than the projection gave."""
     if norm.numel == _inputs(first):
-        return norm.numel if norm.trainable else 0
+        return norm.numel * between if norm.trainable else 0
     return layer.attention_width / tp
 
 

@@ -1,6 +1,10 @@
 """Seconds of a layer from its sizes: FLOPs over what a machine reaches, plus bytes over its memory bandwidth, plus an
 overhead per operation. They are summed, not the larger taken: a layer is a row of operations of both kinds.
 
+Attention is timed as the kernels that torch has for it: of a causal one the half that is not hidden, and in the
+backward five matrix products for the two of the forward, since the scores are computed again (FlashAttention-2, arXiv
+2307.08691, section 3). FLOPs that MFU counts (`flops.py`) keep the convention of two and of all pairs.
+
 Which parts of the backward exist follows Cornstarch (arXiv 2503.11367, section 4), see `flops.py`.
 """
 
@@ -91,7 +95,14 @@ class Rates:
 
 
 def layer_time(
-    layer: LayerShape, work: Work, rates: Rates, *, upstream: bool, tp: int = 1, recompute: bool = False
+    layer: LayerShape,
+    work: Work,
+    rates: Rates,
+    *,
+    upstream: bool,
+    tp: int = 1,
+    recompute: bool = False,
+    sequence_parallel: bool = False,
 ) -> LayerTime:
     """Of one layer.
 
@@ -100,30 +111,33 @@ def layer_time(
         upstream: whether anything trainable comes before the layer: in this module or in one that feeds it.
         tp: tensor parallel ranks that share it. What is not split is computed on each of them.
         recompute: whether its forward runs again before its backward.
+        sequence_parallel: whether norms and what else is not split work on a share of the rows each.
     """
     rows = work.targets if layer.on_targets else work.rows
-    products = [(weight, _weight_seconds(weight, rows, rates, tp)) for weight in layer.weights]
+    products = [(weight, _weight_seconds(weight, rows, rates, tp, sequence_parallel)) for weight in layer.weights]
     width = layer.attention_width / tp
-    attention = rates.seconds(4 * width * work.pairs, 4 * width * rows) if width else 0.0
+    pairs = work.pairs / 2 if layer.causal else work.pairs
+    attention = rates.seconds(4 * width * pairs, 4 * width * rows) if width else 0.0
     forward = attention + sum(seconds for _, seconds in products)
     needed = upstream or layer.trainable
-    backward_input = 2 * attention if needed else 0.0
+    backward_input = 2 * attention + 2 * width * pairs / rates.flops if needed else 0.0
     backward_weight = sum(seconds for weight, seconds in products if weight.trainable)
     if upstream:
         backward_input += sum(seconds for _, seconds in products)
     return LayerTime(forward, backward_input, backward_weight, forward if recompute and needed else 0.0)
 
 
-def _weight_seconds(weight: WeightShape, rows: int, rates: Rates, tp: int) -> float:
+def _weight_seconds(weight: WeightShape, rows: int, rates: Rates, tp: int, sequence_parallel: bool) -> float:
     """Of multiplying by one parameter, looking it up or applying it elementwise. A bias goes with its product."""
     share = 1 / tp if weight.tp_dim is not None else 1.0
     if weight.per_row:
-        outputs = weight.shape[0]
-        moved = weight.numel + weight.per_row * rows * (outputs + weight.numel // outputs)
-        return rates.seconds(2 * weight.numel * weight.per_row * rows * share, moved * share)
+        outputs = weight.shape[0] * (share if weight.tp_dim == 0 else 1.0)  # the other side is whole on every rank
+        inputs = weight.numel // weight.shape[0] * (share if weight.tp_dim == 1 else 1.0)
+        moved = weight.numel * share + weight.per_row * rows * (outputs + inputs)
+        return rates.seconds(2 * weight.numel * weight.per_row * rows * share, moved)
     if not weight.shape or weight.name.endswith("bias"):
         return 0.0
-    return rates.seconds(0, 2 * rows * weight.shape[-1] * share)
+    return rates.seconds(0, 2 * rows * weight.shape[-1] * (1 / tp if sequence_parallel else share))
 
 
 def upstream_flags(module: ModuleShape, upstream: bool) -> tuple[bool, ...]:

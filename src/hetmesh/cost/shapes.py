@@ -43,6 +43,7 @@ class LayerShape(HashedOnce):
         weights: its parameters. One that several layers share (a tied head) is listed by each of them.
         attention_width: query heads x head size, summed over the attentions in the layer; 0 without.
         key_width: key heads x head size, summed alike: what context-parallel ranks fetch of a token, twice.
+        causal: its attention hides later positions: a kernel computes half of the (query, key) pairs.
         on_targets: it runs on target positions alone, as the head of an LLM does.
     """
 
@@ -51,6 +52,7 @@ class LayerShape(HashedOnce):
     attention_width: int = 0
     on_targets: bool = False
     key_width: int = 0
+    causal: bool = False
 
     __hash__ = HashedOnce.__hash__
 

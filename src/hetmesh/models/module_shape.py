@@ -43,9 +43,9 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
         weights = {f"{layer}.{key}": p for key, p in part.named_parameters()}
         seen |= {names[id(p)] for p in weights.values()}
         on_targets = adapter.out_features is None and layer == HEAD
-        layers.append(
-            LayerShape(layer, _shapes(weights, shape_of), _attention_width(part), on_targets, _key_width(part))
-        )
+        width, causal = _attention_width(part), adapter.out_features is None
+        sizes = width, on_targets, _key_width(part), causal and width > 0
+        layers.append(LayerShape(layer, _shapes(weights, shape_of), *sizes))
     rest = {fqn: p for fqn, p in module.named_parameters() if fqn not in seen}
     if rest:
         layers.insert(0, LayerShape("", _shapes(rest, shape_of)))

@@ -33,6 +33,7 @@ class How:
         upstream: whether anything trainable comes before it.
         recompute: whether its forward runs again before its backward.
         group: the ranks of its tensor parallel group; any that have the same links do.
+        sequence_parallel: whether these split along the tokens what lies between attention and MLP.
     """
 
     dtype: str
@@ -40,6 +41,7 @@ class How:
     upstream: bool
     recompute: bool
     group: tuple[int, ...] = ()
+    sequence_parallel: bool = False
 
 
 class LayerCosts:
@@ -80,7 +82,15 @@ class LayerCosts:
         time = self._time(layer, how, work, tp)
         sums = tensor_parallel_time(layer, work, how.group, self.machine, itemsize=how.itemsize, upstream=how.upstream)
         recomputed = sums.forward if how.recompute and (how.upstream or layer.trainable) else 0.0
-        kept = activation_bytes(layer, work, how.itemsize, upstream=how.upstream, tp=tp, recompute=how.recompute)
+        kept = activation_bytes(
+            layer,
+            work,
+            how.itemsize,
+            upstream=how.upstream,
+            tp=tp,
+            recompute=how.recompute,
+            sequence_parallel=how.sequence_parallel,
+        )
         parts = (time.forward, time.backward_input, time.backward_weight, time.recompute)
         return np.array([*parts, sums.forward, sums.backward + recomputed, kept])
 
@@ -92,7 +102,8 @@ class LayerCosts:
             return self.profile.predict(layer, work, tp=tp, **flags)
         if not self.machine.peak(how.dtype):
             raise HetmeshError(f"machine {self.machine.name!r} has no peak_flops.{how.dtype}")
-        return layer_time(layer, work, Rates.of(self.machine, how.dtype), tp=tp, **flags)
+        rates = Rates.of(self.machine, how.dtype)
+        return layer_time(layer, work, rates, tp=tp, sequence_parallel=how.sequence_parallel, **flags)
 
 
 @lru_cache(maxsize=64)

@@ -195,8 +195,14 @@ class StageCosts:
     def _how(self, name: str, before: bool) -> How:
         recomputed = self.recompute or (self.options.activation_checkpoint == "full" and name in self.module.blocks)
         dtype = self.options.row_dtype
+        group = self._group("tp")
         return How(
-            str(dtype).removeprefix("torch."), dtype.itemsize, before, self.backward and recomputed, self._group("tp")
+            str(dtype).removeprefix("torch."),
+            dtype.itemsize,
+            before,
+            self.backward and recomputed,
+            group,
+            self.options.sequence_parallel and len(group) > 1,
         )
 
     @cached_property
