@@ -32,6 +32,14 @@ RECIPES = Path(__file__).parents[2] / "recipes"
             r"balance\.max_tokens\.vison: no such module; there are llm, proj",
         ),
         ({"max_tokens": "{projector = 5}"}, r"balance\.max_tokens\.projector: it lies on the ranks of 'llm'"),
+        (
+            {"microbatch_sizes": "{vision = 2, llm = 2}"},
+            r"balance\.microbatch_sizes\.llm: that of the LLM is parallelism\.pipeline_parallel_microbatch_size",
+        ),
+        (
+            {"microbatch_sizes": "{projector = 5}"},
+            r"microbatch_sizes\.projector: it lies on the ranks of 'llm' .*; give it ranks or degrees of its own",
+        ),
         ({"policy": "none", "deferral": "true"}, r"balance\.deferral: balance\.policy = 'none' keeps samples"),
         (
             {"policy": "lpt", "deferral": "true"},
@@ -50,6 +58,16 @@ def plan(*keys):
     loader = Loader(source, recipe.batch.global_batch_size, make_prepare(recipe, graph, adapters), seed=0)
     samples = [drawn.meta for drawn in loader.batch(0)]
     return plan_batch(graph, samples, recipe.batch.microbatch_size, recipe_balance(recipe, graph, adapters))
+
+
+@pytest.mark.parametrize("policy", ["none", "auto"])
+def test_an_encoder_has_microbatches_of_its_own_size(policy):
+    made = plan(
+        "--parallelism.vision.ranks=[0, 1]", "--balance.microbatch_sizes={vision = 4}", f"--balance.policy={policy}"
+    )
+    count = -(-len(made.samples) // (4 * made.graph["vision"].num_lanes))
+    assert (len(made.lanes["vision"]), len(made.lanes["llm"])) == (count, 1)
+    assert {i for lane in chain(*made.lanes["vision"]) for i in lane} == set(range(len(made.samples)))
 
 
 def rows(made):

@@ -32,6 +32,8 @@ class BalanceOptions:
         policy: a key of `POLICIES`.
         costs: per module; one that is missing counts rows.
         max_tokens: per module that leads, the most tokens (rows, of an encoder) of one lane and microbatch.
+        microbatch_sizes: per module that leads, but the sink, samples of one lane and microbatch, on average; one that
+            is missing has as many microbatches as the sink.
         free: whether the number of microbatches may be another one than the batch sizes say.
         deferral: whether the sink may take samples one microbatch late.
         equal_counts: whether every lane and microbatch has as many samples as every other.
@@ -41,6 +43,7 @@ class BalanceOptions:
     policy: str = "none"
     costs: Mapping[str, SampleCosts] = field(default_factory=dict)
     max_tokens: Mapping[str, int] = field(default_factory=dict)
+    microbatch_sizes: Mapping[str, int] = field(default_factory=dict)
     free: bool = False
     deferral: bool = False
     equal_counts: bool = False
@@ -100,18 +103,27 @@ def _costs_of(balance: BalanceOptions, name: str) -> SampleCosts:
     return balance.costs.get(name, _UNKNOWN)
 
 
-def graph_slots(graph: ModuleGraph, microbatches: int, balance: BalanceOptions = UNBALANCED) -> Slots:
-    """What a step of `graph` with so many microbatches has to fill.
+def graph_slots(graph: ModuleGraph, microbatches: int, balance: BalanceOptions = UNBALANCED, samples: int = 0) -> Slots:
+    """What a step of `graph` has to fill.
+
+    Args:
+        microbatches: of the sink, and of every module without a microbatch size of its own.
+        samples: of the step; those sizes give numbers of microbatches with it.
 
     Raises:
-        GraphError: a cap is not of a module that leads.
+        GraphError: a cap or a size is not of a module that leads.
     """
     own = led_modules(graph)
-    if wrong := sorted(set(balance.max_tokens) - set(own)):
-        raise GraphError(f"balance: max_tokens names {wrong}; the modules that are balanced are {list(own)}")
+    for key, given, valid in (
+        ("max_tokens", balance.max_tokens, own),
+        ("microbatch_sizes", balance.microbatch_sizes, own[:-1]),
+    ):
+        if wrong := sorted(set(given) - set(valid)):
+            raise GraphError(f"balance: {key} names {wrong}; the modules that are balanced are {list(valid)}")
+    sizes = {name: size * graph[name].num_lanes for name, size in balance.microbatch_sizes.items()}
     return Slots(
         tuple(graph[name].num_lanes for name in own),
-        (microbatches,) * len(own),
+        tuple(max(-(-samples // sizes[name]), 1) if name in sizes else microbatches for name in own),
         max_tokens=tuple(balance.max_tokens.get(name) for name in own),
         stages=tuple(graph[name].num_stages for name in own),
         overhead=tuple(_OVERHEAD * _costs_of(balance, name).forward[0] // _sharing(graph, name) for name in own),

@@ -19,7 +19,7 @@ def plan_batch(
     Args:
         samples: the metadata of the global batch, expanded, in the order in which the loader drew it.
         microbatch_size: samples per microbatch and lane of the sink, on average; every module has as many microbatches
-            as that makes, unless their number is free.
+            as that makes, unless their number is free or `balance` says otherwise.
 
     Raises:
         GraphError: the policy is unknown, a cap cannot be kept, or the batch cannot be planned.
@@ -29,7 +29,7 @@ def plan_batch(
     samples = MetaArrays.of(samples)
     microbatches = max(-(-len(samples) // (microbatch_size * graph.sink.num_lanes)), 1)
     balance = within_range(graph, samples, balance)
-    slots = graph_slots(graph, microbatches, balance)
+    slots = graph_slots(graph, microbatches, balance, len(samples))
     alone = all(lanes * count == 1 for lanes, count in zip(slots.lanes, slots.microbatches, strict=True))
     policy = "none" if alone and not slots.capped and not slots.free else balance.policy  # nothing to choose
     return batch_plan_of(

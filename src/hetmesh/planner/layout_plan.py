@@ -74,6 +74,16 @@ class LayoutPlan:
     microbatch_size: int = 1
     stages_per_rank: int = 1
 
+    @property
+    def encoder_sizes(self) -> dict[str, int]:
+        """Samples per lane and microbatch of encoders that have microbatches of their own: those with more lanes than a
+        microbatch of the sink has samples, which would leave lanes idle otherwise."""
+        *encoders, sink = self.modules
+        samples = self.microbatch_size * self.modules[sink].lanes
+        if self.placement == "homogeneous":
+            return {}
+        return {name: 1 for name in encoders if self.modules[name].lanes > samples}
+
     def __str__(self) -> str:
         parts = (f"{name}: {plan} on {plan.ranks[0]}-{plan.ranks[1] - 1}" for name, plan in self.modules.items())
         return f"{self.placement}; {'; '.join(parts)}; {self.schedule}, microbatches of {self.microbatch_size}"

@@ -106,8 +106,9 @@ class Predictor:
             whole=whole,
         )
         found = []
+        balance = replace(self.balance, microbatch_sizes=plan.encoder_sizes)
         for samples in samples_of_batches(problem, self.batches, share):
-            batch = plan_batch(graph, samples, plan.microbatch_size, self.balance)
+            batch = plan_batch(graph, samples, plan.microbatch_size, balance)
             schedule = POLICIES[plan.schedule](model.stages, batch.routes, True)
             found.append(simulate(schedule, model.costs(batch, schedule, lanes=not self.quick)))
         return found

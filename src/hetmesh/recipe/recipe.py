@@ -160,9 +160,15 @@ def _check_balance(recipe: Recipe, refusals: Refusals) -> None:
     from hetmesh.balance.policies import DEFERRING  # where needed, as the tables look names up
 
     keys = recipe.balance
-    for name in keys.max_tokens:
-        if name not in recipe.modules:
-            refusals.add(f"balance.max_tokens.{name}: no such module; there are {', '.join(sorted(recipe.modules))}")
+    for key in ("max_tokens", "microbatch_sizes"):
+        for name in getattr(keys, key):
+            if name not in recipe.modules:
+                refusals.add(f"balance.{key}.{name}: no such module; there are {', '.join(sorted(recipe.modules))}")
+    if recipe.sink in keys.microbatch_sizes:
+        refusals.add(
+            f"balance.microbatch_sizes.{recipe.sink}: that of the LLM is parallelism.pipeline_parallel_microbatch_size "
+            "or training.local_batch_size"
+        )
     idle = [f"balance.{key}" for key in ("max_tokens", "deferral") if getattr(keys, key)]
     idle += ["balance.microbatches = 'free'"] if keys.microbatches == "free" else []
     if keys.policy == "none" and idle:

@@ -371,6 +371,7 @@ class Balance(Section):
 
     policy: BalancePolicy = "auto"  # "none": in the order in which samples are drawn
     max_tokens: Annotated[Mapping[str, Size], AfterValidator(freeze)] = FrozenDict()  # by module, in one microbatch
+    microbatch_sizes: Annotated[Mapping[str, Size], AfterValidator(freeze)] = FrozenDict()  # of encoders, per lane
     microbatches: Literal["recipe", "free"] = "recipe"  # "free": more or fewer of them, where that is faster
     deferral: bool = False  # the LLM may take a sample one microbatch later than the encoders (Entrain)
 

@@ -84,6 +84,7 @@ def balance_view(
         keys.policy,
         sample_costs(graph, module_shapes(recipe, adapters)),
         keys.max_tokens,
+        keys.microbatch_sizes,
         free=keys.microbatches == "free",
         deferral=keys.deferral,
     )
@@ -165,7 +166,7 @@ class _Comparison:
             return
         options = within_range(self.graph, samples, run.options)
         loads = batch_loads(self.graph, samples, options)
-        slots = graph_slots(self.graph, self.recipe.batch.num_microbatches, options)
+        slots = graph_slots(self.graph, self.recipe.batch.num_microbatches, options, len(samples))
         try:
             started = time.process_time()
             found = assign(loads, slots, run.options.policy)

@@ -246,6 +246,15 @@ def balance(draw: st.DrawFn, draft: Draft) -> None:
         table["deferral"] = True
     if policy != "none" and sometimes(draw):
         table["microbatches"] = "free"
+    elif alone := _alone(draft):
+        table["microbatch_sizes"] = {name: draw(st.integers(1, 3)) for name in alone if sometimes(draw, 2)}
+
+
+def _alone(draft: Draft) -> list[str]:
+    """Encoders with ranks that no other module has in that order: they go along with nobody."""
+    tables = {name: t["ranks"] for name, t in draft.tables["parallelism"].items() if isinstance(t, dict)}
+    encoders = set(draft.modules) - {SINK} - {boundary["to"] for boundary in draft.tables.get("boundaries", ())}
+    return [name for name, ranks in tables.items() if name in encoders and list(tables.values()).count(ranks) == 1]
 
 
 def _some(draw: st.DrawFn, **keys: st.SearchStrategy[Any]) -> Table:

@@ -168,6 +168,7 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "several microbatches": lambda r: r.batch.num_microbatches > 1,
     **{f"balance {policy}": _balancer(policy) for policy in sorted(BALANCERS)},
     "deferral": lambda r: r.balance.deferral,
+    "microbatches of an encoder's own": lambda r: bool(r.balance.microbatch_sizes),
     "free microbatches": lambda r: r.balance.microbatches == "free",
     "accumulation": lambda r: r.batch.global_batch_size > r.batch.local_batch_size * r.lanes,
     "packing": lambda r: r.training.pack_samples,

@@ -19,17 +19,21 @@ if TYPE_CHECKING:
 
 
 def check_balance(recipe: Recipe, graph: ModuleGraph) -> None:
-    """Raise RecipeError for caps of modules that go along with another one."""
+    """Raise RecipeError for caps and microbatches of modules that go along with another one."""
     led_by = leaders(graph)
-    wrong = {name: led_by[name] for name in recipe.balance.max_tokens if led_by[name] != name}
+    wrong = []
+    for key in ("max_tokens", "microbatch_sizes"):
+        for name in getattr(recipe.balance, key):
+            if (leader := led_by[name]) != name:
+                instead = f"balance.{key}.{leader}"
+                if key == "microbatch_sizes" and leader == graph.sink.name:
+                    instead = "it ranks or degrees of its own, or leave it out"
+                wrong.append(
+                    f"balance.{key}.{name}: it lies on the ranks of {leader!r} and takes the same samples; "
+                    f"give {instead}"
+                )
     if wrong:
-        raise RecipeError(
-            "\n".join(
-                f"balance.max_tokens.{name}: it lies on the ranks of {leader!r} and takes the same samples; give "
-                f"balance.max_tokens.{leader}"
-                for name, leader in wrong.items()
-            )
-        )
+        raise RecipeError("\n".join(wrong))
 
 
 def recipe_balance(recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> BalanceOptions:
@@ -40,9 +44,16 @@ def recipe_balance(recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Ad
     """
     keys = recipe.balance
     if keys.policy == "none":
-        return BalanceOptions()
+        return BalanceOptions(microbatch_sizes=keys.microbatch_sizes)
     costs = sample_costs(graph, module_shapes(recipe, adapters))
-    return BalanceOptions(keys.policy, costs, keys.max_tokens, free=keys.microbatches == "free", deferral=keys.deferral)
+    return BalanceOptions(
+        keys.policy,
+        costs,
+        keys.max_tokens,
+        keys.microbatch_sizes,
+        free=keys.microbatches == "free",
+        deferral=keys.deferral,
+    )
 
 
 def sample_costs(graph: ModuleGraph, shapes: Mapping[str, ModuleShape | None]) -> dict[str, SampleCosts]:

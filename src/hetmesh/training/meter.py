@@ -120,7 +120,9 @@ class Meter:
         found = {dtype: find_peak(job.recipe, job.world, dtype) for dtype in dict.fromkeys(dtypes.values())}
         self.peaks = {name: found[dtype] for name, dtype in dtypes.items()}
         # Also without a balancer work is counted as balancers do; caps are no matter of how samples were drawn.
-        self.unbalanced = BalanceOptions(costs=sample_costs(job.graph, self.shapes))
+        self.unbalanced = BalanceOptions(
+            costs=sample_costs(job.graph, self.shapes), microbatch_sizes=job.balance.microbatch_sizes
+        )
 
     def describe(self) -> list[str]:
         """What MFU refers to, a line per dtype."""
@@ -146,7 +148,7 @@ class Meter:
         """How even the step of `plan` is, and would be without balancing; from metadata, without communication."""
         options = within_range(self.graph, plan.samples, self.unbalanced)
         loads = batch_loads(self.graph, plan.samples, options)
-        slots = graph_slots(self.graph, self.job.recipe.batch.num_microbatches, options)
+        slots = graph_slots(self.graph, self.job.recipe.batch.num_microbatches, options, len(plan.samples))
         padded = not self.graph.sink.packed
         drawn = batch_load(loads, assign(loads, slots, "none"), padded=padded)
         return StepLoad(drawn, batch_load(loads, plan_assignment(plan), padded=padded))

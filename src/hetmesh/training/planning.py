@@ -140,6 +140,8 @@ def plan_keys(recipe: Recipe, plan: LayoutPlan, global_batch_size: int) -> dict[
         ("training", "global_batch_size"): global_batch_size,
         ("training", "local_batch_size"): plan.microbatch_size,
     }
+    if plan.encoder_sizes or recipe.balance.microbatch_sizes:
+        keys["balance", "microbatch_sizes"] = plan.encoder_sizes
     tables: dict[str, dict[str, Any]] = {}
     for name, own in plan.modules.items():
         table: dict[str, Any] = {"ranks": f"{own.ranks[0]}-{own.ranks[1] - 1}"}
@@ -209,6 +211,7 @@ def _described(text: str) -> ModuleGraph:
 def _said(recipe: Recipe, plan: LayoutPlan) -> dict[str, Any]:
     """All but the layout."""
     given = recipe.model_dump(exclude={"parallelism": True, "training": {"local_batch_size", "global_batch_size"}})
+    del given["balance"]["microbatch_sizes"]
     for name in plan.modules:
         del given["modules"][name]["activation_checkpoint"]
     return given
