@@ -13,9 +13,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "StridedShard",
+    "TorchDispatchMode",
     "all_gather_single",
     "averaged_over",
     "cpu_flash_attention",
@@ -26,6 +29,7 @@ __all__ = [
     "set_group_timeout",
     "shared_buffer",
     "split_backward",
+    "tree_leaves",
 ]
 
 # torch 2.13 renamed these two and warns at every use of the old names.

@@ -15,21 +15,18 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from benchmarks.busy import BusyMeter, attention, busy_slowdown, seconds_together
 from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.boundary import World
 from hetmesh.context import Mask, assign, loads
 from hetmesh.context.families import families
+from hetmesh.runtime import LiveBytes
 from hetmesh.testing.pool import WorkerPool
 
 POLICIES = ("contiguous", "balanced")
@@ -129,7 +126,7 @@ def _memory(name: str, args: argparse.Namespace) -> dict[str, int]:
 
 def _peak(rank: int, mask: Mask, shares: Any, ranks: int) -> int:
     inputs, state = _inputs(shares[rank], 2, 16), ContextAttention(mask, shares, range(ranks))
-    with LiveBytes(inputs) as live:
+    with LiveBytes() as live:
         _both(state, inputs)
     return live.peak
 
@@ -142,31 +139,6 @@ def _inputs(runs: Any, heads: int, features: int) -> list[Tensor]:
 def _both(state: ContextAttention, inputs: list[Tensor]) -> None:
     out = state(*inputs)
     out.backward(out.detach())
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of all tensors that operations allocate while they live; `peak` is the most at any operation's end.
-
-    A view allocates nothing: what ranks of a host share, of which each message is a view, is not among them.
-    """
-
-    def __init__(self, existing: list[Tensor]) -> None:
-        super().__init__()
-        self.peak = 0
-        self._existing = {tensor.untyped_storage()._cdata for tensor in existing}
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self._live = {key: item for key, item in self._live.items() if not item[0].expired()}
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._existing | given and storage._cdata not in self._live:
-                    self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
-        return out
 
 
 def table(result: dict[str, Any]) -> str:

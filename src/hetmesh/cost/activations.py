@@ -9,7 +9,9 @@ layer with nothing trainable before it keeps nothing (Cornstarch, arXiv 2503.113
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
+from hetmesh.cost.memory import tensor_parallel_elements
 from hetmesh.cost.shapes import LayerShape, WeightShape
 from hetmesh.cost.work import Work
 
@@ -23,8 +25,10 @@ def activation_bytes(
     tp: int = 1,
     recompute: bool = False,
     sequence_parallel: bool = False,
+    autocast: bool = False,
 ) -> int:
-    """Bytes on each rank that shares the layer, for one microbatch of a lane.
+    """Bytes on each rank that shares the layer, for one microbatch of a lane. Of the head of an LLM also what the loss
+    keeps: the logarithms of its probabilities, in fp32 at least.
 
     Args:
         work: of the lane, padding included where it is computed.
@@ -34,33 +38,57 @@ def activation_bytes(
         recompute: whether its forward runs again before its backward: then only its input is kept.
         sequence_parallel: whether what lies between attention and MLP is split over `tp` along the rows. What a
             product reads is gathered before it, and kept whole.
+        autocast: whether parameters are in fp32 and torch.autocast casts what products read: weights, too, are then
+            kept in both, per microbatch, and what lies between products stays in fp32.
     """
     if not (upstream or layer.trainable):
         return 0
     rows = work.targets if layer.on_targets else work.rows
     products = [weight for weight in layer.weights if weight.per_row]
     between = 1 / tp if sequence_parallel else 1.0
-    if recompute and products:
-        return round(itemsize * rows * _inputs(products[0]) * between)
+    if recompute and len(products) > 1:
+        return round(itemsize * rows * input_elements(products[0]) * between)
+    kept = sum(_input_share(w, tp) * w.per_row * input_elements(w) for w in _distinct(products))
+    casts = sum(tensor_parallel_elements(weight, tp) for weight in products) if autocast else 0
+    if layer.on_targets:
+        logits = rows * loss_itemsize(itemsize) * sum(w.shape[0] for w in products)
+        return round(itemsize * (rows * kept + casts)) + logits
+    kept += sum((1 / tp if w.tp_dim == 0 else between) * w.per_row * w.shape[0] for w in products)
     if len(products) > 1:
-        kept = sum((1 / tp if w.tp_dim == 0 else between) * w.per_row * w.shape[0] for w in products)
-        kept += _gate_elements(products, tp)
-        kept += sum(_norm_elements(w, layer, products[0], tp, between) for w in _root_mean_square_norms(layer))
-    elif products or not layer.weights or len(layer.weights[0].shape) > 1:
-        kept = 0.0
-    else:
-        kept = layer.weights[0].numel * between  # a norm keeps its input
-    kept += layer.attention_width / tp  # the attention's output, which its backward reads
-    kept += sum(_input_share(w, tp) * w.per_row * _inputs(w) for w in _distinct(products))
-    return round(itemsize * rows * kept)
+        kept += _gate_elements(products, tp) + _attention_elements(layer, products, tp)
+        kept += sum(_norm_elements(layer, products[0], tp, itemsize, between))
+    elif not products and layer.weights:
+        # the rows of a table; or what a norm makes of its input, for the gradient of its weight
+        kept += between * layer.weights[0].shape[-1] * (1 + _raised(itemsize) * (len(layer.weights[0].shape) == 1))
+    if autocast:
+        kept += between * sum(w.shape[-1] for w in layer.weights if _is_between(w, products))
+    return round(itemsize * (rows * kept + casts))
 
 
-def _inputs(weight: WeightShape) -> int:
+def loss_itemsize(itemsize: int) -> int:
+    """Bytes of an element of logits in the loss, which raises half precision."""
+    return max(itemsize, 4)
+
+
+def _is_between(weight: WeightShape, products: list[WeightShape]) -> bool:
+    """Whether it is a table or a norm of whole rows."""
+    if weight.per_row or not weight.name.endswith("weight"):
+        return False
+    return not products or weight.numel == input_elements(products[0])
+
+
+def _raised(itemsize: int) -> int:
+    """1 where a root mean square norm computes in fp32 and keeps its input in twice the bytes."""
+    return int(itemsize < 4)
+
+
+def input_elements(weight: WeightShape) -> int:
+    """Elements of a row that a product reads."""
     return weight.numel // weight.shape[0]
 
 
-def _share(weight: WeightShape, tp: int) -> float:
-    """Of its outputs, the part that one rank has."""
+def output_share(weight: WeightShape, tp: int) -> float:
+    """Of a product's outputs, the part that one rank has."""
     return 1 / tp if weight.tp_dim == 0 else 1.0
 
 
@@ -71,7 +99,9 @@ def _input_share(weight: WeightShape, tp: int) -> float:
 def _gate_elements(products: list[WeightShape], tp: int) -> float:
     """What the product of a gate and its other factor keeps beyond both: the activated gate."""
     pairs = itertools.pairwise(products)
-    return sum(_share(a, tp) * a.shape[0] for a, b in pairs if a.shape == b.shape and a.shape[0] > _inputs(a))
+    return sum(
+        output_share(a, tp) * a.shape[0] for a, b in pairs if a.shape == b.shape and a.shape[0] > input_elements(a)
+    )
 
 
 def _root_mean_square_norms(layer: LayerShape) -> list[WeightShape]:
@@ -84,12 +114,29 @@ def _root_mean_square_norms(layer: LayerShape) -> list[WeightShape]:
     ]
 
 
-def _norm_elements(norm: WeightShape, layer: LayerShape, first: WeightShape, tp: int, between: float) -> float:
-    """What transformers' RMSNorm keeps beyond its input: the normalised input, for its own weight's gradient. One over
-    heads stands between a projection and attention, which then keeps another tensor than the projection gave."""
-    if norm.numel == _inputs(first):
-        return norm.numel * between if norm.trainable else 0
-    return layer.attention_width / tp
+def _norm_elements(layer: LayerShape, first: WeightShape, tp: int, itemsize: int, between: float) -> Iterator[float]:
+    """What transformers' RMSNorms keep beyond the output of the product before them: the normalised input, for their
+    own weight's gradient. Those over heads, first of queries, then of keys, stand between a projection and attention,
+    which then keeps another tensor than the projection gave."""
+    of_heads = iter((layer.attention_width, layer.key_width or layer.attention_width))
+    for norm in _root_mean_square_norms(layer):
+        if norm.numel == input_elements(first):
+            yield norm.numel * (norm.trainable + _raised(itemsize)) * between
+        else:
+            own = next(of_heads, layer.attention_width)
+            yield (own * (norm.trainable + _raised(itemsize)) + layer.attention_width) / tp
+
+
+def _attention_elements(layer: LayerShape, products: list[WeightShape], tp: int) -> float:
+    """Attention's output, which its backward reads, unless the product behind it keeps it anyway; and of keys and
+    values with fewer heads than queries the copies for these: of both, but where a norm precedes keys (see above)."""
+    width, groups = layer.attention_width, _distinct(products)
+    if not width:
+        return 0.0
+    output = 0 if any(input_elements(w) == width and w is not products[0] for w in groups) else width
+    copies = max(width - (layer.key_width or width), 0)
+    normed = any(norm.numel != input_elements(products[0]) for norm in _root_mean_square_norms(layer))
+    return (output + copies * (1 if normed else 2)) / tp
 
 
 def _distinct(products: list[WeightShape]) -> list[WeightShape]:
@@ -98,7 +145,7 @@ def _distinct(products: list[WeightShape]) -> list[WeightShape]:
     previous: tuple[str, int, int | None] | None = None
     for weight in products:
         parent = weight.name.rpartition(".")[0].rpartition(".")[0]
-        reads = parent, _inputs(weight), weight.tp_dim
+        reads = parent, input_elements(weight), weight.tp_dim
         if weight.trainable and reads != previous:
             kept.append(weight)
         previous = reads if weight.trainable else None

@@ -24,6 +24,8 @@ class StageCost:
         collectives_forward, collectives_backward: how much of these seconds are collectives inside layers (tensor
             parallelism).
         activation_bytes: kept from forward to backward on each rank; 0 where no backward follows.
+        forward_bytes, backward_bytes: the most that each holds beyond that at a time.
+        split_bytes: kept between the two parts of a split backward beyond that.
     """
 
     forward: float
@@ -32,11 +34,29 @@ class StageCost:
     collectives_forward: float = 0.0
     collectives_backward: float = 0.0
     activation_bytes: int = 0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    split_bytes: int = 0
 
     @property
     def backward(self) -> float:
         """Seconds of the whole backward."""
         return self.backward_input + self.backward_weight
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """What a stage holds that does not depend on microbatches, on the rank that holds most; beside its parameters.
+
+    Attributes:
+        gradients: from its first backward on; in `StepCosts.static_bytes`, too.
+        gathered: parameters that FSDP gathers for a forward and keeps for the backward, while one is to come.
+        summed: copies of gradients that are packed to be summed over ranks after the last backward.
+    """
+
+    gradients: int = 0
+    gathered: int = 0
+    summed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +104,7 @@ class StepCosts:
         action_overhead: seconds that the runtime itself spends on each action.
         lanes: which ranks of a stage act apart; None: all ranks of a stage act as one.
         busy_slowdown, ranks_per_node: see `Machine`. All other seconds are of ranks that have their node to themselves.
+        stage_bytes: per stage, what it holds whatever the microbatches.
     """
 
     stages: Mapping[tuple[Stage, int], StageCost]
@@ -96,3 +117,4 @@ class StepCosts:
     busy_slowdown: tuple[float, ...] = ()
     ranks_per_node: int = 0
     lanes: Lanes | None = None
+    stage_bytes: Mapping[Stage, StageBytes] = field(default_factory=lambda: MappingProxyType({}))

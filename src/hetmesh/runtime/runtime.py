@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from hetmesh.boundary.watchdog import timed_out
 from hetmesh.errors import BoundaryError, BoundaryTimeout
 from hetmesh.graph import ModuleGraph, Stage, stage_graph
 from hetmesh.parallel.random_state import device_module, random_place
+from hetmesh.runtime.live_bytes import LiveBytes
 from hetmesh.runtime.step import LoadBatch, Loss, Observe, StepRunner
 from hetmesh.runtime.step_transfers import StepTransfers
 from hetmesh.schedule import Action, Kind, Schedule
@@ -48,6 +49,7 @@ class Runtime:
         places: per stage of this rank, where it draws random numbers.
         device_module: whose generator is seeded beside the CPU's; None where the device is the CPU.
         recording: set it to a list to have the actions of the next steps recorded.
+        live_bytes: set it to a `LiveBytes` that is entered to have a span of it for each action of the next steps.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Runtime:
         self.places = {stage: random_place(graph[stage.module], stage.index, world.rank, seed) for stage in modules}
         self.device_module = device_module(world.device)
         self.recording: Recording | None = None
+        self.live_bytes: LiveBytes | None = None
         world.connect()
         for ranks in edge_groups(stage_graph(graph), transport, world.link):
             world.group(ranks)
@@ -100,7 +103,7 @@ class Runtime:
         with torch.set_grad_enabled(schedule.training):
             for action in schedule.of_rank(self.world.rank):
                 started = time.perf_counter()
-                with self._guarded(action):
+                with self._guarded(action), self._counted(action):
                     if action.kind is Kind.REDUCE:
                         assert isinstance(action.target, Stage)
                         reductions.append((action, self.reducers[action.target]()))
@@ -115,6 +118,9 @@ class Runtime:
                 self.finish()
             runner.drain()
         return runner.loss_sum
+
+    def _counted(self, action: Action) -> AbstractContextManager[None]:
+        return nullcontext() if self.live_bytes is None else self.live_bytes.span(action)
 
     @contextmanager
     def _guarded(self, action: Action) -> Iterator[None]:

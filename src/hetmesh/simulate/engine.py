@@ -42,7 +42,7 @@ def simulate(schedule: Schedule, costs: StepCosts, *, overlap: bool = True) -> T
         Spans.of(run.transfers),
         run.end,
         tuple(run.collectives),
-        peak_bytes(schedule, columns),
+        peak_bytes(schedule, costs, columns),
     )
 
 

@@ -14,10 +14,15 @@ import numpy as np
 
 from hetmesh.cost import LayerShape, LayerTime, Machine, ModuleShape, Profile, Rates, Work, activation_bytes, layer_time
 from hetmesh.cost.collectives import tensor_parallel_time
+from hetmesh.cost.passing_bytes import backward_bytes, forward_bytes, split_bytes
 from hetmesh.errors import HetmeshError
 
-PARTS = ("forward", "backward_input", "backward_weight", "recompute", "sums_forward", "sums_backward", "kept")
-"""Columns of coefficients: the seconds of `LayerTime`, of tensor parallelism's sums, and bytes of activations."""
+PARTS = (
+    *("forward", "backward_input", "backward_weight", "recompute", "sums_forward", "sums_backward"),
+    *("kept", "kept_by_split", "forward_bytes", "backward_bytes"),
+)
+"""Columns of coefficients: the seconds of `LayerTime`, of tensor parallelism's sums, and bytes of
+activations; the last two are of a moment, of which a stage has the largest and not the sum."""
 
 _BASE = Work(1 << 10, 1 << 20, 1 << 10)
 _STEPS = (Work(1 << 10), Work(0, 1 << 20), Work(0, 0, 1 << 10))
@@ -34,6 +39,7 @@ class How:
         recompute: whether its forward runs again before its backward.
         group: the ranks of its tensor parallel group; any that have the same links do.
         sequence_parallel: whether these split along the tokens what lies between attention and MLP.
+        autocast: whether torch.autocast casts what its products read.
     """
 
     dtype: str
@@ -42,6 +48,7 @@ class How:
     recompute: bool
     group: tuple[int, ...] = ()
     sequence_parallel: bool = False
+    autocast: bool = False
 
 
 class LayerCosts:
@@ -90,9 +97,15 @@ class LayerCosts:
             tp=tp,
             recompute=how.recompute,
             sequence_parallel=how.sequence_parallel,
+            autocast=how.autocast,
         )
+        split = split_bytes(layer, work, how.itemsize, upstream=how.upstream, tp=tp)
+        passing = [
+            most(layer, work, how.itemsize, upstream=how.upstream, tp=tp, recompute=how.recompute)
+            for most in (forward_bytes, backward_bytes)
+        ]
         parts = (time.forward, time.backward_input, time.backward_weight, time.recompute)
-        return np.array([*parts, sums.forward, sums.backward + recomputed, kept])
+        return np.array([*parts, sums.forward, sums.backward + recomputed, kept, split, *passing])
 
     def _time(self, layer: LayerShape, how: How, work: Work, tp: int) -> LayerTime:
         flags = {"upstream": how.upstream, "recompute": how.recompute}

@@ -8,24 +8,35 @@ from collections.abc import Mapping
 import numpy as np
 
 from hetmesh.balance import BatchPlan
+from hetmesh.cost import StageBytes, StepCosts
 from hetmesh.graph import Stage
 from hetmesh.schedule import Schedule, holding
 from hetmesh.simulate.program import RECEIVE, Program
 from hetmesh.simulate.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, REDUCE, TRANSFER
 
+_NOTHING = StageBytes()
 
-def peak_bytes(schedule: Schedule, columns: Program) -> tuple[int, ...]:
-    """Per track, the most bytes at a time of the rank that holds most: static, activations, and buffers of boundaries.
+
+def peak_bytes(schedule: Schedule, costs: StepCosts, columns: Program) -> tuple[int, ...]:
+    """Per track, the most bytes at a time of the rank that holds most: static, activations, what actions hold for a
+    moment, and buffers of boundaries.
 
     Activations live from their forward to the end of the backward (its second part where it is split). A stage that is
     recomputed holds its inputs instead, and its activations during the backward alone. Offloaded ones are in the
     memory of the host. Where no backward follows, the output lives until the consumers' forwards have read it. A
     receive buffer lives from the SEND, at whose place it is posted, to the end of what reads it; where a microbatch is
-    fed by several, their rows are there twice for the moment in which they are put together.
+    fed by several, their rows are there twice for the moment in which they are put together. Gradients are there from a
+    stage's first backward on, what is packed to be summed from its REDUCE on. Between the parts of a split backward
+    activations stay, and gradients of what has weights join them.
     """
     count, table = columns.most, columns.stage_tracks
-    facts = _Facts(schedule, columns)
+    facts = _Facts(schedule, costs, columns)
     held = list(columns.static_bytes)
+    if schedule.training:
+        for stage, tracks in enumerate(table):
+            for track in tracks:
+                held[track] -= facts.fixed[stage].gradients
+    fresh, in_flight = [True] * len(table), [0] * len(table)
     peak = list(held)
     # per stage and microbatch: bytes that its forward and its backward read, and its own output where it is kept
     inputs, gradients = [0] * (len(table) * count), [0] * (len(table) * count)
@@ -43,12 +54,25 @@ def peak_bytes(schedule: Schedule, columns: Program) -> tuple[int, ...]:
         add(stage, size)
         add(stage, -size)
 
+    def finish(stage: int, moment: int) -> None:
+        """One microbatch less is in flight; the first leaves gradients."""
+        in_flight[stage] -= 1
+        if not in_flight[stage]:
+            add(stage, -facts.fixed[stage].gathered)
+        if fresh[stage]:
+            fresh[stage] = False
+            add(stage, facts.fixed[stage].gradients)
+            join(stage, moment)
+
     joined = facts.joined
     forward_edges = len(columns.sources) // 2
     for kind, target, m, to, size in zip(
         columns.kinds, columns.targets, columns.microbatches, columns.to, columns.bytes, strict=True
     ):
-        if kind in (RECEIVE, REDUCE):
+        if kind == RECEIVE:
+            continue
+        if kind == REDUCE:
+            add(target, facts.fixed[target].summed)
             continue
         if kind == TRANSFER:
             reader = columns.destinations[target]
@@ -67,8 +91,13 @@ def peak_bytes(schedule: Schedule, columns: Program) -> tuple[int, ...]:
             if (at, True) in joined:
                 join(target, joined[at, True])
             kept = 0 if facts.recompute[target] or facts.offload[target] or not facts.backward[target] else size
+            if facts.backward[target]:
+                if not in_flight[target]:
+                    add(target, facts.fixed[target].gathered)
+                in_flight[target] += 1
             add(target, kept)
-            if not facts.recompute[target] or facts.offload[target]:
+            join(target, facts.forward_bytes[at])
+            if facts.offload[target] or not (facts.recompute[target] or facts.backward[target]):
                 add(target, -inputs[at])
                 inputs[at] = 0
             for producer in facts.feeding.get(at, ()):
@@ -81,9 +110,13 @@ def peak_bytes(schedule: Schedule, columns: Program) -> tuple[int, ...]:
                 join(target, joined[at, False])
             if facts.recompute[target]:
                 add(target, size)
+            join(target, facts.backward_bytes[at])
+        if kind == BACKWARD_INPUT:
+            add(target, facts.split_bytes[at])
         if kind in (BACKWARD, BACKWARD_WEIGHT):
             add(target, -(0 if facts.offload[target] and not facts.recompute[target] else size))
-            add(target, -inputs[at])
+            add(target, -inputs[at] - (facts.split_bytes[at] if kind == BACKWARD_WEIGHT else 0))
+            finish(target, facts.backward_bytes[at])
         if kind in (BACKWARD, BACKWARD_INPUT):
             add(target, -gradients[at])
     return tuple(peak)
@@ -95,15 +128,26 @@ class _Facts:
     Attributes:
         feeding: the cells whose rows a cell reads, once per edge.
         readers: how many forwards, by edge, read the rows of a cell.
+        fixed: per stage, what it holds whatever the microbatches.
+        forward_bytes, backward_bytes, split_bytes: of cells, see `StageCost`.
         joined: (cell, whether rows or gradients): bytes that come from several microbatches and are put together.
     """
 
-    def __init__(self, schedule: Schedule, columns: Program) -> None:
+    def __init__(self, schedule: Schedule, costs: StepCosts, columns: Program) -> None:
         stages = schedule.stages.stages
         self.backward = [schedule.training and stage in schedule.stages.backward_stages for stage in stages]
         self.recompute = [stage in schedule.recompute for stage in stages]
         self.offload = [stage in schedule.offload for stage in stages]
         count, forward_edges = columns.most, len(columns.sources) // 2
+        self.fixed = [costs.stage_bytes.get(stage, _NOTHING) for stage in stages]
+        index = {stage: i for i, stage in enumerate(stages)}
+        cells = len(stages) * count
+        self.forward_bytes, self.backward_bytes, self.split_bytes = ([0] * cells for _ in range(3))
+        for (stage, m), cost in costs.stages.items():
+            if stage in index and m < count:
+                at = index[stage] * count + m
+                self.forward_bytes[at], self.backward_bytes[at] = cost.forward_bytes, cost.backward_bytes
+                self.split_bytes[at] = cost.split_bytes
         self.readers = [0] * (len(stages) * count)
         self.feeding: dict[int, list[int]] = {}
         transfers = [i for i, kind in enumerate(columns.kinds) if kind == TRANSFER]

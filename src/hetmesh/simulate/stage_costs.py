@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from hetmesh.cost import LayerShape, Machine, ModuleShape, StageCost, upstream_flags
+from hetmesh.cost import LayerShape, Machine, ModuleShape, StageBytes, StageCost, upstream_flags
 from hetmesh.cost.collectives import all_reduce, gradient_sum_time, link, shard_gather_time
 from hetmesh.cost.memory import place_weights, tensor_parallel_elements
 from hetmesh.graph import ModuleSpec, Stage
@@ -19,7 +19,7 @@ from hetmesh.simulate.rank_work import RankWork
 
 _CHUNK = (256, 2048)  # least and most key rows of a chunk that context parallelism fetches, as attention/ has them
 _AHEAD = 3  # chunks on their way while one is computed
-_FORWARD, _INPUT, _WEIGHT, _AGAIN, _SUMS, _SUMS_BACK, _KEPT = range(len(PARTS))
+_FORWARD, _INPUT, _WEIGHT, _AGAIN, _SUMS, _SUMS_BACK, _KEPT, _SPLIT, _MOMENT, _MOMENT_BACK = range(len(PARTS))
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +134,8 @@ class StageCosts:
             microbatches: what each of its ranks computes (`rank_work`).
         """
         return [
-            self._cost(parts[int(whole.argmax())], first=m == 0) for m, (_, parts, whole) in self._each(microbatches)
+            self._cost(parts[int(whole.argmax())], parts[:, _KEPT:].max(0), first=m == 0)
+            for m, (_, parts, whole) in self._each(microbatches)
         ]
 
     def group_costs(
@@ -154,7 +155,7 @@ class StageCosts:
             for group, row in zip(of_rank.tolist(), place, strict=True):
                 if group not in slowest or whole[row] > whole[slowest[group]]:
                     slowest[group] = row
-            costs = {row: self._cost(parts[row], first=m == 0) for row in set(slowest.values())}
+            costs = {row: self._cost(parts[row], parts[row, _KEPT:], first=m == 0) for row in set(slowest.values())}
             if len(costs) > 1:
                 found[m] = tuple(costs[slowest[group]] for group in sorted(slowest))
         return found
@@ -174,23 +175,29 @@ class StageCosts:
             ahead, back = self._exposed(work, fetch)
             parts[:, _SUMS] += ahead
             parts[:, _SUMS_BACK] += back + (ahead if self.recompute else 0.0)
+        parts[:, [_MOMENT, _MOMENT_BACK]] = np.tensordot(work, self._moments, 1).max(-1, initial=0.0)
         whole = parts[:, : _SUMS_BACK + 1].sum(1)
         for m, (a, b) in enumerate(itertools.pairwise(first.tolist())):
             row = {rank: i for i, rank in enumerate(each[m])}
             yield m, ([row[rank] for rank in microbatches[m]], parts[a:b], whole[a:b])
 
-    def _cost(self, parts: np.ndarray, *, first: bool) -> StageCost:
-        values = parts.tolist()
+    def _cost(self, parts: np.ndarray, most: np.ndarray, *, first: bool) -> StageCost:
+        """From the parts of the rank that takes longest, and bytes of the rank that holds most."""
+        values, (kept, split, moment, moment_back) = parts.tolist(), map(round, most.tolist())
         ahead = values[_SUMS] + (0.0 if first else self.gather)
         forward = values[_FORWARD] + ahead
         if not self.backward:
-            return StageCost(forward, collectives_forward=ahead)
+            return StageCost(forward, collectives_forward=ahead, forward_bytes=moment + self._gathering)
         back = values[_SUMS_BACK] + self._gathered_again + self._scatter
         rest = values[_AGAIN] + back
         # What makes no gradient of the stage's own input is the part for its parameters.
         own = values[_INPUT] + rest if self.fed else 0.0
         weight = values[_WEIGHT] + (0.0 if self.fed else values[_INPUT] + rest)
-        return StageCost(forward, own, weight, ahead, back, round(values[_KEPT]))
+        # whole gradients of a block are all there when what it kept is gone
+        bytes_back = max(moment_back, self._scattering) + self._gathering
+        return StageCost(
+            forward, own, weight, ahead, back, kept, moment + self._gathering, bytes_back, split if self.fed else 0
+        )
 
     def _how(self, name: str, before: bool) -> How:
         recomputed = self.recompute or (self.options.activation_checkpoint == "full" and name in self.module.blocks)
@@ -203,6 +210,7 @@ class StageCosts:
             self.backward and recomputed,
             group,
             self.options.sequence_parallel and len(group) > 1,
+            dtype != self.options.parameter_dtype and self._size("dp_shard") == 1,
         )
 
     @cached_property
@@ -211,6 +219,13 @@ class StageCosts:
         for name, kind, before in self.layers:
             total += self.module.layers.of(kind, self._how(name, before))
         return total
+
+    @cached_property
+    def _moments(self) -> np.ndarray:
+        """float64 [4, 2, kinds of layers]: coefficients of what each holds for a moment, forward and backward."""
+        different = dict.fromkeys((kind, self._how(name, before)) for name, kind, before in self.layers)
+        each = [self.module.layers.of(kind, how)[:, [_MOMENT, _MOMENT_BACK]] for kind, how in different]
+        return np.stack(each, axis=-1) if each else np.zeros((4, 2, 0))
 
     def _exposed(self, work: np.ndarray, fetch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Seconds, per rank, for which attention waits for keys of other ranks, in forwards and in backwards.
@@ -260,13 +275,49 @@ class StageCosts:
         return 0.0 if reshard == "never" else self._gather_of(lambda owner: reshard == "always" or bool(owner))
 
     def _gather_of(self, chosen: Callable[[str], bool]) -> float:
-        group = self._group("dp_shard")
+        group, itemsize = self._group("dp_shard"), self.options.row_dtype.itemsize
+        counts = [count for owner, count in self._gathered_together.items() if chosen(owner)]
+        return sum(shard_gather_time(count, itemsize, group, self.machine) for count in counts)
+
+    @cached_property
+    def _gathered_together(self) -> dict[str, int]:
+        """Elements of what FSDP gathers at once, by block; empty for the root."""
         elements: dict[str, int] = {}
-        for owner, count, _ in self.weights if group else ():
-            if chosen(owner):
-                elements[owner] = elements.get(owner, 0) + count
-        itemsize = self.options.row_dtype.itemsize
-        return sum(shard_gather_time(count, itemsize, group, self.machine) for count in elements.values())
+        for owner, count, _ in self.weights if self._size("dp_shard") > 1 else ():
+            elements[owner] = elements.get(owner, 0) + count
+        return elements
+
+    @property
+    def _gathering(self) -> int:
+        """Bytes of the block that is computed, where it is let go after that, and of the one that comes meanwhile."""
+        return (
+            self._largest_block
+            * self.options.row_dtype.itemsize
+            * (1 if self.options.reshard_after_forward == "never" else 2)
+        )
+
+    @property
+    def _scattering(self) -> int:
+        """Bytes of whole gradients of a block that are being summed to shards."""
+        return self._largest_block * self.options.parameter_dtype.itemsize
+
+    @property
+    def _largest_block(self) -> int:
+        """Elements; of the root only where there is nothing else."""
+        together = self._gathered_together
+        return max((count for owner, count in together.items() if owner), default=together.get("", 0))
+
+    @cached_property
+    def stage_bytes(self) -> StageBytes:
+        """What the stage holds whatever the microbatches."""
+        trained = sum(count for _, count, trainable in self.weights if trainable)
+        gradients = -(-trained // self._size("dp_shard")) * self.options.parameter_dtype.itemsize
+        kept = {"default": ("",), "never": tuple(self._gathered_together), "always": ()}
+        gathered = sum(self._gathered_together.get(owner, 0) for owner in kept[self.options.reshard_after_forward])
+        replicas = self._size("cp") > 1 or (self._size("dp_replicate") > 1 and not self._gathered_together)
+        if not self.backward:
+            return StageBytes()
+        return StageBytes(gradients, gathered * self.options.row_dtype.itemsize, gradients * replicas)
 
     @cached_property
     def _sums(self) -> tuple[float, float, float]:

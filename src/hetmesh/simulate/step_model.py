@@ -112,6 +112,7 @@ class StepModel:
             busy_slowdown=self.machine.busy_slowdown,
             ranks_per_node=self.machine.ranks_per_node,
             lanes=self._lanes(plan, schedule, built, work) if lanes else None,
+            stage_bytes={stage: built[stage].stage_bytes for stage in stages.stages},
         )
 
     def _lanes(

@@ -1,0 +1,89 @@
+"""Bytes that a layer holds for a moment, beyond what it keeps from forward to backward (`activations.py`).
+
+Of a stage the layer counts that holds most, not the sum over layers: what one has in flight is gone when the next one
+begins.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from hetmesh.cost.activations import activation_bytes, input_elements, loss_itemsize, output_share
+from hetmesh.cost.memory import tensor_parallel_elements
+from hetmesh.cost.shapes import LayerShape, WeightShape
+from hetmesh.cost.work import Work
+
+
+def forward_bytes(
+    layer: LayerShape, work: Work, itemsize: int, *, upstream: bool, tp: int = 1, recompute: bool = False
+) -> int:
+    """The most beyond what is kept while the forward runs. Arguments as of `activation_bytes`.
+
+    Of a layer that keeps what it computes that is next to nothing, but for the head: its logits live until the loss has
+    made their probabilities, in half precision beside a copy in fp32.
+    """
+    if layer.on_targets:
+        raised = loss_itemsize(itemsize) if itemsize < 4 else 0
+        return work.targets * (itemsize + raised) * _widest(_products(layer))
+    if recompute or not (upstream or layer.trainable):
+        return _in_flight(layer, work, itemsize, tp)
+    return 0
+
+
+def backward_bytes(
+    layer: LayerShape, work: Work, itemsize: int, *, upstream: bool, tp: int = 1, recompute: bool = False
+) -> int:
+    """The most beyond what is kept while the backward runs: gradients in flight, that of the largest weight before it
+    is added to the sum, and what is computed again. Arguments as of `activation_bytes`."""
+    if not (upstream or layer.trainable):
+        return 0
+    weights = [tensor_parallel_elements(weight, tp) for weight in layer.weights if weight.trainable]
+    held = itemsize * max(weights, default=0)
+    if layer.on_targets:  # of the logarithms of probabilities and of the logits
+        return held + 2 * work.targets * loss_itemsize(itemsize) * _widest(_products(layer))
+    held += _in_flight(layer, work, itemsize, tp)
+    if recompute:
+        again, kept = (
+            activation_bytes(layer, work, itemsize, upstream=upstream, tp=tp, recompute=flag) for flag in (False, True)
+        )
+        held += again - kept
+    return held
+
+
+def split_bytes(layer: LayerShape, work: Work, itemsize: int, *, upstream: bool, tp: int = 1) -> int:
+    """What is kept from the input's part of a backward to the weights' part, beside all activations: the gradients of
+    the outputs of whatever has a trainable weight (`hetmesh.runtime.backward.SplitBackward`)."""
+    if not upstream:
+        return 0
+    rows = work.targets if layer.on_targets else work.rows
+    products = _products(layer)
+    kept = sum(output_share(w, tp) * w.per_row * w.shape[0] for w in products if w.trainable)
+    heads = itertools.chain((layer.attention_width / tp, layer.key_width / tp), itertools.repeat(0.0))
+    for weight in layer.weights:
+        if weight.per_row or not weight.trainable or not weight.name.endswith("weight"):
+            continue
+        over_heads = len(weight.shape) == 1 and products and weight.numel != products[0].numel // products[0].shape[0]
+        kept += next(heads) if over_heads else weight.shape[-1]
+    return round(itemsize * rows * kept)
+
+
+def _in_flight(layer: LayerShape, work: Work, itemsize: int, tp: int) -> int:
+    """Outputs of the widest products that read one tensor, and the widest input of a product: of an MLP the gate, what
+    it multiplies and the product of both, forward as backward."""
+    products, widest, inputs = _products(layer), 0.0, 0.0
+    for _, group in itertools.groupby(
+        products, lambda w: (w.name.rpartition(".")[0].rpartition(".")[0], input_elements(w))
+    ):
+        widest = max(widest, sum(output_share(w, tp) * w.per_row * w.shape[0] for w in group))
+    for weight in products:
+        inputs = max(inputs, input_elements(weight) * (1 / tp if weight.tp_dim == 1 else 1.0))
+    rows = work.targets if layer.on_targets else work.rows
+    return round(itemsize * rows * (widest + inputs))
+
+
+def _products(layer: LayerShape) -> list[WeightShape]:
+    return [weight for weight in layer.weights if weight.per_row]
+
+
+def _widest(products: list[WeightShape]) -> int:
+    return max((weight.shape[0] for weight in products), default=0)

@@ -1,0 +1,123 @@
+"""Recipes of one small VLM on two ranks, and the most bytes of tensors that are alive in a step of theirs."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+
+import torch
+
+from hetmesh.boundary import World
+from hetmesh.data.source import Sample
+from hetmesh.graph import SampleMeta
+from hetmesh.recipe.recipe import Recipe, parse_recipe
+from hetmesh.runtime import LiveBytes
+from hetmesh.testing.sources import RandomMedia
+from hetmesh.training.trainer import Trainer
+
+STEP = 2  # whose peak is measured, after two others: optimizer state and buffers are there
+
+_RECIPE = """
+[modules.vision]
+model = "siglip"
+[modules.vision.config]
+hidden_size = 192
+num_hidden_layers = 2
+num_attention_heads = 4
+intermediate_size = 768
+patch_size = 4
+image_size = 32
+num_channels = 1
+[modules.projector]
+model = "mlp"
+[modules.llm]
+model = "qwen3"
+[modules.llm.config]
+hidden_size = 192
+num_hidden_layers = 4
+num_attention_heads = 4
+num_key_value_heads = {key_heads}
+head_dim = 48
+intermediate_size = 528
+tie_word_embeddings = false
+[[boundaries]]
+from = "vision"
+to = "projector"
+[[boundaries]]
+from = "projector"
+to = "llm"
+at = "image"
+[data]
+source = "measured_memory:LongAnswers"
+[data.options]
+kinds = {{ image = [1, 32, 32] }}
+items = 1
+max_text = 100
+[training]
+local_batch_size = {batch}
+pack_samples = {packed}
+mixed_precision_param = "{compute}"
+steps = 1000
+[activation_checkpoint]
+mode = "{recomputed}"
+[checkpoint]
+enable = false
+[parallelism]
+pipeline_parallel_schedule = "{schedule}"
+pipeline_parallel_microbatch_size = 4
+{tables}
+"""
+
+ALONE = "[parallelism.vision]\nranks = [0]\n"
+PIPELINE = "[parallelism.llm]\nranks = [0, 1]\npipeline_parallel_degree = 2\n"
+
+
+def both(*modules: str, key: str = "data_parallel_replicate_degree") -> str:
+    """Modules on both ranks, which share them along an axis."""
+    return "".join(f"[parallelism.{name}]\nranks = [0, 1]\n{key} = 2\n" for name in modules)
+
+
+def recipe(
+    tables: str,
+    *,
+    schedule: str = "sequential",
+    batch: int = 8,
+    packed: bool = False,
+    recomputed: str = "none",
+    compute: str = "float32",
+    key_heads: int = 4,
+) -> Recipe:
+    """A recipe; `tables` are those of `[parallelism]`."""
+    keys = {"schedule": schedule, "batch": batch, "recomputed": recomputed, "compute": compute, "key_heads": key_heads}
+    return parse_recipe(_RECIPE.format(tables=tables, packed=str(packed).lower(), **keys))
+
+
+class LongAnswers(RandomMedia):
+    """`RandomMedia` with a vocabulary that makes logits matter, and the second half of each sample as targets."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        self.vocab_size = 512
+
+    def _make(self, index: int) -> tuple[SampleMeta, Sample]:
+        meta, sample = super()._make(index)
+        first = max([item.position + 1 for item in meta.media] + [meta.tokens // 2])
+        return replace(meta, targets=((first, meta.tokens),)), sample
+
+
+def measured(rank: int, given: Recipe) -> tuple[int, int, list[tuple[str, int]]]:
+    """Bytes alive after step `STEP`, the most in it, and the most of each action."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder, LiveBytes() as live:
+        job = given.job.model_copy(update={"dump_folder": folder})
+        trainer = Trainer(given.model_copy(update={"job": job}), World.current())
+        try:
+            for _ in range(STEP):
+                trainer.train_step()
+            live.restart()
+            trainer.job.runtime.live_bytes = live
+            trainer.train_step()
+        finally:
+            trainer.upcoming.close()
+            trainer.reporter.close()
+    return live.live, live.peak, [(str(span.label), span.peak) for span in live.spans]

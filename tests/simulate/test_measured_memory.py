@@ -1,0 +1,49 @@
+"""Predicted peak memory of a step against bytes of tensors that are alive in it, on real processes."""
+
+import pytest
+from measured_memory import ALONE, PIPELINE, STEP, both, measured, recipe
+
+from hetmesh.balance import plan_batch
+from hetmesh.cost import load_machine
+from hetmesh.simulate import simulate
+from hetmesh.training.balance import recipe_balance
+from hetmesh.training.job import describe, make_loader, recipe_schedule
+from hetmesh.training.step_model import recipe_step_model
+
+pytestmark = pytest.mark.slow
+
+TENSOR = both("vision") + both("llm", key="tensor_parallel_degree")
+CONTEXT = both("vision", "projector") + both("llm", key="context_parallel_degree")
+SHARDED = both("vision", "llm", key="data_parallel_shard_degree")
+exhaustive = pytest.mark.exhaustive
+
+CASES = {
+    "context parallel, packed, fewer key heads": recipe(CONTEXT, packed=True, key_heads=2),
+    "fully sharded, recomputed, bfloat16": recipe(SHARDED, recomputed="full", compute="bfloat16"),
+    "pipeline, split backward": recipe(ALONE + PIPELINE, schedule="zero_bubble", batch=16),
+}
+MORE = {
+    "tensor parallel": recipe(TENSOR),
+    "pipeline in 1F1B": recipe(ALONE + PIPELINE, schedule="1f1b", batch=16),
+    "replicas in bfloat16": recipe(both("vision", "llm"), compute="bfloat16"),
+    "fully sharded": recipe(SHARDED),
+    "recomputed": recipe(both("vision", "llm"), recomputed="full"),
+    "disjoint": recipe(ALONE + "[parallelism.llm]\nranks = [1]\n", schedule="1f1b", batch=16),
+    "three phases": recipe(both("vision", "projector") + PIPELINE, schedule="three_phase", batch=16),
+    "interleaved": recipe(ALONE + PIPELINE, schedule="interleaved", batch=16),
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=exhaustive) for name in MORE)])
+def test_peak_memory_is_predicted_within_a_tenth(pool, name):
+    given = {**CASES, **MORE}[name]
+    source, adapters, graph = describe(given)
+    drawn = make_loader(given, source, graph, adapters).batch(STEP)
+    plan = plan_batch(graph, drawn.metas, given.batch.microbatch_size, recipe_balance(given, graph, adapters))
+    schedule = recipe_schedule(given, graph, plan.routes)
+    costs = recipe_step_model(given, graph, adapters, machine=load_machine("h100")).costs(plan, schedule)
+    timeline = simulate(schedule, costs)
+    for rank, (after, peak, spans) in enumerate(pool(2).run(measured, given, timeout=120)):
+        assert after == pytest.approx(costs.static_bytes[rank], rel=0.01), "parameters, gradients, optimizer state"
+        assert max(most for _, most in spans) == peak, "no action holds as much as what comes behind the last"
+        assert timeline.peak_bytes[timeline.track_of(rank)] == pytest.approx(peak, rel=0.1)
