@@ -117,7 +117,7 @@ def test_overrides(overrides, read, expected):
         ),
         (
             ("--trainig.steps", "20"),
-            "[trainig]: unknown table 'trainig'; did you mean 'training'? Valid are: job, modules",
+            "[trainig]: unknown table 'trainig'; did you mean 'training'? Valid are: job, model, modules",
         ),
         (("--modules.lm.lr", "1"), "--modules.lm.lr: unknown module 'lm'; did you mean 'llm'? Valid are: vision, "),
         (("--parallelism.lm.ranks", "1"), "parallelism.lm: unknown module 'lm'; did you mean 'llm'?"),
@@ -161,7 +161,11 @@ BAD: dict[str, tuple[str, str, str]] = {
         "rank = [0",
         "parallelism.vision.rank: unknown key 'rank'; did you mean 'ranks'?",
     ),
-    "unknown table": ("[data]", "[date]", "[date]: unknown table 'date'; did you mean 'data'? Valid are: job, modules"),
+    "unknown table": (
+        "[data]",
+        "[date]",
+        "[date]: unknown table 'date'; did you mean 'data'? Valid are: job, model, modules",
+    ),
     "torchtitan's table": (
         "[data]",
         "[fault_tolerance]\nenable = true\n[data]",

@@ -1,13 +1,15 @@
 """The LLM's attention mask as a recipe's choice, against transformers' own attention with a dense mask."""
 
+import numpy as np
 import pytest
 from test_parity_pipeline import recipe, table
 
 from hetmesh.boundary import World
+from hetmesh.context.share_tokens import MASKS
 from hetmesh.errors import RecipeError
 from hetmesh.graph import MediaItem, SampleMeta
 from hetmesh.testing import parity
-from hetmesh.testing.dense_masks import dense_mask
+from hetmesh.testing.dense_masks import dense, dense_mask
 
 
 def on_this_rank(rank, recipe):
@@ -52,11 +54,14 @@ def test_a_mask_that_is_none_is_refused():
         "causal": ("1...", "11..", "111.", "1111"),
         "isolated_media": ("1...", ".11.", ".11.", "1111"),
         "bidirectional_media": ("1...", "111.", "111.", "1111"),
+        "bidirectional_runs": ("1...", "111.", "111.", "1111"),
+        "prefix": ("111.", "111.", "111.", "1111"),
     }.items(),
 )
 def test_the_dense_mask_is_what_the_key_says(kind, rows):
     """Text, an image of two rows, text."""
-    meta = SampleMeta("a", 4, (MediaItem("image", (1, 8, 8), 1, rows=2),))
+    meta = SampleMeta("a", 4, (MediaItem("image", (1, 8, 8), 1, rows=2),), ((3, 4),))
     seen = dense_mask(kind, [meta], 5)[0, 0]
     assert ["".join("1" if see else "." for see in row[:4]) for row in seen[:4].tolist()] == list(rows)
     assert seen[4].tolist() == [False] * 4 + [True]  # padding
+    assert np.array_equal(dense(MASKS[kind](meta)), seen[:4, :4].numpy())

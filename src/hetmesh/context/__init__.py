@@ -9,6 +9,8 @@ from hetmesh.context.builders import (
     packed,
     padded,
     prefix,
+    prefix_of_sample,
+    runs_of_sample,
     text_with_instances,
 )
 from hetmesh.context.full_tiles import full_tiles, row_edges
@@ -40,7 +42,9 @@ __all__ = [
     "packed",
     "padded",
     "prefix",
+    "prefix_of_sample",
     "row_edges",
+    "runs_of_sample",
     "text_with_instances",
     "tile_counts",
     "tile_intervals",

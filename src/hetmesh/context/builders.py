@@ -65,6 +65,24 @@ def of_sample(sample: SampleMeta, *, instances_see: Sees = Sees.NOTHING) -> Mask
     return text_with_instances(sample.tokens, [s for s in spans if s[0] < s[1]], instances_see=instances_see)
 
 
+def runs_of_sample(sample: SampleMeta) -> Mask:
+    """`of_sample` with items that lie side by side as one instance, and instances that see all that lies before them:
+    as transformers has it for Gemma 3."""
+    runs: list[tuple[int, int]] = []
+    for start, stop in ((item.position, item.position + item.rows) for item in sample.media if item.rows):
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], stop)
+        else:
+            runs.append((start, stop))
+    return text_with_instances(sample.tokens, runs, instances_see=Sees.DOCUMENT)
+
+
+def prefix_of_sample(sample: SampleMeta) -> Mask:
+    """All before the first target sees itself in both directions, the rest is causal (PaliGemma, arXiv 2407.07726)."""
+    first = min((start for start, _ in sample.targets), default=sample.tokens)
+    return text_with_instances(sample.tokens, [(0, first)] if first else [])
+
+
 def packed(documents: Iterable[Mask]) -> Mask:
     """Documents in one row that do not see each other."""
     return join(documents)

@@ -7,7 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
-from hetmesh.context import Mask, Sees, assign, causal, of_sample, packed, text_with_instances
+from hetmesh.context import (
+    Mask,
+    Sees,
+    assign,
+    causal,
+    of_sample,
+    packed,
+    prefix_of_sample,
+    runs_of_sample,
+    text_with_instances,
+)
 from hetmesh.context.token_owners import LaneTokens
 from hetmesh.graph import ModuleSpec, SampleMeta
 
@@ -20,11 +30,14 @@ MASKS: Mapping[str, Callable[[SampleMeta], Mask]] = MappingProxyType(
         "causal": lambda sample: causal(sample.tokens),
         "isolated_media": of_sample,
         "bidirectional_media": partial(of_sample, instances_see=Sees.DOCUMENT),
+        "bidirectional_runs": runs_of_sample,
+        "prefix": prefix_of_sample,
     }
 )
 """What tokens of a sample see, by the name a recipe gives it: what lies before them, media items like text; or media
 items that see themselves in both directions, and nothing else (one bit per item of Cornstarch's bit field) or also what
-lies before them (as in Gemma 3). Text always sees all that lies before it."""
+lies before them, each for itself or those side by side together (Gemma 3); or all before the first target sees itself
+in both directions (PaliGemma). Text always sees all that lies before it."""
 
 
 def lane_mask(samples: Sequence[SampleMeta], kind: str = "causal") -> Mask:

@@ -66,6 +66,7 @@ class Abilities:
         position_ids: of an LLM with multimodal RoPE: the positions of an expanded sample, given the grids by media.
         item_grid: of an encoder: the grid of an item's rows, from its raw shape.
         attention_dropout: the share of attention probabilities that its own attention drops in training.
+        reasons: why an ability is absent, by its name; for refusals.
     """
 
     activation: Activation | None = None
@@ -79,6 +80,11 @@ class Abilities:
     position_ids: Callable[[SampleMeta, Mapping[str, ItemGrid]], tuple[tuple[int, ...], ...]] | None = None
     item_grid: ItemGrid | None = None
     attention_dropout: float = 0.0
+    reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def because(self, ability: str) -> str:
+        """The reason why `ability` is absent, to be put behind a refusal; empty if none is known."""
+        return f" ({self.reasons[ability]})" if ability in self.reasons else ""
 
 
 NONE = Abilities()

@@ -23,7 +23,7 @@ from hetmesh.parallel.tokens import tokens_of
 
 @dataclass(frozen=True)
 class CausalLMAdapter:
-    """A decoder with modules `model.embed_tokens`, `model.layers`, `model.norm` and `lm_head`.
+    """A decoder `model` with `embed_tokens`, `layers` and `norm`, and a head `lm_head`.
 
     Padding is on the right and attention causal, so no real token ever sees padding and no mask is needed: attention
     runs `is_causal` without a dense one. `lm_head` runs on the positions that predict a target, and on no other.
@@ -140,13 +140,14 @@ class CausalLMAdapter:
         flat = inputs[PREVIOUS] if PREVIOUS in inputs else self._embed(model, ids, batch, inputs)
         # Handing over the finished masks (none) keeps transformers from looking for packed sequences and building one.
         # Models without a choice of masks (Llama) take no finished ones: they look, find no packing, and build none.
-        masks: Any = None if getattr(model.model, "has_sliding_layers", True) else {"full_attention": None}
+        decoder = self.decoder_of(model)
+        masks: Any = None if getattr(decoder, "has_sliding_layers", True) else {"full_attention": None}
         extra: dict[str, Any] = {}
         if (attention := batch.get("attention")) is not None:
             extra["attention_state"] = attention
             masks = masks or flat.new_zeros(1, 1, 1, 1)  # four dims count as finished; the packed mask is elsewhere
         embedded = tokens.as_input(flat, ids.shape)
-        hidden = model.model(
+        hidden = decoder(
             inputs_embeds=embedded,
             position_ids=position_ids,
             attention_mask=tokens.mask(flat) if masks is None else masks,
@@ -154,14 +155,30 @@ class CausalLMAdapter:
             **extra,
             **self.added_features(model, embedded, batch, inputs),
         ).last_hidden_state.flatten(0, 1)
-        if is_absent(model.lm_head):
+        if is_absent(self.head_of(model)):
             return hidden
-        return model.lm_head(tokens.select(hidden, batch["target_positions"], total))
+        return self.logits(model, tokens.select(hidden, batch["target_positions"], total))
+
+    def decoder_of(self, model: Any) -> Any:
+        """The decoder inside `model`."""
+        return model.model
+
+    def head_of(self, model: Any) -> Any:
+        """The head inside `model`."""
+        return model.lm_head
+
+    def embed(self, model: Any, ids: Tensor) -> Tensor:
+        """The embeddings of token ids."""
+        return model.model.embed_tokens(ids)
+
+    def logits(self, model: Any, hidden: Tensor) -> Tensor:
+        """The logits `[n, vocab]` of what the decoder returns, `[n, features]`."""
+        return model.lm_head(hidden)
 
     def _embed(self, model: Any, ids: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         """The flat tokens that this rank keeps, rows in the places of their placeholders."""
         tokens, total = tokens_of(model), ids.numel()
-        flat = tokens.split(model.model.embed_tokens(ids).flatten(0, 1))
+        flat = tokens.split(self.embed(model, ids).flatten(0, 1))
         for source, at in self.sources.items():
             rows, positions = inputs[source], tokens.locate(batch[f"positions.{at}"], total)
             self.check_rows(source, at, rows, positions, flat.shape[-1])

@@ -188,8 +188,9 @@ class Pretrained:
     def _names(self, way: Names) -> dict[str, str]:
         """Name in the checkpoint by name in the module, of all tensors that `way` can name."""
         found: dict[str, str] = {}
+        longest_first = sorted(way, key=lambda pair: -len(pair[1]))
         for theirs in self.tensors:
-            for ours_prefix, theirs_prefix in sorted(way, key=lambda pair: -len(pair[1])):
+            for ours_prefix, theirs_prefix in longest_first:
                 if theirs.startswith(theirs_prefix):
                     found[ours_prefix + theirs[len(theirs_prefix) :]] = theirs
                     break

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hetmesh.errors import RecipeError
@@ -14,14 +13,11 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import Abilities, AdapterRequest, ItemGrid
 from hetmesh.models.causal_lm import CausalLMAdapter
 from hetmesh.models.config_keys import positive_int
+from hetmesh.models.deepstack import deepstack_arguments, layer_index
 from hetmesh.models.multimodal_rope import multimodal_positions
 from hetmesh.models.qwen3 import derived_sizes
-from hetmesh.parallel.stages import PREVIOUS
-from hetmesh.parallel.tokens import tokens_of
 
 TIED = "tie_word_embeddings"
-FEATURE = "deepstack."
-"""How the side outputs of the encoder begin; their number is that of the layer."""
 
 
 class Qwen3VLTextAdapter(CausalLMAdapter):
@@ -64,9 +60,8 @@ class Qwen3VLTextAdapter(CausalLMAdapter):
 
     def layer_of_output(self, output: str) -> str | None:
         """The layer behind which a side output of the encoder is added to its tokens; None: there is none."""
-        index = output.removeprefix(FEATURE)
-        known = output.startswith(FEATURE) and index.isdigit() and int(index) < self.config.num_hidden_layers
-        return f"model.layers.{index}" if known else None
+        index = layer_index(output, self.config.num_hidden_layers)
+        return None if index is None else f"model.layers.{index}"
 
     def position_ids(self, meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> tuple[tuple[int, ...], ...]:
         """Three rows of positions; see `multimodal_positions`."""
@@ -75,24 +70,7 @@ class Qwen3VLTextAdapter(CausalLMAdapter):
     def added_features(
         self, model: Any, hidden: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        features: dict[int, Tensor] = {}
-        mask = torch.zeros(hidden.shape[:-1].numel(), dtype=torch.bool, device=hidden.device)
-        for source, at in self.sources.items():
-            own = {k: rows for k, rows in inputs.items() if k != PREVIOUS and k.startswith(f"{source}.{FEATURE}")}
-            if not own:
-                continue
-            positions = tokens_of(model).locate(batch[f"positions.{at}"], batch["input_ids"].numel())
-            mask[positions] = True
-            for key, rows in own.items():
-                self.check_rows(key, at, rows, positions, hidden.shape[-1])
-                features[int(key.rpartition(".")[2])] = rows
-        if not features:
-            return {}
-        nothing = hidden.new_zeros(1, 1)  # for the layers of other stages
-        return {
-            "visual_pos_masks": mask.view(hidden.shape[:-1]),
-            "deepstack_visual_embeds": [features.get(i, nothing) for i in range(1 + max(features))],
-        }
+        return deepstack_arguments(self, model, hidden, batch, inputs)
 
 
 def _rope_parameters(head_dim: int) -> dict[str, Any]:

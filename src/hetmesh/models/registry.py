@@ -17,6 +17,8 @@ from hetmesh.models.qwen3 import Qwen3Adapter
 from hetmesh.models.qwen3_vl_text import Qwen3VLTextAdapter
 from hetmesh.models.qwen3_vl_vision import Qwen3VLVisionAdapter
 from hetmesh.models.siglip import SiglipAdapter
+from hetmesh.models.split.encoder_half import HfEncoderAdapter
+from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.models.whisper import WhisperAdapter
 
 MODELS: dict[str, Callable[[AdapterRequest], Adapter | None]] = {
@@ -28,6 +30,8 @@ MODELS: dict[str, Callable[[AdapterRequest], Adapter | None]] = {
     "llama": LlamaAdapter.make,
     "qwen3_vl_vision": Qwen3VLVisionAdapter.make,
     "qwen3_vl_text": Qwen3VLTextAdapter.make,
+    "hf_encoder": HfEncoderAdapter.make,
+    "hf_llm": HfLlmAdapter.make,
 }
 """Ready-made models by the name a recipe gives them. To add one, write its `make` and enter it here: it returns None
 as long as it needs a neighbour's width that the request does not know yet."""

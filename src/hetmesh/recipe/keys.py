@@ -15,6 +15,7 @@ from hetmesh.recipe import sections as sections
 
 SECTIONS: Mapping[str, type[sections.Section]] = {
     "job": sections.JobKeys,
+    "model": sections.ModelKeys,
     "modules": sections.Module,  # one table per module
     "boundaries": sections.Boundary,  # an array of tables
     "parallelism": sections.ModuleParallelism,  # flat, and one table per module
@@ -103,7 +104,10 @@ NOT_IMPLEMENTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 the same because they ask for what hetmesh does anyway. A key that has a field is passed on, any other is dropped."""
 
 INSTEAD: Mapping[str, str] = {
-    "model": "describe each module in [modules.<name>]",
+    "model.name": "describe each module in [modules.<name>], or name a directory in [model] hf_path",
+    "model.flavor": "give sizes in [modules.<name>.config], or name a directory in [model] hf_path",
+    "model.hf_assets_path": "write [model] hf_path",
+    "model.tokenizer_path": "write [model] hf_path, or [data.options] tokenizer",
     "training.dataset": "write [data] source",
     "training.seed": "write [debug] seed",
     "training.deterministic": "write [debug] deterministic",

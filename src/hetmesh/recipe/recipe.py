@@ -14,6 +14,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from hetmesh.errors import RecipeError, Refusals
 from hetmesh.recipe import sections as sections
 from hetmesh.recipe.batch_sizes import BatchSizes, batch_sizes
+from hetmesh.recipe.hf_path import expand_hf_path
 from hetmesh.recipe.keys import check_keys, unknown, valid_keys
 from hetmesh.recipe.overrides import apply_override, parse_overrides
 
@@ -35,6 +36,7 @@ class Recipe(sections.Section):
 
     modules: Annotated[Mapping[str, sections.Module], Field(min_length=1), AfterValidator(sections.freeze)]
     job: sections.JobKeys = sections.JobKeys()
+    model: sections.ModelKeys = sections.ModelKeys()
     boundaries: tuple[sections.Boundary, ...] = ()
     parallelism: sections.Parallelism = sections.Parallelism()
     data: sections.Data = sections.Data()
@@ -128,10 +130,13 @@ def parse_recipe(text: str, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"not valid TOML: {error}") from error
     for path, value in parse_overrides(overrides):
         raw = apply_override(raw, path, value)
-    raw = check_keys(raw, refusals)
+    raw = expand_hf_path(check_keys(raw, refusals))
     modules = raw.get("modules")
     if not modules:
-        refusals.add("[modules.<name>] is missing: a recipe describes at least one module")
+        refusals.add(
+            "[modules.<name>] is missing: a recipe describes at least one module, or names a Hugging Face directory in "
+            "[model] hf_path"
+        )
         refusals.finish()
     assert modules is not None
     _check_module_names(raw, refusals)

@@ -148,6 +148,12 @@ class JobKeys(Section):
     print_config: bool = False  # print the recipe with all defaults before the run
 
 
+class ModelKeys(Section):
+    """`[model]`: a whole model, in place of `[modules]` and `[[boundaries]]`."""
+
+    hf_path: Annotated[str, Field(min_length=1)] | None = None  # a Hugging Face directory (recipe/hf_path.py)
+
+
 class LoRA(Section):
     """`[modules.<name>.lora]`: low-rank adapters (peft), the only trainable parameters of the module.
 

@@ -37,7 +37,13 @@ def _sees(query: Segment, i: int, key: Segment, j: int) -> bool:
 
 def sees(kind: str, meta: SampleMeta, i: int, j: int) -> bool:
     """Whether token i of a sample sees its token j under the mask `kind`."""
+    if kind == "prefix":
+        first = min((start for start, _ in meta.targets), default=meta.tokens)
+        return j <= i or (i < first and j < first)
     item_of = {t: n for n, item in enumerate(meta.media) for t in range(item.position, item.position + item.rows)}
+    if kind == "bidirectional_runs":
+        between = range(min(i, j), max(i, j) + 1)
+        return j <= i or all(t in item_of for t in between)
     if i in item_of and item_of[i] == item_of.get(j):
         return kind != "causal" or j <= i
     return j <= i and (kind != "isolated_media" or i not in item_of)

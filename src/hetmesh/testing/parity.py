@@ -19,7 +19,8 @@ from hetmesh.boundary import World
 from hetmesh.data.loader import DrawnSample, Loader
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import output_key
-from hetmesh.models import lora_plan
+from hetmesh.models import Adapter, lora_plan
+from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.parallel import RandomPlace, entering, local_gradient, seed_by_place
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.testing.assignments import Policy
@@ -103,8 +104,8 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
         loss.backward()
         return loss.item()
 
-    with exact_dtypes(*modules.values()):
-        return _descend(parameters, step, steps, lr)
+    with exact_dtypes(*modules.values(), every_cast=_is_split(adapters)):
+        return descend(parameters, step, steps, lr)
 
 
 def run(
@@ -140,8 +141,8 @@ def run(
         scale(parameters.values(), 1 / targets)
         return float(loss) / targets if job.counts_loss else 0.0
 
-    with exact_dtypes(job.root):
-        outcome = _descend(parameters, step, steps, lr)
+    with exact_dtypes(job.root, every_cast=_is_split(job.adapters)):
+        outcome = descend(parameters, step, steps, lr)
     if fault is None:
         job.check_replicas(steps)
     return outcome
@@ -181,7 +182,7 @@ def run_as(
     return run(recipe, World.current(), steps, fault=fault, policy=policy)
 
 
-def _descend(parameters: Mapping[str, nn.Parameter], step: Callable[[], float], steps: int, lr: float) -> Outcome:
+def descend(parameters: Mapping[str, nn.Parameter], step: Callable[[], float], steps: int, lr: float) -> Outcome:
     """Take SGD steps (Adam would hide scale errors) and keep the first gradients, as full tensors."""
     losses: list[float] = []
     first: dict[str, Tensor | None] = {}
@@ -207,6 +208,11 @@ def _sgd(parameters: Iterable[nn.Parameter], lr: float) -> None:
 
 def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _is_split(adapters: Mapping[str, Adapter]) -> bool:
+    """Whether modules are parts of a model of any build."""
+    return any(isinstance(adapter, HfLlmAdapter) for adapter in adapters.values())
 
 
 def compare(expected: Outcome, ranks: list[Outcome], tolerance: float) -> float:

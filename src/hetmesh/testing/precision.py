@@ -11,10 +11,11 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 
 @contextmanager
-def exact_dtypes(*modules: nn.Module) -> Iterator[None]:
+def exact_dtypes(*modules: nn.Module, every_cast: bool = False) -> Iterator[None]:
     """While the context lasts, run RMSNorm and rotary embedding submodules of `modules` in the dtype of their inputs.
 
     transformers computes both in fp32, so that an fp64 model has fp32 errors (about 1e-7, and they hide changes below
@@ -25,10 +26,19 @@ def exact_dtypes(*modules: nn.Module) -> Iterator[None]:
     and `attention_scaling`. Rotary positions of a vision tower's attention are applied by a function of its file, which
     is replaced too. Sharded modules work alike. The other submodules are not touched.
 
+    Args:
+        every_cast: instead of that, for modules of any build: every cast to fp32 becomes one to fp64 (slower; does
+            nothing to modules in fp32).
+
     Raises:
         ValueError: a submodule called `...RMSNorm` or `...RotaryEmbedding` of another build, whose casts would stay.
     """
     with ExitStack() as stack:
+        if every_cast:
+            if any(p.dtype == torch.float64 for root in modules for p in root.parameters()):
+                stack.enter_context(_NoSingles())
+            yield
+            return
         for root in modules:
             for name, module in root.named_modules():
                 forward = _exact_forward(name, module)
@@ -54,6 +64,20 @@ def _exact_forward(name: str, module: nn.Module) -> Any:
     if kind.endswith(("RMSNorm", "RotaryEmbedding")) and not isinstance(module, nn.RMSNorm):
         raise ValueError(f"exact_dtypes: {name!r} is a {kind} of unknown build; its casts to fp32 would stay")
     return None
+
+
+class _NoSingles(TorchFunctionMode):
+    """Casts to fp32 are casts to fp64. (Buffers in fp32 stay constants, but what is computed of them is fp64.)"""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.float:
+            return torch.Tensor.double(args[0])
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        if func in (torch.Tensor.to, torch.Tensor.type):
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+        return func(*args, **kwargs)
 
 
 def _norm(module: Any, hidden_states: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ class RandomMedia:
         largest: kind -> raw shape of its largest items; each side of an item is then a random multiple, up to that, of
             the one in `kinds`.
         without_targets: share of samples without a target.
+        apart: every item has a text token behind it, as chat templates have it.
         length: samples in the source.
         seed: another seed gives other samples.
 
@@ -49,6 +50,7 @@ class RandomMedia:
         max_text: int = 9,
         largest: Mapping[str, Sequence[int]] | None = None,
         without_targets: float = 0.0,
+        apart: bool = False,
         length: int = 1000,
         seed: int = 0,
     ) -> None:
@@ -57,7 +59,7 @@ class RandomMedia:
         self.same = dict(same or {})
         self.largest = dict(largest or {})
         self.max_items, self.items, self.text_only, self.max_text = max_items, items, text_only, max_text
-        self.without_targets, self.length, self.seed = without_targets, length, seed
+        self.without_targets, self.apart, self.length, self.seed = without_targets, apart, length, seed
         self.placeholders = {name: 1 + i for i, name in enumerate([*self.kinds, *self.same])}
         self.vocab_size = 12 + len(self.placeholders)
 
@@ -81,6 +83,8 @@ class RandomMedia:
         sequence: list[str | None] = [name for name, n in counts.items() for _ in range(n)]
         sequence += [None] * rng.randint(0, self.max_text - 2)
         rng.shuffle(sequence)
+        if self.apart:
+            sequence = [each for name in sequence for each in ([name, None] if name else [None])]
         sequence += [None, None]
         tokens = [
             self.placeholders[name] if name else rng.randint(len(self.placeholders) + 1, self.vocab_size - 1)

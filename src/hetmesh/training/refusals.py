@@ -164,7 +164,8 @@ def _sequence_parallel(recipe: Recipe, name: str, adapter: Adapter, refusals: Re
     key = f"parallelism.{name}.enable_sequence_parallel"
     if not adapter.abilities.token_sharded:
         hint = "" if name == recipe.sink else f"; write the key in [parallelism.{recipe.sink}]"
-        refusals.add(f"{key}: this {recipe.modules[name].model} cannot split its tokens{hint}")
+        why = adapter.abilities.because("token_sharded")
+        refusals.add(f"{key}: this {recipe.modules[name].model} cannot split its tokens{why}{hint}")
     elif recipe.modules[name].lora is not None:
         refusals.add(f"{key}: not together with modules.{name}.lora")
 
@@ -182,6 +183,7 @@ def _packing(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) ->
     if packs(recipe, name) and adapter.abilities.use_packed is None:
         refusals.add(
             f"{_packing_key(recipe, name)}: this {recipe.modules[name].model} cannot take its samples in one row"
+            f"{adapter.abilities.because('use_packed')}"
         )
 
 

@@ -54,7 +54,7 @@ def module_splits(recipe: Recipe, name: str, adapter: Adapter) -> Splits:
     if abilities.activation is None:
         raise RecipeError(
             f"{key}.pipeline_parallel_degree = {pp}: a {recipe.modules[name].model} cannot be split into "
-            "stages; give it 1 in a table of its own"
+            f"stages{abilities.because('activation')}; give it 1 in a table of its own"
         )
     shape = module_shape_of(recipe, adapter, name)
     frozen: frozenset[str] = frozenset()

@@ -1,0 +1,233 @@
+"""The tower of any multimodal model of transformers, with what lies between it and the LLM: media -> rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetmesh.errors import RecipeError, SampleError
+from hetmesh.graph.sample import SampleMeta
+from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
+from hetmesh.models.build import build_empty
+from hetmesh.models.collate import media_items
+from hetmesh.models.config_keys import check_keys
+from hetmesh.models.deepstack import FEATURE
+from hetmesh.models.pretrained import Names
+from hetmesh.models.split.item_calls import ItemCall, image_call
+from hetmesh.models.split.tower_plan import repeated_blocks, tower_blocks, tower_plan
+from hetmesh.models.split.whole_model import TOWERS, WholeModel, whole_model
+
+
+@dataclass(frozen=True, eq=False)
+class HfEncoderAdapter:
+    """The whole model without its LLM, called through its own `get_image_features`.
+
+    Attributes:
+        whole: the model.
+        part: which part of it this is.
+        media: the kind of media it reads.
+        call: how items are handed over.
+    """
+
+    whole: WholeModel
+    part: str
+    media: str
+    call: ItemCall
+    in_features: None = None
+
+    @classmethod
+    def make(cls, request: AdapterRequest) -> HfEncoderAdapter:
+        """The adapter of a recipe's module; it has no config keys, as everything is in its directory.
+
+        Raises:
+            RecipeError: no directory, one that cannot be split, or a place in the graph that it cannot have.
+        """
+        if request.pretrained is None:
+            raise RecipeError(f"{request.key}.initial_load_path is missing: {request.model!r} is made from it")
+        check_keys(request, ())
+        if request.placeholders or not request.consumers:
+            raise RecipeError(
+                f"{request.key}: a tower reads media and emits rows, so it needs a boundary out of it and none into it"
+            )
+        whole = whole_model(request.pretrained)
+        part = TOWERS.get(request.media or "")
+        if request.media is None or part is None or part not in whole.towers:
+            read = [media for media, each in TOWERS.items() if each in whole.towers]
+            raise RecipeError(
+                f"{request.key}.media = {request.media!r}: {whole.model_class.__name__} has a tower for {read}"
+            )
+        name = whole.family.calls.get(request.media)
+        try:
+            call = image_call(name, whole.model, whole.config)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise RecipeError(
+                f"{request.key}: the config of {whole.model_class.__name__}'s tower does not say what its items are "
+                f"like: {error}"
+            ) from error
+        adapter = cls(whole, part, request.media, call)
+        try:
+            _ = adapter._rows_of_part
+        except SampleError as error:
+            raise RecipeError(f"{request.key}: {error}") from error
+        return adapter
+
+    @property
+    def out_features(self) -> int:
+        return self._probe(self.call.blank)[""].shape[-1]
+
+    @property
+    def checkpoint_names(self) -> tuple[Names, ...]:
+        return (tuple(self.whole.checkpoint_names.items()),)
+
+    @property
+    def checkpoint_unused(self) -> tuple[str, ...]:
+        return self.whole.owned_by_others(self.part)
+
+    @property
+    def abilities(self) -> Abilities:
+        vision = self.whole.config.vision_config
+        return Abilities(
+            side_outputs=tuple(name for name in self._probe(self.call.blank) if name),
+            item_grid=self._grid if self.call.grid(self.call.blank) is not None else None,
+            attention_dropout=getattr(vision, "attention_dropout", None) or 0.0,
+            reasons={"activation": "it is called as one, through get_image_features, so its blocks share a stage"},
+        )
+
+    def build(self) -> nn.Module:
+        return self.whole.part(self.whole.build(), self.part)
+
+    @cached_property
+    def _empty(self) -> nn.Module:
+        """The module on the meta device, to look at its parts."""
+        with torch.device("meta"):
+            return self.build()
+
+    def layers(self) -> tuple[str, ...]:
+        return tuple(_layers(self._empty, repeated_blocks(self._empty)))
+
+    def tensor_parallel_plan(self) -> Mapping[str, Any]:
+        return self._plan[0]
+
+    def tensor_parallel_sizes(self) -> Mapping[str, int]:
+        return self._plan[1]
+
+    @cached_property
+    def _plan(self) -> tuple[Mapping[str, str], Mapping[str, int]]:
+        def works(module: nn.Module) -> bool:
+            try:
+                self._rows(module, self.call.blank)
+            except Exception:  # whatever reshaping by full sizes leads to
+                return False
+            return True
+
+        return tower_plan(self._hollow(1), works)
+
+    @cached_property
+    def _flat(self) -> nn.Module:
+        return self._hollow(0)
+
+    def _hollow(self, blocks: int) -> nn.Module:
+        """The module with zeros that take no memory for weights, of whose blocks only the first so many compute."""
+        module = build_empty(self)
+        for name in tower_blocks(module)[blocks:]:
+            block: Any = module.get_submodule(name)
+            block.forward = lambda hidden, *_, **__: hidden
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                    part._parameters[name] = nn.Parameter(zeros, requires_grad=False)
+        return module
+
+    def _probe(self, shape: tuple[int, ...]) -> dict[str, Tensor]:
+        """What one item of `shape` becomes, on the meta device."""
+        known = self.__dict__.setdefault("_probed", {})
+        if shape not in known:
+            try:
+                known[shape] = self._rows(self._flat, shape)
+            except Exception as error:  # whatever the model makes of a size that it does not know
+                raise SampleError(
+                    f"{self.whole.model_class.__name__} cannot read {self.media!r} of shape {shape}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+        return known[shape]
+
+    def _rows(self, module: nn.Module, shape: tuple[int, ...]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            found = self._encode(module, self.call.collate([torch.ones(shape)]))
+        return {name: rows[: len(rows) // self.call.fewest].to("meta") for name, rows in found.items()}
+
+    def _encode(self, module: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
+        arguments = self.call.arguments({**batch, "media": batch["media"].to(dtype)})
+        out = getattr(module, f"get_{self.media}_features")(**arguments, return_dict=True)
+        features = getattr(out, "deepstack_features", None) or ()
+        return {"": _joined(out.pooler_output)} | {f"{FEATURE}{i}": _joined(each) for i, each in enumerate(features)}
+
+    def _grid(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        self.call.check(shape)
+        grid = self.call.grid(shape)
+        assert grid is not None
+        return grid
+
+    def item_rows(self, shape: tuple[int, ...]) -> int:
+        shape = tuple(shape)
+        self.call.check(shape)
+        if self._rows_of_part:
+            return self._rows_of_part * self.call.units(shape)
+        return len(self._probe(shape)[""])
+
+    @cached_property
+    def _rows_of_part(self) -> int:
+        """Rows of each of the equal parts of an item, where a small and a larger one have as many; else 0."""
+        small, larger = (
+            divmod(len(self._probe(s)[""]), self.call.units(s)) for s in (self.call.blank, self.call.larger)
+        )
+        return small[0] if small == larger and small[1] == 0 else 0
+
+    def rows(self, incoming: int) -> int:
+        return incoming
+
+    def collate(
+        self,
+        samples: Sequence[SampleLike],
+        metas: Sequence[SampleMeta],
+        *,
+        placeholders: Mapping[str, int] = MappingProxyType({}),
+        pad_id: int = 0,
+    ) -> dict[str, Tensor]:
+        items = media_items(samples, metas, self.media)
+        rows = sum(self.item_rows(tuple(item.shape)) for item in items)
+        # Without items there is one that is dropped: every parameter takes part in every microbatch.
+        return {**self.call.collate(items or [torch.ones(self.call.blank)]), "rows": torch.zeros(rows, 0)}
+
+    def forward(
+        self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> Tensor | Mapping[str, Tensor]:
+        rows = len(batch["rows"])
+        found = {name: each[:rows] for name, each in self._encode(module, batch).items()}
+        return found if len(found) > 1 else found[""]
+
+
+def _joined(rows: Any) -> Tensor:
+    """Rows `[n, features]` from a tensor, or from one tensor per item."""
+    parts = [rows] if isinstance(rows, Tensor) else list(rows)
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
+def _layers(module: nn.Module, blocks: Sequence[str], prefix: str = "") -> Iterator[str]:
+    """The blocks, and the largest parts beside them that hold parameters, in order of registration."""
+    for name, child in module.named_children():
+        fqn = f"{prefix}{name}"
+        if not any(True for _ in child.parameters()):
+            continue
+        if fqn in blocks or not any(block.startswith(f"{fqn}.") for block in blocks):
+            yield fqn
+        else:
+            yield from _layers(child, blocks, f"{fqn}.")

@@ -1,0 +1,269 @@
+"""How media items are handed to a model's `get_..._features`: one value per way, chosen by family or by signature.
+
+All items of a lane and microbatch go in one call, so that ranks which shard a tower together call it equally often.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hetmesh.errors import SampleError
+from hetmesh.models.collate import stacked
+
+
+class ItemCall(Protocol):
+    """One way. `shape` is always the raw shape of an item."""
+
+    @property
+    def blank(self) -> tuple[int, ...]:
+        """Shape of the smallest item."""
+        ...
+
+    @property
+    def larger(self) -> tuple[int, ...]:
+        """Shape of a larger one."""
+        ...
+
+    def units(self, shape: tuple[int, ...]) -> int:
+        """How many equal parts an item is made of, each of as many rows."""
+        ...
+
+    @property
+    def fewest(self) -> int:
+        """How many items the model is called with at least; a single one is repeated."""
+        ...
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Raise SampleError for an item that it cannot hand over."""
+        ...
+
+    def collate(self, items: Sequence[Tensor]) -> dict[str, Tensor]:
+        """At least one item -> tensors."""
+        ...
+
+    def arguments(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What `collate` made -> keyword arguments of the model's method, and of its forward."""
+        ...
+
+    def grid(self, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
+        """The rows of an item as frames, height and width, where the model wants positions of these axes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """Images of one size, `[channels, height, width]` or several tiles of it, `[tiles, channels, height, width]`."""
+
+    size: tuple[int, int, int]
+    fewest = 1
+
+    @property
+    def blank(self) -> tuple[int, ...]:
+        return self.size
+
+    @property
+    def larger(self) -> tuple[int, ...]:
+        return (2, *self.size)
+
+    def units(self, shape: tuple[int, ...]) -> int:
+        return shape[0] if len(shape) == 4 else 1
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        if shape[-3:] != self.size or len(shape) not in (3, 4) or shape[0] < 1:
+            raise SampleError(f"images must be of shape {self.size}, or tiles of that shape, got {shape}")
+
+    def collate(self, items: Sequence[Tensor]) -> dict[str, Tensor]:
+        if all(item.shape == self.size for item in items):
+            return {"media": stacked(items)}
+        return {"media": torch.cat([item.reshape(-1, *self.size) for item in items])}
+
+    def arguments(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        return {"pixel_values": batch["media"]}
+
+    def grid(self, shape: tuple[int, ...]) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Tiles(Pixels):
+    """The same for models that take the tiles of one sample together, `[1, tiles, ...]`, and leave out blank ones
+    (tiles of zeros): the last digit of a blank tile's first pixel is changed."""
+
+    def arguments(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        media = batch["media"]
+        blank = media.flatten(1).eq(0).all(dim=1).view(-1, 1, 1, 1)
+        return {"pixel_values": torch.where(blank, torch.finfo(media.dtype).tiny, media)[None]}
+
+
+@dataclass(frozen=True)
+class BaseTile(Pixels):
+    """One tile per image, of models that cut single images into tiles by their size (`batch_num_images`)."""
+
+    larger = property(lambda self: self.size)
+    fewest = 2  # one image alone would be taken for one that was cut into tiles
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        super().check(shape)
+        if len(shape) == 4 and shape[0] > 1:
+            raise SampleError(
+                f"this model's rows for {shape[0]} tiles depend on the size of the image before it was cut, which a "
+                "sample's metadata do not have yet; give images as one tile each"
+            )
+
+    def arguments(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        media = batch["media"]
+        if len(media) < self.fewest:
+            media = media.repeat(self.fewest, 1, 1, 1)
+        sizes = torch.tensor([self.size[1:]] * len(media))
+        return {"pixel_values": media, "image_sizes": sizes, "batch_num_images": [len(media)]}
+
+
+@dataclass(frozen=True)
+class Sized:
+    """Images of any size that is whole cells of `step` pixels, two of them at least, padded to the largest, with their
+    sizes. (transformers' Mistral 3 takes a single row for no row.)"""
+
+    channels: int
+    step: int
+    fewest = 1
+
+    @property
+    def blank(self) -> tuple[int, ...]:
+        return (self.channels, self.step, 2 * self.step)
+
+    @property
+    def larger(self) -> tuple[int, ...]:
+        return (self.channels, 2 * self.step, 3 * self.step)
+
+    def units(self, shape: tuple[int, ...]) -> int:
+        return (shape[1] // self.step) * (shape[2] // self.step)
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        _check_cells(shape, self.channels, self.step)
+        if self.units(shape) < 2:
+            raise SampleError(f"images must be of more than one cell of {self.step} x {self.step} pixels, got {shape}")
+
+    def collate(self, items: Sequence[Tensor]) -> dict[str, Tensor]:
+        sizes = torch.tensor([item.shape[1:] for item in items])
+        media = items[0].new_zeros(len(items), self.channels, *sizes.amax(dim=0).tolist())
+        for row, item in zip(media, items, strict=True):
+            row[:, : item.shape[1], : item.shape[2]] = item
+        return {"media": media, "sizes": sizes}
+
+    def arguments(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        return {"pixel_values": batch["media"], "image_sizes": batch["sizes"]}
+
+    def grid(self, shape: tuple[int, ...]) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Patches:
+    """Images of any size that is whole cells of `merge` patches, cut into patches as Qwen2-VL's processor cuts them:
+    the patches of a row of the result behind each other. An image stands for `frames` equal frames."""
+
+    channels: int
+    patch: int
+    merge: int
+    frames: int
+    fewest = 1
+
+    @property
+    def blank(self) -> tuple[int, ...]:
+        return (self.channels, self.patch * self.merge, self.patch * self.merge)
+
+    @property
+    def larger(self) -> tuple[int, ...]:
+        return (self.channels, 2 * self.patch * self.merge, 3 * self.patch * self.merge)
+
+    def units(self, shape: tuple[int, ...]) -> int:
+        _, height, width = self.grid(shape)
+        return height * width
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        _check_cells(shape, self.channels, self.patch * self.merge)
+
+    def grid(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        step = self.patch * self.merge
+        return 1, shape[1] // step, shape[2] // step
+
+    def collate(self, items: Sequence[Tensor]) -> dict[str, Tensor]:
+        grids = [(1, item.shape[1] // self.patch, item.shape[2] // self.patch) for item in items]
+        return {"media": torch.cat([self._patches(item) for item in items]), "grids": torch.tensor(grids)}
+
+    def arguments(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        return {"pixel_values": batch["media"], "image_grid_thw": batch["grids"]}
+
+    def _patches(self, image: Tensor) -> Tensor:
+        """`[channels, height, width]` -> `[patches, channels * frames * patch * patch]`."""
+        _, rows, columns = self.grid(tuple(image.shape))
+        shape = (self.channels, rows, self.merge, self.patch, columns, self.merge, self.patch)
+        parts = image.reshape(shape).permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5)
+        frames = parts.expand(-1, -1, -1, -1, -1, self.frames, -1, -1)
+        return frames.reshape(-1, self.channels * self.frames * self.patch**2)
+
+
+def _check_cells(shape: tuple[int, ...], channels: int, step: int) -> None:
+    if len(shape) != 3 or shape[0] != channels or any(n < 1 or n % step for n in shape[1:]):
+        raise SampleError(
+            f"images must be of shape ({channels}, height, width), sides multiples of {step} pixels, got {shape}"
+        )
+
+
+def image_call(name: str | None, model: Any, config: Any) -> ItemCall:
+    """How images are handed to `model`.
+
+    Args:
+        name: a key of `CALLS`; None: by the signature of its `get_image_features`.
+        config: the whole model's.
+    """
+    vision = config.vision_config
+    if name is None:
+        parameters = inspect.signature(model.get_image_features).parameters
+        required = [n for n, p in parameters.items() if p.default is p.empty]
+        by_size = "image_sizes" in required or getattr(vision, "model_type", "") == "pixtral"
+        name = "patches" if any("grid_thw" in n for n in parameters) else "sized" if by_size else "pixels"
+    return CALLS[name](config, vision)
+
+
+def _size(config: Any, vision: Any) -> tuple[int, int, int]:
+    height, width = _pair(vision.image_size)
+    return _channels(vision), height, width
+
+
+def _channels(vision: Any) -> int:
+    return getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    if isinstance(value, Mapping):
+        value = (value["height"], value["width"])
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+
+def _sized(config: Any, vision: Any) -> Sized:
+    merge = getattr(config, "spatial_merge_size", None) or getattr(vision, "spatial_merge_size", None) or 1
+    return Sized(_channels(vision), _pair(vision.patch_size)[0] * merge)
+
+
+def _patches(config: Any, vision: Any) -> Patches:
+    return Patches(_channels(vision), vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
+
+
+CALLS: Mapping[str, Callable[[Any, Any], ItemCall]] = MappingProxyType(
+    {
+        "pixels": lambda config, vision: Pixels(_size(config, vision)),
+        "tiles": lambda config, vision: Tiles(_size(config, vision)),
+        "base_tile": lambda config, vision: BaseTile(_size(config, vision)),
+        "sized": _sized,
+        "patches": _patches,
+    }
+)
+"""Ways by name, made from the whole model's config and that of its tower."""

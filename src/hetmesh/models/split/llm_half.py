@@ -1,0 +1,254 @@
+"""The LLM of any multimodal model of transformers: tokens and rows at placeholders -> logits of the target tokens."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetmesh.attention.in_transformers import use_in
+from hetmesh.context import Rule, runs_of_sample
+from hetmesh.errors import RecipeError, SampleError
+from hetmesh.graph.module_graph import Activation
+from hetmesh.graph.sample import SampleMeta
+from hetmesh.models.adapter import Abilities, AdapterRequest, ItemGrid, SampleLike
+from hetmesh.models.causal_lm import CausalLMAdapter
+from hetmesh.models.config_keys import check_keys
+from hetmesh.models.deepstack import deepstack_arguments, layer_index
+from hetmesh.models.pretrained import Names
+from hetmesh.models.split.rope_index import rope_positions
+from hetmesh.models.split.scaling import embedding_scale
+from hetmesh.models.split.text_plan import TextPlan, text_plan
+from hetmesh.models.split.tower_plan import repeated_blocks
+from hetmesh.models.split.whole_model import LLM, WholeModel, whole_model
+from hetmesh.parallel.stages import PREVIOUS
+
+
+@dataclass(frozen=True, eq=False)
+class HfLlmAdapter(CausalLMAdapter):
+    """The whole model without its towers and what is behind them. hetmesh puts rows into the places of placeholders and
+    gives positions; decoder and head are the model's own, the head through the forward of the whole.
+
+    Attributes:
+        whole: the model.
+    """
+
+    whole: WholeModel = None  # type: ignore[assignment]
+
+    @classmethod
+    def make(cls, request: AdapterRequest) -> HfLlmAdapter:
+        """The adapter of a recipe's module; it has no config keys, as everything is in its directory.
+
+        Raises:
+            RecipeError: no directory, one that cannot be split, or a place in the graph that it cannot have.
+        """
+        if request.pretrained is None:
+            raise RecipeError(f"{request.key}.initial_load_path is missing: {request.model!r} is made from it")
+        check_keys(request, ())
+        if request.consumers:
+            raise RecipeError(f"{request.key}: an LLM emits logits, not rows, but {list(request.consumers)} consume it")
+        whole = whole_model(request.pretrained)
+        config = whole.text_config
+        if config.vocab_size < request.vocab_size:
+            raise RecipeError(
+                f"{request.key}: its vocabulary has {config.vocab_size} tokens, that of the data source "
+                f"{request.vocab_size}"
+            )
+        return cls(config, whole.model_class, request.sources, whole=whole)
+
+    @property
+    def checkpoint_names(self) -> tuple[Names, ...]:  # type: ignore[override]
+        return (tuple(self.whole.checkpoint_names.items()),)
+
+    @property
+    def checkpoint_unused(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.whole.owned_by_others(LLM)
+
+    @property
+    def abilities(self) -> Abilities:
+        config, reasons = self.config, self.reasons
+        takes_features = "deepstack_visual_embeds" in self._forward_names
+        positions = self.whole.family.positions == "rope_index"
+        return Abilities(
+            activation=None if "activation" in reasons else Activation(config.hidden_size, padded=True),
+            token_sharded=() if "token_sharded" in reasons else self._text_plan.token_sharded,
+            use_packed=None if "use_packed" in reasons else self.use_packed,
+            layer_of_output=self.layer_of_output if takes_features else None,
+            position_ids=self.position_ids if positions else None,
+            attention_dropout=getattr(config, "attention_dropout", None) or 0.0,
+            reasons=reasons,
+        )
+
+    @cached_property
+    def _forward_names(self) -> frozenset[str]:
+        import inspect
+
+        return frozenset(inspect.signature(self.decoder_of(self.whole.model).forward).parameters)
+
+    @cached_property
+    def scale(self) -> float | None:
+        """What the decoder multiplies the embedded tokens by before its first layer; None if it does something else."""
+        return embedding_scale(self)
+
+    @cached_property
+    def reasons(self) -> Mapping[str, str]:
+        """Why it cannot do what it cannot do, by ability."""
+        found: dict[str, str] = {}
+        if self.scale is None:
+            found["activation"] = (
+                "its decoder changes the embedded tokens before its first layer, in a way that stages cannot take back"
+            )
+        if not self._text_plan.token_sharded:
+            found["token_sharded"] = "tensor parallelism does not split its attention"
+        elif self._windows and self.whole.family.mask == "causal":  # built from the shape of a share, unless packed
+            found["token_sharded"] = "it has layers with a sliding window"
+        kinds = set(getattr(self.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        decoder = self.decoder_of(self.whole.model)
+        if (cap := getattr(self.config, "attn_logit_softcapping", None)) is not None:
+            found["use_packed"] = f"its attention caps its logits, attn_logit_softcapping = {cap}"
+        elif kinds:
+            found["use_packed"] = f"state of its layers of kind {sorted(kinds)} would leak from sample to sample"
+        elif not getattr(decoder, "_supports_attention_backend", False):
+            found["use_packed"] = "its attention does not go through transformers' registry of attention functions"
+        elif self._windows and self.whole.family.mask == "prefix":
+            found["use_packed"] = "transformers lifts the sliding window within a prefix, hetmesh does not"
+        return found
+
+    @property
+    def _windows(self) -> bool:
+        return "sliding_attention" in (getattr(self.config, "layer_types", None) or ())
+
+    def build(self) -> nn.Module:
+        return self.whole.part(self.whole.build(), LLM)
+
+    @cached_property
+    def _empty(self) -> nn.Module:
+        with torch.device("meta"):
+            return self.build()
+
+    def decoder_of(self, model: Any) -> Any:
+        return model.get_submodule(self.whole.decoder)
+
+    def head_of(self, model: Any) -> Any:
+        return model.get_submodule(self.whole.head)
+
+    def embed(self, model: Any, ids: Tensor) -> Tensor:
+        return model.get_submodule(self.whole.embedding)(ids)
+
+    def use_packed(self, module: nn.Module) -> None:
+        """Let the decoder of `module` take samples in one row: its attention becomes hetmesh's own."""
+        use_in(self.decoder_of(module), self.config)
+
+    def layers(self) -> tuple[str, ...]:
+        return self._layers
+
+    @cached_property
+    def _layers(self) -> tuple[str, ...]:
+        decoder = self.whole.decoder
+        blocks = tuple(name for name in repeated_blocks(self._empty) if name.startswith(f"{decoder}."))
+        beside = [
+            f"{decoder}.{name}"
+            for name, child in self.decoder_of(self._empty).named_children()
+            if any(True for _ in child.parameters()) and not any(b.startswith(f"{decoder}.{name}.") for b in blocks)
+        ]
+        before = [name for name in beside if name == self.whole.embedding]
+        return (*before, *blocks, *(name for name in beside if name not in before), self.whole.head)
+
+    @cached_property
+    def _text_plan(self) -> TextPlan:
+        return text_plan(self.whole, self._empty)
+
+    def tensor_parallel_plan(self) -> Mapping[str, str]:
+        return self._text_plan.plan
+
+    def tensor_parallel_sizes(self) -> Mapping[str, int]:
+        return self._text_plan.sizes
+
+    def layer_of_output(self, output: str) -> str | None:
+        """The layer behind which a side output of the encoder is added to its tokens; None: there is none."""
+        blocks = [name for name in self._layers if name.rpartition(".")[2].isdigit()]
+        index = layer_index(output, len(blocks))
+        return None if index is None else blocks[index]
+
+    def position_ids(self, meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> tuple[tuple[int, ...], ...]:
+        """Three rows of positions, those of the model's own `get_rope_index`."""
+        return rope_positions(self.whole, meta, grids)
+
+    def collate(
+        self,
+        samples: Sequence[SampleLike],
+        metas: Sequence[SampleMeta],
+        *,
+        placeholders: Mapping[str, int] = MappingProxyType({}),
+        pad_id: int = 0,
+    ) -> dict[str, Tensor]:
+        self._check_windows(metas)
+        batch = super().collate(samples, metas, placeholders=placeholders, pad_id=pad_id)
+        if self.whole.family.positions == "from_1":
+            batch["position_ids"] = batch["position_ids"] + 1
+        return batch
+
+    def _check_windows(self, metas: Sequence[SampleMeta]) -> None:
+        """Raise SampleError for media items that see themselves whole, but not through a window: transformers lifts it
+        there, hetmesh does not."""
+        if not self._windows or self.whole.family.mask == "causal":
+            return
+        for meta in metas:
+            runs = runs_of_sample(meta).segments
+            longest = max((s.stop - s.start for s in runs if s.rule is Rule.BIDIRECTIONAL), default=0)
+            if longest > self.config.sliding_window:
+                raise SampleError(
+                    f"sample {meta.id!r}: {longest} rows of media side by side, of which each sees all; the sliding "
+                    f"window of {self.whole.model_class.__name__}'s layers is {self.config.sliding_window}"
+                )
+
+    def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+        if PREVIOUS in inputs and self.scale not in (None, 1.0):  # the decoder multiplies in every stage
+            inputs = {**inputs, PREVIOUS: inputs[PREVIOUS] / self.scale}
+        return super().forward(module, batch, inputs)
+
+    def added_features(
+        self, model: Any, hidden: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        if "deepstack_visual_embeds" not in self._forward_names:
+            return {}
+        return deepstack_arguments(self, model, hidden, batch, inputs)
+
+    def logits(self, model: Any, hidden: Tensor) -> Tensor:
+        """Through the forward of the whole, whose inner model gives `hidden`: what is behind its head is its own."""
+        inner = self.whole.decoder.partition(".")[0]
+        shell = copy.copy(model)
+        shell._modules = {**model._modules, inner: _Given(hidden[None])}
+        ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        return shell.forward(input_ids=ids).logits[0]
+
+
+class _Given(nn.Module):
+    """Stands for the inner model: its output is known."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *_: Any, **__: Any) -> _Output:
+        return _Output(self.hidden)
+
+
+class _Output:
+    """An output of transformers of which only the hidden states are known."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor:
+        assert index == 0
+        return self.last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None

@@ -1,0 +1,84 @@
+"""The tensor parallel plan of a decoder: its config's own, without what hetmesh has no style for, else by names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from torch import nn
+
+from hetmesh.models.split.tower_plan import PAIRS
+from hetmesh.models.split.whole_model import WholeModel
+from hetmesh.parallel.tensor_parallel import GRAD_ALLREDUCE, STYLES, matching
+
+NORMS = ("q_norm", "k_norm")
+"""Norms of single heads, which work on a rank's heads where the attention is split."""
+
+
+@dataclass(frozen=True)
+class TextPlan:
+    """How a decoder is split.
+
+    Attributes:
+        plan: FQN pattern -> style.
+        sizes: what the degree must divide.
+        token_sharded: FQNs of the submodules that sequence parallelism splits the tokens of; none where an attention is
+            not split, as it would see a share of the tokens alone.
+    """
+
+    plan: Mapping[str, str]
+    sizes: Mapping[str, int]
+    token_sharded: tuple[str, ...]
+
+
+def text_plan(whole: WholeModel, module: nn.Module) -> TextPlan:
+    """The plan of the decoder inside `module`, the LLM without weights."""
+    config, decoder = whole.text_config, whole.decoder
+    own = {f"{decoder}.{pattern}": style for pattern, style in (config.base_model_tp_plan or {}).items()}
+    own = {pattern: style for pattern, style in own.items() if matching(module, pattern)}
+    plan = _known(own, module) if own else _by_names(module, decoder)
+    if whole.get("get_output_embeddings").weight is not whole.get("get_input_embeddings").weight:
+        head = (whole.model_class._tp_plan or {}).get(whole.head)
+        plan |= {whole.head: head} if head in STYLES else {}
+    sizes = {
+        key: getattr(config, key)
+        for key in ("num_attention_heads", "num_key_value_heads")
+        if getattr(config, key, None)
+    }
+    rows = {pattern.rpartition(".")[0] for pattern, style in plan.items() if style == "rowwise"}
+    attention = [holder for holder in rows if "attn" in holder or "attention" in holder]
+    children = [name for name, child in module.get_submodule(decoder).named_children() if list(child.parameters())]
+    shared = tuple(f"{decoder}.{name}" for name in children if f"{decoder}.{name}" != whole.embedding)
+    return TextPlan(MappingProxyType(plan), MappingProxyType(sizes if plan else {}), shared if attention else ())
+
+
+def _known(plan: Mapping[str, str], module: nn.Module) -> dict[str, str]:
+    """The plan without the groups of which one style is not hetmesh's, or does not suit its module."""
+    unknown = {pattern for pattern, style in plan.items() if style not in STYLES or not _suits(pattern, style, module)}
+    holders = {pattern.rpartition(".")[0] for pattern in unknown}
+    return {pattern: style for pattern, style in plan.items() if not any(_in(pattern, holder) for holder in holders)}
+
+
+def _suits(pattern: str, style: str, module: nn.Module) -> bool:
+    return style == GRAD_ALLREDUCE or all(
+        type(module.get_submodule(name)) is nn.Linear for name in matching(module, pattern)
+    )
+
+
+def _in(pattern: str, holder: str) -> bool:
+    return pattern.startswith(f"{holder}.")
+
+
+def _by_names(module: nn.Module, decoder: str) -> dict[str, str]:
+    plan: dict[str, str] = {}
+    for name, part in module.get_submodule(decoder).named_modules():
+        children = dict(part.named_children())
+        linear = {each for each, child in children.items() if type(child) is nn.Linear}
+        for entering, leaving in PAIRS:
+            if entering <= linear and (linear - entering) <= leaving and len(linear - entering) == 1:
+                holder = ".".join("*" if each.isdigit() else each for each in f"{decoder}.{name}".split("."))
+                plan |= {f"{holder}.{each}": "colwise" for each in sorted(entering)}
+                plan |= {f"{holder}.{each}": "rowwise" for each in linear - entering}
+                plan |= {f"{holder}.{norm}": GRAD_ALLREDUCE for norm in NORMS if norm in children}
+    return plan

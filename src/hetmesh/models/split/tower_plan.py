@@ -1,0 +1,114 @@
+"""Tensor parallel plans of towers that come without one, from the names of the linear layers in their blocks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+
+PAIRS: Sequence[tuple[frozenset[str], frozenset[str]]] = (
+    (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"out_proj", "o_proj", "projection_layer", "proj"})),
+    (frozenset({"query", "key", "value"}), frozenset({"dense", "proj"})),
+    (frozenset({"gate_proj", "up_proj"}), frozenset({"down_proj"})),
+    (frozenset({"fc1"}), frozenset({"fc2"})),
+    (frozenset({"linear_fc1"}), frozenset({"linear_fc2"})),
+    (frozenset({"lin1"}), frozenset({"lin2"})),
+)
+"""Names of linear layers that read one input -> of the one layer, any of these, that their outputs go to."""
+
+TRIED = 2
+"""The degree at which a plan is tried."""
+
+
+def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
+    """FQNs of the blocks of a module: the members of its ModuleLists whose members are of one class, several parts and
+    not inside another block."""
+    found: list[str] = []
+    for name, part in module.named_modules():
+        members = list(part.children()) if isinstance(part, nn.ModuleList) else []
+        same = len({type(member) for member in members}) == 1
+        if same and any(True for _ in members[0].children()) and not any(name.startswith(f"{b}.") for b in found):
+            found += [f"{name}.{i}" for i in range(len(members))]
+    return tuple(found)
+
+
+def tower_blocks(module: nn.Module) -> tuple[str, ...]:
+    """Of the blocks those of the longest list: a tower's, where others merge what it gives."""
+    lists: dict[str, list[str]] = {}
+    for name in repeated_blocks(module):
+        lists.setdefault(name.rpartition(".")[0], []).append(name)
+    return tuple(sorted(lists.values(), key=len)[-1]) if lists else ()
+
+
+def tower_plan(tower: nn.Module, works: Callable[[nn.Module], bool]) -> tuple[Mapping[str, str], Mapping[str, int]]:
+    """The plan of a tower, and the sizes that a degree must divide.
+
+    A group of layers is split only if the tower still runs with half of its outputs: code that reshapes by full sizes
+    does not, and its group stays whole. Layers that make queries, keys and values at once are never split.
+
+    Args:
+        tower: on which `works` can be tried; blocks that compute nothing are like the first one.
+        works: whether it runs.
+    """
+    plan: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    refused: set[str] = set()
+    for block in repeated_blocks(tower):
+        for name, part in tower.get_submodule(block).named_modules():
+            holder = f"{block}.{name}" if name else block
+            pattern = ".".join("*" if each.isdigit() else each for each in holder.split("."))
+            if pattern in refused:
+                continue
+            if (group := _group(part)) is None:
+                continue
+            entering, leaving = group
+            if f"{pattern}.{leaving}" not in plan and not _splits(tower, holder, entering, leaving, works):
+                refused.add(pattern)
+                continue
+            plan |= {f"{pattern}.{each}": "colwise" for each in entering}
+            plan[f"{pattern}.{leaving}"] = "rowwise"
+            key, value = _size(holder, part, entering)
+            sizes[key] = value
+    return plan, sizes
+
+
+def _group(part: nn.Module) -> tuple[tuple[str, ...], str] | None:
+    """The layers of `part` that a plan splits together, if all its linear layers are among them."""
+    linear = {name for name, child in part.named_children() if type(child) is nn.Linear}
+    for entering, leaving in PAIRS:
+        if entering <= linear and len(out := linear - entering) == 1 and out <= leaving:
+            return tuple(sorted(entering)), next(iter(out))
+    return None
+
+
+def _size(holder: str, part: nn.Module, entering: Sequence[str]) -> tuple[str, int]:
+    """What a degree must divide: the heads of an attention, else the width of an MLP."""
+    heads = next((getattr(part, key) for key in ("num_heads", "num_attention_heads") if hasattr(part, key)), None)
+    if heads is not None:
+        return "num_attention_heads", int(heads)
+    return "intermediate_size", part.get_submodule(entering[0]).out_features  # type: ignore[return-value]
+
+
+def _splits(
+    tower: nn.Module, holder: str, entering: Sequence[str], leaving: str, works: Callable[[nn.Module], bool]
+) -> bool:
+    """Whether the tower runs with the halves that one of two ranks would hold."""
+    part = tower.get_submodule(holder)
+    before = dict(part._modules)
+    try:
+        for name in entering:
+            part._modules[name] = _shard(part.get_submodule(name), 0)
+        part._modules[leaving] = _shard(part.get_submodule(leaving), 1)
+        return works(tower)
+    finally:
+        part._modules.update(before)
+
+
+def _shard(linear: nn.Module, dim: int) -> nn.Module:
+    shard = copy.copy(linear)
+    shard._parameters = dict(linear._parameters)
+    for name, parameter in linear._parameters.items():
+        if parameter is not None and (name == "weight" or dim == 0):
+            shard._parameters[name] = nn.Parameter(parameter.detach().chunk(TRIED, dim)[0], requires_grad=False)
+    return shard

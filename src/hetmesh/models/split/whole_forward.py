@@ -1,0 +1,85 @@
+"""transformers' own forward of a whole model on samples of hetmesh: the truth that the split is compared with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetmesh.graph.sample import SampleMeta
+from hetmesh.models.adapter import SampleLike
+from hetmesh.models.split.encoder_half import HfEncoderAdapter
+from hetmesh.models.split.whole_model import WholeModel
+
+IMAGE_TYPE = 1
+
+
+def load_whole(whole: WholeModel) -> Any:
+    """The whole model with its weights in fp32, as transformers itself loads them."""
+    return whole.model_class.from_pretrained(
+        whole.pretrained.path,
+        dtype=torch.float32,
+        local_files_only=True,
+        attn_implementation=whole.config._attn_implementation,
+    )
+
+
+def whole_logits(
+    whole: WholeModel,
+    model: Any,
+    encoders: Mapping[str, HfEncoderAdapter],
+    sample: SampleLike,
+    meta: SampleMeta,
+) -> Tensor:
+    """The logits `[targets, vocab]` of the targets of one expanded sample, by `model.forward` alone: no position, mask,
+    row or head of hetmesh's.
+
+    Args:
+        model: the whole model with its weights.
+        encoders: by placeholder what hands its items over.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    dtype = next(p.dtype for p in model.parameters())
+    arguments: dict[str, Any] = {}
+    for kind, encoder in encoders.items():
+        items = sample.media.get(kind, ())
+        if not items:
+            continue
+        batch = encoder.call.collate([item.to(dtype) for item in items])
+        given = encoder.call.arguments(batch)
+        if len(items) < encoder.call.fewest:  # called with one more item, whose rows nobody waits for
+            out = getattr(model, f"get_{kind}_features")(**given, return_dict=True)
+            out.pooler_output = out.pooler_output[: len(items)]
+            given = {"mm_encoder_outputs": {kind: out}}
+        arguments |= given
+    if "mm_token_type_ids" in parameters or any("grid_thw" in name for name in arguments):
+        arguments["mm_token_type_ids"] = _media_tokens(meta)
+    if whole.family.mask == "bidirectional_runs":
+        arguments["token_type_ids"] = _media_tokens(meta)
+    elif whole.family.mask == "prefix":
+        first = min((start for start, _ in meta.targets), default=meta.tokens)
+        arguments["token_type_ids"] = (torch.arange(meta.tokens) >= first).long()[None]
+    logits = model(input_ids=sample.tokens[None], use_cache=False, **arguments).logits[0]
+    return torch.cat([logits[start - 1 : stop - 1] for start, stop in meta.targets])
+
+
+def _media_tokens(meta: SampleMeta) -> Tensor:
+    """1 where a media item's rows are, `[1, tokens]`."""
+    kinds = torch.zeros(1, meta.tokens, dtype=torch.int64)
+    for item in meta.media:
+        kinds[0, item.position : item.position + item.rows] = IMAGE_TYPE
+    return kinds
+
+
+def all_logits(
+    whole: WholeModel,
+    model: Any,
+    encoders: Mapping[str, HfEncoderAdapter],
+    samples: Sequence[SampleLike],
+    metas: Sequence[SampleMeta],
+) -> Tensor:
+    """`whole_logits` of several samples, one behind the other."""
+    return torch.cat([whole_logits(whole, model, encoders, s, m) for s, m in zip(samples, metas, strict=True)])

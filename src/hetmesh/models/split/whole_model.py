@@ -1,0 +1,289 @@
+"""A Hugging Face directory as one model of transformers, and which part of hetmesh owns which of its parameters.
+
+The model is built once, on the meta device. Its decoder and head are the LLM; everything else belongs to the tower of
+the media that it reads. Parts keep the model's own FQNs, so each tensor of a checkpoint has one owner.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetmesh.errors import RecipeError
+from hetmesh.models.pretrained import Pretrained
+from hetmesh.recipe.hf_families import MEDIA, Family, family_of
+
+LLM = "llm"
+TOWERS: Mapping[str, str] = {media: part for part, media in MEDIA.items()}
+"""Kind of media -> the part that reads it."""
+
+
+@dataclass(frozen=True, eq=False)
+class WholeModel:
+    """A `...ForConditionalGeneration` of transformers as its directory describes it. Made by `whole_model`.
+
+    Attributes:
+        pretrained: the directory.
+        config: its config, with attention as hetmesh needs it.
+        model_class: its class.
+    """
+
+    pretrained: Pretrained
+    config: Any
+    model_class: Any
+
+    @cached_property
+    def model(self) -> Any:
+        """The whole model on the meta device; not to be changed."""
+        with torch.device("meta"):
+            return self.build()
+
+    def build(self) -> Any:
+        """The whole model, with random weights on the default device."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return self.model_class(copy.deepcopy(self.config))
+
+    @property
+    def family(self) -> Family:
+        """What is peculiar about it."""
+        return family_of(self.config.model_type)
+
+    @property
+    def text_config(self) -> Any:
+        """The config of the LLM."""
+        return self.get("get_decoder").config
+
+    def get(self, getter: str) -> Any:
+        """What one of the model's own `get_...()` returns."""
+        return getattr(self.model, getter)()
+
+    def fqn(self, module: nn.Module) -> str:
+        """The FQN of a submodule of `model`."""
+        return next(name for name, each in self.model.named_modules() if each is module)
+
+    @cached_property
+    def decoder(self) -> str:
+        """FQN of the decoder."""
+        return self.fqn(self.get("get_decoder"))
+
+    @cached_property
+    def head(self) -> str:
+        """FQN of the head."""
+        return self.fqn(self.get("get_output_embeddings"))
+
+    @cached_property
+    def embedding(self) -> str:
+        """FQN of the token embedding."""
+        return self.fqn(self.get("get_input_embeddings"))
+
+    @cached_property
+    def towers(self) -> Mapping[str, str]:
+        """Part -> FQN of its tower, without what is behind it (projectors)."""
+        found = {}
+        for media, part in TOWERS.items():
+            tower = self.model.get_encoder(media)
+            if tower is not self.model and hasattr(self.model, f"get_{media}_features"):
+                found[part] = self.fqn(tower)
+        return found
+
+    @cached_property
+    def owners(self) -> Mapping[str, str]:
+        """Part by name of each parameter and persistent buffer.
+
+        Raises:
+            RecipeError: some of them belong to no part, or to several because they are tied.
+        """
+        owners: dict[str, str] = {}
+        lost: list[str] = []
+        for name, _ in saved_tensors(self.model):
+            part = self._owner(name)
+            if part is None:
+                lost.append(name)
+            else:
+                owners[name] = part
+        if lost:
+            more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
+            raise RecipeError(
+                f"{self.pretrained}: {len(lost)} parameters of {self.model_class.__name__} belong neither to its LLM "
+                f"nor to a tower: {', '.join(lost[:8])}{more}"
+            )
+        self._check_ties(owners)
+        return owners
+
+    def _owner(self, name: str) -> str | None:
+        if within(name, self.decoder) or within(name, self.head):
+            return LLM
+        for part, tower in self.towers.items():
+            if within(name, tower):
+                return part
+        if len(self.towers) == 1:  # what is beside tower and LLM lies between them
+            return next(iter(self.towers))
+        hints = {"audio": ("audio", "speech"), "vision": ("vision", "visual", "image")}
+        named = [part for part in self.towers if any(hint in name for hint in hints[part])]
+        return named[0] if len(named) == 1 else None
+
+    def _check_ties(self, owners: Mapping[str, str]) -> None:
+        first: dict[int, str] = {}
+        for name, tensor in saved_tensors(self.model):
+            other = first.setdefault(id(tensor), name)
+            if owners[other] != owners[name]:
+                raise RecipeError(
+                    f"{self.pretrained}: {other} of {owners[other]!r} and {name} of {owners[name]!r} are one tensor, "
+                    "which parts on different ranks cannot share"
+                )
+
+    def part(self, model: Any, part: str) -> Any:
+        """`model`, as `build` makes it, without what other parts own; in place."""
+        self._strip(model, part, "")
+        return model
+
+    def _strip(self, module: nn.Module, part: str, prefix: str) -> None:
+        held = [name for name in self.owners if name.startswith(prefix)]
+        for name, child in list(module.named_children()):
+            inside = {self.owners[each] for each in held if each.startswith(f"{prefix}{name}.")}
+            if inside and part not in inside:
+                del module._modules[name]
+            elif len(inside) > 1:
+                self._strip(child, part, f"{prefix}{name}.")
+        for name in (*module._parameters, *module._buffers):
+            if self.owners.get(f"{prefix}{name}", part) != part:
+                module._parameters.pop(name, None)
+                module._buffers.pop(name, None)
+
+    def owned_by_others(self, part: str) -> tuple[str, ...]:
+        """Patterns of the names of the tensors that `part` does not own."""
+        return ("|".join(re.escape(name) for name, owner in self.owners.items() if owner != part),)
+
+    @cached_property
+    def checkpoint_names(self) -> Mapping[str, str]:
+        """Name in the checkpoint by name in the model, through transformers' own renamings.
+
+        Raises:
+            RecipeError: tensors of the checkpoint that the model does not know, or that transformers converts.
+        """
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        transforms = get_model_conversion_mapping(self.model)
+        renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+        converters = [t for t in transforms if isinstance(t, WeightConverter)]
+        known = dict(saved_tensors(self.model))
+        ignored = [*(self.model._keys_to_ignore_on_load_unexpected or ()), r".*rotary_emb\.inv_freq", r".*position_ids"]
+        found: dict[str, str] = {}
+        unknown: list[str] = []
+        state = self.model.state_dict()
+        for theirs in self.pretrained.tensors:
+            ours, converted = rename_source_key(theirs, renamings, converters, self.model.base_model_prefix, state)
+            if converted is not None:
+                raise RecipeError(
+                    f"{self.pretrained}: transformers computes {ours} from several tensors such as {theirs}, which "
+                    "hetmesh does not do yet; save the model with transformers in its own form first"
+                )
+            if ours in known:
+                found[ours] = theirs
+            elif not any(_matches(pattern, ours) for pattern in ignored):
+                unknown.append(theirs)
+        if unknown:
+            more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
+            raise RecipeError(
+                f"{self.pretrained}: {len(unknown)} tensors are none of {self.model_class.__name__}: "
+                f"{', '.join(unknown[:8])}{more}"
+            )
+        return found
+
+
+def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers under every name that they have."""
+    for prefix, owner in module.named_modules():
+        buffers = {n: b for n, b in owner._buffers.items() if n not in owner._non_persistent_buffers_set}
+        for name, tensor in {**owner._parameters, **buffers}.items():
+            if tensor is not None:
+                yield (f"{prefix}.{name}" if prefix else name), tensor
+
+
+def within(name: str, prefix: str) -> bool:
+    """Whether an FQN is `prefix` or below it."""
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+def whole_model(pretrained: Pretrained) -> WholeModel:
+    """The model that a directory describes; made once per directory.
+
+    Raises:
+        RecipeError: it is no multimodal model of transformers that can be split.
+    """
+    _ = pretrained.config
+    stamp = (pretrained.path / "config.json").stat().st_mtime_ns
+    return _whole_model(pretrained.path.resolve(), stamp, pretrained.key)
+
+
+@lru_cache(maxsize=8)
+def _whole_model(path: Path, stamp: int, key: str) -> WholeModel:
+    import transformers
+    from transformers import AutoConfig
+
+    pretrained = Pretrained(path, key)
+    names = pretrained.config.get("architectures") or []
+    found = getattr(transformers, names[0], None) if names else None
+    if found is None or not str(names[0]).endswith("ForConditionalGeneration"):
+        raise RecipeError(
+            f"{pretrained}: its config.json says architectures = {list(names)}; a multimodal model of transformers "
+            f"{transformers.__version__}, whose name ends in ForConditionalGeneration, is expected"
+        )
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        model_class = _with_attention(found, config)
+    except Exception as error:  # whatever transformers makes of a broken config.json
+        raise RecipeError(f"{pretrained}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+    whole = WholeModel(pretrained, config, model_class)
+    if whole.family.refused:
+        raise RecipeError(f"{pretrained}: model_type {config.model_type!r} is not supported: {whole.family.refused}")
+    if not whole.towers:
+        raise RecipeError(
+            f"{pretrained}: {found.__name__} has no tower behind get_image_features or get_audio_features, so there is "
+            "nothing to split from its LLM"
+        )
+    if whole.get("get_output_embeddings") is None or whole.get("get_decoder") is whole.model:
+        raise RecipeError(f"{pretrained}: {found.__name__} has no decoder with a head that could be the LLM")
+    _ = whole.owners
+    return whole
+
+
+def _with_attention(model_class: Any, config: Any) -> Any:
+    """Let every part compute in the dtype of its module, with torch's attention where it has that."""
+    for each in _configs(config):
+        each.dtype = None
+    for name in ("sdpa", "eager"):  # models with soft-capped logits have no sdpa
+        config._attn_implementation = name
+        try:
+            with torch.device("meta"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model_class(copy.deepcopy(config))
+            return model_class
+        except (ValueError, ImportError):
+            if name == "eager":
+                raise
+    return model_class
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    from transformers import PreTrainedConfig
+
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PreTrainedConfig):
+            yield from _configs(value)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.search(pattern, name) is not None

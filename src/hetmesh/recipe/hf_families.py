@@ -1,0 +1,62 @@
+"""What is peculiar about families of multimodal models in transformers: declared values, by `model_type`.
+
+A family that is not in the table takes the defaults, and how its items are handed over follows from the signature of
+its `get_image_features`. The self-check compares logits with transformers' own, whatever the table says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+MEDIA: Mapping[str, str] = MappingProxyType({"vision": "image", "audio": "audio"})
+"""Modules that a directory expands to, beside `llm`, and the kind of media each reads."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family.
+
+    Attributes:
+        mask: what tokens of the LLM see of each other (`hetmesh.context.share_tokens.MASKS`).
+        positions: `"from_0"`, `"from_1"`, or `"rope_index"`: three axes, by the model's own `get_rope_index`.
+        calls: kind of media -> how its items are handed over (`hetmesh.models.split.item_calls.CALLS`); absent: by the
+            signature.
+        refused: why hetmesh does not take the family.
+    """
+
+    mask: str = "causal"
+    positions: str = "from_0"
+    calls: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    refused: str = ""
+
+
+MROPE = Family(positions="rope_index", calls={"image": "patches"})
+TILES = Family(calls={"image": "tiles"})
+CROSS = "its LLM reads images through cross-attention, not as rows among its tokens"
+DISCRETE = "its images are tokens of its vocabulary, not rows"
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "gemma3": Family(mask="bidirectional_runs"),
+        "paligemma": Family(mask="prefix", positions="from_1"),
+        "idefics3": TILES,
+        "smolvlm": TILES,
+        "llava_onevision": Family(calls={"image": "base_tile"}),
+        "qwen2_vl": MROPE,
+        "qwen2_5_vl": MROPE,
+        "qwen3_vl": MROPE,
+        "glm4v": MROPE,
+        "mllama": Family(refused=CROSS),
+        "idefics": Family(refused=CROSS),
+        "chameleon": Family(refused=DISCRETE),
+        "emu3": Family(refused=DISCRETE),
+        "ovis2": Family(refused="it also embeds indicator tokens beside its rows, which hetmesh does not place"),
+    }
+)
+
+
+def family_of(model_type: str) -> Family:
+    """The row of a `model_type`, or the defaults."""
+    return FAMILIES.get(model_type, Family())

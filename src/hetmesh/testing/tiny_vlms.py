@@ -1,0 +1,249 @@
+"""Tiny random multimodal models of transformers, saved as the directories that users have.
+
+Every parameter is random, biases and norms too, or a wrong one would not be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB = 48
+IMAGE, VIDEO, AUDIO = 1, 40, 1
+"""Token ids of the placeholders; the first one of `RandomMedia` is 1."""
+
+SIZES: Mapping[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+TEXT: Mapping[str, Any] = {
+    **SIZES,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "pad_token_id": 0,
+    "bos_token_id": 41,
+    "eos_token_id": 42,
+    "max_position_embeddings": 512,
+}
+TOWER: Mapping[str, Any] = {**SIZES, "hidden_size": 16, "image_size": 8, "patch_size": 2}
+MROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}
+
+
+def _text(kind: str = "llama", **changes: Any) -> dict[str, Any]:
+    own = {"head_dim": 6} if kind in ("qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "llama") else {}
+    return {"model_type": kind, **TEXT, **own, **changes}
+
+
+def _llava(tower: str = "clip_vision_model", text: Mapping[str, Any] | None = None, **changes: Any) -> Any:
+    import transformers as t
+
+    vision = {"model_type": tower, **TOWER}
+    given = {"vision_config": vision, "text_config": dict(text or _text()), "image_token_index": IMAGE}
+    return t.LlavaForConditionalGeneration(t.LlavaConfig(**given, vision_feature_layer=-2, **changes))
+
+
+def _llava_siglip() -> Any:
+    return _llava("siglip_vision_model", vision_feature_select_strategy="full", projector_hidden_act="gelu")
+
+
+def _onevision() -> Any:
+    import transformers as t
+
+    vision = {"model_type": "siglip_vision_model", **TOWER}
+    config = t.LlavaOnevisionConfig(
+        vision_config=vision,
+        text_config=_text("qwen2"),
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+        image_grid_pinpoints=[[8, 16], [16, 8], [16, 16]],
+        vision_feature_layer=-1,
+    )
+    return t.LlavaOnevisionForConditionalGeneration(config)
+
+
+def _internvl(text: str = "qwen2") -> Any:
+    import transformers as t
+
+    vision = {**TOWER, "image_size": [8, 8], "patch_size": [2, 2]}
+    config = t.InternVLConfig(
+        vision_config=vision, text_config=_text(text), image_token_id=IMAGE, vision_feature_layer=-1
+    )
+    return t.InternVLForConditionalGeneration(config)
+
+
+def _gemma3(**changes: Any) -> Any:
+    import transformers as t
+
+    vision = {"model_type": "siglip_vision_model", **TOWER, "vision_use_head": False}
+    text = _text("gemma3_text", sliding_window=12, query_pre_attn_scalar=6, num_hidden_layers=4)
+    text |= {"layer_types": ["sliding_attention", "full_attention"] * 2, **changes}
+    ids = {"image_token_index": IMAGE, "boi_token_index": 43, "eoi_token_index": 44}
+    return t.Gemma3ForConditionalGeneration(
+        t.Gemma3Config(vision_config=vision, text_config=text, mm_tokens_per_image=4, **ids)
+    )
+
+
+def _paligemma(text: str = "gemma") -> Any:
+    import transformers as t
+
+    vision = {"model_type": "siglip_vision_model", **TOWER, "vision_use_head": False, "projection_dim": 24}
+    given = _text(text, num_key_value_heads=2)
+    if text == "gemma2":
+        given |= {"query_pre_attn_scalar": 6, "sliding_window": 12}
+    config = t.PaliGemmaConfig(
+        vision_config=vision,
+        text_config=given,
+        image_token_index=IMAGE,
+        projection_dim=24,
+        hidden_size=24,
+    )
+    return t.PaliGemmaForConditionalGeneration(config)
+
+
+def _idefics3(name: str = "Idefics3") -> Any:
+    import transformers as t
+
+    config = getattr(t, f"{name}Config")(
+        vision_config=dict(TOWER), text_config=_text("llama"), scale_factor=2, image_token_id=IMAGE, pad_token_id=0
+    )
+    return getattr(t, f"{name}ForConditionalGeneration")(config)
+
+
+def _mistral3() -> Any:
+    import transformers as t
+
+    vision = {"model_type": "pixtral", **TOWER, "head_dim": 4, "image_size": 16}
+    config = t.Mistral3Config(
+        vision_config=vision,
+        text_config=_text("mistral"),
+        image_token_index=IMAGE,
+        spatial_merge_size=2,
+        vision_feature_layer=-1,
+    )
+    return t.Mistral3ForConditionalGeneration(config)
+
+
+def _qwen2_5_vl() -> Any:
+    import transformers as t
+
+    vision: dict[str, Any] = {"depth": 3, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2}
+    vision["out_hidden_size"] = 24
+    vision |= {"patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
+    vision |= {"window_size": 8, "fullatt_block_indexes": [1]}
+    text = {**TEXT, "num_attention_heads": 2, "num_key_value_heads": 2, "rope_parameters": dict(MROPE)}
+    config = t.Qwen2_5_VLConfig(vision_config=vision, text_config=text, **_vision_ids())
+    return t.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _qwen3_vl() -> Any:
+    import transformers as t
+
+    vision: dict[str, Any] = {"depth": 3, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2}
+    vision["out_hidden_size"] = 24
+    vision |= {"patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
+    vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+    text = {**TEXT, "head_dim": 12, "rope_parameters": {**MROPE, "mrope_interleaved": True}}
+    config = t.Qwen3VLConfig(vision_config=vision, text_config=text, **_vision_ids())
+    return t.Qwen3VLForConditionalGeneration(config)
+
+
+def _glm4v() -> Any:
+    import transformers as t
+
+    vision: dict[str, Any] = {"depth": 3, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2}
+    vision["out_hidden_size"] = 24
+    vision |= {"patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3, "image_size": 8}
+    text = {**TEXT, "num_attention_heads": 2, "num_key_value_heads": 2}
+    text |= {"rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}}
+    ids = {**_vision_ids(), "image_start_token_id": 43, "image_end_token_id": 44}
+    ids |= {"video_start_token_id": 45, "video_end_token_id": 46}
+    return t.Glm4vForConditionalGeneration(t.Glm4vConfig(vision_config=vision, text_config=text, **ids))
+
+
+def _vision_ids() -> dict[str, int]:
+    return {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": 43, "vision_end_token_id": 44}
+
+
+def _qwen2_audio() -> Any:
+    import transformers as t
+
+    audio = {"d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 32}
+    audio |= {"num_mel_bins": 6, "max_source_positions": 8}
+    config = t.Qwen2AudioConfig(audio_config=audio, text_config=_text("qwen2"), audio_token_index=AUDIO)
+    return t.Qwen2AudioForConditionalGeneration(config)
+
+
+MODELS: Mapping[str, Callable[[], Any]] = {
+    "llava": _llava,
+    "llava_relu": lambda: _llava(projector_hidden_act="relu"),
+    "llava_siglip": _llava_siglip,
+    "llava_full": lambda: _llava(vision_feature_select_strategy="full"),
+    "llava_granite": lambda: _llava(
+        text=_text("granite", embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.5)
+    ),
+    "llava_cohere2": lambda: _llava(text=_text("cohere2", logit_scale=0.5, sliding_window=64)),
+    "llava_onevision": _onevision,
+    "internvl": _internvl,
+    "internvl_llama": lambda: _internvl("llama"),
+    "gemma3": _gemma3,
+    "paligemma": _paligemma,
+    "paligemma2": lambda: _paligemma("gemma2"),
+    "idefics3": _idefics3,
+    "smolvlm": lambda: _idefics3("SmolVLM"),
+    "mistral3": _mistral3,
+    "qwen2_5_vl": _qwen2_5_vl,
+    "qwen3_vl": _qwen3_vl,
+    "glm4v": _glm4v,
+    "qwen2_audio": _qwen2_audio,
+}
+"""Builders by name; where several have one `model_type`, they differ in what was once wrong for one of them."""
+
+
+def build(name: str, scale: float = 0.2) -> Any:
+    """The model `name` with random weights, the same ones every time."""
+    torch.manual_seed(7)
+    model = MODELS[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=scale)
+    return model
+
+
+def save(name: str, folder: Path) -> Path:
+    """The directory `folder/name` with the model `name` in it."""
+    model = build(name)
+    model.save_pretrained(folder / name)
+    return folder / name
+
+
+def recipe_text(path: Path, more: str = "", items: str = "", **data: Any) -> str:
+    """A recipe of the directory `path` with random samples that suit the tiny models.
+
+    Args:
+        more: further tables.
+        items: a TOML value of `RandomMedia`'s `kinds` and `largest`; by default those of the directory's name.
+    """
+    any_size = path.name in ("qwen2_5_vl", "qwen3_vl", "glm4v")
+    sizes = "kinds = { image = [3, 8, 8] }"
+    if any_size:
+        sizes = "kinds = { image = [3, 4, 4] }, largest = { image = [3, 12, 8] }"
+    elif path.name == "mistral3":
+        sizes = "kinds = { image = [3, 4, 8] }, largest = { image = [3, 12, 16] }"
+    given = "".join(f", {key} = {value}" for key, value in data.items())
+    return f"""
+[model]
+hf_path = '{path}'
+[data]
+source = "hetmesh.testing.sources:RandomMedia"
+options = {{ {items or sizes}, apart = true, max_text = 12{given} }}
+[training]
+local_batch_size = 2
+global_batch_size = 8
+dtype = "float64"
+{more}
+"""

@@ -1,0 +1,67 @@
+"""The parity harness's other truth, for models that were split: transformers' own whole model in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hetmesh.data.loader import Loader
+from hetmesh.models import pretrained_of
+from hetmesh.models.split.encoder_half import HfEncoderAdapter
+from hetmesh.models.split.whole_forward import load_whole, whole_logits
+from hetmesh.models.split.whole_model import whole_model
+from hetmesh.recipe.recipe import Recipe
+from hetmesh.testing.parity import Outcome, descend
+from hetmesh.testing.precision import exact_dtypes
+from hetmesh.training.describe import describe, make_prepare
+
+
+def whole_reference(recipe: Recipe, steps: int = 3, lr: float = 0.1) -> Outcome:
+    """Like `parity.reference`, but of the model that transformers itself loads from the recipe's directory, by its own
+    forward: its own merge of rows, positions, masks and head, one sample at a time. It shares nothing with the run
+    under test but the data. Frozen modules are frozen.
+
+    Parameters have the names that they have in the run: of their module, and in the model.
+    """
+    source, adapters, graph = describe(recipe)
+    pretrained = pretrained_of(recipe.sink, recipe.modules[recipe.sink])
+    assert pretrained is not None
+    whole = whole_model(pretrained)
+    dtype = {"float32": torch.float32, "float64": torch.float64}[recipe.training.dtype]
+    model = load_whole(whole).to(dtype)  # from fp32, so that constants are rounded as the run has them
+    encoders = {
+        b.at: adapter
+        for b in graph.inputs(graph.sink.name)
+        if b.at is not None and isinstance(adapter := adapters[b.source], HfEncoderAdapter)
+    }
+    parameters = {f"{whole.owners[name]}.{name}": p for name, p in model.named_parameters()}
+    for name, p in parameters.items():
+        p.requires_grad_(recipe.modules[name.split(".")[0]].trainable)
+    loader = Loader(
+        source, recipe.batch.global_batch_size, make_prepare(recipe, graph, adapters), seed=recipe.debug.seed
+    )
+
+    def step() -> float:
+        drawn = next(loader)
+        samples, metas = loader.load(drawn), [d.meta for d in drawn]
+        count = max(sum(meta.num_targets for meta in metas), 1)
+        total = 0.0
+        for sample, meta in zip(samples, metas, strict=True):
+            if not meta.num_targets:
+                continue
+            logits = whole_logits(whole, model, encoders, sample, meta)
+            targets = torch.cat([sample.tokens[a:b] for a, b in meta.targets])
+            loss = nn.functional.cross_entropy(logits, targets, reduction="sum") / count
+            loss.backward()
+            total += loss.item()
+        return total
+
+    model.train()
+    with exact_dtypes(model, every_cast=True):
+        return descend(_held(parameters), step, steps, lr)
+
+
+def _held(parameters: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in parameters.items() if isinstance(p, nn.Parameter)}

@@ -1,0 +1,100 @@
+"""Models of transformers in two halves: the logits of the halves are those of the whole, whatever the family."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hetmesh.errors import RecipeError, SampleError
+from hetmesh.graph import MediaItem, SampleMeta
+from hetmesh.models.pretrained import Pretrained
+from hetmesh.models.split.whole_model import whole_model
+from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.testing import tiny_vlms
+from hetmesh.training.describe import describe
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+
+    def saved(name):
+        return folder / name if (folder / name).exists() else tiny_vlms.save(name, folder)
+
+    return saved
+
+
+def recipe(path, more="", **media):
+    return parse_recipe(tiny_vlms.recipe_text(path, more, **media))
+
+
+def adapters_of(path, more=""):
+    return describe(recipe(path, more))[1]
+
+
+def test_every_parameter_has_one_owner_and_every_tensor_of_the_checkpoint_a_place(directory):
+    whole = whole_model(Pretrained(directory("llava_onevision"), "model.hf_path"))
+
+    assert set(whole.owners) == set(whole.checkpoint_names)
+    assert whole.owners["model.image_newline"] == "vision"  # beside tower, projector and LLM
+    assert whole.owners["lm_head.weight"] == "llm"
+    parts = [dict(whole.part(whole.build(), part).named_parameters()) for part in ("vision", "llm")]
+    assert not parts[0].keys() & parts[1].keys()
+    assert parts[0].keys() | parts[1].keys() == set(whole.owners)
+
+
+def test_u26_a_parameter_without_an_owner_is_an_error(tmp_path, monkeypatch):
+    from transformers import LlavaForConditionalGeneration
+
+    path = tiny_vlms.save("llava", tmp_path)
+
+    build = LlavaForConditionalGeneration.__init__
+
+    def with_more(self, config):
+        build(self, config)
+        self.model.audio_tower = torch.nn.Linear(2, 2)
+        self.get_audio_features = None  # now there are two towers, and a part between them that is nobody's
+
+    monkeypatch.setattr(LlavaForConditionalGeneration, "__init__", with_more)
+    with pytest.raises(RecipeError, match=r"belong neither to its LLM nor to a tower: model.multi_modal_projector"):
+        whole_model(Pretrained(path, "model.hf_path"))
+
+
+def test_left_over_and_missing_tensors_are_named(directory, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    path = tiny_vlms.save("llava_relu", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["language_model.model.extra.weight"] = tensors.pop("multi_modal_projector.linear_2.bias")
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(RecipeError, match=r"1 tensors are none of Llava.*language_model.model.extra.weight"):
+        describe(recipe(path))
+
+
+def test_what_cannot_be_done_is_refused_with_the_reason(directory):
+    pp = "[parallelism]\npipeline_parallel_degree = 2"
+    with pytest.raises(RecipeError, match=r"hf_encoder cannot be split into stages \(it is called as one"):
+        adapters_of(directory("llava"), pp)
+    with pytest.raises(RecipeError, match=r"cannot take its samples in one row \(its attention caps its logits"):
+        adapters_of(directory("paligemma2"))
+
+
+def test_media_that_see_more_than_a_window_are_refused(directory):
+    llm = adapters_of(directory("gemma3"))["llm"]  # 4 rows per image, a window of 12
+    metas = [SampleMeta("long", 20, tuple(MediaItem("image", (3, 8, 8), 2 + 4 * i, 4) for i in range(4)), ((19, 20),))]
+    with pytest.raises(SampleError, match=r"sample 'long': 16 rows of media side by side.*window.*is 12"):
+        llm.collate([], metas, placeholders={})
+
+
+def test_families_that_are_refused_say_why(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mllama", "vision_config": {}}')
+    with pytest.raises(RecipeError, match="model_type 'mllama' is not supported: its LLM reads images through cross"):
+        recipe(tmp_path)
+
+
+def test_towers_are_split_where_their_code_allows_it(directory):
+    internvl = adapters_of(directory("internvl"))["vision"]  # its attention reshapes by full sizes
+    assert {name.rpartition(".")[2] for name in internvl.tensor_parallel_plan()} == {"fc1", "fc2"}
+    llava = adapters_of(directory("llava"))["vision"]
+    assert {"q_proj", "out_proj", "fc2"} <= {name.rpartition(".")[2] for name in llava.tensor_parallel_plan()}
+    assert llava.tensor_parallel_sizes() == {"num_attention_heads": 4, "intermediate_size": 32}

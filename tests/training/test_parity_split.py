@@ -1,0 +1,87 @@
+"""Parity of whole models of transformers that hetmesh splits by itself: three steps of SGD equal transformers' own
+model in one process, by its own forward."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.testing import tiny_vlms
+from hetmesh.testing.parity import compare, run_as
+from hetmesh.testing.whole_reference import whole_reference
+
+LAYOUTS = {
+    "encoder DP 2 beside LLM TP 2": """
+        [parallelism.vision]
+        ranks = [0, 1]
+        [parallelism.llm]
+        ranks = [2, 3]
+        tensor_parallel_degree = 2""",
+    "LLM CP 2 x PP 2 colocated": """
+        [parallelism.vision]
+        ranks = "0-3"
+        [parallelism.llm]
+        ranks = "0-3"
+        context_parallel_degree = 2
+        pipeline_parallel_degree = 2
+        pipeline_parallel_schedule = "1f1b"
+        pipeline_parallel_microbatch_size = 2""",
+    "encoder TP 2 beside LLM TP 2 with SP": """
+        [parallelism.vision]
+        ranks = [0, 1]
+        tensor_parallel_degree = 2
+        [parallelism.llm]
+        ranks = [2, 3]
+        tensor_parallel_degree = 2
+        enable_sequence_parallel = true""",
+    "both FSDP": """
+        [parallelism.vision]
+        ranks = "0-3"
+        data_parallel_shard_degree = 2
+        [parallelism.llm]
+        ranks = "0-3"
+        data_parallel_shard_degree = 4
+        [activation_checkpoint]
+        mode = "full" """,
+    "LLM PP 2 packed, tower frozen": """
+        [modules.vision]
+        trainable = false
+        [parallelism.vision]
+        ranks = [0, 1]
+        [parallelism.llm]
+        ranks = [2, 3]
+        pipeline_parallel_degree = 2
+        pipeline_parallel_schedule = "zero_bubble"
+        pipeline_parallel_microbatch_size = 1
+        [training]
+        pack_samples = true""",
+}
+DP_TP, CP_PP, SP, FSDP, FROZEN = LAYOUTS
+SPLIT = [name for name in tiny_vlms.MODELS if name not in ("paligemma2", "llava_relu", "qwen2_audio")]
+
+
+def recipe(path, layout):
+    training = "pack_samples = true\n" if "pack_samples" in LAYOUTS[layout] else ""
+    tables = LAYOUTS[layout].replace("[training]\n", "").replace("pack_samples = true", "")
+    text = tiny_vlms.recipe_text(path).replace('dtype = "float64"', f'dtype = "float64"\n{training}')
+    return parse_recipe(text + "\n" + tables)
+
+
+def check(pool4, folder, name, layout):
+    given = recipe(tiny_vlms.save(name, folder), layout)
+    compare(whole_reference(given), pool4.run(run_as, given, 3, None, None, timeout=120), 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "layout"), [("gemma3", DP_TP), ("llava_granite", CP_PP)])
+def test_a_split_model_equals_transformers_own(pool4, tmp_path, name, layout):
+    check(pool4, tmp_path, name, layout)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", SPLIT)
+def test_every_family_in_every_layout(pool4, tmp_path, name, layout):
+    if name == "llava_cohere2" and layout == SP:
+        pytest.skip("refused: layers with a sliding window")
+    check(pool4, tmp_path, name, layout)
