@@ -57,7 +57,7 @@ CASES = {
     "interleaved": DISJOINT,
     "zero_bubble": DISJOINT,
     "three_phase": COLOCATED,
-    "1f1b colocated": COLOCATED,
+    "bubble_fill": COLOCATED,
 }
 
 

@@ -7,7 +7,8 @@ from hetmesh.balance import plan_batch
 from hetmesh.cost import load_machine
 from hetmesh.simulate import simulate
 from hetmesh.training.balance import recipe_balance
-from hetmesh.training.job import describe, make_loader, recipe_schedule
+from hetmesh.training.job import describe, make_loader
+from hetmesh.training.recipe_schedule import recipe_schedule
 from hetmesh.training.step_model import recipe_step_model
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from hetmesh.report.trace import trace
 from hetmesh.schedule import Action, Kind, one_f_one_b, sequential
 from hetmesh.simulate import Timeline, dependency_points, peak_rows, simulate
 from hetmesh.testing.assignments import RandomAssignment
-from hetmesh.training.job import recipe_schedule
+from hetmesh.training.recipe_schedule import recipe_schedule
 from hetmesh.training.step_model import recipe_step_model
 
 VISION, LLM = Stage("vision"), Stage("llm")

@@ -18,8 +18,9 @@ from hetmesh.report.explain import explain
 from hetmesh.simulate import LayerCosts, StepModel, rank_work
 from hetmesh.simulate.layer_costs import PARTS, How
 from hetmesh.training.describe import make_prepare
-from hetmesh.training.job import describe, recipe_schedule
+from hetmesh.training.job import describe
 from hetmesh.training.module_shapes import module_shapes
+from hetmesh.training.recipe_schedule import recipe_schedule
 from hetmesh.training.step_model import recipe_step_model
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -16,7 +16,8 @@ from hetmesh.schedule import Kind
 from hetmesh.simulate import Timeline, bubbles, simulate
 from hetmesh.training.describe import make_prepare
 from hetmesh.training.feed import Feed
-from hetmesh.training.job import Job, describe, recipe_schedule
+from hetmesh.training.job import Job, describe
+from hetmesh.training.recipe_schedule import recipe_schedule
 
 
 class Saved(nn.Module):

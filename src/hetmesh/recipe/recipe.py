@@ -96,6 +96,16 @@ class Recipe(sections.Section):
         """The schedule policy's name."""
         return self.schedule_key("pipeline_parallel_schedule") or "sequential"
 
+    @property
+    def sink_schedule(self) -> str:
+        """The policy by which the LLM's own stages take turns: what bubble_fill fills, else `schedule`."""
+        return (self.schedule_key("bubble_fill_schedule") or "1f1b") if self.fills_bubbles else self.schedule
+
+    @property
+    def fills_bubbles(self) -> bool:
+        """Whether slices of encoders run in the gaps of the LLM's pipeline."""
+        return self.schedule == "bubble_fill"
+
     def schedule_key(self, key: str) -> Any:
         """A key of the whole run's schedule, from the sink's table or the flat one; None if neither has it."""
         own = self.parallelism.modules.get(self.sink)

@@ -33,8 +33,8 @@ from hetmesh.report.given_lengths import GivenLengths
 from hetmesh.simulate import StepModel, simulate
 from hetmesh.training.balance import sample_costs
 from hetmesh.training.describe import describe, make_loader
-from hetmesh.training.job import recipe_schedule
 from hetmesh.training.module_shapes import module_shapes
+from hetmesh.training.recipe_schedule import StepSchedules
 from hetmesh.training.step_model import named_step_model
 
 SHOWN = ("none", "auto")
@@ -157,6 +157,7 @@ class _Comparison:
 
     def __init__(self, recipe: Recipe, graph: ModuleGraph, model: StepModel) -> None:
         self.recipe, self.graph, self.model = recipe, graph, model
+        self.schedules = StepSchedules(recipe, graph, {}, model)
         self._simulated: dict[tuple[object, ...], float] = {}  # of the samples below
         self._samples: Sequence[SampleMeta] = ()
 
@@ -189,7 +190,7 @@ class _Comparison:
         key = (found.microbatches, found.microbatch.tobytes(), found.lane.tobytes())
         if key not in self._simulated:
             plan = batch_plan_of(self.graph, samples, found)
-            schedule = recipe_schedule(self.recipe, self.graph, plan.routes)
+            schedule = self.schedules.of(plan)
             self._simulated[key] = simulate(schedule, self.model.costs(plan, schedule)).makespan
         return self._simulated[key]
 

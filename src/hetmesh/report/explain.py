@@ -15,8 +15,9 @@ from hetmesh.report.values import BoundaryView, HeldView, ModuleView, RecipeView
 from hetmesh.schedule import Schedule, peaks_in_flight
 from hetmesh.simulate import peak_rows
 from hetmesh.training.balance import recipe_balance
-from hetmesh.training.job import describe, make_loader, recipe_schedule
+from hetmesh.training.job import describe, make_loader
 from hetmesh.training.module_shapes import module_shapes
+from hetmesh.training.recipe_schedule import StepSchedules
 
 BACKENDS = ("gloo", "nccl")
 SHORT = {"dp_replicate": "dp", "dp_shard": "fsdp"}
@@ -34,7 +35,7 @@ def explain(recipe: Recipe) -> RecipeView:
     batch = recipe.batch
     drawn = make_loader(recipe, source, graph, adapters).batch(0)
     plan = plan_batch(graph, drawn.metas, batch.microbatch_size, recipe_balance(recipe, graph, adapters))
-    held = _held(plan, recipe_schedule(recipe, graph, plan.routes))
+    held = _held(plan, StepSchedules(recipe, graph, adapters).of(plan))
     shapes = module_shapes(recipe, adapters)
     groups = job_groups(graph, recipe.world_size, lambda spec: ends_are_tied(spec, shapes[spec.name]))
     return RecipeView(

@@ -94,31 +94,37 @@ def _filled(
             )
         )
 
-    found = []
+    found = [(coarse(problem, caps), _renamed(None))]
     for numbers in _orders(stages, routes, problem):
-        names = _renamed(numbers)
-        own = problem if numbers is None else problem.timed([seconds(names(action)) for action in problem.actions])
-        found += [(each, names) for each in _candidates(own, caps)]
+        own, names = problem, _renamed(numbers)
+        if numbers is not None:
+            own = problem.timed([seconds(names(action)) for action in problem.actions])
+        found.append((_refined(own, caps, found[0][0].makespan), names))
     if score is None:
         return schedule(*min(found, key=lambda each: each[0].makespan))
     return min((schedule(*each) for each in found), key=score)
 
 
-def _candidates(problem: FillProblem, caps: tuple[int | None, ...]) -> Iterable[Filled]:
-    """The coarse placement and the shortest refined one."""
-    first = coarse(problem, caps)
-    yield first
-    tails = longest_tails(problem, first.order)
+def _refined(problem: FillProblem, caps: tuple[int | None, ...], most: float) -> Filled:
+    """The shortest that passes find, for makespans between one that no order is below and `most`."""
+    tails = longest_tails(problem, lazy(problem).order)
     busy = [0.0] * len(problem.sequences)
     for seconds, groups in zip(problem.seconds, problem.groups, strict=True):
         for track in {track for tracks in groups for track in tracks}:
             busy[track] += seconds
     shortest = max([*tails, *busy], default=0.0)
-    found = []
+    best: Filled | None = None
     for share in _SHARES:
-        wanted = shortest + share * max(first.makespan - shortest, 0.0)
-        found += [fill(problem, caps, tails, wanted, ahead) for ahead in (True, False)]
-    yield min(found, key=lambda each: each.makespan)
+        wanted = shortest + share * max(most - shortest, 0.0)
+        for ahead in (True, False):
+            found = fill(problem, caps, tails, wanted, ahead)
+            if best is None or found.makespan < best.makespan:
+                best = found
+        assert best is not None
+        if best.makespan <= wanted * (1 + 1e-9):
+            break  # aiming lower is better, and was tried
+    assert best is not None
+    return best
 
 
 def inner_schedule(stages: StageGraph, routes: Routes, training: bool, options: PolicyOptions) -> Schedule:

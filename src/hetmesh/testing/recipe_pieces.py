@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hetmesh.balance import DEFERRING
 from hetmesh.balance import POLICIES as BALANCERS
+from hetmesh.schedule.bubble_fill import INNER
 from hetmesh.testing.recipe_graphs import SINK, Draft, Table
 
 POLICIES = ("sequential", "1f1b", "interleaved", "zero_bubble", "three_phase")
@@ -257,6 +258,24 @@ def _alone(draft: Draft) -> list[str]:
     return [name for name, ranks in tables.items() if name in encoders and list(tables.values()).count(ranks) == 1]
 
 
+def bubble_fill(draw: st.DrawFn, draft: Draft) -> None:
+    """Encoders on the LLM's ranks run in the gaps of the schedule that it has."""
+    table = draft.table("parallelism")
+    inner = table["pipeline_parallel_schedule"]
+    if inner not in INNER or not any(_on_sink_ranks(draft, name) for name in draft.modules if name != SINK):
+        return
+    if sometimes(draw, 2):
+        keys = {"bubble_fill_layers_per_slice": st.integers(1, 2), "bubble_fill_in_flight": st.just(16)}
+        table |= {"pipeline_parallel_schedule": "bubble_fill", "bubble_fill_schedule": inner, **_some(draw, **keys)}
+
+
+def _on_sink_ranks(draft: Draft, name: str) -> bool:
+    """Whether a module reads media on ranks that the sink has too; without ranks of its own it lies where that lies."""
+    reads = all(boundary["to"] != name for boundary in draft.tables.get("boundaries", ()))
+    own, sink = (draft.layout(each).get("ranks", range(draft.world)) for each in (name, SINK))
+    return reads and bool(set(own) & set(sink))
+
+
 def _some(draw: st.DrawFn, **keys: st.SearchStrategy[Any]) -> Table:
     """Each key with a value of its strategy, or not at all."""
     return {key: draw(values) for key, values in keys.items() if draw(st.booleans())}
@@ -276,6 +295,7 @@ PIECES: tuple[Piece, ...] = (
     precision,
     seeds,
     balance,
+    bubble_fill,
 )
 """In the order in which they are drawn: later ones read what earlier ones chose.
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from hetmesh.balance import POLICIES as BALANCERS
 from hetmesh.recipe.recipe import Recipe, parse_recipe
+from hetmesh.schedule.bubble_fill import INNER
 from hetmesh.testing.recipe_graphs import GRAPHS, Draft
 from hetmesh.testing.recipe_pieces import PIECES, POLICIES
 
@@ -118,6 +119,10 @@ def _policy(name: str) -> Callable[[Recipe], bool]:
     return lambda recipe: recipe.schedule == name
 
 
+def _filled(inner: str) -> Callable[[Recipe], bool]:
+    return lambda recipe: recipe.fills_bubbles and recipe.sink_schedule == inner
+
+
 def _balancer(name: str) -> Callable[[Recipe], bool]:
     return lambda recipe: recipe.balance.policy == name
 
@@ -160,7 +165,9 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "encoder pipeline": lambda r: any(m.axis_size("pp") > 1 for n, m in r.meshes().items() if n != r.sink),
     "layers per stage": _layout_key("pipeline_parallel_layers_per_stage"),
     "layers by name": _layout_key("module_fqns_per_model_part"),
-    **{policy: _policy(policy) for policy in POLICIES},
+    **{policy: _policy(policy) for policy in (*POLICIES, "bubble_fill")},
+    "layers per slice": _key("bubble_fill_layers_per_slice"),
+    **{f"bubble_fill over {inner}": _filled(inner) for inner in INNER},
     "window": _key("three_phase_window"),
     "recompute": _key("three_phase_recompute"),
     "offload": _key("three_phase_offload"),

@@ -29,15 +29,16 @@ def build_graph(recipe: Recipe, adapters: Mapping[str, Adapter]) -> ModuleGraph:
     modules: list[ModuleSpec] = []
     for name in recipe.modules:
         with refusals.collect():
-            modules.append(_module(recipe, name, adapters[name]))
+            modules.append(_module(recipe, name, adapters))
     refusals.finish()
     return ModuleGraph(tuple(modules), boundaries)
 
 
-def _module(recipe: Recipe, name: str, adapter: Adapter) -> ModuleSpec:
-    own, axes, layers = recipe.modules[name], token_axes(recipe, name), adapter.layers()
+def _module(recipe: Recipe, name: str, adapters: Mapping[str, Adapter]) -> ModuleSpec:
+    own, axes, adapter = recipe.modules[name], token_axes(recipe, name), adapters[name]
+    layers = adapter.layers()
     shares_media = recipe.wiring.media[name] is not None and "cp" in axes
-    splits = module_splits(recipe, name, adapter)
+    splits = module_splits(recipe, name, adapters)
     try:
         return ModuleSpec(
             name,

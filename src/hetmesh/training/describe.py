@@ -15,6 +15,7 @@ from hetmesh.models import Adapter, make_adapters, module_rows, placeholder_rows
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.balance import check_balance
 from hetmesh.training.build_graph import build_graph
+from hetmesh.training.recipe_schedule import check_schedule
 from hetmesh.training.refusals import check_recipe
 
 
@@ -51,6 +52,7 @@ def describe(recipe: Recipe, made: Source | None = None) -> tuple[Source, dict[s
         with refusals.collect():
             graph = build_graph(recipe, adapters)
             check_balance(recipe, graph)
+            check_schedule(recipe, graph)
     refusals.finish()
     assert adapters is not None
     assert graph is not None

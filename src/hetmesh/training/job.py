@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, partial
 
 import torch.distributed as dist
 from torch import nn
@@ -15,7 +15,7 @@ from hetmesh.boundary import World
 from hetmesh.boundary.groups import ends_are_tied, tied_pairs
 from hetmesh.data.loader import TRAIN, DrawnBatch, Loader
 from hetmesh.data.payloads import Payloads
-from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, Routes, SampleMeta, Stage, StageGraph, stage_graph
+from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, SampleMeta, Stage, stage_graph
 from hetmesh.models import Adapter, load_weights, lora_plan, pretrained_of
 from hetmesh.parallel import (
     ParallelModule,
@@ -28,7 +28,7 @@ from hetmesh.parallel import (
 )
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.runtime import Reducer, Runtime
-from hetmesh.schedule import POLICIES, PolicyOptions, Schedule
+from hetmesh.schedule import Schedule
 from hetmesh.training.balance import recipe_balance
 from hetmesh.training.describe import describe, make_loader
 from hetmesh.training.feed import Feed
@@ -36,6 +36,7 @@ from hetmesh.training.loss import sum_cross_entropy
 from hetmesh.training.module_shapes import module_shape_of
 from hetmesh.training.modules import full_module
 from hetmesh.training.optimizers import Root
+from hetmesh.training.recipe_schedule import StepSchedules
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,9 +112,14 @@ class Job:
         """The batch plan of a global batch; equal on every rank."""
         return plan_batch(self.graph, samples, self.recipe.batch.microbatch_size, self.balance)
 
+    @cached_property
+    def schedules(self) -> StepSchedules:
+        """Those of its steps."""
+        return StepSchedules(self.recipe, self.graph, self.adapters)
+
     def schedule(self, plan: BatchPlan, *, training: bool = True) -> Schedule:
         """The schedule of a step."""
-        return recipe_schedule(self.recipe, self.graph, plan.routes, training)
+        return self.schedules.of(plan, training)
 
     def feed(self, drawn: DrawnBatch, plan: BatchPlan, loader: Loader | None = None) -> Feed:
         """What gives this rank's modules their inputs in a step over `drawn`, from `loader` or that of training."""
@@ -143,24 +149,6 @@ class Job:
         return coordinate is not None and all(
             c == 0 for axis, c in zip(mesh.axes, coordinate, strict=True) if axis not in ("lane", "cp")
         )
-
-
-def recipe_schedule(recipe: Recipe, graph: ModuleGraph, routes: Routes | int, training: bool = True) -> Schedule:
-    """The schedule that `recipe` asks for, of a step with the `routes` of its BatchPlan, or of so many microbatches in
-    every module."""
-    options = PolicyOptions(
-        window=recipe.schedule_key("three_phase_window"),
-        recompute=bool(recipe.schedule_key("three_phase_recompute")),
-        offload=bool(recipe.schedule_key("three_phase_offload")),
-        early=bool(recipe.schedule_key("interleaved_early_warmup")),
-    )
-    return POLICIES[recipe.schedule](cached_stage_graph(graph), routes, training, options)
-
-
-@lru_cache(maxsize=64)
-def cached_stage_graph(graph: ModuleGraph) -> StageGraph:
-    """`stage_graph`, once per graph: policies cache by it."""
-    return stage_graph(graph)
 
 
 def _own_stages(world: World, spec: ModuleSpec) -> tuple[tuple[Stage, ...], DeviceMesh | None]:

@@ -45,7 +45,7 @@ def check_recipe(
         RecipeError: all that is wrong, a line each: key, what was given, what is valid.
     """
     refusals = Refusals()
-    for check in (_precision, _offload, _compile):
+    for check in (_precision, _offload, _compile, _bubble_fill):
         check(recipe, refusals)
     if placeholders is not None:
         _placeholders(recipe, placeholders, refusals)
@@ -198,11 +198,31 @@ def _context_parallel(recipe: Recipe, name: str, adapter: Adapter, refusals: Ref
         )
 
 
+def _bubble_fill(recipe: Recipe, refusals: Refusals) -> None:
+    """Encoders that fill the gaps of the LLM's pipeline must lie there; its keys mean nothing to other schedules."""
+    keys = [key for key in type(recipe.parallelism).model_fields if key.startswith("bubble_fill_")]
+    given = [key for key in keys if recipe.schedule_key(key) is not None]
+    if not recipe.fills_bubbles:
+        if given:
+            refusals.add(f"parallelism.{given[0]}: the schedule is {recipe.schedule!r}; it is a key of 'bubble_fill'")
+        return
+    wiring = recipe.wiring
+    encoders = [name for name in wiring.topology.names if name != recipe.sink and not wiring.topology.inputs(name)]
+    own = set(wiring.meshes[recipe.sink].ranks)
+    if not any(own & set(wiring.meshes[name].ranks) for name in encoders):
+        refusals.add(
+            f"parallelism.pipeline_parallel_schedule = 'bubble_fill': no encoder shares ranks with {recipe.sink!r} "
+            f"({','.join(map(str, sorted(own)))}), whose gaps it would fill; put one there, or take the schedule 1f1b, "
+            "interleaved or zero_bubble"
+        )
+
+
 def _zero_bubble(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) -> None:
     """What a backward in two parts cannot be combined with."""
-    if recipe.schedule != "zero_bubble":
+    if recipe.sink_schedule != "zero_bubble" or (recipe.fills_bubbles and name != recipe.sink):
         return
-    key = 'parallelism.pipeline_parallel_schedule = "zero_bubble" splits the backward'
+    written = "bubble_fill_schedule" if recipe.fills_bubbles else "pipeline_parallel_schedule"
+    key = f'parallelism.{written} = "zero_bubble" splits the backward'
     if (degree := recipe.wiring.meshes[name].axis_size("dp_shard")) > 1:
         refusals.add(
             f"{key}, of which FSDP learns nothing: module {name!r} has a data_parallel_shard_degree of "

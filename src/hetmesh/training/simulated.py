@@ -6,7 +6,8 @@ from hetmesh.balance import plan_batch
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.simulate import Timeline, simulate
 from hetmesh.training.balance import recipe_balance
-from hetmesh.training.job import describe, make_loader, recipe_schedule
+from hetmesh.training.job import describe, make_loader
+from hetmesh.training.recipe_schedule import StepSchedules
 from hetmesh.training.step_model import named_step_model
 
 
@@ -24,6 +25,6 @@ def simulate_recipe(recipe: Recipe, *, machine: str | None = None, profile: str 
     drawn = make_loader(recipe, source, graph, adapters).batch(0)
     balance = recipe_balance(recipe, graph, adapters)
     plan = plan_batch(graph, drawn.metas, recipe.batch.microbatch_size, balance)
-    schedule = recipe_schedule(recipe, graph, plan.routes)
     model = named_step_model(recipe, graph, adapters, machine, profile)
+    schedule = StepSchedules(recipe, graph, adapters, model if machine or profile else None).of(plan)
     return simulate(schedule, model.costs(plan, schedule))

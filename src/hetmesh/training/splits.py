@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hetmesh.cost import ModuleShape, Work
+from hetmesh.cost import ModuleShape, Rates, Work, module_times
 from hetmesh.errors import RecipeError
 from hetmesh.graph import Activation
 from hetmesh.models.adapter import Adapter
 from hetmesh.planner.default_splits import default_splits
 from hetmesh.recipe.module_options import layout_table, module_options
-from hetmesh.recipe.sections import ModuleParallelism
 from hetmesh.training.module_shapes import module_shape_of
 
 if TYPE_CHECKING:
@@ -37,18 +37,19 @@ class Splits:
     frozen_layers: frozenset[str] = frozenset()
 
 
-def module_splits(recipe: Recipe, name: str, adapter: Adapter) -> Splits:
-    """The stages of module `name`.
+def module_splits(recipe: Recipe, name: str, adapters: Mapping[str, Adapter]) -> Splits:
+    """The stages of module `name`; under bubble_fill those of an encoder on the LLM's ranks are its slices.
 
     Raises:
         RecipeError: it cannot be split, or not into so many stages, with the key.
     """
-    owner, table = recipe.wiring.tables[name], layout_table(recipe, name)
+    owner, table, adapter = recipe.wiring.tables[name], layout_table(recipe, name), adapters[name]
     key, pp = f"parallelism.{owner}", recipe.wiring.meshes[name].axis_size("pp")
     if owner != name:  # it takes the mesh of its consumer's first stage, and is not split
         return Splits()
     given = table.module_fqns_per_model_part
-    if pp == 1 and given is None and table.pipeline_parallel_layers_per_stage is None:
+    cut = pp > 1 or given is not None or table.pipeline_parallel_layers_per_stage is not None
+    if not cut and (adapter.abilities.activation is None or not is_sliced(recipe, name)):
         return Splits()
     abilities, layers = adapter.abilities, adapter.layers()
     if abilities.activation is None:
@@ -64,7 +65,9 @@ def module_splits(recipe: Recipe, name: str, adapter: Adapter) -> Splits:
         runs = tuple(map(tuple, given))
     else:
         units = len(layers) - max(len(abilities.first_layers) - 1, 0)
-        count = pp * _stages_per_rank(recipe, table, units, pp)
+        count = pp * _stages_per_rank(recipe, name, adapters, units, pp)
+        if count == 1:
+            return Splits()
         runs = _default(recipe, name, shape, count, abilities.first_layers, key)
     if runs and not set(abilities.first_layers) <= set(runs[0]):
         raise RecipeError(
@@ -73,10 +76,40 @@ def module_splits(recipe: Recipe, name: str, adapter: Adapter) -> Splits:
     return Splits(runs, abilities.activation, frozen)
 
 
-def _stages_per_rank(recipe: Recipe, table: ModuleParallelism, layers: int, pp: int) -> int:
-    if (size := table.pipeline_parallel_layers_per_stage) is not None:
+def is_sliced(recipe: Recipe, name: str) -> bool:
+    """Whether module `name` is an encoder, or what follows one, that bubble_fill cuts into slices: it has a layout of
+    its own that shares ranks with the LLM's."""
+    wiring = recipe.wiring
+    shared = set(wiring.meshes[name].ranks) & set(wiring.meshes[recipe.sink].ranks)
+    return recipe.fills_bubbles and name != recipe.sink and wiring.tables[name] == name and bool(shared)
+
+
+def _stages_per_rank(recipe: Recipe, name: str, adapters: Mapping[str, Adapter], layers: int, pp: int) -> int:
+    size = layout_table(recipe, name).pipeline_parallel_layers_per_stage
+    if size is None and is_sliced(recipe, name):
+        size = recipe.schedule_key("bubble_fill_layers_per_slice")
+        if size is None:
+            return min(_slices(recipe, name, adapters), layers // pp) or 1
+    if size is not None:
         return max(min(-(-layers // (size * pp)), layers // pp), 1)
-    return 2 if recipe.schedule == "interleaved" and pp > 1 and layers >= 2 * pp else 1
+    turns = recipe.sink_schedule == "interleaved" and (name == recipe.sink or not recipe.fills_bubbles)
+    return 2 if turns and pp > 1 and layers >= 2 * pp else 1
+
+
+def _slices(recipe: Recipe, name: str, adapters: Mapping[str, Adapter]) -> int:
+    """Slices of an encoder per rank such that each takes at most half as long as a forward of one of the LLM's stages,
+    the smallest gap of a pipeline, if there are as many rows as tokens."""
+    seconds = {}
+    for module in (name, recipe.sink):
+        shape = module_shape_of(recipe, adapters[module], module)
+        if shape is None:
+            return 1
+        mesh = recipe.wiring.meshes[module]
+        times = module_times(shape, TYPICAL, Rates(1.0), upstream=True)
+        ranks = mesh.size if module == name else mesh.size // recipe.lanes  # its rows are those of all the LLM's lanes
+        seconds[module] = sum(time.forward for time in times.values()) / ranks
+    whole = seconds[name] * recipe.lanes
+    return max(math.ceil(2 * whole / seconds[recipe.sink]), 1)
 
 
 def _default(recipe: Recipe, name: str, shape: ModuleShape | None, count: int, first: Sequence[str], key: str) -> Runs:

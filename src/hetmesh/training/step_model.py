@@ -37,6 +37,27 @@ def named_step_model(
     )
 
 
+def agreed_step_model(recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> StepModel | None:
+    """A model that is the same in every process of a job, since nothing is measured: a CPU has a typical peak. None
+    where the sizes of a module are not known.
+
+    Raises:
+        RecipeError: the machine or the profile of the recipe cannot be read.
+    """
+    machine = load_machine(recipe.metrics.machine or "cpu")
+    kinds = {str(module.options.row_dtype).removeprefix("torch.") for module in graph.modules}
+    missing = {kind: TYPICAL_PEAK for kind in sorted(kinds) if machine.peak(kind) is None}
+    machine = replace(machine, peak_flops={**machine.peak_flops, **missing})
+    profile = Profile.load(recipe.profiling.profile) if recipe.profiling.profile else None
+    if any(shape is None for shape in module_shapes(recipe, adapters).values()):
+        return None
+    return recipe_step_model(recipe, graph, adapters, machine=machine, profile=profile)
+
+
+TYPICAL_PEAK = 5e10
+"""FLOPs per second of a machine that says none: about a CPU core."""
+
+
 def recipe_step_model(
     recipe: Recipe,
     graph: ModuleGraph,

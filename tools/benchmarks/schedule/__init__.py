@@ -29,7 +29,8 @@ from hetmesh.schedule import Schedule
 from hetmesh.simulate import Timeline, average_bubbles, simulate
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.training.describe import make_prepare
-from hetmesh.training.job import describe, recipe_schedule
+from hetmesh.training.job import describe
+from hetmesh.training.recipe_schedule import recipe_schedule
 from hetmesh.training.step_model import recipe_step_model
 
 NAMES = tuple(c.name for c in CONFIGURATIONS)

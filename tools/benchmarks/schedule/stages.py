@@ -23,8 +23,9 @@ from hetmesh.schedule import Action, Kind
 from hetmesh.schedule.schedule import backward_kinds
 from hetmesh.simulate import rank_work
 from hetmesh.training.feed import Feed
-from hetmesh.training.job import Job, recipe_schedule
+from hetmesh.training.job import Job
 from hetmesh.training.profile import profile_recipe
+from hetmesh.training.recipe_schedule import recipe_schedule
 
 PARTS = {
     Kind.FORWARD: "forward",

@@ -30,7 +30,8 @@ from hetmesh.simulate import simulate
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.training.balance import recipe_balance
 from hetmesh.training.describe import make_prepare
-from hetmesh.training.job import describe, recipe_schedule
+from hetmesh.training.job import describe
+from hetmesh.training.recipe_schedule import recipe_schedule
 
 RECIPES = (("none", "recipe"), ("auto", "free"), ("auto", "recipe"))
 """`[balance] policy` and `microbatches`."""

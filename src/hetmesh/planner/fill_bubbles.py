@@ -1,0 +1,82 @@
+"""Bubble fill by what a step costs: the durations and the score that the policy asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from hetmesh.balance import BatchPlan
+from hetmesh.cost import Rates, StageCost, Work, module_times
+from hetmesh.graph import Routes, Stage
+from hetmesh.schedule import Action, Kind, PolicyOptions, Schedule, bubble_fill
+from hetmesh.simulate import StepModel, simulate
+from hetmesh.simulate.lanes import group_ranks
+
+
+def fill_bubbles(model: StepModel, plan: BatchPlan, training: bool, options: PolicyOptions) -> Schedule:
+    """`bubble_fill` for the step of `plan`: gaps by the seconds of `model`, decided by its simulated makespan.
+
+    A pure function: equal on every rank whose model has the same costs. That ranks of a node slow each other down is
+    left out; which of two orders is the shorter hardly depends on it.
+
+    Raises:
+        ScheduleError: see `bubble_fill`.
+        HetmeshError: see `StepModel.costs`.
+    """
+    stages, routes, graph = model.stages, plan.routes, plan.graph
+    costs = replace(model.costs(plan, Schedule(stages, routes, (), training)), busy_slowdown=())
+
+    return bubble_fill(
+        stages,
+        routes,
+        training,
+        options,
+        durations=_durations(costs.stages, costs.action_overhead),
+        score=lambda schedule: simulate(schedule, costs).makespan,
+        together=lambda stage: group_ranks(graph[stage.module], stage.index),
+    )
+
+
+def fill_typical(model: StepModel, routes: Routes, training: bool, options: PolicyOptions, work: Work) -> Schedule:
+    """`bubble_fill` for microbatches that are all alike: `work` on each lane of the sink, and as many rows.
+
+    Raises:
+        ScheduleError: see `bubble_fill`.
+    """
+    graph, costs = model.graph, {}
+    for name in graph.order:
+        spec = graph[name]
+        upstream = any(map(graph.needs_gradient, graph.inputs(name)))
+        times = module_times(model.shape(name), work, Rates(1.0), upstream=upstream, tp=spec.mesh.axis_size("tp"))
+        share = graph.sink.num_lanes / (spec.num_lanes * spec.mesh.axis_size("cp"))
+        for stage in model.stages.of_module(name):
+            own = [times[layer] for layer in spec.stage_layers(stage.index) if layer in times] or [*times.values()]
+            costs[stage] = StageCost(
+                share * sum(time.forward for time in own),
+                share * sum(time.backward_input for time in own),
+                share * sum(time.backward_weight for time in own),
+            )
+    alike = {(stage, m): cost for stage, cost in costs.items() for m in range(routes.count(stage.module))}
+    return bubble_fill(
+        model.stages,
+        routes,
+        training,
+        options,
+        durations=_durations(alike, 0.0),
+        together=lambda stage: group_ranks(graph[stage.module], stage.index),
+    )
+
+
+def _durations(costs: Mapping[tuple[Stage, int], StageCost], overhead: float) -> Callable[[Action], float]:
+    def seconds(action: Action) -> float:
+        assert isinstance(action.target, Stage)
+        cost = costs[action.target, action.microbatch]
+        if action.kind is Kind.FORWARD:
+            own = cost.forward
+        elif action.kind is Kind.BACKWARD:
+            own = cost.backward
+        else:
+            own = cost.backward_input if action.kind is Kind.BACKWARD_INPUT else cost.backward_weight
+        return own + overhead
+
+    return seconds

@@ -1,0 +1,152 @@
+"""Parity of bubble_fill: slices of encoders between the LLM's actions on the same ranks, at any speed of ranks."""
+
+import pytest
+from test_parity_pipeline import MODEL, TWO_ENCODERS, recipe, table
+from test_parity_routes import check, delayed_run
+
+from hetmesh.balance import plan_batch
+from hetmesh.data.loader import Loader
+from hetmesh.errors import RecipeError
+from hetmesh.graph import Stage
+from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.schedule import Kind
+from hetmesh.testing import faults
+from hetmesh.testing.assignments import Deferred, RandomAssignment
+from hetmesh.testing.parity import ParityError, compare, reference
+from hetmesh.training.describe import describe, make_prepare
+from hetmesh.training.recipe_schedule import StepSchedules, recipe_schedule
+
+INNER = ("1f1b", "interleaved", "zero_bubble")
+SLICES = "bubble_fill_layers_per_slice = 1"
+
+
+def filled(inner, *tables, extra=SLICES, **options):
+    """Encoder slices of a layer each in the gaps of an LLM under `inner`."""
+    return recipe("bubble_fill", *tables, extra=f'bubble_fill_schedule = "{inner}"\n{extra}', **options)
+
+
+OVER_BOTH_STAGES = (table("vision", "0-3"), table("llm", "0-3", pp=2))
+CASES = {
+    **{inner: filled(inner, *OVER_BOTH_STAGES, batch=8) for inner in INNER},
+    "frozen encoder": filled("1f1b", *OVER_BOTH_STAGES, batch=8, trained="frozen encoder"),
+    "FSDP encoder, LoRA, computed again": filled(
+        "interleaved",
+        table("vision", "0-3", fsdp=2),
+        table("llm", "0-3", pp=2, fsdp=2),
+        '[activation_checkpoint]\nmode = "full"',
+        batch=8,
+        llm="lora = { rank = 2 }",
+    ),
+    "an encoder pipeline on some of the ranks, a cap": filled(
+        "zero_bubble",
+        table("vision", "1-2", pp=2),
+        table("llm", "0-3", pp=4),
+        extra=f"{SLICES}\nbubble_fill_in_flight = 5",
+        batch=6,
+    ),
+}
+
+
+OFTEN = ("zero_bubble", "FSDP encoder, LoRA, computed again")
+"""The others are exhaustive; 1f1b is what the tests below have."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [each if each in OFTEN else pytest.param(each, marks=pytest.mark.exhaustive) for each in CASES]
+)
+def test_o8_slices_in_gaps_equal_one_process(pool4, case):
+    """Two steps in which ranks stop now and then."""
+    given = CASES[case]
+    _, _, graph = describe(given)
+    assert graph["vision"].num_stages >= 3
+    schedule = recipe_schedule(given, graph, given.batch.num_microbatches)
+    assert any(a.kind is Kind.BACKWARD_WEIGHT for a in schedule.actions) == (given.sink_schedule == "zero_bubble")
+    check(pool4, given, [None])
+
+
+def eight(inner, trained="all"):
+    llm = table("llm", "0-7", pp=4, tp=2)
+    return filled(inner, table("vision", "0-7", pp=2, tp=2), llm, batch=6, trained=trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "inner", [each if each == "1f1b" else pytest.param(each, marks=pytest.mark.exhaustive) for each in INNER]
+)
+def test_o2_encoder_2_2_2_in_the_gaps_of_an_llm_1_4_2(pool8, inner):
+    check(pool8, eight(inner), [None])
+
+
+@pytest.mark.slow
+def test_o9_two_encoders_share_the_gaps_one_of_them_frozen(pool4):
+    text = MODEL.replace("image = [1, 8, 8]", "image = [1, 8, 8], scan = [2, 8, 8]") + TWO_ENCODERS
+    text = text.replace("[modules.scanner]", "[modules.scanner]\ntrainable = false")
+    text = text.format(policy="bubble_fill", batch=6, tied="false", extra=SLICES, vision="", projector="", llm="")
+    tables = (table("vision", "0-3"), table("scanner", "2-3"), table("llm", "0-3", pp=2))
+    check(pool4, parse_recipe("\n".join([text, *tables])), [None])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inner", ["1f1b", pytest.param("zero_bubble", marks=pytest.mark.exhaustive)])
+def test_deferral_and_microbatches_of_ones_own(pool4, inner):
+    policies = [Deferred(2, split=True), RandomAssignment(0, most=3)]
+    check(pool4, filled(inner, *OVER_BOTH_STAGES, batch=6), policies)
+
+
+def by_step(job):
+    """Schedules by what each step's microbatches cost, as of long steps."""
+    job.schedules.each_step = True
+
+
+@pytest.mark.slow
+def test_o7_microbatches_in_the_order_in_which_the_encoder_ends(pool4):
+    """In the second step the LLM does not begin with the first microbatch, which has most images."""
+    given = filled("1f1b", *OVER_BOTH_STAGES, '[balance]\npolicy = "none"', batch=4)
+    source, adapters, graph = describe(given)
+    loader = Loader(source, given.batch.global_batch_size, make_prepare(given, graph, adapters), seed=0)
+    schedules = StepSchedules(given, graph, adapters)
+    assert not schedules.each_step
+    schedules.each_step = True
+    plan = plan_batch(graph, [drawn.meta for drawn in loader.batch(1)], given.batch.microbatch_size)
+    actions = schedules.of(plan).actions
+    assert [a.microbatch for a in actions if a.kind is Kind.FORWARD and a.target == Stage("llm")] == [1, 3, 2, 0]
+    compare(reference(given, steps=2), pool4.run(delayed_run, given, None, by_step, timeout=120), 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_the_oracle_sees_rows_in_another_order(pool4):
+    given = filled("1f1b", *OVER_BOTH_STAGES, batch=8)
+    results = pool4.run(delayed_run, given, None, faults.PermuteRows("projector"), timeout=120)
+    with pytest.raises(ParityError):
+        compare(reference(given, steps=2), results, 1e-10)
+
+
+def refusal(given):
+    with pytest.raises(RecipeError) as caught:
+        describe(given)
+    return str(caught.value)
+
+
+def test_what_cannot_be_is_refused_with_its_keys():
+    says = "'bubble_fill': no encoder shares ranks with 'llm' (2,3), whose gaps it would fill; put one there, or take"
+    assert says in refusal(filled("1f1b", table("vision", "0-1"), table("llm", "2-3", pp=2)))
+    says = "parallelism.bubble_fill_in_flight = 1: bubble_fill: stage vision.0 may hold 1 microbatches at a time, but"
+    assert says in refusal(filled("1f1b", *OVER_BOTH_STAGES, extra="bubble_fill_in_flight = 1"))
+    both = table("vision", "0-3", fsdp=2), table("llm", "0-3", pp=2, fsdp=2)
+    said = refusal(filled("zero_bubble", *both, batch=4))
+    assert 'bubble_fill_schedule = "zero_bubble" splits the backward' in said
+    assert "module 'vision'" not in said  # whose backward stays whole
+    says = "parallelism.bubble_fill_layers_per_slice: the schedule is '1f1b'; it is a key of 'bubble_fill'"
+    assert says in refusal(recipe("1f1b", *OVER_BOTH_STAGES, extra=SLICES))
+
+
+def test_an_encoder_is_cut_by_what_its_layers_cost():
+    """On one rank a microbatch takes four times as long as on four."""
+
+    def slices(ranks):
+        _, _, graph = describe(filled("1f1b", table("vision", ranks), table("llm", "0-3", pp=2), extra=""))
+        return graph["vision"].num_stages
+
+    assert slices("0-3") < slices("0") == 3
