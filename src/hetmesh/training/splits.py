@@ -98,18 +98,20 @@ def _stages_per_rank(recipe: Recipe, name: str, adapters: Mapping[str, Adapter],
 
 def _slices(recipe: Recipe, name: str, adapters: Mapping[str, Adapter]) -> int:
     """Slices of an encoder per rank such that each takes at most half as long as a forward of one of the LLM's stages,
-    the smallest gap of a pipeline, if there are as many rows as tokens."""
-    seconds = {}
-    for module in (name, recipe.sink):
-        shape = module_shape_of(recipe, adapters[module], module)
-        if shape is None:
-            return 1
-        mesh = recipe.wiring.meshes[module]
-        times = module_times(shape, TYPICAL, Rates(1.0), upstream=True)
-        ranks = mesh.size if module == name else mesh.size // recipe.lanes  # its rows are those of all the LLM's lanes
-        seconds[module] = sum(time.forward for time in times.values()) / ranks
-    whole = seconds[name] * recipe.lanes
-    return max(math.ceil(2 * whole / seconds[recipe.sink]), 1)
+    the smallest gap of a pipeline, if there are as many rows as tokens; at least a block each."""
+    shapes = [module_shape_of(recipe, adapters[module], module) for module in (name, recipe.sink)]
+    if None in shapes:
+        return 1
+    own, sink = (
+        [time.forward for time in module_times(shape, TYPICAL, Rates(1.0), upstream=True).values()]
+        for shape in shapes
+        if shape is not None
+    )
+    meshes = recipe.wiring.meshes
+    each = sum(own) * recipe.lanes / meshes[name].size  # its rows are those of all the LLM's lanes
+    stage = sum(sink) * recipe.lanes / meshes[recipe.sink].size
+    blocks = sum(seconds > 0.1 * max(own) for seconds in own)
+    return max(min(math.ceil(2 * each / stage), blocks), 1)
 
 
 def _default(recipe: Recipe, name: str, shape: ModuleShape | None, count: int, first: Sequence[str], key: str) -> Runs:
