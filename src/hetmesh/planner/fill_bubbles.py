@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from hetmesh.balance import BatchPlan
-from hetmesh.cost import Rates, StageCost, Work, module_times
+from hetmesh.cost import Rates, StageCost, StepCosts, Work, module_times
 from hetmesh.graph import Routes, Stage
 from hetmesh.schedule import Action, Kind, PolicyOptions, Schedule, bubble_fill
 from hetmesh.simulate import StepModel, simulate
@@ -16,16 +17,16 @@ from hetmesh.simulate.lanes import group_ranks
 def fill_bubbles(model: StepModel, plan: BatchPlan, training: bool, options: PolicyOptions) -> Schedule:
     """`bubble_fill` for the step of `plan`: gaps by the seconds of `model`, decided by its simulated makespan.
 
-    A pure function: equal on every rank whose model has the same costs. That ranks of a node slow each other down is
-    left out; which of two orders is the shorter hardly depends on it.
+    A pure function: equal on every rank whose model has the same costs, but for the last bits of matrix products, which
+    processors round differently: costs are brought onto a coarse grid (`on_grid`). That ranks of a node slow each other
+    down is left out; which of two orders is the shorter hardly depends on it.
 
     Raises:
         ScheduleError: see `bubble_fill`.
         HetmeshError: see `StepModel.costs`.
     """
     stages, routes, graph = model.stages, plan.routes, plan.graph
-    costs = replace(model.costs(plan, Schedule(stages, routes, (), training)), busy_slowdown=())
-
+    costs = replace(on_grid(model.costs(plan, Schedule(stages, routes, (), training))), busy_slowdown=())
     return bubble_fill(
         stages,
         routes,
@@ -34,6 +35,35 @@ def fill_bubbles(model: StepModel, plan: BatchPlan, training: bool, options: Pol
         durations=_durations(costs.stages, costs.action_overhead),
         score=lambda schedule: simulate(schedule, costs).makespan,
         together=lambda stage: group_ranks(graph[stage.module], stage.index),
+    )
+
+
+_GRID = 2.0**-16  # of the longest action
+_SECONDS = ("forward", "backward_input", "backward_weight", "collectives_forward", "collectives_backward")
+
+
+def on_grid(costs: StepCosts) -> StepCosts:
+    """All seconds as multiples of one power of two, so that sums of them are exact: which of two schedules is the
+    shorter does not depend on how a processor rounds."""
+    longest = max((max(getattr(cost, name) for name in _SECONDS) for cost in costs.stages.values()), default=0.0)
+    if not longest:
+        return costs
+    unit = 2.0 ** math.frexp(longest)[1] * _GRID
+
+    def rounded(seconds: float) -> float:
+        return round(seconds / unit) * unit
+
+    return replace(
+        costs,
+        stages={
+            key: replace(cost, **{name: rounded(getattr(cost, name)) for name in _SECONDS})
+            for key, cost in costs.stages.items()
+        },
+        transfers={key: replace(cost, seconds=rounded(cost.seconds)) for key, cost in costs.transfers.items()},
+        gather={stage: rounded(seconds) for stage, seconds in costs.gather.items()},
+        reduce={stage: rounded(seconds) for stage, seconds in costs.reduce.items()},
+        optimizer={rank: rounded(seconds) for rank, seconds in costs.optimizer.items()},
+        action_overhead=rounded(costs.action_overhead),
     )
 
 
@@ -57,6 +87,7 @@ def fill_typical(model: StepModel, routes: Routes, training: bool, options: Poli
                 share * sum(time.backward_weight for time in own),
             )
     alike = {(stage, m): cost for stage, cost in costs.items() for m in range(routes.count(stage.module))}
+    alike = dict(on_grid(StepCosts(alike)).stages)
     return bubble_fill(
         model.stages,
         routes,
