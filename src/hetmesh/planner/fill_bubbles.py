@@ -39,13 +39,12 @@ def fill_bubbles(model: StepModel, plan: BatchPlan, training: bool, options: Pol
 
 
 _GRID = 2.0**-16  # of the longest action
-_SECONDS = ("forward", "backward_input", "backward_weight", "collectives_forward", "collectives_backward")
 
 
 def on_grid(costs: StepCosts) -> StepCosts:
     """All seconds as multiples of one power of two, so that sums of them are exact: which of two schedules is the
     shorter does not depend on how a processor rounds."""
-    longest = max((max(getattr(cost, name) for name in _SECONDS) for cost in costs.stages.values()), default=0.0)
+    longest = max((max(cost.forward, cost.backward) for cost in costs.stages.values()), default=0.0)
     if not longest:
         return costs
     unit = 2.0 ** math.frexp(longest)[1] * _GRID
@@ -56,7 +55,14 @@ def on_grid(costs: StepCosts) -> StepCosts:
     return replace(
         costs,
         stages={
-            key: replace(cost, **{name: rounded(getattr(cost, name)) for name in _SECONDS})
+            key: replace(
+                cost,
+                forward=rounded(cost.forward),
+                backward_input=rounded(cost.backward_input),
+                backward_weight=rounded(cost.backward_weight),
+                collectives_forward=rounded(cost.collectives_forward),
+                collectives_backward=rounded(cost.collectives_backward),
+            )
             for key, cost in costs.stages.items()
         },
         transfers={key: replace(cost, seconds=rounded(cost.seconds)) for key, cost in costs.transfers.items()},
