@@ -41,7 +41,13 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from hetmesh.files import to_json, writing
     from hetmesh.planner import search
     from hetmesh.report.plan_text import plan_json, plan_text
-    from hetmesh.training.planning import not_kept, planned_text, recipe_problem
+    from hetmesh.training.planning import (
+        batches_to_simulate,
+        not_kept,
+        planned_text,
+        recipe_macro_batch,
+        recipe_problem,
+    )
 
     memory = None if args.memory is None else math.ceil(args.memory * 1e9)
     fixed: dict[str, object] = {}
@@ -50,9 +56,14 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             raise RecipeError(f"--fix {key}: it is given twice, as {fixed[key]!r} and as {value!r}")
     started = time.perf_counter()
     problem = recipe_problem(recipe, machine=args.machine, ranks=args.ranks, fixed=fixed, memory_bytes=memory)
-    found = search(problem, shown=args.shown)
+    macro = recipe_macro_batch(recipe, problem)
+    batches = batches_to_simulate(macro, problem.global_batch_size)
+    found = search(problem, shown=args.shown, batches=batches)
     seconds = time.perf_counter() - started
-    print(to_json(plan_json(problem, found, seconds), indent=2) if args.json else plan_text(problem, found, seconds))
+    if args.json:
+        print(to_json(plan_json(problem, found, seconds, macro, batches), indent=2))
+    else:
+        print(plan_text(problem, found, seconds, macro, batches))
     if found.fastest is None:
         return 1
     if args.write:

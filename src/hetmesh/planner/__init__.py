@@ -1,6 +1,7 @@
 """The planner: which layout, placement and schedule. Sizes, a machine, samples and wishes in; predictions out."""
 
 from hetmesh.planner.layout_plan import AXES, PLACEMENTS, LayoutPlan, ModulePlan, laid_out
+from hetmesh.planner.macro_batch import Drift, MacroBatch, certify, sample_flops
 from hetmesh.planner.predict import Prediction, Predictor
 from hetmesh.planner.problem import ModuleFacts, Problem
 from hetmesh.planner.search import Found, candidates, search
@@ -8,14 +9,18 @@ from hetmesh.planner.search import Found, candidates, search
 __all__ = [
     "AXES",
     "PLACEMENTS",
+    "Drift",
     "Found",
     "LayoutPlan",
+    "MacroBatch",
     "ModuleFacts",
     "ModulePlan",
     "Prediction",
     "Predictor",
     "Problem",
     "candidates",
+    "certify",
     "laid_out",
+    "sample_flops",
     "search",
 ]

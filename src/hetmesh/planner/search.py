@@ -23,7 +23,9 @@ from hetmesh.simulate import LayerCosts
 
 _SIMULATED = 48  # at most, of each placement
 _FITTING, _NEAR, _FINALISTS = 12, 4, 4
-_LANES, _BATCHES = 4, 2  # of the simulation that decides
+_LANES = 4  # of the simulation that decides
+BATCHES = 2
+"""Sampled batches of the simulation that decides, unless `search` is told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -50,22 +52,23 @@ class Found:
         return min((found[0] for found in self.best.values() if found), key=lambda p: p.step_s, default=None)
 
 
-def search(problem: Problem, *, shown: int = 3) -> Found:
+def search(problem: Problem, *, shown: int = 3, batches: int = BATCHES) -> Found:
     """Search the layouts of `problem`. Deterministic.
 
     Args:
         shown: of each placement so many are returned.
+        batches: sampled global batches whose mean decides; a certified macro batch says how many (`macro_batch.py`).
     """
-    return _Search(problem).run(shown)
+    return _Search(problem, batches).run(shown)
 
 
 class _Search:
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, batches: int) -> None:
         self.problem = problem
         layers = LayerCosts(problem.machine)
         self.estimator = Estimator(problem, layers)
         self.quick = Predictor(problem, layers=layers, quick=True)
-        self.exact = Predictor(problem, _BATCHES, _LANES, layers)
+        self.exact = Predictor(problem, batches, _LANES, layers)
         self.refused: Counter[str] = Counter()
         self.known: dict[tuple[bool, tuple], Prediction | None] = {}
         self.estimated: dict[tuple, float] = {}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from hetmesh.planner import Found, Prediction, Problem
+from hetmesh.planner import Found, MacroBatch, Prediction, Problem
+from hetmesh.planner.macro_batch import SHARE
+from hetmesh.planner.search import BATCHES
 from hetmesh.recipe.meshes import DEGREE_OF_AXIS
 from hetmesh.simulate import CLASSES
 from hetmesh.training.metrics import amount
@@ -14,19 +17,51 @@ from hetmesh.training.wording import counted, table
 _BUBBLES = {name: name.replace("_", " ") for name in CLASSES}
 
 
-def plan_text(problem: Problem, found: Found, seconds: float) -> str:
-    """Tables for people, lines of at most about 120 characters."""
-    return "\n".join(line.rstrip() for line in _lines(problem, found, seconds))
+def plan_text(
+    problem: Problem, found: Found, seconds: float, macro: MacroBatch | None = None, batches: int = BATCHES
+) -> str:
+    """Tables for people, lines of at most about 120 characters.
+
+    Args:
+        macro: what is certified of how ranks are parted; None: there is nothing to part.
+        batches: sampled batches whose mean decided.
+    """
+    return "\n".join(line.rstrip() for line in _lines(problem, found, seconds, macro, batches))
 
 
-def _lines(problem: Problem, found: Found, seconds: float) -> Iterator[str]:
+def macro_batch_lines(macro: MacroBatch, modules: Sequence[str]) -> Iterator[str]:
+    """What is certified of how ranks are parted between modules, or why nothing is."""
+    split = ", ".join(f"{name} {count}" for name, count in zip(modules, macro.split, strict=True))
+    if macro.samples:
+        yield (
+            f"macro batch: {macro.samples} samples; {macro.agreed} random batches of it, from {macro.drawn} samples, "
+            f"part the ranks alike: {split}"
+        )
+        return
+    if not macro.drifts:
+        yield (
+            f"macro batch: none certified: random batches of {macro.drawn} samples part the ranks in {macro.splits} "
+            f"ways, on the whole {split}"
+        )
+        return
+    yield f"macro batch: refused, the data drift; plan again for the part of the run that matters. On the whole {split}"
+    for each in macro.drifts:
+        a, b = (round(100 * part) for part in each.place)
+        share = each.measure == SHARE
+        values = [f"{100 * x:.1f}%" if share else f"{amount(x)}FLOP" for x in (each.here, each.elsewhere)]
+        yield f"   {each.module}: {each.measure} {values[0]} from {a} to {b}% of the run, {values[1]} elsewhere"
+
+
+def _lines(problem: Problem, found: Found, seconds: float, macro: MacroBatch | None, batches: int) -> Iterator[str]:
     limit = f", at most {problem.limit / 1e9:.1f} GB on a rank" if problem.limit else ""
     ranks = f"{counted(problem.ranks, 'rank')} of {problem.machine.name}"
     yield f"{ranks}, {problem.global_batch_size} samples per step{limit}"
     yield (
         f"{found.considered} layouts estimated, {found.simulated} simulated, {found.too_large} of them too large; "
-        f"{seconds:.1f} s"
+        f"{seconds:.1f} s; the best by {counted(batches, 'sampled batch', 'sampled batches')}"
     )
+    if macro is not None:
+        yield from macro_batch_lines(macro, problem.own)
     shown = [each for best in found.best.values() for each in best]
     if not shown:
         none = f"no layout of {counted(problem.ranks, 'rank')} agrees with the models, the batch and what is fixed"
@@ -94,7 +129,9 @@ def _refused(found: Found) -> Iterator[str]:
         yield f"not possible ({count} layouts): {reason}"
 
 
-def plan_json(problem: Problem, found: Found, seconds: float) -> dict[str, Any]:
+def plan_json(
+    problem: Problem, found: Found, seconds: float, macro: MacroBatch | None = None, batches: int = BATCHES
+) -> dict[str, Any]:
     """The same as plain values."""
     return {
         "machine": problem.machine.name,
@@ -106,6 +143,8 @@ def plan_json(problem: Problem, found: Found, seconds: float) -> dict[str, Any]:
         "too_large": found.too_large,
         "refused": dict(found.refused),
         "seconds": seconds,
+        "batches": batches,
+        "macro_batch": None if macro is None else asdict(macro),
         "plans": [_as_json(each) for best in found.best.values() for each in best],
     }
 

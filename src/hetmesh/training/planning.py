@@ -12,7 +12,8 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph import LANE_AXES, Activation, ModuleGraph
 from hetmesh.layout import MeshSpec
 from hetmesh.models import Adapter
-from hetmesh.planner import PLACEMENTS, LayoutPlan, ModuleFacts, Problem, laid_out
+from hetmesh.planner import PLACEMENTS, LayoutPlan, MacroBatch, ModuleFacts, Problem, certify, laid_out, sample_flops
+from hetmesh.planner.search import BATCHES as SIMULATED
 from hetmesh.recipe.meshes import DEGREE_OF_AXIS
 from hetmesh.recipe.module_options import packs_anyway
 from hetmesh.recipe.overrides import parse_overrides
@@ -25,6 +26,8 @@ from hetmesh.training.step_model import recipe_step_model
 
 BATCHES = 4
 """Global batches of samples that the planner sees."""
+
+_CERTIFIED = 4096  # samples, from all of the run, that are looked at for a stable split and for drift
 
 _WHOLE = {
     "placement": lambda value: value in PLACEMENTS,
@@ -74,6 +77,25 @@ def recipe_problem(
         _fixed(fixed or {}, facts),
         memory_bytes,
     )
+
+
+def recipe_macro_batch(recipe: Recipe, problem: Problem) -> MacroBatch | None:
+    """What samples from all of the run say about how ranks are parted between modules; None where there is nothing to
+    part."""
+    if not 2 <= len(problem.own) <= problem.ranks:
+        return None
+    source, adapters, graph = describe(recipe)
+    loader = make_loader(recipe, source, graph, adapters)
+    steps, size = recipe.training.steps, recipe.batch.global_batch_size
+    wanted = min(max(-(-_CERTIFIED // size), BATCHES), steps)
+    each = [i for k in range(wanted) for i in loader.indices(k * steps // wanted)]
+    return certify(sample_flops(problem, loader.drawn(each).metas), problem.own, problem.ranks)
+
+
+def batches_to_simulate(macro: MacroBatch | None, global_batch_size: int) -> int:
+    """Sampled global batches that hold a certified macro batch, of those that a problem has; some anyway."""
+    wanted = -(-macro.samples // global_batch_size) if macro is not None else 0
+    return min(max(wanted, SIMULATED), BATCHES)
 
 
 def _without_layout(recipe: Recipe, graph: ModuleGraph) -> ModuleGraph:

@@ -1,0 +1,85 @@
+"""E2: a batch that parts ranks as any of its size does is found on stationary data, and refused on drifting ones."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetmesh.errors import HetmeshError
+from hetmesh.planner.macro_batch import PER_SAMPLE, agreeing_batches, certify, drifting, parted
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+from benchmarks.balance.laws import LAWS
+
+SAMPLES = 4096
+WEIGHTS = {"vision": (0.6, 2e-5), "audio": (0.2, 1e-5), "llm": (8.0, 3e-5)}  # GFLOPs per row and pair, about
+
+
+def run_of(law, seed, drift=True):
+    """Work of the samples of a run in order, and its modules. `drift` counts for the mixture alone."""
+    rng = np.random.default_rng(seed)
+    parts = [LAWS[law](SAMPLES // 64, rng, i / 63 if drift else 0.5) for i in range(64)]
+    modules = list(parts[0])
+    per = {m: [sum(w * x for w, x in zip(WEIGHTS[m], part[m], strict=True)) for part in parts] for m in modules}
+    return np.stack([np.concatenate(per[m]) for m in modules], axis=1), modules
+
+
+stationary = st.tuples(st.sampled_from(sorted(set(LAWS) - {"mixture"})), st.integers(0, 2**32 - 1))
+
+
+@settings(max_examples=40)
+@given(stationary, st.sampled_from([4, 8, 16]))
+def test_e2_on_stationary_data_what_is_certified_parts_ranks_as_other_samples_do(case, ranks):
+    law, seed = case
+    work, modules = run_of(law, seed)
+    found = certify(work, modules, ranks)
+    assert found.drifts == ()
+    if not found.samples:  # the mean lies on the edge between two ways: then both were seen
+        assert found.splits > 1
+        return
+    assert found.agreed == agreeing_batches() == 59
+    assert sum(found.split) == ranks
+    other, _ = run_of(law, seed + 1)
+    batches = np.random.default_rng(seed).permutation(SAMPLES)[: SAMPLES // found.samples * found.samples]
+    others = parted(other[batches].reshape(-1, found.samples, len(modules)).sum(1), ranks)
+    assert (others == found.split).all(1).mean() > 0.8
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 2**32 - 1))
+def test_e2_drifting_data_are_refused_and_what_drifts_is_named(seed):
+    work, modules = run_of("mixture", seed)
+    found = certify(work, modules, 16)
+    assert found.samples == 0
+    assert found.drifts
+    for each in found.drifts:
+        if each.measure == PER_SAMPLE:  # images from 41 to 55% of the samples
+            assert (each.here < each.elsewhere) == (each.place[0] < 0.5)
+    still, _ = run_of("mixture", seed, drift=False)
+    assert drifting(still, modules) == []
+
+
+def test_e2_most_stationary_runs_are_certified_with_few_samples():
+    found = {law: certify(*run_of(law, 0), 8) for law in set(LAWS) - {"mixture"}}
+    assert sum(0 < each.samples <= 1024 for each in found.values()) >= 6, found
+
+
+def test_shares_are_ratios_of_sums_and_every_module_gets_a_rank():
+    work = np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 98.0]])
+    assert parted(work.sum(0)[None], 10).tolist() == [[1, 9]]  # the mean of the ratios would be 2/3
+    assert parted(np.array([[0.0, 5.0], [0.0, 0.0], [3.0, 3.0]]), 4).tolist() == [[1, 3], [2, 2], [2, 2]]
+    each = parted(np.random.default_rng(0).random((100, 3)), 7)
+    assert (each.sum(1) == 7).all()
+    assert each.min() == 1
+
+
+def test_what_cannot_be_certified_is_an_error():
+    with pytest.raises(HetmeshError, match=r"2 ranks cannot be parted between 3 modules"):
+        certify(np.ones((4, 3)), ["a", "b", "c"], 2)
+    with pytest.raises(HetmeshError, match="no work of"):
+        certify(np.zeros((4, 2)), ["a", "b"], 2)
+    with pytest.raises(HetmeshError, match="alpha and p"):
+        agreeing_batches(0.0, 0.5)
