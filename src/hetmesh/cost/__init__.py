@@ -23,7 +23,7 @@ from hetmesh.cost.memory import StaticMemory, module_memory, static_memory
 from hetmesh.cost.partition import StageMemory, find_partition, partition, stage_costs
 from hetmesh.cost.shapes import LayerShape, ModuleShape, WeightShape
 from hetmesh.cost.stage_counts import Chain, StageCounts, stage_counts, time_of_cuts
-from hetmesh.cost.step_costs import Lanes, StageBytes, StageCost, StepCosts, TransferCost
+from hetmesh.cost.step_costs import Lanes, Parts, StageBytes, StageCost, StageParts, StepCosts, TransferCost
 from hetmesh.cost.work import Work, computed_work, imbalance, lane_work, sample_work, total_work
 
 __all__ = [
@@ -38,12 +38,14 @@ __all__ = [
     "Machine",
     "ModuleShape",
     "Observation",
+    "Parts",
     "Profile",
     "Rates",
     "StageBytes",
     "StageCost",
     "StageCounts",
     "StageMemory",
+    "StageParts",
     "StaticMemory",
     "StepCosts",
     "TransferCost",

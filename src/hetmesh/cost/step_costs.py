@@ -44,6 +44,29 @@ class StageCost:
         return self.backward_input + self.backward_weight
 
 
+COLLECTIVE, EXCHANGE = "collective", "exchange"
+"""Kinds of parts that are no computation: collectives of tensor parallelism inside layers, and waits for what FSDP
+gathers or context parallelism fetches."""
+
+Parts = tuple[tuple[str, float], ...]
+"""What an action consists of, in order: (kind, seconds). Kinds are `attention` and `mlp`, a layer's computation up to
+the sum that ends it, `COLLECTIVE` and `EXCHANGE`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageParts:
+    """The parts of a stage and microbatch: they add up to the seconds of its `StageCost`.
+
+    Attributes:
+        forward: of the forward.
+        backward_input, backward_weight: of both parts of the backward; whole, it is one after the other.
+    """
+
+    forward: Parts
+    backward_input: Parts = ()
+    backward_weight: Parts = ()
+
+
 @dataclass(frozen=True, slots=True)
 class StageBytes:
     """What a stage holds that does not depend on microbatches, on the rank that holds most; beside its parameters.
@@ -103,6 +126,7 @@ class StepCosts:
         static_bytes: per rank, parameters, gradients and optimizer state.
         action_overhead: seconds that the runtime itself spends on each action.
         lanes: which ranks of a stage act apart; None: all ranks of a stage act as one.
+        parts: per stage and microbatch what its actions consist of, where that was asked for.
         busy_slowdown, ranks_per_node: see `Machine`. All other seconds are of ranks that have their node to themselves.
         stage_bytes: per stage, what it holds whatever the microbatches.
     """
@@ -118,3 +142,4 @@ class StepCosts:
     ranks_per_node: int = 0
     lanes: Lanes | None = None
     stage_bytes: Mapping[Stage, StageBytes] = field(default_factory=lambda: MappingProxyType({}))
+    parts: Mapping[tuple[Stage, int], StageParts] = field(default_factory=lambda: MappingProxyType({}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from hetmesh.balance import BatchPlan
@@ -14,7 +14,9 @@ from hetmesh.simulate import StepModel, simulate
 from hetmesh.simulate.lanes import group_ranks
 
 
-def fill_bubbles(model: StepModel, plan: BatchPlan, training: bool, options: PolicyOptions) -> Schedule:
+def fill_bubbles(
+    model: StepModel, plan: BatchPlan, training: bool, options: PolicyOptions, *, beside: Collection[str] = ()
+) -> Schedule:
     """`bubble_fill` for the step of `plan`: gaps by the seconds of `model`, decided by its simulated makespan.
 
     A pure function: equal on every rank whose model has the same costs, but for the last bits of matrix products, which
@@ -26,14 +28,15 @@ def fill_bubbles(model: StepModel, plan: BatchPlan, training: bool, options: Pol
         HetmeshError: see `StepModel.costs`.
     """
     stages, routes, graph = model.stages, plan.routes, plan.graph
-    costs = replace(on_grid(model.costs(plan, Schedule(stages, routes, (), training))), busy_slowdown=())
+    costs = model.costs(plan, Schedule(stages, routes, (), training), parts=bool(beside))
+    costs = replace(on_grid(costs), busy_slowdown=())
     return bubble_fill(
         stages,
         routes,
         training,
         options,
         durations=_durations(costs.stages, costs.action_overhead),
-        score=lambda schedule: simulate(schedule, costs).makespan,
+        score=lambda schedule: simulate(schedule, costs, beside=beside).makespan,
         together=lambda stage: group_ranks(graph[stage.module], stage.index),
     )
 
@@ -52,19 +55,23 @@ def on_grid(costs: StepCosts) -> StepCosts:
     def rounded(seconds: float) -> float:
         return round(seconds / unit) * unit
 
+    def each(cost: StageCost) -> StageCost:
+        return replace(
+            cost,
+            forward=rounded(cost.forward),
+            backward_input=rounded(cost.backward_input),
+            backward_weight=rounded(cost.backward_weight),
+            collectives_forward=rounded(cost.collectives_forward),
+            collectives_backward=rounded(cost.collectives_backward),
+        )
+
+    lanes = costs.lanes
+    if lanes is not None:
+        lanes = replace(lanes, costs={key: tuple(map(each, some)) for key, some in lanes.costs.items()})
     return replace(
         costs,
-        stages={
-            key: replace(
-                cost,
-                forward=rounded(cost.forward),
-                backward_input=rounded(cost.backward_input),
-                backward_weight=rounded(cost.backward_weight),
-                collectives_forward=rounded(cost.collectives_forward),
-                collectives_backward=rounded(cost.collectives_backward),
-            )
-            for key, cost in costs.stages.items()
-        },
+        lanes=lanes,
+        stages={key: each(cost) for key, cost in costs.stages.items()},
         transfers={key: replace(cost, seconds=rounded(cost.seconds)) for key, cost in costs.transfers.items()},
         gather={stage: rounded(seconds) for stage, seconds in costs.gather.items()},
         reduce={stage: rounded(seconds) for stage, seconds in costs.reduce.items()},

@@ -10,10 +10,12 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from hetmesh.cost import LayerShape, Machine, ModuleShape, StageBytes, StageCost, upstream_flags
+from hetmesh.cost import LayerShape, Machine, ModuleShape, Parts, StageBytes, StageCost, StageParts, upstream_flags
 from hetmesh.cost.collectives import all_reduce, gradient_sum_time, link, shard_gather_time
 from hetmesh.cost.memory import place_weights, tensor_parallel_elements
+from hetmesh.cost.step_costs import EXCHANGE
 from hetmesh.graph import ModuleSpec, Stage
+from hetmesh.simulate.action_parts import LayerSeconds, backward_parts, forward_parts, joined
 from hetmesh.simulate.layer_costs import PARTS, How, LayerCosts, kinds
 from hetmesh.simulate.rank_work import RankWork
 
@@ -70,6 +72,12 @@ def owners(shape: ModuleShape) -> dict[str, str]:
         weight.name: next((block for prefix, block in by_name.items() if weight.name.startswith(prefix)), "")
         for weight in shape.weights
     }
+
+
+def _filled(parts: list[tuple[str, float]], seconds: float) -> Parts:
+    """`parts`, with the rest of `seconds` in front: gathers, and keys that are waited for."""
+    rest = seconds - sum(each for _, each in parts)
+    return joined([(EXCHANGE, rest if rest > 1e-9 * seconds else 0.0), *parts])
 
 
 class StageCosts:
@@ -197,6 +205,30 @@ class StageCosts:
         bytes_back = max(moment_back, self._scattering) + self._gathering
         return StageCost(
             forward, own, weight, ahead, back, kept, moment + self._gathering, bytes_back, split if self.fed else 0
+        )
+
+    def parts(self, ranks: Sequence[RankWork], cost: StageCost) -> StageParts:
+        """What the actions of one microbatch consist of on the rank that takes longest.
+
+        Args:
+            ranks: what each of its ranks computes.
+            cost: of that microbatch (`costs`).
+        """
+        work = np.array([(1, r.work.rows, r.work.pairs, r.work.targets) for r in dict.fromkeys(ranks)], float)
+        row = work[int((work @ self._coefficients)[:, : _SUMS_BACK + 1].sum(1).argmax())]
+        each = [
+            (kind, LayerSeconds(*(row @ self.module.layers.of(kind, self._how(name, before)))[:_KEPT].tolist()))
+            for name, kind, before in self.layers
+        ]
+        forward = [part for kind, s in each for part in forward_parts(kind, s.forward, s.sums_forward)]
+        if not self.backward:
+            return StageParts(_filled(forward, cost.forward))
+        back = [backward_parts(kind, s) for kind, s in reversed(each)]
+        inner, own = [part for first, _ in back for part in first], [part for _, last in back for part in last]
+        if not self.fed:
+            inner, own = [], inner + own
+        return StageParts(
+            _filled(forward, cost.forward), _filled(inner, cost.backward_input), _filled(own, cost.backward_weight)
         )
 
     def _how(self, name: str, before: bool) -> How:

@@ -6,7 +6,17 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from hetmesh.balance import BatchPlan
-from hetmesh.cost import Lanes, Machine, ModuleShape, Profile, StageCost, StaticMemory, StepCosts, module_memory
+from hetmesh.cost import (
+    Lanes,
+    Machine,
+    ModuleShape,
+    Profile,
+    StageCost,
+    StageParts,
+    StaticMemory,
+    StepCosts,
+    module_memory,
+)
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import ModuleGraph, Stage, StageGraph, stage_graph
 from hetmesh.schedule import Schedule
@@ -80,12 +90,13 @@ class StepModel:
         """Per module and rank what it holds for the whole run."""
         return {name: module_memory(each.shape, each.spec, self.optimizer) for name, each in self._modules.items()}
 
-    def costs(self, plan: BatchPlan, schedule: Schedule, *, lanes: bool = True) -> StepCosts:
+    def costs(self, plan: BatchPlan, schedule: Schedule, *, lanes: bool = True, parts: bool = False) -> StepCosts:
         """What the step of `plan` takes under `schedule`, as it is run: recomputation, FSDP, frozen parts, packed
         samples and context parallelism included.
 
         Args:
             lanes: False: all lanes of a stage start together and take as long as the slowest.
+            parts: whether to say what actions consist of, too.
 
         Raises:
             HetmeshError: the machine has no peak in a dtype that is computed in, or the profile lacks a layer.
@@ -113,6 +124,7 @@ class StepModel:
             ranks_per_node=self.machine.ranks_per_node,
             lanes=self._lanes(plan, schedule, built, work) if lanes else None,
             stage_bytes={stage: built[stage].stage_bytes for stage in stages.stages},
+            parts=self._parts(built, work, costs) if parts else {},
         )
 
     def _lanes(
@@ -131,6 +143,21 @@ class StepModel:
                 found = built[stage].group_costs(work[stage.module], lane_groups(spec))
                 each |= {(stage, m): costs for m, costs in found.items()}
         return merged(groups, plan_flows(plan, schedule), each)
+
+    def _parts(
+        self,
+        built: Mapping[Stage, StageCosts],
+        work: Mapping[str, Sequence[Sequence[RankWork]]],
+        costs: Mapping[tuple[Stage, int], StageCost],
+    ) -> dict[tuple[Stage, int], StageParts]:
+        known: dict[tuple, StageParts] = {}
+        found = {}
+        for (stage, m), cost in costs.items():
+            key = stage, cost, frozenset(work[stage.module][m])
+            if key not in known:
+                known[key] = built[stage].parts(work[stage.module][m], cost)
+            found[stage, m] = known[key]
+        return found
 
     def _stage_costs(self, stage: Stage, fed: bool, backward: bool, recompute: bool) -> StageCosts:
         """Made once: a model is asked about many plans of one graph."""

@@ -102,6 +102,8 @@ class Timeline:
         collectives: per track, how many of the seconds of its work are collectives inside layers (0: none, or unknown).
         peak_bytes: per track, of the rank that holds most: static, activations in flight and boundary buffers; 0 where
             it is not known.
+        hidden: per track, seconds of computation inside collectives of other actions (`simulate(beside=...)`), which
+            are then no idle time; empty: none.
     """
 
     tracks: tuple[tuple[int, ...], ...]
@@ -112,6 +114,7 @@ class Timeline:
     makespan: float
     collectives: tuple[float, ...]
     peak_bytes: tuple[int, ...]
+    hidden: tuple[float, ...] = ()
 
     @classmethod
     def recorded(
@@ -171,6 +174,7 @@ class Timeline:
             "makespan": self.makespan,
             "collectives": list(self.collectives),
             "peak_bytes": list(self.peak_bytes),
+            "hidden": list(self.hidden),
         }
 
     @classmethod
@@ -190,6 +194,7 @@ class Timeline:
                 float(value["makespan"]),
                 tuple(value["collectives"]),
                 tuple(value["peak_bytes"]),
+                tuple(value.get("hidden", ())),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise GraphError(f"not a timeline: {type(error).__name__} {error}") from error
