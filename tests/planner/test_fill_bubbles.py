@@ -28,7 +28,7 @@ def test_last_bits_do_not_matter_and_sums_are_exact():
         assert sum(forwards) == sum(reversed(forwards))
         before = drawn(seed)
         for key, cost in costs.stages.items():
-            assert abs(cost.forward - before.stages[key].forward) <= 2**-16 * 1e-2
+            assert abs(cost.forward - before.stages[key].forward) <= 2**-16 * 2e-2  # of the longest backward
             assert replace(cost, forward=0.0).backward_input > 0
 
 
