@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hetmesh.cost.machine import Machine
 from hetmesh.cost.shapes import LayerShape
@@ -31,13 +32,19 @@ class Link:
 
 def link(machine: Machine, ranks: Sequence[int]) -> Link:
     """The slowest link of a ring through `ranks`."""
-    per_node = machine.ranks_per_node
-    nodes = Counter(rank // per_node for rank in ranks) if per_node else Counter({0: len(ranks)})
-    if len(nodes) <= 1:
+    nodes, fewest, most = _on_nodes(tuple(ranks), machine.ranks_per_node)
+    if nodes <= 1:
         return Link(machine.node_bandwidth, machine.node_latency)
-    across = machine.network_bandwidth * min(nodes.values())
-    inside = machine.node_bandwidth if max(nodes.values()) > 1 else across
+    across = machine.network_bandwidth * fewest
+    inside = machine.node_bandwidth if most > 1 else across
     return Link(min(across, inside) if inside else across, machine.network_latency)
+
+
+@lru_cache(maxsize=4096)
+def _on_nodes(ranks: tuple[int, ...], per_node: int) -> tuple[int, int, int]:
+    """How many nodes hold `ranks`, and how many of these the node with fewest and the one with most have."""
+    counts = Counter(rank // per_node for rank in ranks).values() if per_node else [len(ranks)]
+    return len(counts), min(counts, default=0), max(counts, default=0)
 
 
 def all_gather(size: float, ranks: Sequence[int], machine: Machine) -> float:

@@ -85,6 +85,13 @@ def module_memory(shape: ModuleShape, spec: ModuleSpec, optimizer: str) -> dict[
     return static_memory(shape, spec.mesh, spec.options.parameter_dtype.itemsize, optimizer, spec.splits)
 
 
+def most_held(shape: ModuleShape, spec: ModuleSpec, optimizer: str) -> int:
+    """Bytes that the rank holds of a module of a graph that holds most of it."""
+    sizes = spec.mesh.axis_size("pp"), spec.mesh.axis_size("tp"), spec.mesh.axis_size("dp_shard")
+    itemsize = spec.options.parameter_dtype.itemsize
+    return max(each.total for each in _cells(shape, sizes, itemsize, optimizer, tuple(map(tuple, spec.splits))))
+
+
 def place_weights(
     module: ModuleShape, pp: int, place: int, stages: Sequence[Collection[str]] = ()
 ) -> tuple[WeightShape, ...]:

@@ -14,6 +14,8 @@ def whole_numbers(values: Iterable[object], what: str) -> tuple[int, ...]:
         given = tuple(values)
     except TypeError:
         raise LayoutError(f"{what} must be whole numbers, got {values!r}") from None
+    if all(kind is int for kind in set(map(type, given))):
+        return given  # type: ignore[return-value]
     try:
         return tuple(operator.index(value) for value in given)  # type: ignore[arg-type]
     except TypeError:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 
 from hetmesh.cost import ModuleShape, Rates, Work, module_times, partition
 from hetmesh.cost.partition import runs
 from hetmesh.errors import RecipeError
 
 
+@lru_cache(maxsize=1024)
 def default_splits(
     shape: ModuleShape,
     stages: int,
     *,
     upstream_trainable: bool,
     work: Work,
-    together: Sequence[str] = (),
+    together: tuple[str, ...] = (),
     recomputed: bool = False,
 ) -> tuple[tuple[str, ...], ...]:
     """The layers of each stage of a module.

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from hetmesh.cost import StageCost, module_memory
+from hetmesh.cost import StageCost
+from hetmesh.cost.memory import most_held
 from hetmesh.graph import Stage
 from hetmesh.planner.layout_plan import LayoutPlan, ModulePlan, laid_out_module
 from hetmesh.planner.problem import Problem
@@ -107,8 +108,7 @@ class Estimator:
             known[alike] = stage.costs([[RankWork(work)], [RankWork(work)]])[1]
             costs.append(known[alike])
             once = max(once, stage.reduce)
-        memory = module_memory(problem.facts[name].shape, spec, problem.optimizer)
-        held = max(each.total for each in memory.values())
+        held = most_held(problem.facts[name].shape, spec, problem.optimizer)
         return ModuleEstimate(
             tuple(cost.forward + cost.backward for cost in costs),
             once,

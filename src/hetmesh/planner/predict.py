@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from hetmesh.balance import plan_batch
 from hetmesh.cost import Work, module_flops
-from hetmesh.cost.work import samples_work
 from hetmesh.planner.candidates import samples_of_batches
 from hetmesh.planner.layout_plan import LayoutPlan, laid_out
 from hetmesh.planner.problem import Problem
@@ -69,7 +68,11 @@ class Predictor:
 
     def predict(self, plan: LayoutPlan) -> Prediction:
         """Raises HetmeshError where the candidate cannot be laid out or run so."""
-        problem, timelines = self.problem, self.timelines(plan)
+        return self.summary(plan, self.timelines(plan))
+
+    def summary(self, plan: LayoutPlan, timelines: Sequence[Timeline]) -> Prediction:
+        """What simulated steps of a candidate say of it."""
+        problem = self.problem
         step = float(np.mean([timeline.makespan for timeline in timelines]))
         peak = max(max(timeline.peak_bytes) for timeline in timelines)
         tokens = float(problem.samples.tokens.mean()) * problem.global_batch_size
@@ -118,7 +121,7 @@ def batch_flops(problem: Problem) -> dict[str, float]:
     """Per module the FLOPs of a global batch, forward and backward."""
     found = {}
     for name, facts in problem.facts.items():
-        each = samples_work(problem.graph, name, problem.samples).mean(0) * problem.global_batch_size
+        each = problem.mean_work[name] * problem.global_batch_size
         upstream = any(map(problem.graph.needs_gradient, problem.graph.inputs(name)))
         work = Work(*(round(float(n)) for n in each))
         found[name] = float(module_flops(facts.shape, work, upstream=upstream).total)

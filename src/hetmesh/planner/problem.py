@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
+
+import numpy as np
 
 from hetmesh.balance import BalanceOptions
 from hetmesh.balance.from_graph import UNBALANCED
 from hetmesh.cost import Machine, ModuleShape
+from hetmesh.cost.work import samples_work
 from hetmesh.graph import Activation, MetaArrays, ModuleGraph
 
 
@@ -70,6 +74,11 @@ class Problem:
     def limit(self) -> int:
         """Bytes that a rank may hold; 0: no limit is known."""
         return self.memory_bytes if self.memory_bytes is not None else self.machine.memory_bytes * 9 // 10
+
+    @cached_property
+    def mean_work(self) -> Mapping[str, np.ndarray]:
+        """Per module the rows, pairs and targets of the mean sample."""
+        return {name: samples_work(self.graph, name, self.samples).mean(0) for name in self.graph.order}
 
     @property
     def own(self) -> tuple[str, ...]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from hetmesh.cost import Work
-from hetmesh.cost.work import samples_work
 from hetmesh.planner.problem import Problem
 
 
 def typical_work(problem: Problem, name: str, samples: float) -> Work:
     """The mean of that many samples of the problem, on one lane; at least one row."""
-    work = samples_work(problem.graph, name, problem.samples).mean(0) * samples
+    work = problem.mean_work[name] * samples
     rows, pairs, targets = (max(round(float(each)), 1) for each in work)
     return Work(rows, pairs, targets)

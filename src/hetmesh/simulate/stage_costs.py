@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 
-from hetmesh.cost import LayerShape, Machine, ModuleShape, Parts, StageBytes, StageCost, StageParts, upstream_flags
+from hetmesh.cost import LayerShape, Machine, ModuleShape, Parts, StageBytes, StageCost, StageParts
 from hetmesh.cost.collectives import all_reduce, gradient_sum_time, link, shard_gather_time
-from hetmesh.cost.memory import place_weights, tensor_parallel_elements
 from hetmesh.cost.step_costs import EXCHANGE
 from hetmesh.graph import ModuleSpec, Stage
 from hetmesh.simulate.action_parts import LayerSeconds, backward_parts, forward_parts, joined
-from hetmesh.simulate.layer_costs import PARTS, How, LayerCosts, kinds
+from hetmesh.simulate.layer_costs import PARTS, How, LayerCosts
 from hetmesh.simulate.rank_work import RankWork
+from hetmesh.simulate.stage_contents import stage_contents
 
 _CHUNK = (256, 2048)  # least and most key rows of a chunk that context parallelism fetches, as attention/ has them
 _AHEAD = 3  # chunks on their way while one is computed
@@ -42,37 +41,6 @@ class ModuleCosts:
         """Whose rates and links."""
         return self.layers.machine
 
-    @cached_property
-    def flags(self) -> tuple[bool, ...]:
-        """Per layer whether anything trainable comes before it."""
-        return upstream_flags(self.shape, self.upstream)
-
-    @property
-    def blocks(self) -> frozenset[str]:
-        """The layers that are checkpointed and gathered by themselves (`hetmesh.parallel.blocks`, by sizes)."""
-        return blocks(self.shape)
-
-
-@lru_cache(maxsize=64)
-def blocks(shape: ModuleShape) -> frozenset[str]:
-    """`ModuleCosts.blocks`, by sizes alone."""
-    several = {
-        layer.name: sum(w.numel for w in layer.weights)
-        for layer in shape.layers
-        if layer.name and len(layer.weights) > 2
-    }
-    return frozenset(name for name, size in several.items() if 8 * size >= max(several.values()))
-
-
-@lru_cache(maxsize=64)
-def owners(shape: ModuleShape) -> dict[str, str]:
-    """The block of each weight; empty for those of none."""
-    by_name = {f"{block}.": block for block in blocks(shape)}
-    return {
-        weight.name: next((block for prefix, block in by_name.items() if weight.name.startswith(prefix)), "")
-        for weight in shape.weights
-    }
-
 
 def _filled(parts: list[tuple[str, float]], seconds: float) -> Parts:
     """`parts`, with the rest of `seconds` in front: gathers, and keys that are waited for."""
@@ -93,47 +61,20 @@ class StageCosts:
         self.module, self.fed, self.backward, self.recompute = module, fed, backward, recompute
         spec, self.machine = module.spec, module.machine
         self.mesh, self.options = spec.stage_mesh(stage.index), spec.options
-        names = set(spec.stage_layers(stage.index)) if spec.num_stages > 1 else None
-        places = zip(module.shape.layers, kinds(module.shape), module.flags, strict=True)
+        self._groups: dict[str, tuple[int, ...]] = {}
+        names = spec.stage_layers(stage.index) if spec.num_stages > 1 else None
         # What belongs to no layer is used in the first stage; ranks hold and sum it where they hold any stage.
-        self.layers = [
-            (layer.name, kind, before)
-            for layer, kind, before in places
-            if names is None or (layer.name in names if layer.name else stage.index == 0)
-        ]
-        pp = spec.mesh.axis_size("pp")
-        outside = () if stage.index >= pp else ("",)
-        held = ModuleShape("", tuple(x for x in module.shape.layers if names is None or x.name in {*names, *outside}))
-        self.weights = self._joined(
-            [
-                (self._owner(w.name), tensor_parallel_elements(w, self._size("tp")), w.trainable)
-                for w in place_weights(held, 1, 0)
-            ]
-        )
-
-    def _joined(self, weights: list[tuple[str, int, bool]]) -> list[tuple[str, int, bool]]:
-        """The first block's weights under the name of the rest, where both are gathered together
-        (`hetmesh.parallel.fully_shard.gathered_alone`)."""
-        sizes = Counter[str]()
-        for owner, count, _ in weights:
-            sizes[owner] += count
-        first = next((name for name, *_ in self.layers if name in sizes and name), "")
-        if not 0 < sizes[""] <= sizes[first]:
-            return weights
-        return [("" if owner == first else owner, count, trainable) for owner, count, trainable in weights]
-
-    def _owner(self, weight: str) -> str:
-        return owners(self.module.shape)[weight]
+        used = stage.index == 0, stage.index < spec.mesh.axis_size("pp")
+        self.contents = stage_contents(module.shape, module.upstream, names, *used, self._size("tp"))
 
     def _size(self, axis: str) -> int:
         return self.mesh.axis_size(axis)
 
     def _group(self, axis: str) -> tuple[int, ...]:
-        if axis not in self.mesh.axes:
-            return ()
-        return tuple(
-            np.moveaxis(self.mesh.array, self.mesh.axes.index(axis), -1).reshape(-1, self._size(axis))[0].tolist()
-        )
+        if axis not in self._groups:
+            line = tuple(slice(None) if each == axis else 0 for each in self.mesh.axes)
+            self._groups[axis] = tuple(self.mesh.array[line].tolist()) if axis in self.mesh.axes else ()
+        return self._groups[axis]
 
     def costs(self, microbatches: Sequence[Sequence[RankWork]]) -> list[StageCost]:
         """Per microbatch, on the rank that takes longest.
@@ -217,8 +158,8 @@ class StageCosts:
         work = np.array([(1, r.work.rows, r.work.pairs, r.work.targets) for r in dict.fromkeys(ranks)], float)
         row = work[int((work @ self._coefficients)[:, : _SUMS_BACK + 1].sum(1).argmax())]
         each = [
-            (kind, LayerSeconds(*(row @ self.module.layers.of(kind, self._how(name, before)))[:_KEPT].tolist()))
-            for name, kind, before in self.layers
+            (kind, LayerSeconds(*(row @ self.module.layers.of(kind, self._how(block, before)))[:_KEPT].tolist()))
+            for kind, block, before in self.contents.order
         ]
         forward = [part for kind, s in each for part in forward_parts(kind, s.forward, s.sums_forward)]
         if not self.backward:
@@ -231,8 +172,8 @@ class StageCosts:
             _filled(forward, cost.forward), _filled(inner, cost.backward_input), _filled(own, cost.backward_weight)
         )
 
-    def _how(self, name: str, before: bool) -> How:
-        recomputed = self.recompute or (self.options.activation_checkpoint == "full" and name in self.module.blocks)
+    def _how(self, block: bool, before: bool) -> How:
+        recomputed = self.recompute or (self.options.activation_checkpoint == "full" and block)
         dtype = self.options.row_dtype
         group = self._group("tp")
         return How(
@@ -248,14 +189,14 @@ class StageCosts:
     @cached_property
     def _coefficients(self) -> np.ndarray:
         total = np.zeros((4, len(PARTS)))
-        for name, kind, before in self.layers:
-            total += self.module.layers.of(kind, self._how(name, before))
+        for (kind, block, before), count in self.contents.counts.items():
+            total += count * self.module.layers.of(kind, self._how(block, before))
         return total
 
     @cached_property
     def _moments(self) -> np.ndarray:
         """float64 [4, 2, kinds of layers]: coefficients of what each holds for a moment, forward and backward."""
-        different = dict.fromkeys((kind, self._how(name, before)) for name, kind, before in self.layers)
+        different = dict.fromkeys((kind, self._how(block, before)) for kind, block, before in self.contents.counts)
         each = [self.module.layers.of(kind, how)[:, [_MOMENT, _MOMENT_BACK]] for kind, how in different]
         return np.stack(each, axis=-1) if each else np.zeros((4, 2, 0))
 
@@ -289,10 +230,10 @@ class StageCosts:
     @cached_property
     def _attentions(self) -> dict[tuple[LayerShape, How], int]:
         found: dict[tuple[LayerShape, How], int] = {}
-        for name, kind, before in self.layers:
+        for (kind, block, before), count in self.contents.counts.items():
             if kind.key_width:
-                key = kind, self._how(name, before)
-                found[key] = found.get(key, 0) + 1
+                key = kind, self._how(block, before)
+                found[key] = found.get(key, 0) + count
         return found
 
     @cached_property
@@ -311,13 +252,10 @@ class StageCosts:
         counts = [count for owner, count in self._gathered_together.items() if chosen(owner)]
         return sum(shard_gather_time(count, itemsize, group, self.machine) for count in counts)
 
-    @cached_property
-    def _gathered_together(self) -> dict[str, int]:
+    @property
+    def _gathered_together(self) -> Mapping[str, int]:
         """Elements of what FSDP gathers at once, by block; empty for the root."""
-        elements: dict[str, int] = {}
-        for owner, count, _ in self.weights if self._size("dp_shard") > 1 else ():
-            elements[owner] = elements.get(owner, 0) + count
-        return elements
+        return self.contents.held if self._size("dp_shard") > 1 else {}
 
     @property
     def _gathering(self) -> int:
@@ -342,8 +280,7 @@ class StageCosts:
     @cached_property
     def stage_bytes(self) -> StageBytes:
         """What the stage holds whatever the microbatches."""
-        trained = sum(count for _, count, trainable in self.weights if trainable)
-        gradients = -(-trained // self._size("dp_shard")) * self.options.parameter_dtype.itemsize
+        gradients = -(-self.contents.trained // self._size("dp_shard")) * self.options.parameter_dtype.itemsize
         kept = {"default": ("",), "never": tuple(self._gathered_together), "always": ()}
         gathered = sum(self._gathered_together.get(owner, 0) for owner in kept[self.options.reshard_after_forward])
         replicas = self._size("cp") > 1 or (self._size("dp_replicate") > 1 and not self._gathered_together)
@@ -354,7 +291,7 @@ class StageCosts:
     @cached_property
     def _sums(self) -> tuple[float, float, float]:
         """Of gradients over `dp_shard`, `dp_replicate` and `cp`."""
-        elements = sum(count for _, count, trainable in self.weights if trainable)
+        elements = self.contents.trained
         itemsize = self.options.parameter_dtype.itemsize
         shards, replicas, context = (self._group(axis) for axis in ("dp_shard", "dp_replicate", "cp"))
         scatter, reduce = gradient_sum_time(elements, itemsize, shards, replicas, self.machine)
