@@ -18,6 +18,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hetmesh.errors import HetmeshError
+
 FOLDER = Path(__file__).parent / "benchmarks"
 
 
@@ -50,7 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON object to FILE")
     module.add_arguments(parser)
     args = parser.parse_args(argv[1:])
-    result = module.run(args)
+    try:
+        result = module.run(args)
+    except HetmeshError as error:
+        print(f"bench.py {name}: {error}", file=sys.stderr)
+        return 2
     text = json.dumps(result, indent=2)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
