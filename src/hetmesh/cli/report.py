@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 from collections.abc import Sequence
+from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +21,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Read the run's folder."""
     from hetmesh.errors import RecipeError
     from hetmesh.files import to_json
+    from hetmesh.report.by_action import action_json, action_table
     from hetmesh.report.gantt import save_gantt
     from hetmesh.report.gantt_text import bubble_table, gantt_text, headline, summary_json
     from hetmesh.report.run_folder import read_run
@@ -40,7 +42,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.trace:
         save_trace(found.timelines, args.trace)
     if args.json:
-        figures = {name: summary_json(timeline) for name, timeline in found.timelines.items()}
+        figures: dict[str, Any] = {name: summary_json(timeline) for name, timeline in found.timelines.items()}
+        figures |= {"actions": action_json(found.timelines)} if found.timelines else {}
         figures |= {"mean": found.load.means()} if found.load else {}
         print(to_json({"last": found.last, "summary": found.summary, "step": found.step, **figures}, indent=2))
         return 0
@@ -49,4 +52,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     for name, timeline in found.timelines.items():
         print(f"\nstep {found.step}, {name}: {headline(timeline)}\n")
         print(f"{gantt_text(timeline, width)}\n\n{bubble_table(timeline)}")
+    if found.timelines:
+        print(f"\nstep {found.step}, predicted beside measured\n\n{action_table(found.timelines)}")
     return 0

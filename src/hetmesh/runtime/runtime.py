@@ -25,7 +25,8 @@ Reducer = Callable[[], Callable[[], None]]
 """Begins to sum the gradients of a stage over its mesh; what it returns waits for the sums."""
 
 Recording = list[tuple[Action, float, float]]
-"""What a rank did in a step: action, start and stop in seconds of `time.perf_counter`."""
+"""What a rank did in a step: action, start and stop in seconds of `time.perf_counter`. A REDUCE comes twice: when the
+sums begin, and when they are waited for."""
 
 
 class Runtime:
@@ -112,8 +113,11 @@ class Runtime:
                 if self.recording is not None:
                     self.recording.append((action, started, time.perf_counter()))
             for action, finish in reductions:
+                started = time.perf_counter()
                 with self._guarded(action):
                     finish()
+                if self.recording is not None:
+                    self.recording.append((action, started, time.perf_counter()))
             if schedule.training and self.finish is not None:
                 self.finish()
             runner.drain()
