@@ -68,6 +68,11 @@ class CheckpointError(HetmeshError, OSError):
     """A checkpoint cannot be written or read, or its bytes have changed. The message names the file and what to do."""
 
 
+class SelfCheckError(HetmeshError, ValueError):
+    """The modules of a recipe compute something else than transformers does from the same directory. The message names
+    the first module that differs, the kind of samples, and by how much."""
+
+
 class Refusals:
     """Collects what is wrong with a recipe, so that all of it is said at once, a line each."""
 

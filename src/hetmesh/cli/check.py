@@ -11,14 +11,37 @@ from hetmesh.recipe.recipe import Recipe, load_recipe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The recipe."""
     parser.add_argument("recipe", metavar="RECIPE", help="a TOML file, e.g. recipes/digits.toml")
+    parser.add_argument(
+        "--weights",
+        action="store_true",
+        help="also load the weights, and compare logits with transformers' own forward of the same directory",
+    )
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Check the recipe and print what it describes."""
-    for line in checked(load_recipe(args.recipe, overrides)):
+    recipe = load_recipe(args.recipe, overrides)
+    for line in checked(recipe):
         print(line)
+    if recipe.model.hf_path is not None:
+        from hetmesh.training.describe import describe
+        from hetmesh.training.expansion import expansion
+
+        print(f"[model] hf_path = '{recipe.model.hf_path}' stands for:")
+        print("\n".join(f"  {line}" for line in expansion(recipe, describe(recipe)[1])))
+    if args.weights:
+        print(_compared(recipe), flush=True)
     print("ok")
     return 0
+
+
+def _compared(recipe: Recipe) -> str:
+    from hetmesh.training.self_check import self_check
+    from hetmesh.training.self_check_record import record
+
+    difference = self_check(recipe)
+    record(recipe, difference)
+    return f"weights: logits differ from transformers' own by at most {difference:.1e}"
 
 
 def checked(recipe: Recipe) -> list[str]:

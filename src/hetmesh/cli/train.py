@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from hetmesh._processes import no_blas_threads
 from hetmesh.cli import FAILURE, USAGE_ERROR
-from hetmesh.cli.check import add_arguments, checked
+from hetmesh.cli.check import checked
 from hetmesh.cli.launchers import SLURM, TORCHRUN, Place, find_place
-from hetmesh.errors import HetmeshError, LaunchError, RecipeError
+from hetmesh.errors import HetmeshError, LaunchError, RecipeError, SelfCheckError
 from hetmesh.recipe.recipe import Recipe, load_recipe
 
-__all__ = ["add_arguments", "run"]
+SELF_CHECK_SECONDS = 7200  # that comparing the modules with transformers' own forward may take
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The recipe, and whether to compare it with its directory first."""
+    parser.add_argument("recipe", metavar="RECIPE", help="a TOML file, e.g. recipes/digits.toml")
+    parser.add_argument(
+        "--no-self-check",
+        action="store_true",
+        help="do not compare the modules with transformers' own forward when a directory is used for the first time",
+    )
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Train; returns the exit status."""
     place = find_place(os.environ)
     if place is not None:
-        return _join(place, args.recipe, overrides)
+        return _join(place, args, overrides)
     with no_blas_threads():
         recipe = load_recipe(args.recipe, overrides)
         import torch
@@ -30,7 +41,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from hetmesh.cli.launch import launch, threads_per_worker
 
     torch.set_num_threads(1)  # workers are forked from this process: it must not have started a thread by then
-    _announce(recipe, checked(recipe))
+    _announce(recipe, [*checked(recipe), *_self_checked(recipe, args, overrides)])
     if recipe.world_size > 1:
         return launch(recipe)
     torch.set_num_threads(threads_per_worker(1))
@@ -40,15 +51,17 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def _join(place: Place, path: str, overrides: Sequence[str]) -> int:
+def _join(place: Place, args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Be one of a launcher's workers. What is wrong with the recipe is the same on every rank, so rank 0 says it."""
-    rank = place.rank
+    rank, path = place.rank, args.recipe
     try:
         recipe = load_recipe(path, overrides)
         if place.size != recipe.world_size:
             raise RecipeError(_wrong_size(place, path, recipe.world_size))
         summary = checked(recipe)
-    except RecipeError as error:
+        if rank == 0:
+            summary += _self_checked(recipe, args, overrides)
+    except (RecipeError, SelfCheckError) as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -76,6 +89,40 @@ def _join(place: Place, path: str, overrides: Sequence[str]) -> int:
         print(f"error: rank {rank}: {error}", file=sys.stderr)
         return FAILURE
     return 0
+
+
+def _self_checked(recipe: Recipe, args: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
+    """Compare the modules with transformers' own forward where the recipe's directory is used for the first time, in a
+    process of its own, whose memory and threads are gone afterwards; what the summary says of it.
+
+    Raises:
+        SelfCheckError: they differ, or could not be compared.
+    """
+    from hetmesh.training.self_check_record import needs_self_check, record_file
+
+    if not needs_self_check(recipe):
+        return []
+    if args.no_self_check:
+        return ["note: its weights were not compared with transformers' own forward (--no-self-check)"]
+    print("comparing the modules with transformers' own forward, once for this directory", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "hetmesh", "check", args.recipe, *overrides, "--weights"]
+    apart = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    try:
+        done = subprocess.run(
+            command, env=apart, capture_output=True, text=True, check=False, timeout=SELF_CHECK_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SelfCheckError(
+            f"self-check: it took more than {SELF_CHECK_SECONDS} s; --no-self-check trains without it"
+        ) from error
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:] or [f"exit status {done.returncode}"]
+        raise SelfCheckError(
+            f"self-check: {said[0].removeprefix('error: ')}. (hetmesh check {args.recipe} --weights repeats it; "
+            "--no-self-check trains all the same)"
+        )
+    found = next((line for line in done.stdout.splitlines() if line.startswith("weights: ")), "weights: compared")
+    return [f"{found} ({record_file(recipe)})"]
 
 
 def _wrong_size(place: Place, path: str, needed: int) -> str:

@@ -52,6 +52,8 @@ def expand_hf_path(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
     parts["llm"] = {"model": "hf_llm", "initial_load_path": path, "attention_mask": family.mask}
     given = raw.get("modules", {})
+    if not isinstance(given, Mapping):  # which is refused
+        return dict(raw)
     modules = {name: {**keys, **_table(given, name)} for name, keys in parts.items()}
     modules |= {name: value for name, value in given.items() if name not in modules}
     boundaries = [{"from": part, "to": "llm", "at": MEDIA[part]} for part in towers]

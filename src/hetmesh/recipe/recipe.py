@@ -138,9 +138,14 @@ def parse_recipe(text: str, overrides: Sequence[str] = ()) -> Recipe:
         raw: dict[str, Any] = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
         raise RecipeError(f"not valid TOML: {error}") from error
-    for path, value in parse_overrides(overrides):
+    changes = list(parse_overrides(overrides))
+    for path, value in changes:
+        if path[0] == "model":
+            raw = apply_override(raw, path, value)
+    raw = expand_hf_path(raw)
+    for path, value in changes:  # also of what the directory expands to
         raw = apply_override(raw, path, value)
-    raw = expand_hf_path(check_keys(raw, refusals))
+    raw = check_keys(raw, refusals)
     modules = raw.get("modules")
     if not modules:
         refusals.add(

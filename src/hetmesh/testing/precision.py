@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 
 @contextmanager
@@ -36,7 +35,7 @@ def exact_dtypes(*modules: nn.Module, every_cast: bool = False) -> Iterator[None
     with ExitStack() as stack:
         if every_cast:
             if any(p.dtype == torch.float64 for root in modules for p in root.parameters()):
-                stack.enter_context(_NoSingles())
+                stack.enter_context(_no_singles())
             yield
             return
         for root in modules:
@@ -66,18 +65,29 @@ def _exact_forward(name: str, module: nn.Module) -> Any:
     return None
 
 
-class _NoSingles(TorchFunctionMode):
-    """Casts to fp32 are casts to fp64. (Buffers in fp32 stay constants, but what is computed of them is fp64.)"""
+@contextmanager
+def _no_singles() -> Iterator[None]:
+    """While it lasts, casts to fp32 are casts to fp64, also where a backward computes again. (Buffers in fp32 stay
+    constants, but what is computed of them is fp64.)"""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.Tensor.float:
-            return torch.Tensor.double(args[0])
-        if kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-        if func in (torch.Tensor.to, torch.Tensor.type):
-            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
-        return func(*args, **kwargs)
+    def doubled(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+            return function(*(torch.float64 if each is torch.float32 else each for each in args), **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch.Tensor, "float", torch.Tensor.double))
+        for owner, name in (
+            (torch.Tensor, "to"),
+            (torch.Tensor, "type"),
+            (nn.functional, "softmax"),
+            (torch, "softmax"),
+        ):
+            stack.enter_context(patch.object(owner, name, doubled(getattr(owner, name))))
+        yield
 
 
 def _norm(module: Any, hidden_states: Tensor) -> Tensor:

@@ -160,10 +160,11 @@ class HfEncoderAdapter:
 
     def _rows(self, module: nn.Module, shape: tuple[int, ...]) -> dict[str, Tensor]:
         with torch.no_grad():
-            found = self._encode(module, self.call.collate([torch.ones(shape)]))
+            found = self.encode(module, self.call.collate([torch.ones(shape)]))
         return {name: rows[: len(rows) // self.call.fewest].to("meta") for name, rows in found.items()}
 
-    def _encode(self, module: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def encode(self, module: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The rows of all items of a `batch` that `call` collated, as `""`, and side outputs by name."""
         dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
         arguments = self.call.arguments({**batch, "media": batch["media"].to(dtype)})
         out = getattr(module, f"get_{self.media}_features")(**arguments, return_dict=True)
@@ -211,7 +212,7 @@ class HfEncoderAdapter:
         self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> Tensor | Mapping[str, Tensor]:
         rows = len(batch["rows"])
-        found = {name: each[:rows] for name, each in self._encode(module, batch).items()}
+        found = {name: each[:rows] for name, each in self.encode(module, batch).items()}
         return found if len(found) > 1 else found[""]
 
 

@@ -1,4 +1,4 @@
-"""Models of transformers in two halves: the logits of the halves are those of the whole, whatever the family."""
+"""Models of transformers in two halves: who owns what, and what is refused."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ def test_every_parameter_has_one_owner_and_every_tensor_of_the_checkpoint_a_plac
     assert parts[0].keys() | parts[1].keys() == set(whole.owners)
 
 
+@pytest.mark.slow
 def test_u26_a_parameter_without_an_owner_is_an_error(tmp_path, monkeypatch):
     from transformers import LlavaForConditionalGeneration
 
@@ -60,6 +61,7 @@ def test_u26_a_parameter_without_an_owner_is_an_error(tmp_path, monkeypatch):
         whole_model(Pretrained(path, "model.hf_path"))
 
 
+@pytest.mark.slow
 def test_left_over_and_missing_tensors_are_named(directory, tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -71,6 +73,7 @@ def test_left_over_and_missing_tensors_are_named(directory, tmp_path):
         describe(recipe(path))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_done_is_refused_with_the_reason(directory):
     pp = "[parallelism]\npipeline_parallel_degree = 2"
     with pytest.raises(RecipeError, match=r"hf_encoder cannot be split into stages \(it is called as one"):
@@ -79,6 +82,7 @@ def test_what_cannot_be_done_is_refused_with_the_reason(directory):
         adapters_of(directory("paligemma2"))
 
 
+@pytest.mark.slow
 def test_media_that_see_more_than_a_window_are_refused(directory):
     llm = adapters_of(directory("gemma3"))["llm"]  # 4 rows per image, a window of 12
     metas = [SampleMeta("long", 20, tuple(MediaItem("image", (3, 8, 8), 2 + 4 * i, 4) for i in range(4)), ((19, 20),))]
@@ -92,6 +96,7 @@ def test_families_that_are_refused_say_why(tmp_path):
         recipe(tmp_path)
 
 
+@pytest.mark.slow
 def test_towers_are_split_where_their_code_allows_it(directory):
     internvl = adapters_of(directory("internvl"))["vision"]  # its attention reshapes by full sizes
     assert {name.rpartition(".")[2] for name in internvl.tensor_parallel_plan()} == {"fc1", "fc2"}

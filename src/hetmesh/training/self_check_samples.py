@@ -1,0 +1,76 @@
+"""Samples on which a model of transformers and its parts are compared: text alone, with one item, and with several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetmesh.data.in_memory import MemorySource
+from hetmesh.data.source import Sample
+from hetmesh.graph.sample import MediaItem, SampleMeta
+
+KINDS = ("text alone", "one item", "several items", "several items of all kinds")
+TEXT = 7
+"""Text tokens before, between and behind items."""
+
+Shapes = Mapping[str, Sequence[tuple[int, ...]]]
+"""By placeholder the raw shapes of a small and a larger item."""
+
+
+def self_check_source(config: Any, shapes: Shapes, placeholders: Mapping[str, int], seed: int = 0) -> MemorySource:
+    """One sample of each of `KINDS`, random: every token behind the first two is a target, media aside.
+
+    Args:
+        config: the whole model's; tokens that mean something to it are left out of the text.
+        placeholders: token id by placeholder.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    vocabulary = config.get_text_config().vocab_size
+    special = _special(config) | {*placeholders.values(), 0}
+    text = torch.tensor([i for i in range(min(vocabulary, 4096)) if i not in special])
+    kinds = list(shapes)
+    wanted: list[list[tuple[str, tuple[int, ...]]]] = [
+        [],
+        [(kinds[0], shapes[kinds[0]][0])],
+        [(kinds[0], shape) for shape in (*shapes[kinds[0]], shapes[kinds[0]][0])],
+        [(kind, shape) for kind in reversed(kinds) for shape in shapes[kind]],
+    ]
+    made = [_sample(name, items, placeholders, text, draw) for name, items in zip(KINDS, wanted, strict=True)]
+    pad = next(i for i in range(vocabulary) if i not in placeholders.values())
+    return MemorySource(made, vocabulary, placeholders, pad)
+
+
+def _sample(
+    name: str,
+    items: Sequence[tuple[str, tuple[int, ...]]],
+    placeholders: Mapping[str, int],
+    text: Tensor,
+    draw: torch.Generator,
+) -> tuple[SampleMeta, Sample]:
+    def words() -> list[int]:
+        return text[torch.randint(len(text), (TEXT,), generator=draw)].tolist()
+
+    tokens, media = words(), []
+    payload: dict[str, list[Tensor]] = {}
+    for kind, shape in items:
+        media.append(MediaItem(kind, shape, len(tokens)))
+        payload.setdefault(kind, []).append(torch.randn(shape, generator=draw))
+        tokens += [placeholders[kind], *words()]
+    start = len(tokens)
+    tokens += words()  # the answer
+    return SampleMeta(name, len(tokens), tuple(media), ((start, len(tokens)),)), Sample(
+        name, torch.tensor(tokens), payload
+    )
+
+
+def _special(config: Any) -> set[int]:
+    """Ids of tokens that the config names."""
+    found: set[int] = set()
+    for part in (config, config.get_text_config()):
+        for key, value in part.to_dict().items():
+            if key.endswith(("_token_id", "_token_index")):
+                found |= {each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)}
+    return found
