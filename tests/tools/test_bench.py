@@ -147,6 +147,7 @@ def test_boundary_bytes_are_the_bound(load, young_heap):
     assert "small ragged" in boundary.table(result)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_large_boundaries_are_judged_by_time(load):
     boundary = load("benchmarks.boundary")
@@ -186,6 +187,7 @@ def test_a_schedule_is_not_predicted_from_its_own_shape(load):
         schedule.run(options(schedule, "--fit", "2", "4"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_frozen_aware_and_blind_cuts_differ(load, monkeypatch):
     frozen = load("benchmarks.frozen")
@@ -202,6 +204,7 @@ def test_frozen_aware_and_blind_cuts_differ(load, monkeypatch):
     assert "theory" in frozen.table(result)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_stragglers_are_measured_and_predicted(load):
     straggler = load("benchmarks.straggler")
@@ -229,6 +232,7 @@ def test_charts_are_as_long_as_their_law_divided(load):
         assert not charts.load(index, ()).media
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_busy_ranks_are_measured_by_plain_code(load):
     busy = load("benchmarks.busy")
@@ -260,6 +264,7 @@ def test_simulated_pairs_gain_from_knowing_what_is_frozen(load):
             assert sum(map(len, cut.values())) == 12  # stages of two ranks
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="bytes read are counted by Linux")
 def test_the_loader_benchmark_reads_what_it_needs(load):

@@ -29,6 +29,7 @@ def test_memory_does_not_grow_with_ranks_at_fixed_local_tokens(attention, pool, 
     assert peaks[1] <= 1.2 * peaks[0], peaks
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_small_run_has_every_key(attention, monkeypatch):
     monkeypatch.setattr(attention, "RANKS", (2,))

@@ -10,6 +10,7 @@ import pytest
 TOOLS = Path(__file__).parents[2] / "tools"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_every_family_and_policy_is_measured_and_the_targets_hold(monkeypatch):
     monkeypatch.syspath_prepend(str(TOOLS))
