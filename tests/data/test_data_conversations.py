@@ -302,3 +302,23 @@ def test_u21_only_the_kinds_that_are_wanted_are_read(root):
         assert sample.bytes_read == sample.bytes_needed == needed
         check_sample(sample, data.meta(0), data.placeholders, kinds)
     assert source(root, talk([image("missing.png")], "a cat")).load(0, ()).tokens.numel() > 0
+
+
+PARTS = (
+    "{% for m in messages %}{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %} <s> <image> </s> {% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
+    " <|end|>{% endfor %}"
+)
+
+
+def test_a_template_with_a_branch_for_images_gets_parts(root):
+    """It once got one text, so the branch never ran, and the tokens around an image were missing without a word."""
+    words, targets = said(source(root, talk([image(), text("what")], "a cat"), chat_template=PARTS))
+    assert words == "user <s> <image> </s> what <|end|> assistant a cat <|end|>"
+    assert targets == ["a cat <|end|>"]
+
+
+def test_a_template_whose_image_token_is_not_the_placeholder_is_refused(root):
+    other = PARTS.replace("<s> <image> </s>", "<s>")
+    with pytest.raises(RecipeError, match=r"template writes ' <s> ' for a part of type 'image', not '<image>'"):
+        source(root, talk([image(), text("what")], "a cat"), chat_template=other)

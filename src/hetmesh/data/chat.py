@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hetmesh.data.chat_content import content_form
 from hetmesh.errors import RecipeError, SampleError
 
 DEFAULT_TEMPLATE = (
@@ -68,6 +69,7 @@ class Chat:
         self.placeholders = {kind: self._placeholder(kind, text, key) for kind, text in placeholders.items()}
         if len(set(self.placeholders.values())) < len(self.placeholders):
             raise RecipeError(f"{key} placeholders = {self.texts}: each kind of media needs a token of its own")
+        self._form = content_form(self._apply, self.texts, key)
         fillers = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, *range(self.vocab_size))
         # Padding is never looked at, so any token but a placeholder does.
         self._backend = _backend_of(tokenizer, list(placeholders.values()))
@@ -118,11 +120,14 @@ class Chat:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _render(self, sample_id: str, messages: Sequence[tuple[str, str]]) -> str:
-        turns = [{"role": role, "content": text} for role, text in messages]
+        turns = [{"role": role, "content": self._form(text)} for role, text in messages]
         try:
-            return self.tokenizer.apply_chat_template(turns, chat_template=self.template, tokenize=False)
+            return self._apply(turns)
         except Exception as error:  # a template may raise anything
             raise SampleError(f"sample {sample_id!r}: the chat template refuses it: {error}") from error
+
+    def _apply(self, turns: Sequence[Mapping[str, Any]]) -> str:
+        return self.tokenizer.apply_chat_template(turns, chat_template=self.template, tokenize=False)
 
     def _spans(self, sample_id: str, text: str, marked: str, turns: Sequence[tuple[str, str]]) -> list[tuple[int, int]]:
         """Where in `text` the assistant's turns are, given the same with a mark in place of each."""

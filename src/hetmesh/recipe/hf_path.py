@@ -71,6 +71,11 @@ def _data(path: str, config: Mapping[str, Any], kinds: list[str], given: Any) ->
         options["image_processor"] = path
     if "audio" in kinds:
         options["audio_processor"] = path
+    template = (_read(path, "chat_template.json") or {}).get(
+        "chat_template"
+    )  # of a processor; tokenizers do not read it
+    if isinstance(template, str) and not (Path(path).expanduser() / "chat_template.jinja").is_file():
+        options["chat_template"] = template
     tokens = {kind: _token(path, config, kind) for kind in kinds}
     if found := {kind: token for kind, token in tokens.items() if token is not None}:
         options["placeholders"] = found

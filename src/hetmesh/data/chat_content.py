@@ -1,0 +1,81 @@
+"""In which form a chat template takes the content of a turn: one text, or a list of parts, some of which are media.
+
+Templates of multimodal models write tokens around an image (`<|vision_start|>`) in a branch for parts. Given one text
+with the placeholder in it they leave these out, without a word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hetmesh.errors import RecipeError
+
+Form = Callable[[str], Any]
+"""From a turn's text, with placeholders where media are, to the content that a template gets."""
+
+Render = Callable[[Sequence[Mapping[str, Any]]], str]
+"""From turns of `role` and `content` to text; may raise anything."""
+
+MARKS = ("\ue010", "\ue011", "\ue012")
+
+
+def parts_of(text: str, placeholders: Mapping[str, str]) -> list[dict[str, str]]:
+    """A text as parts: `{"type": "image"}` where the placeholder of a kind is, `{"type": "text", "text": ...}` else."""
+    kinds = {token: kind for kind, token in placeholders.items()}
+    found = re.split("(" + "|".join(map(re.escape, sorted(kinds, key=len, reverse=True))) + ")", text)
+    return [{"type": kinds[each]} if each in kinds else {"type": "text", "text": each} for each in found if each]
+
+
+def content_form(render: Render, placeholders: Mapping[str, str], key: str) -> Form:
+    """The form in which a template is right: parts in every turn, parts in turns with media, or one text.
+
+    Args:
+        render: the template.
+        placeholders: kind of media -> its token.
+        key: prefix of recipe keys in errors.
+
+    Raises:
+        RecipeError: the template writes something for an item, but not the placeholder.
+    """
+    if not placeholders:
+        return str
+
+    def parts(text: str) -> Any:
+        return parts_of(text, placeholders)
+
+    def parts_with_media(text: str) -> Any:
+        found = parts_of(text, placeholders)
+        return found if any(part["type"] != "text" for part in found) else text
+
+    other: dict[str, str] = {}
+    for form in (parts, parts_with_media):
+        written = {kind: _written(render, form, token) for kind, token in placeholders.items()}
+        if any(text is None for text in written.values()):
+            continue  # it does not know parts, or raises
+        if all(str(written[kind]).count(token) == 1 for kind, token in placeholders.items()):
+            return form
+        other |= {kind: str(text) for kind, text in written.items() if text and placeholders[kind] not in str(text)}
+    if other:
+        kind, text = next(iter(other.items()))
+        raise RecipeError(
+            f"{key} placeholders: the chat template writes {text!r} for a part of type {kind!r}, not "
+            f"{placeholders[kind]!r}; which tokens the model's processor makes of that, hetmesh does not know. Give a "
+            "chat_template that writes the placeholder with the tokens around it"
+        )
+    return str
+
+
+def _written(render: Render, form: Form, token: str) -> str | None:
+    """What a template writes for one item in a turn; None where the texts around it do not come out as they are."""
+    user, behind, said = MARKS
+    turns = [{"role": "user", "content": form(user + token + behind)}, {"role": "assistant", "content": form(said)}]
+    try:
+        text = render(turns)
+    except Exception:  # a template may raise anything
+        return None
+    if any(text.count(mark) != 1 for mark in MARKS) or "'type'" in text or '"type"' in text:
+        return None
+    _, _, rest = text.partition(user)
+    return rest.partition(behind)[0] if behind in rest else text.partition(user)[0] + rest

@@ -1,0 +1,74 @@
+"""`[model] hf_path`: what a directory stands for, from its JSON files alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hetmesh.errors import RecipeError
+from hetmesh.recipe.recipe import parse_recipe
+
+CONFIG = {"model_type": "gemma3", "vision_config": {}, "text_config": {}, "image_token_index": 7}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 7, "content": "<img>"}]}))
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    return tmp_path
+
+
+def parse(folder, more="", *overrides):
+    return parse_recipe(f"[model]\nhf_path = '{folder}'\n{more}", overrides)
+
+
+def test_it_stands_for_modules_boundaries_and_data(folder):
+    recipe = parse(folder, "[data.options]\npath = 'talks.jsonl'")
+
+    assert {name: module.model for name, module in recipe.modules.items()} == {"vision": "hf_encoder", "llm": "hf_llm"}
+    assert all(module.initial_load_path == str(folder) for module in recipe.modules.values())
+    assert recipe.modules["llm"].attention_mask == "bidirectional_runs"  # as the family has it
+    assert [(b.source, b.destination, b.at) for b in recipe.boundaries] == [("vision", "llm", "image")]
+    assert recipe.data.source == "conversations"
+    own = {key: str(folder) for key in ("tokenizer", "image_processor")}
+    template = {"chat_template": "{{ messages }}"}
+    assert recipe.data.options == {**own, **template, "placeholders": {"image": "<img>"}, "path": "talks.jsonl"}
+
+
+def test_what_the_recipe_says_itself_holds(folder):
+    recipe = parse(
+        folder,
+        "[modules.vision]\ntrainable = false\n[data.options]\npath = 'x'\ntokenizer = 'other'",
+        *("--modules.llm.attention_mask", "causal", "--modules.llm.lr", "1e-3"),
+    )
+    assert not recipe.modules["vision"].trainable
+    assert (recipe.modules["llm"].attention_mask, recipe.modules["llm"].lr) == ("causal", 1e-3)
+    assert recipe.data.options["tokenizer"] == "other"
+    assert parse(folder, "[data]\nsource = 'digits'").data.options == {}
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (None, r"model.hf_path = '.*': there is no config.json in it"),
+        ({"model_type": "llama"}, r"\(model_type 'llama'\) has neither vision_config nor audio_config"),
+        (
+            {"model_type": "emu3", "vision_config": {}},
+            r"'emu3' is not supported: its images are tokens of its vocabulary",
+        ),
+    ],
+)
+def test_directories_that_are_no_multimodal_model_are_refused(folder, config, says):
+    (folder / "config.json").unlink()
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RecipeError, match=says):
+        parse(folder)
+
+
+def test_torchtitans_keys_say_what_to_write(folder):
+    with pytest.raises(RecipeError, match=r"model.hf_assets_path = 'x': .*; write \[model\] hf_path"):
+        parse(folder, "hf_assets_path = 'x'")
