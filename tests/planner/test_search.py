@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from hetmesh.cli import main
+from hetmesh.cost import Coefficients, Profile, layer_kind
+from hetmesh.cost.fitted import PARTS
 from hetmesh.errors import HetmeshError, RecipeError
 from hetmesh.graph import MetaArrays
 from hetmesh.planner import PLACEMENTS, LayoutPlan, ModulePlan, Predictor, candidates, search
@@ -116,6 +118,27 @@ def test_wishes_that_cannot_be_are_named(key, value, said):
         problem(fixed={key: value})
 
 
+def test_tensor_parallelism_stays_within_a_node():
+    given = problem(8, 16)
+    for per_node in (1, 2, 4):
+        few = replace(given, machine=replace(given.machine, ranks_per_node=per_node))
+        plans = [own for name in PLACEMENTS for plan in candidates(few, name) for own in plan.modules.values()]
+        assert max(own.degree("tp") for own in plans) == per_node
+
+
+def test_measured_layers_take_the_place_of_analytic_ones(tmp_path):
+    given = problem(2, 8, fixed={"placement": "homogeneous"})
+    kinds = {layer_kind(layer) for facts in given.facts.values() for layer in facts.shape.layers if layer.name}
+    slow = {part: Coefficients(1e-2, 1e-6, 1e-9) for part in PARTS}
+    path = tmp_path / "profile.json"
+    Profile(dict.fromkeys(kinds, slow)).save(path)
+    measured = problem(2, 8, fixed={"placement": "homogeneous"}, profile=str(path))
+    plan = next(iter(candidates(given, "homogeneous")))
+    seconds, analytic = (Predictor(each).predict(plan).step_s for each in (measured, given))
+    assert seconds > 5 * analytic
+    assert search(measured).fastest is not None
+
+
 def test_nothing_that_does_not_fit_is_proposed(four):
     given, whole = four
     largest = whole.fastest.peak_bytes
@@ -177,11 +200,15 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     sizes = ["--training.global_batch_size", "4", "--training.local_batch_size", "1", "--modules.vision.lr", "0.5"]
     recipe, target = tmp_path / "dos.toml", tmp_path / "planned.toml"
     recipe.write_bytes((RECIPES / "digits.toml").read_bytes().replace(b"\n", b"\r\n"))
-    assert main(["plan", str(recipe), *keys, "--write", str(target), *sizes]) == 0
+    picture = tmp_path / "steps.svg"
+    assert main(["plan", str(recipe), *keys, "--draw", "--png", str(picture), "--write", str(target), *sizes]) == 0
     out = capsys.readouterr().out
     assert "2 ranks of h100, 4 samples per step, at most 72.0 GB on a rank" in out
     assert "disjoint: the fastest" in out
-    assert all(len(line) <= 120 for line in out.splitlines()[:-1])
+    assert "disjoint, some of the lanes: " in out
+    assert "|0" in out.partition("some of the lanes")[2]
+    assert picture.stat().st_size
+    assert all(len(line) <= 120 for line in out.partition("some of the lanes")[0].splitlines())
     written = load_recipe(target)
     assert written.schedule == "1f1b"
     assert written.world_size == 2

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.overrides import parse_value
 from hetmesh.recipe.recipe import load_recipe
+
+if TYPE_CHECKING:
+    from hetmesh.planner import Found, Problem
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The recipe, the machine, and what the layout must keep to."""
     parser.add_argument("recipe", metavar="RECIPE", help="models, data and batch size; its layout counts for nothing")
     parser.add_argument("--machine", metavar="NAME", help="a machine's name or TOML file; default: [metrics] machine")
+    parser.add_argument("--profile", metavar="FILE", help="what `hetmesh profile` wrote; default: [profiling] profile")
     parser.add_argument("--ranks", metavar="N", type=int, help="how many there are; default: those of the recipe")
     parser.add_argument(
         "--fix",
@@ -29,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="GB", type=float, help="of a rank; default: nine tenths of the machine's")
     parser.add_argument("--shown", metavar="N", type=int, default=2, help="layouts of each placement (default 2)")
     parser.add_argument("--write", metavar="FILE.toml", help="also write the recipe with the fastest layout")
+    parser.add_argument("--draw", action="store_true", help="also print the step of the best layout of each placement")
+    parser.add_argument("--png", metavar="FILE", help="draw these steps, as .png or .svg (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
 
 
@@ -55,7 +63,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         if fixed.setdefault(key, value) != value:
             raise RecipeError(f"--fix {key}: it is given twice, as {fixed[key]!r} and as {value!r}")
     started = time.perf_counter()
-    problem = recipe_problem(recipe, machine=args.machine, ranks=args.ranks, fixed=fixed, memory_bytes=memory)
+    problem = recipe_problem(
+        recipe, machine=args.machine, ranks=args.ranks, fixed=fixed, memory_bytes=memory, profile=args.profile
+    )
     macro = recipe_macro_batch(recipe, problem)
     batches = batches_to_simulate(macro, problem.global_batch_size)
     found = search(problem, shown=args.shown, batches=batches)
@@ -66,6 +76,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(plan_text(problem, found, seconds, macro, batches))
     if found.fastest is None:
         return 1
+    if args.png or (args.draw and not args.json):
+        _draw(problem, found, args)
     if args.write:
         text = planned_text(recipe, Path(args.recipe).read_bytes().decode(), overrides, problem, found.fastest.plan)
         with writing(Path(args.write)):
@@ -75,6 +87,21 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         if left := not_kept(recipe):
             print(f"not in it, and planned without: {', '.join(left)}", file=sys.stderr)
     return 0
+
+
+def _draw(problem: Problem, found: Found, args: argparse.Namespace) -> None:
+    """The simulated step of the best layout of each placement, all on one axis of time."""
+    from hetmesh.planner import timeline
+    from hetmesh.report.gantt import save_gantt
+    from hetmesh.report.gantt_text import gantt_text, headline
+
+    steps = {name: timeline(problem, best[0].plan) for name, best in found.best.items() if best}
+    if args.png:
+        save_gantt(steps, args.png, f"{problem.ranks} ranks of {problem.machine.name}")
+    if args.draw and not args.json:
+        width, longest = shutil.get_terminal_size((120, 24)).columns, max(each.makespan for each in steps.values())
+        for name, each in steps.items():
+            print(f"\n{name}, some of the lanes: {headline(each)}\n{gantt_text(each, width, longest)}")
 
 
 def _pair(text: str) -> tuple[str, object]:

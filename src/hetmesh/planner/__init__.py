@@ -2,7 +2,7 @@
 
 from hetmesh.planner.layout_plan import AXES, PLACEMENTS, LayoutPlan, ModulePlan, laid_out
 from hetmesh.planner.macro_batch import Drift, MacroBatch, certify, sample_flops
-from hetmesh.planner.predict import Prediction, Predictor
+from hetmesh.planner.predict import Prediction, Predictor, timeline
 from hetmesh.planner.problem import ModuleFacts, Problem
 from hetmesh.planner.search import Found, candidates, search
 
@@ -23,4 +23,5 @@ __all__ = [
     "laid_out",
     "sample_flops",
     "search",
+    "timeline",
 ]

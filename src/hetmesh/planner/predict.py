@@ -17,6 +17,9 @@ from hetmesh.planner.some_lanes import some_lanes
 from hetmesh.schedule import POLICIES
 from hetmesh.simulate import CLASSES, LayerCosts, StepModel, Timeline, average_bubbles, simulate
 
+LANES = 4
+"""Lanes of the sink in a simulation that decides, at least."""
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -63,7 +66,7 @@ class Predictor:
         self.problem, self.batches, self.lanes, self.quick = problem, batches, lanes, quick
         policy = "two_dim" if quick and problem.balance.policy == "auto" else problem.balance.policy
         self.balance, self.sample = replace(problem.balance, policy=policy), 2 if quick else 8
-        self.layers = layers or LayerCosts(problem.machine)
+        self.layers = layers or LayerCosts(problem.machine, problem.profile)
         self._flops = batch_flops(problem)
 
     def predict(self, plan: LayoutPlan) -> Prediction:
@@ -103,6 +106,7 @@ class Predictor:
             graph,
             shapes,
             problem.machine,
+            profile=problem.profile,
             optimizer=problem.optimizer,
             layers=self.layers,
             sample=self.sample,
@@ -115,6 +119,11 @@ class Predictor:
             schedule = POLICIES[plan.schedule](model.stages, batch.routes, True)
             found.append(simulate(schedule, model.costs(batch, schedule, lanes=not self.quick)))
         return found
+
+
+def timeline(problem: Problem, plan: LayoutPlan) -> Timeline:
+    """The simulated step of the first sampled batch, with as many lanes as a search decides by: for a picture."""
+    return Predictor(problem, lanes=LANES).timelines(plan)[0]
 
 
 def batch_flops(problem: Problem) -> dict[str, float]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from hetmesh.balance import BalanceOptions
 from hetmesh.balance.from_graph import UNBALANCED
-from hetmesh.cost import Machine, ModuleShape
+from hetmesh.cost import Machine, ModuleShape, Profile
 from hetmesh.cost.work import samples_work
 from hetmesh.graph import Activation, MetaArrays, ModuleGraph
 
@@ -55,6 +55,7 @@ class Problem:
         balance: how batches are balanced.
         fixed: what candidates must agree with, as (module, what) -> value: of a module a mesh axis or
             `activation_checkpoint`; of the module `""` `placement`, `schedule` or `microbatch_size`.
+        profile: measured seconds of layers, which take the place of the analytic ones.
         memory_bytes: the most that a rank may hold; None: nine tenths of the machine's. The rest is for what is not
             predicted: communicators, workspaces, fragments.
     """
@@ -69,6 +70,7 @@ class Problem:
     balance: BalanceOptions = UNBALANCED
     fixed: Mapping[tuple[str, str], object] = field(default_factory=lambda: MappingProxyType({}))
     memory_bytes: int | None = None
+    profile: Profile | None = None
 
     @property
     def limit(self) -> int:

@@ -17,13 +17,12 @@ from hetmesh.errors import HetmeshError
 from hetmesh.planner.candidates import homogeneous, joined, microbatch_sizes, module_plans, rank_splits, schedules
 from hetmesh.planner.estimate import Estimator
 from hetmesh.planner.layout_plan import PLACEMENTS, LayoutPlan, ModulePlan
-from hetmesh.planner.predict import Prediction, Predictor, batch_flops
+from hetmesh.planner.predict import LANES, Prediction, Predictor, batch_flops
 from hetmesh.planner.problem import Problem
 from hetmesh.simulate import LayerCosts
 
 _SIMULATED = 48  # at most, of each placement
 _FITTING, _NEAR, _FINALISTS = 12, 4, 4
-_LANES = 4  # of the simulation that decides
 BATCHES = 2
 """Sampled batches of the simulation that decides, unless `search` is told otherwise."""
 
@@ -65,10 +64,10 @@ def search(problem: Problem, *, shown: int = 3, batches: int = BATCHES) -> Found
 class _Search:
     def __init__(self, problem: Problem, batches: int) -> None:
         self.problem = problem
-        layers = LayerCosts(problem.machine)
+        layers = LayerCosts(problem.machine, problem.profile)
         self.estimator = Estimator(problem, layers)
         self.quick = Predictor(problem, layers=layers, quick=True)
-        self.exact = Predictor(problem, batches, _LANES, layers)
+        self.exact = Predictor(problem, batches, LANES, layers)
         self.refused: Counter[str] = Counter()
         self.known: dict[tuple[bool, tuple], Prediction | None] = {}
         self.estimated: dict[tuple, float] = {}

@@ -33,12 +33,18 @@ def track_label(timeline: Timeline, track: int, separator: str = "  ") -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}{separator}{names}"
 
 
-def gantt_text(timeline: Timeline, width: int = 100) -> str:
-    """One line per track; every character is what takes most of its share of the step."""
+def gantt_text(timeline: Timeline, width: int = 100, seconds: float | None = None) -> str:
+    """One line per track; every character is what takes most of its share of the step.
+
+    Args:
+        seconds: what a whole line stands for, at least the step: to compare steps; None: the step.
+    """
     tracks = range(min(len(timeline.tracks), MOST_TRACKS))
     labels = [track_label(timeline, track) for track in tracks]
     margin = min(max(map(len, labels), default=0), width // 3)
     columns = max(width - margin - 4, 10)
+    if seconds and timeline.makespan:
+        columns = max(round(columns * timeline.makespan / seconds), 1)
     lines = [f"{label[:margin]:<{margin}} |{_line(timeline, track, columns)}|" for track, label in enumerate(labels)]
     if len(timeline.tracks) > len(tracks):
         lines.append(f"and {len(timeline.tracks) - len(tracks)} tracks more")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from hetmesh.cost import load_machine
+from hetmesh.cost import Profile
 from hetmesh.errors import RecipeError
 from hetmesh.graph import LANE_AXES, Activation, ModuleGraph
 from hetmesh.layout import MeshSpec
@@ -22,7 +22,7 @@ from hetmesh.recipe.rewrite import rewritten
 from hetmesh.schedule import POLICIES
 from hetmesh.training.balance import recipe_balance
 from hetmesh.training.describe import describe, make_loader
-from hetmesh.training.step_model import recipe_step_model
+from hetmesh.training.step_model import named_step_model
 
 BATCHES = 4
 """Global batches of samples that the planner sees."""
@@ -48,6 +48,7 @@ def recipe_problem(
     ranks: int | None = None,
     fixed: Mapping[str, Any] | None = None,
     memory_bytes: int | None = None,
+    profile: str | None = None,
 ) -> Problem:
     """What the planner searches for `recipe`; its own layout counts for nothing, its global batch size stays.
 
@@ -55,13 +56,15 @@ def recipe_problem(
         machine: a name or TOML file; None: `[metrics] machine`, else this CPU.
         ranks: None: those of the recipe.
         fixed: `"llm.tensor_parallel_degree"` -> 8 and the like; also `placement`, `schedule` and `microbatch_size`.
+        profile: a file of `hetmesh profile`; None: `[profiling] profile`, and without one the analytic costs.
 
     Raises:
         RecipeError: what `hetmesh check` would find, or a key of `fixed` that there is not.
     """
+    fitted = profile or recipe.profiling.profile
     source, adapters, laid = describe(recipe)
     graph, size = _without_layout(recipe, laid), recipe.batch.global_batch_size
-    model = recipe_step_model(recipe, graph, adapters, machine=load_machine(machine) if machine else None)
+    model = named_step_model(recipe, graph, adapters, machine, profile)
     loader = make_loader(recipe, source, graph, adapters)
     samples = loader.drawn([i for step in range(BATCHES) for i in loader.indices(step)]).metas
     facts = {name: _facts(recipe, name, adapters[name], model.shape(name), graph.sink.name) for name in graph.order}
@@ -76,6 +79,7 @@ def recipe_problem(
         recipe_balance(recipe, graph, adapters),
         _fixed(fixed or {}, facts),
         memory_bytes,
+        Profile.load(fitted) if fitted else None,
     )
 
 
