@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_simulate_properties import random_costs, stage_graphs
 
+from hetmesh.cost import Lanes
 from hetmesh.errors import ScheduleError
 from hetmesh.graph import BoundarySpec, ModuleGraph, Routes, Stage, stage_graph
 from hetmesh.schedule import Kind, PolicyOptions, bubble_fill, peaks_in_flight
@@ -19,7 +20,7 @@ SECONDS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind
 
 
 def each_rank(stage_graph):
-    return lambda stage: [(rank,) for rank in stage_graph.ranks_of(stage)]
+    return Lanes({stage: tuple((rank,) for rank in stage_graph.ranks_of(stage)) for stage in stage_graph.stages})
 
 
 def computed(schedule, module=None):
@@ -67,14 +68,14 @@ def test_what_fits_into_gaps_costs_nothing(inner, virtual, alone, most):
     def durations(action):
         return SECONDS[action.kind] * (0.025 if action.target.module == "vision" else 1 / virtual)
 
-    schedule = bubble_fill(stages, 8, True, options, durations=durations, together=each_rank(stages))
+    schedule = bubble_fill(stages, 8, True, options, durations=durations, lanes=each_rank(stages))
     by_itself = inner_schedule(stages, Routes.of(stages, 8), True, options)
     assert makespan(by_itself, durations) <= alone + 3.0
     assert makespan(schedule, durations) <= most + 1e-9
     for rank in range(4):  # the LLM's own order is untouched
         own = [a for a in computed(schedule, "llm") if rank in stages.ranks_of(a.target)]
         assert own == [a for a in computed(by_itself) if rank in stages.ranks_of(a.target)]
-    assert bubble_fill(stages, 8, True, options, durations=durations, together=each_rank(stages)) == schedule
+    assert bubble_fill(stages, 8, True, options, durations=durations, lanes=each_rank(stages)) == schedule
 
 
 @pytest.mark.slow
@@ -96,8 +97,8 @@ def test_o6_refined_is_never_slower_than_coarse(data):
         scores.append(simulate(schedule, costs).makespan)
         return scores[-1]
 
-    together = data.draw(st.sampled_from([None, each_rank(stages)]))
-    schedule = bubble_fill(stages, some, training, options, durations=durations, score=score, together=together)
+    lanes = data.draw(st.sampled_from([None, each_rank(stages)]))
+    schedule = bubble_fill(stages, some, training, options, durations=durations, score=score, lanes=lanes)
     coarse = scores[0]
     assert simulate(schedule, costs).makespan == min(scores) <= coarse
 
@@ -110,7 +111,7 @@ def test_microbatches_of_which_the_encoder_is_done_first_come_first():
         own = 3.0 if action.microbatch == 0 else 0.25
         return SECONDS[action.kind] * (own if action.target.module == "vision" else 1.0)
 
-    schedule = bubble_fill(stages, 4, durations=durations, together=each_rank(stages))
+    schedule = bubble_fill(stages, 4, durations=durations, lanes=each_rank(stages))
     forwards = [a.microbatch for a in computed(schedule) if a.target == Stage("llm", 0) and a.kind is Kind.FORWARD]
     assert forwards == [1, 2, 3, 0]
     assert [a.microbatch for a in computed(schedule, "vision")[:2]] == [1, 1]

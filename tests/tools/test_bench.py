@@ -15,7 +15,7 @@ from hetmesh.cost import StageCost, StepCosts
 from hetmesh.graph import Stage
 
 TOOLS = Path(__file__).parents[2] / "tools"
-PACKAGES = {"balance", "boundary", "frozen", "schedule", "straggler"}
+PACKAGES = {"balance", "boundary", "bubble", "frozen", "schedule", "straggler"}
 NAMES = sorted({p.stem for p in (TOOLS / "benchmarks").glob("*.py")} - {"__init__"} | PACKAGES)
 
 
@@ -205,6 +205,19 @@ def test_frozen_aware_and_blind_cuts_differ(load, monkeypatch):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.slow
+def test_filled_bubbles_are_measured_and_predicted(load):
+    bubble = load("benchmarks.bubble")
+    sizes = ("--width", "16", "--layers", "2", "--vision-layers", "1", "--microbatches", "2", "--microbatch", "2")
+    result = bubble.run(options(bubble, *sizes, "--fit", "1", "3", "--rounds", "2", "--seconds", "0"))
+    assert len(result["ratios"]) == 2
+    policies = [result[policy] for policy in bubble.POLICIES]
+    assert result["speedup_predicted"] == policies[0]["predicted_ms"] / policies[1]["predicted_ms"]
+    assert all(each["measured_ms"] > 0 < each["predicted_alone_ms"] <= each["predicted_ms"] for each in policies)
+    assert "speed-up" in bubble.table(result)
+    json.dumps(result, allow_nan=False)
+
+
 @pytest.mark.slow
 def test_stragglers_are_measured_and_predicted(load):
     straggler = load("benchmarks.straggler")

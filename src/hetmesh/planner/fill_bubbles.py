@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from hetmesh.balance import BatchPlan
-from hetmesh.cost import Rates, StageCost, StepCosts, Work, module_times
-from hetmesh.graph import Routes, Stage
+from hetmesh.cost import Lanes, Rates, StageCost, StepCosts, Work, module_times
+from hetmesh.graph import Route, Routes, Stage
 from hetmesh.schedule import Action, Kind, PolicyOptions, Schedule, bubble_fill
 from hetmesh.simulate import StepModel, simulate
 from hetmesh.simulate.lanes import group_ranks
@@ -27,7 +27,7 @@ def fill_bubbles(
         ScheduleError: see `bubble_fill`.
         HetmeshError: see `StepModel.costs`.
     """
-    stages, routes, graph = model.stages, plan.routes, plan.graph
+    stages, routes = model.stages, plan.routes
     costs = model.costs(plan, Schedule(stages, routes, (), training), parts=bool(beside))
     costs = replace(on_grid(costs), busy_slowdown=())
     return bubble_fill(
@@ -37,7 +37,7 @@ def fill_bubbles(
         options,
         durations=_durations(costs.stages, costs.action_overhead),
         score=lambda schedule: simulate(schedule, costs, beside=beside).makespan,
-        together=lambda stage: group_ranks(graph[stage.module], stage.index),
+        lanes=costs.lanes,
     )
 
 
@@ -99,6 +99,11 @@ def fill_typical(model: StepModel, routes: Routes, training: bool, options: Poli
                 share * sum(time.backward_input for time in own),
                 share * sum(time.backward_weight for time in own),
             )
+    groups = {stage: group_ranks(graph[stage.module], stage.index) for stage in model.stages.stages}
+    flows: dict[Route, tuple[tuple[int, int], ...]] = {}
+    for edge in model.stages.edges:
+        if not edge.internal and groups[edge.source] == groups[edge.destination]:  # both have the same samples
+            flows |= dict.fromkeys(routes.along(edge), tuple((i, i) for i in range(len(groups[edge.source]))))
     alike = {(stage, m): cost for stage, cost in costs.items() for m in range(routes.count(stage.module))}
     alike = dict(on_grid(StepCosts(alike)).stages)
     return bubble_fill(
@@ -107,7 +112,7 @@ def fill_typical(model: StepModel, routes: Routes, training: bool, options: Poli
         training,
         options,
         durations=_durations(alike, 0.0),
-        together=lambda stage: group_ranks(graph[stage.module], stage.index),
+        lanes=Lanes(groups, flows),
     )
 
 

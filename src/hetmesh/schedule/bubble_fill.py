@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
+from hetmesh.cost.step_costs import Lanes
 from hetmesh.errors import ScheduleError
 from hetmesh.graph import Edge, Routes, Stage, StageGraph
 from hetmesh.schedule.fill_pass import Filled, coarse, fill, lazy, longest_tails
-from hetmesh.schedule.fill_problem import FillProblem, Together, fill_problem
+from hetmesh.schedule.fill_problem import FillProblem, fill_problem
 from hetmesh.schedule.interleaved import interleaved
 from hetmesh.schedule.one_f_one_b import by_caps
 from hetmesh.schedule.options import DEFAULT, PolicyOptions
@@ -35,7 +36,7 @@ def bubble_fill(
     *,
     durations: Durations | None = None,
     score: Score | None = None,
-    together: Together | None = None,
+    lanes: Lanes | None = None,
 ) -> Schedule:
     """A validated schedule in which the sink's module runs as it would by itself (`options.inner`), and the stages of
     all other modules in its gaps: the slices of an encoder are its stages.
@@ -48,16 +49,16 @@ def bubble_fill(
     Args:
         durations: what compute actions take, to find gaps by; None: nominal ones.
         score: what decides; None: the makespan by `durations`, messages left out.
-        together: which ranks of a stage start together; None: all.
+        lanes: which ranks of a stage start together, and who waits for whom; None: all.
 
     Raises:
         ScheduleError: `options.in_flight` is lower than what the order of the LLM's microbatches needs, or there is no
             such inner schedule.
     """
     routes = Routes.of(stages, microbatches)
-    if durations is None and score is None and together is None:
+    if durations is None and score is None and lanes is None:
         return _nominal(stages, routes, training, options)
-    return _filled(stages, routes, training, options, durations, score, together)
+    return _filled(stages, routes, training, options, durations, score, lanes)
 
 
 @lru_cache(maxsize=64)
@@ -72,12 +73,12 @@ def _filled(
     options: PolicyOptions,
     durations: Durations | None,
     score: Score | None,
-    together: Together | None,
+    lanes: Lanes | None,
 ) -> Schedule:
     inner = inner_schedule(stages, routes, training, options)
     seconds = durations or nominal(stages, routes, inner.split)
     order = [action for action in inner.actions if isinstance(action.target, Stage) and action.kind is not Kind.REDUCE]
-    problem = fill_problem(stages, routes, training, order, seconds, inner.split, together)
+    problem = fill_problem(stages, routes, training, order, seconds, inner.split, lanes)
     caps = _caps(problem, lazy(problem), options)
 
     def schedule(found: Filled, names: Callable[[Action], Action]) -> Schedule:

@@ -151,12 +151,12 @@ class _Pass:
         free, out = self.free, []
         for place, tracks in enumerate(self.problem.groups[i]):
             start = max([free[t] for t in tracks])
-            for other, aligned in self.problem.before[i]:
+            for other, needed in self.problem.before[i]:
                 stops = self.stops[other]
                 assert stops is not None
-                stop = stops[place] if aligned else max(stops)
-                if stop > start:
-                    start = stop
+                for stop in stops if needed is None else [stops[each] for each in needed[place]]:
+                    if stop > start:
+                        start = stop
             out.append(start)
         return out
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from hetmesh.cost.step_costs import Lanes
 from hetmesh.graph import Routes, Stage, StageGraph
 from hetmesh.schedule.held import readers
 from hetmesh.schedule.one_by_one import one_by_one
 from hetmesh.schedule.order import Durations, compute_dependencies
 from hetmesh.schedule.schedule import Action, Kind, backward_kinds
 
-Together = Callable[[Stage], Collection[Collection[int]]]
-"""Sets of a stage's ranks: those of one set start an action together, because collectives join them."""
-
 Groups = tuple[tuple[int, ...], ...]
 """Sets of tracks that start an action together."""
+
+Needed = tuple[tuple[int, ...], ...] | None
+"""Which sets of another action each set of an action waits for; None: all for all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +25,7 @@ class FillProblem:
     """Compute actions by number: first those of the sink's module in their order, then all others, the *fillers*:
     forwards, then backwards, each in the order of `one_by_one`.
 
-    A track is all ranks that hold the same stages, and so do the same.
+    A track is all ranks that hold the same stages, and so do the same. Sets of ranks that share a track are one.
 
     Attributes:
         actions: by number.
@@ -32,7 +33,7 @@ class FillProblem:
         backwards: the number of the first backward of a filler.
         seconds: of each.
         groups: of each, the tracks that take part, by sets that start together.
-        before: of each, the numbers of actions that it needs, and whether it needs them set by set alone.
+        before: of each, the numbers of actions that it needs, and which sets of them.
         previous: of each, what comes right before it in the order of its tracks (of fillers, of its stage).
         sequences: per track, the sink's actions in order.
         stage: of each, the number of its stage.
@@ -45,7 +46,7 @@ class FillProblem:
     backwards: int
     seconds: tuple[float, ...]
     groups: tuple[Groups, ...]
-    before: tuple[tuple[tuple[int, bool], ...], ...]
+    before: tuple[tuple[tuple[int, Needed], ...], ...]
     previous: tuple[tuple[int, ...], ...]
     sequences: tuple[tuple[int, ...], ...]
     stage: tuple[int, ...]
@@ -64,21 +65,21 @@ def fill_problem(
     order: Sequence[Action],
     durations: Durations,
     split: frozenset[Stage] = frozenset(),
-    together: Together | None = None,
+    lanes: Lanes | None = None,
 ) -> FillProblem:
     """The tables.
 
     Args:
         order: the compute actions of the sink's module.
         split: stages of the sink's module whose backward has two parts.
-        together: None: all ranks of a stage start together.
+        lanes: None: all ranks of a stage start together.
     """
     sink = stages.sink.module
     others = [a for step in one_by_one(stages, routes, training) for a in step if _stage(a).module != sink]
     fillers = [a for a in others if a.kind is Kind.FORWARD], [a for a in others if a.kind is not Kind.FORWARD]
     actions = (*order, *fillers[0], *fillers[1])
     number = {action: i for i, action in enumerate(actions)}
-    groups, count = _groups(stages, together)
+    groups, places, count = _groups(stages, lanes)
     index = {stage: i for i, stage in enumerate(stages.stages)}
     sequences: list[list[int]] = [[] for _ in range(count)]
     previous: list[tuple[int, ...]] = []
@@ -93,10 +94,11 @@ def fill_problem(
         else:
             previous.append((last[stage, forward],) if (stage, forward) in last else ())
             last[stage, forward] = i
+    flows = _flows(stages, routes, lanes, groups, places)
     before = []
     for action in actions:
         needed = dict.fromkeys(compute_dependencies(action, stages, routes, split))
-        before.append(tuple((number[a], _alike(groups, action, a)) for a in needed))
+        before.append(tuple((number[other], _needed(flows, groups, action, other)) for other in needed))
     ends: dict[int, tuple[int, ...]] = {}
     for i in range(len(order), len(order) + len(fillers[0])):
         stage, m = _stage(actions[i]), actions[i].microbatch
@@ -120,14 +122,45 @@ def fill_problem(
     )
 
 
-def _alike(groups: Mapping[Stage, Groups], one: Action, other: Action) -> bool:
-    """Whether a lane needs of another action no more than what the same lane does in it."""
-    a, b = _stage(one), _stage(other)
-    return a.module == b.module and groups[a] == groups[b]
+Flows = Mapping[tuple[Stage, int, Stage, int], set[tuple[int, int]]]
+"""Pairs of sets, by source and destination of a route between modules."""
 
 
-def _groups(stages: StageGraph, together: Together | None) -> tuple[dict[Stage, Groups], int]:
-    """Per stage its sets of tracks, and how many tracks there are."""
+def _needed(flows: Flows, groups: Mapping[Stage, Groups], action: Action, other: Action) -> Needed:
+    ends = (_stage(other), other.microbatch, _stage(action), action.microbatch)
+    own = range(len(groups[_stage(action)]))
+    if ends in flows:
+        return tuple(tuple(sorted(a for a, b in flows[ends] if b == g)) for g in own)
+    if (back := (*ends[2:], *ends[:2])) in flows:
+        return tuple(tuple(sorted(b for a, b in flows[back] if a == g)) for g in own)
+    alike = ends[0].module == ends[2].module and len(groups[ends[0]]) == len(own)
+    return tuple((g,) for g in own) if alike else None
+
+
+def _flows(
+    stages: StageGraph, routes: Routes, lanes: Lanes | None, groups: Mapping[Stage, Groups], places: Places
+) -> Flows:
+    found: dict[tuple[Stage, int, Stage, int], set[tuple[int, int]]] = {}
+    missing = set()
+    if lanes is None:
+        return found
+    for edge in stages.edges:
+        for route in routes.along(edge) if not edge.internal else ():
+            ends = edge.source, route.source, edge.destination, route.destination
+            if route in lanes.flows:
+                pairs = {(places[edge.source][a], places[edge.destination][b]) for a, b in lanes.flows[route]}
+                found.setdefault(ends, set()).update(pairs)
+            else:
+                missing.add(ends)
+    return {ends: pairs for ends, pairs in found.items() if ends not in missing}
+
+
+Places = Mapping[Stage, tuple[int, ...]]
+"""Per stage, which of its sets of tracks each of its sets of ranks is in."""
+
+
+def _groups(stages: StageGraph, lanes: Lanes | None) -> tuple[dict[Stage, Groups], dict[Stage, tuple[int, ...]], int]:
+    """Per stage its sets of tracks, and which each set of ranks is in; how many tracks there are."""
     held: dict[int, list[Stage]] = {}
     for stage, ranks in zip(stages.stages, stages.ranks, strict=True):
         for rank in ranks:
@@ -135,14 +168,17 @@ def _groups(stages: StageGraph, together: Together | None) -> tuple[dict[Stage, 
     numbers: dict[tuple[Stage, ...], int] = {}
     track = {rank: numbers.setdefault(tuple(held[rank]), len(numbers)) for rank in sorted(held)}
     groups: dict[Stage, Groups] = {}
+    places: dict[Stage, tuple[int, ...]] = {}
     for stage in stages.stages:
+        given = lanes.groups.get(stage) if lanes is not None else None
+        sets = [{track[rank] for rank in some} for some in given or (stages.ranks_of(stage),)]
         merged: list[set[int]] = []
-        for some in together(stage) if together else (stages.ranks_of(stage),):
-            tracks = {track[rank] for rank in some}
+        for tracks in sets:
             joined = tracks.union(*(each for each in merged if each & tracks))
             merged = [each for each in merged if not each & tracks] + [joined]
         groups[stage] = tuple(sorted(tuple(sorted(each)) for each in merged))
-    return groups, len(numbers)
+        places[stage] = tuple(next(i for i, each in enumerate(groups[stage]) if set(each) & tracks) for tracks in sets)
+    return groups, places, len(numbers)
 
 
 def _stage(action: Action) -> Stage:

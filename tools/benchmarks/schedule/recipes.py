@@ -68,6 +68,8 @@ _PIPELINE = "[parallelism.llm]\nranks = [0, 1]\npipeline_parallel_degree = 2\n"
 _BOTH = "[parallelism.{}]\nranks = [0, 1]\ndata_parallel_replicate_degree = 2\n"
 _CONTEXT = "[parallelism.llm]\nranks = [0, 1]\ncontext_parallel_degree = 2\n"
 _SPREAD = _BOTH.format("vision") + _BOTH.format("projector")
+SPREAD_PIPELINE = _SPREAD + _PIPELINE
+"""Encoder and projector data parallel on the ranks of a pipeline of two stages."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,10 @@ class Configuration:
     vision_wide: int = 4
     packed: bool = False
 
-    def recipe(self, *, width: int, llm_layers: int, microbatch: int, microbatches: int) -> Recipe:
-        """The recipe; the encoder's depth grows with the LLM's."""
+    def recipe(
+        self, *, width: int, llm_layers: int, microbatch: int, microbatches: int, vision_layers: int | None = None
+    ) -> Recipe:
+        """The recipe; the encoder's depth grows with the LLM's unless it is given."""
         text = _MODEL.format(
             vision_trainable=str(self.vision_trainable).lower(),
             llm_trainable=str(self.llm_trainable).lower(),
@@ -98,7 +102,7 @@ class Configuration:
             wide=self.vision_wide * width,
             inner=width * 11 // 4,
             head=width // 4,
-            vision_layers=max(self.vision_layers * llm_layers // 4, 1),
+            vision_layers=vision_layers or max(self.vision_layers * llm_layers // 4, 1),
             llm_layers=llm_layers,
             text=self.text,
             packed=str(self.packed).lower(),
@@ -114,7 +118,7 @@ CONFIGURATIONS = (
     Configuration("1f1b", "1f1b", _ON_RANK_0 + _PIPELINE),
     Configuration("interleaved", "interleaved", _ON_RANK_0 + _PIPELINE),
     Configuration("zero_bubble", "zero_bubble", _ON_RANK_0 + _PIPELINE),
-    Configuration("three_phase", "three_phase", _SPREAD + _PIPELINE, vision_layers=2),
+    Configuration("three_phase", "three_phase", SPREAD_PIPELINE, vision_layers=2),
     Configuration("frozen", "1f1b", _ON_RANK_0 + _PIPELINE, 4, vision_trainable=False),
     Configuration("disjoint encoder", "1f1b", _ON_RANK_0 + "[parallelism.llm]\nranks = [1]\n", vision_layers=4),
     Configuration("packed pipeline", "1f1b", _ON_RANK_0 + _PIPELINE, packed=True, text=120),
