@@ -16,6 +16,7 @@ LONG = 4096
 exchange of keys costs more than it saves, and packing would be all that is gained."""
 
 _MOST_TENSOR, _MOST_CONTEXT, _MOST_STAGES, _MOST_MICROBATCHES = 8, 8, 16, 64
+_FEW = 16  # ranks that are parted in any way; more in whole nodes, powers of two and some shares
 _SPLITS = 4  # ways to part the ranks that are looked at
 _CHECKPOINTS: tuple[CheckpointMode, ...] = ("none", "full")
 
@@ -96,7 +97,8 @@ def rank_splits(problem: Problem, work: Mapping[str, float]) -> Iterator[tuple[i
     sizes: list[Sequence[int]] = []
     for name in own[:-1]:
         ideal = ranks * work[name] / whole
-        steps = sorted({*powers(ranks // 2), *range(unit, ranks, unit), ranks // 3, ranks // 4, ranks // 9})
+        each = range(1 if ranks <= _FEW else unit, ranks, 1 if ranks <= _FEW else unit)
+        steps = sorted({*powers(ranks // 2), *each, ranks // 3, ranks // 4, ranks // 9})
         near = sorted((n for n in steps if 0 < n < ranks), key=lambda n: abs(math.log(n / max(ideal, 0.25))))
         sizes.append(near)
     found = 0

@@ -2,7 +2,7 @@
 
 All candidates are estimated (`estimate.py`). Those with the least estimates are simulated as they would run, with a
 sampled batch as the balancer lays it out; the best of these again with more lanes and batches, then what differs from
-the best in one choice, until nothing near is faster.
+the best in one choice, until nothing near is faster. Where there are no more than would be simulated, all are.
 """
 
 from __future__ import annotations
@@ -75,6 +75,11 @@ class _Search:
     def run(self, shown: int) -> Found:
         best = {}
         for placement in PLACEMENTS:
+            plans = list(itertools.islice(candidates(self.problem, placement), _SIMULATED + 1))
+            if len(plans) <= _SIMULATED:  # estimates have nothing to choose from
+                self.estimated |= {plan.key(): 0.0 for plan in plans}
+                best[placement] = tuple(self._measured(plans)[:shown])
+                continue
             promising = self._promising(candidates(self.problem, placement))
             final = self._near(self._simulated(promising, _FITTING)[: max(_FINALISTS, shown)])
             best[placement] = tuple(final[:shown])

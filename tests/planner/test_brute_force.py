@@ -1,0 +1,107 @@
+"""What a search finds against brute force: the simulation of every candidate, on small random problems."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hetmesh.errors import HetmeshError
+from hetmesh.planner import PLACEMENTS, Predictor, candidates, search
+from hetmesh.planner.candidates import joined, module_plans
+from hetmesh.planner.search import BATCHES
+from hetmesh.recipe.recipe import load_recipe
+from hetmesh.training.planning import recipe_problem
+
+pytestmark = pytest.mark.slow
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+LANES = 4
+MORE_RANKS = [pytest.param(ranks, ranks, marks=pytest.mark.exhaustive) for ranks in (5, 6)]
+
+
+def random_problem(seed):
+    """Two or three modules on two to four ranks, of random sizes, samples, links, wishes and memory."""
+    rng = np.random.default_rng(seed)
+    layers, wide, size = rng.integers(1, 5, 2), 32 * rng.integers(1, 9, 2), int(rng.choice([2, 4, 6, 8]))
+    given = load_recipe(
+        RECIPES / rng.choice(["digits.toml", "digits_colocated.toml"]),
+        [
+            f"--training.global_batch_size={size}",
+            "--training.local_batch_size=1",
+            f"--modules.vision.config.num_hidden_layers={layers[0]}",
+            f"--modules.vision.config.intermediate_size={wide[0]}",
+            f"--modules.llm.config.num_hidden_layers={layers[1]}",
+            f"--modules.llm.config.intermediate_size={wide[1]}",
+            f"--debug.seed={seed}",
+        ],
+    )
+    fixed = {"llm.activation_checkpoint": "none", "vision.activation_checkpoint": "none"}
+    if rng.random() < 0.3:
+        fixed["llm.activation_checkpoint"] = "full"
+    problem = recipe_problem(given, machine="h100", ranks=int(rng.choice([2, 2, 3, 4])), fixed=fixed)
+    machine = problem.machine
+    slower = float(rng.choice([1, 10, 1000]))  # digits are so small that operations' overheads hide all else
+    machine = replace(
+        machine,
+        peak_flops={kind: peak / slower for kind, peak in machine.peak_flops.items()},
+        memory_bandwidth=machine.memory_bandwidth / slower,
+        node_bandwidth=machine.node_bandwidth / float(rng.choice([1, 30, 1000])),
+        operation_overhead=machine.operation_overhead / float(rng.choice([1, 10])),
+    )
+    problem = replace(problem, machine=machine)
+    if rng.random() < 0.4:  # so that what would be fastest may not fit
+        fastest = search(problem).fastest
+        problem = replace(problem, memory_bytes=int(fastest.peak_bytes * rng.uniform(0.7, 1.0)))
+    return problem
+
+
+def simulated(problem, plans):
+    """The shortest step of plans that fit, and how many there are; each simulated as the search does in the end."""
+    predictor, best, count = Predictor(problem, BATCHES, LANES), float("inf"), 0
+    for plan in plans:
+        try:
+            found = predictor.predict(plan)
+        except HetmeshError:
+            continue
+        count += 1
+        best = min(best, found.step_s) if found.fits else best
+    return best, count
+
+
+def every(problem):
+    return itertools.chain.from_iterable(candidates(problem, placement) for placement in PLACEMENTS)
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(2, 50))])
+def test_the_optimum_is_that_of_brute_force(seed):
+    problem = random_problem(seed)
+    best, count = simulated(problem, every(problem))
+    found = search(problem)
+    assert count
+    if found.fastest is None:
+        assert best == float("inf")
+    else:
+        assert found.fastest.step_s == pytest.approx(best, rel=1e-9), found.fastest.plan
+
+
+@pytest.mark.parametrize(("ranks", "seed"), [(3, 0), *MORE_RANKS])
+def test_the_chosen_split_is_near_the_best_of_its_neighbours(ranks, seed):
+    given = load_recipe(
+        RECIPES / "digits.toml",
+        ["--training.global_batch_size=24", "--training.local_batch_size=1", f"--debug.seed={seed}"],
+    )
+    fixed = {"llm.activation_checkpoint": "none", "vision.activation_checkpoint": "none", "placement": "disjoint"}
+    problem = recipe_problem(given, machine="h100", ranks=ranks, fixed=fixed)
+    problem = replace(problem, machine=replace(problem.machine, operation_overhead=1e-7))
+    chosen = search(problem).fastest
+    own = chosen.plan.modules["vision"].ranks[1]
+    for count in {own - 1, own + 1} & set(range(1, ranks)):
+        layouts = [
+            list(module_plans(problem, "vision", 0, count)),
+            list(module_plans(problem, "llm", count, ranks - count)),
+        ]
+        choices = (dict(zip(problem.own, each, strict=True)) for each in itertools.product(*layouts))
+        best, _ = simulated(problem, joined(problem, "disjoint", choices))
+        assert chosen.step_s <= 1.02 * best, (chosen.plan, count)
