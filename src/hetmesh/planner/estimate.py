@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from hetmesh.cost import StageCost
 from hetmesh.cost.memory import most_held
 from hetmesh.graph import Stage
@@ -84,11 +86,14 @@ class Estimator:
         upstream = any(map(graph.needs_gradient, graph.inputs(name)))
         module = ModuleCosts(spec, problem.facts[name].shape, upstream, self.layers)
         work = typical_work(problem, name, samples)
-        shared = plan.degree("cp")
-        work = replace(work, rows=-(-work.rows // shared), pairs=-(-work.pairs // shared))
         rows = problem.samples.tokens if name == graph.sink.name else problem.samples.rows_of(name)
         mean = float(rows.mean()) or 1.0
         large = 1.0 + 2.0 * float(rows.std()) / mean / math.sqrt(max(samples, 1.0))  # as the largest microbatches are
+        if name == graph.sink.name and not spec.packed:
+            work = replace(work, **_padded(problem, samples))
+            large = min(large, samples * float(rows.max()) / work.rows)
+        shared = plan.degree("cp")
+        work = replace(work, rows=-(-work.rows // shared), pairs=-(-work.pairs // shared))
         costs: list[StageCost] = []
         once = 0.0
         known: dict[tuple, StageCost] = {}
@@ -115,3 +120,12 @@ class Estimator:
             math.ceil(large * max(cost.activation_bytes for cost in costs)) * stages_per_rank,
             held,
         )
+
+
+def _padded(problem: Problem, samples: float) -> dict[str, int]:
+    """Rows and pairs of so many samples that are padded to the longest of them, drawn from those of the problem: the
+    expected values of the longest, and of its square."""
+    tokens = np.sort(problem.samples.tokens).astype(float)
+    below = (np.arange(len(tokens) + 1) / len(tokens)) ** samples  # that all are among the shortest 0, 1, ...
+    chance = np.diff(below)
+    return {"rows": round(samples * float(chance @ tokens)), "pairs": round(samples * float(chance @ tokens**2))}
