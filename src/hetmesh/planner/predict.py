@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
 
 from hetmesh.balance import plan_batch
-from hetmesh.cost import Work, module_flops
+from hetmesh.cost import StepCosts, Work, module_flops
 from hetmesh.planner.candidates import samples_of_batches
 from hetmesh.planner.layout_plan import LayoutPlan, laid_out
 from hetmesh.planner.problem import Problem
 from hetmesh.planner.some_lanes import some_lanes
-from hetmesh.schedule import POLICIES
+from hetmesh.schedule import POLICIES, Schedule
 from hetmesh.simulate import CLASSES, LayerCosts, StepModel, Timeline, average_bubbles, simulate
 
 LANES = 4
@@ -98,6 +98,10 @@ class Predictor:
 
     def timelines(self, plan: LayoutPlan) -> list[Timeline]:
         """The simulated step of each sampled batch, with as many lanes as stand for all."""
+        return [simulate(schedule, costs) for schedule, costs in self.steps(plan)]
+
+    def steps(self, plan: LayoutPlan) -> Iterator[tuple[Schedule, StepCosts]]:
+        """What is simulated: the schedule of each sampled batch, and what it costs."""
         problem = self.problem
         whole = laid_out(problem, plan)
         graph, share = some_lanes(whole, self.lanes)
@@ -112,13 +116,11 @@ class Predictor:
             sample=self.sample,
             whole=whole,
         )
-        found = []
         balance = replace(self.balance, microbatch_sizes=plan.encoder_sizes)
         for samples in samples_of_batches(problem, self.batches, share):
             batch = plan_batch(graph, samples, plan.microbatch_size, balance)
             schedule = POLICIES[plan.schedule](model.stages, batch.routes, True)
-            found.append(simulate(schedule, model.costs(batch, schedule, lanes=not self.quick)))
-        return found
+            yield schedule, model.costs(batch, schedule, lanes=not self.quick)
 
 
 def timeline(problem: Problem, plan: LayoutPlan) -> Timeline:

@@ -11,13 +11,14 @@ import torch
 from benchmarks.planner.architectures import decoder, encoder, projector
 from benchmarks.planner.published_rows import Row
 from hetmesh.balance import BalanceOptions
-from hetmesh.cost import load_machine, module_memory
+from hetmesh.cost import StepCosts, load_machine, module_memory
 from hetmesh.cost.sample_costs import SampleCosts
 from hetmesh.graph import Activation, BoundarySpec, MediaItem, MetaArrays, ModuleGraph, ModuleSpec, SampleMeta
 from hetmesh.graph.module_options import ModuleOptions
 from hetmesh.layout import MeshSpec
 from hetmesh.planner import LayoutPlan, ModuleFacts, Predictor, Problem, laid_out
-from hetmesh.simulate import Timeline
+from hetmesh.schedule import Schedule
+from hetmesh.simulate import Timeline, simulate
 from hetmesh.simulate.timeline import OPTIMIZER, REDUCE
 
 IMAGE = 1024
@@ -121,10 +122,11 @@ def predicted(problem: Problem, plan: LayoutPlan, row: Row) -> Predicted:
     """One plan, by the predictor that decides in `hetmesh plan`."""
     problem = replace(problem, ranks=row.gpus[plan.placement != "homogeneous"])
     predictor = Predictor(problem, lanes=4)
-    (timeline,) = predictor.timelines(plan)
+    (step,) = predictor.steps(plan)
+    timeline = simulate(*step)
     found = predictor.summary(plan, [timeline])
-    step = _without_optimizer(timeline) if row.forward_backward else found.step_s
-    return Predicted(step, _megatron_peak(problem, plan, timeline), found.peak_bytes, found.bubbles)
+    seconds = _without_optimizer(timeline) if row.forward_backward else found.step_s
+    return Predicted(seconds, _megatron_peak(problem, plan, *step), found.peak_bytes, found.bubbles)
 
 
 def _without_optimizer(timeline: Timeline) -> float:
@@ -132,15 +134,12 @@ def _without_optimizer(timeline: Timeline) -> float:
     return float(timeline.work.stop[kept].max())
 
 
-def _megatron_peak(problem: Problem, plan: LayoutPlan, timeline: Timeline) -> int:
-    """The peak with another static part: that of the rank of each track that holds most."""
-    graph, each, shared = laid_out(problem, plan), *_STATE
-    own: dict[int, int] = {}
-    theirs: dict[int, float] = {}
+def _megatron_peak(problem: Problem, plan: LayoutPlan, schedule: Schedule, costs: StepCosts) -> int:
+    """The peak of the same step with parameters, gradients and optimizer state as `_STATE` says."""
+    graph, (each, shared), held = laid_out(problem, plan), _STATE, dict.fromkeys(costs.static_bytes, 0)
     for name in graph.order:
         replicas = graph[name].mesh.axis_size("dp_replicate")
-        for rank, held in module_memory(problem.facts[name].shape, graph[name], problem.optimizer).items():
-            own[rank] = own.get(rank, 0) + held.total
-            theirs[rank] = theirs.get(rank, 0.0) + held.elements * (each + shared / replicas)
-    peaks = zip(timeline.tracks, timeline.peak_bytes, strict=True)
-    return round(max(p - max(own[r] for r in ranks) + max(theirs[r] for r in ranks) for ranks, p in peaks))
+        for rank, memory in module_memory(problem.facts[name].shape, graph[name], problem.optimizer).items():
+            if rank in held:
+                held[rank] += round(memory.elements * (each + shared / replicas))
+    return max(simulate(schedule, replace(costs, static_bytes=held, stage_bytes={})).peak_bytes)
