@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -32,8 +35,12 @@ def adapters_of(path, more=""):
     return describe(recipe(path, more))[1]
 
 
+def whole_model_of(path):
+    return whole_model(Pretrained(path, "model.hf_path"))
+
+
 def test_every_parameter_has_one_owner_and_every_tensor_of_the_checkpoint_a_place(directory):
-    whole = whole_model(Pretrained(directory("llava_onevision"), "model.hf_path"))
+    whole = whole_model_of(directory("llava_onevision"))
 
     assert set(whole.owners) == set(whole.checkpoint_names)
     assert whole.owners["model.image_newline"] == "vision"  # beside tower, projector and LLM
@@ -94,6 +101,34 @@ def test_families_that_are_refused_say_why(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mllama", "vision_config": {}}')
     with pytest.raises(RecipeError, match="model_type 'mllama' is not supported: its LLM reads images through cross"):
         recipe(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_projector_is_a_module_of_its_own_where_it_works_row_by_row(directory):
+    own = "[modules.projector]"
+    found = adapters_of(directory("internvl"), own)
+    assert list(found) == ["vision", "projector", "llm"]
+    parts = [dict(adapter.build().named_parameters()) for adapter in found.values()]
+    assert set.union(*map(set, parts)) == set(dict(whole_model_of(directory("internvl")).model.named_parameters()))
+    assert sum(map(len, parts)) == len(set.union(*map(set, parts)))
+    assert all(name.startswith("model.multi_modal_projector.") for name in parts[1])
+    for name, says in (
+        ("gemma3", r"Gemma3ForConditionalGeneration cannot be a module of its own: it does not take rows alone"),
+        ("llava_onevision", r"no single projector.*\['model.image_newline', 'model.multi_modal_projector'\]"),
+    ):
+        with pytest.raises(RecipeError, match=says):
+            adapters_of(directory(name), own)
+
+
+@pytest.mark.slow
+def test_u16_layers_whose_state_would_leak_are_not_packed(directory):
+    llm = adapters_of(directory("internvl"))["llm"]
+    assert llm.abilities.use_packed is not None
+    config = copy.deepcopy(llm.config)
+    config.layer_types = ["full_attention", "linear_attention", "full_attention"]
+    llm = replace(llm, config=config)
+    assert llm.abilities.use_packed is None
+    assert "kind ['linear_attention'] would leak from sample to sample" in llm.abilities.because("use_packed")
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.testing import tiny_vlms
+from hetmesh.testing import parity, tiny_vlms
 from hetmesh.testing.parity import compare, run_as
 from hetmesh.testing.whole_reference import whole_reference
 
@@ -60,6 +60,20 @@ DP_TP, CP_PP, SP, FSDP, FROZEN = LAYOUTS
 SPLIT = [name for name in tiny_vlms.MODELS if name not in ("paligemma2", "llava_relu", "qwen2_audio")]
 
 
+ADAPTED = """
+    [modules.projector]
+    [modules.vision]
+    trainable = false
+    [modules.llm.lora]
+    rank = 2
+    [parallelism.vision]
+    ranks = [0, 1]
+    tensor_parallel_degree = 2
+    [parallelism.llm]
+    ranks = [2, 3]
+    pipeline_parallel_degree = 2"""
+
+
 def recipe(path, layout):
     training = "pack_samples = true\n" if "pack_samples" in LAYOUTS[layout] else ""
     tables = LAYOUTS[layout].replace("[training]\n", "").replace("pack_samples = true", "")
@@ -74,8 +88,15 @@ def check(pool4, folder, name, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), [("gemma3", DP_TP), ("llava_granite", CP_PP)])
-def test_a_split_model_equals_transformers_own(pool4, tmp_path, name, layout):
+def test_u24_a_split_model_equals_transformers_own(pool4, tmp_path, name, layout):
     check(pool4, tmp_path, name, layout)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["llava", "internvl", "paligemma"])
+def test_a_projector_of_its_own_under_a_frozen_tower_and_an_llm_with_lora(pool4, tmp_path, name):
+    given = parse_recipe(tiny_vlms.recipe_text(tiny_vlms.save(name, tmp_path), ADAPTED))
+    parity.check(pool4, given)
 
 
 @pytest.mark.exhaustive

@@ -59,11 +59,14 @@ def add_lora(module: nn.Module, lora: LoRALike, name: str, seed: int, layers: Se
         raise RecipeError(f"{key}: the module has no linear layer inside its layers {list(layers)}")
     # peft scales by alpha / r and declares alpha as an int, but computes with any number.
     alpha: Any = lora.alpha
-    config = LoraConfig(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, target_modules=targets)
+    # In a plain module: peft asks a model of transformers for its token embedding, which a part of one does not have.
+    holder = nn.ModuleDict({"module": module})
+    names = [f"module.{target}" for target in targets]
+    config = LoraConfig(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, target_modules=names)
     dtype = next(module.parameters()).dtype
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(zlib.crc32(f"{seed}:{name}:lora".encode()))
-        inject_adapter_in_model(config, module, adapter_name=ADAPTER)
+        inject_adapter_in_model(config, holder, adapter_name=ADAPTER)
     module.requires_grad_(False)
     for fqn, parameter in module.named_parameters():
         if is_adapter(fqn):

@@ -19,6 +19,7 @@ from hetmesh.models.qwen3_vl_vision import Qwen3VLVisionAdapter
 from hetmesh.models.siglip import SiglipAdapter
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.models.split.llm_half import HfLlmAdapter
+from hetmesh.models.split.projector import HfProjectorAdapter
 from hetmesh.models.whisper import WhisperAdapter
 
 MODELS: dict[str, Callable[[AdapterRequest], Adapter | None]] = {
@@ -31,6 +32,7 @@ MODELS: dict[str, Callable[[AdapterRequest], Adapter | None]] = {
     "qwen3_vl_vision": Qwen3VLVisionAdapter.make,
     "qwen3_vl_text": Qwen3VLTextAdapter.make,
     "hf_encoder": HfEncoderAdapter.make,
+    "hf_projector": HfProjectorAdapter.make,
     "hf_llm": HfLlmAdapter.make,
 }
 """Ready-made models by the name a recipe gives them. To add one, write its `make` and enter it here: it returns None

@@ -14,7 +14,7 @@ from typing import Any
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.hf_families import MEDIA, family_of
 
-SECTION = "model"
+SECTION, PROJECTOR = "model", "projector"
 KEY = "hf_path"
 PLACEHOLDER_KEYS: Mapping[str, tuple[str, ...]] = {
     media: (f"{media}_token_id", f"{media}_token_index") for media in ("image", "audio")
@@ -50,13 +50,21 @@ def expand_hf_path(raw: Mapping[str, Any]) -> dict[str, Any]:
     parts: dict[str, dict[str, Any]] = {
         part: {"model": "hf_encoder", "initial_load_path": path, "media": MEDIA[part]} for part in towers
     }
-    parts["llm"] = {"model": "hf_llm", "initial_load_path": path, "attention_mask": family.mask}
     given = raw.get("modules", {})
     if not isinstance(given, Mapping):  # which is refused
         return dict(raw)
+    boundaries: list[dict[str, Any]] = []
+    for part in towers:
+        last = part
+        if part == "vision" and PROJECTOR in given and "model" not in _table(given, PROJECTOR):
+            parts[part]["config"] = {"projector": False}
+            parts[PROJECTOR] = {"model": "hf_projector", "initial_load_path": path}
+            boundaries.append({"from": part, "to": PROJECTOR})
+            last = PROJECTOR
+        boundaries.append({"from": last, "to": "llm", "at": MEDIA[part]})
+    parts["llm"] = {"model": "hf_llm", "initial_load_path": path, "attention_mask": family.mask}
     modules = {name: {**keys, **_table(given, name)} for name, keys in parts.items()}
     modules |= {name: value for name, value in given.items() if name not in modules}
-    boundaries = [{"from": part, "to": "llm", "at": MEDIA[part]} for part in towers]
     out = {**raw, "modules": modules, "boundaries": raw.get("boundaries", boundaries)}
     out["data"] = _data(path, config, [MEDIA[part] for part in towers], raw.get("data", {}))
     return out

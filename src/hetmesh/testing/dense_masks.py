@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hetmesh.context import Mask, Segment
 from hetmesh.context.rule import TEXT, Rule, Sees
@@ -61,12 +61,16 @@ def dense_mask(kind: str, metas: Sequence[SampleMeta], width: int) -> Tensor:
 
 
 @contextmanager
-def masked(module: nn.Module, mask: Tensor) -> Iterator[None]:
-    """While the context lasts, the decoder inside the LLM `module` (`module.model`) attends as `mask` says, through
-    transformers' own attention."""
-    decoder: Any = module.get_submodule("model")
+def masked(decoder: Any, mask: Tensor) -> Iterator[None]:
+    """While the context lasts, a decoder of transformers attends as `mask` says, through transformers' own attention;
+    layers with a sliding window see no farther than that."""
     forward = decoder.forward
-    decoder.forward = lambda **arguments: forward(**{**arguments, "attention_mask": mask})
+    given: Any = mask
+    if "sliding_attention" in (getattr(decoder.config, "layer_types", None) or ()):
+        places = torch.arange(mask.shape[-1])
+        near = (places[:, None] - places[None, :]).abs() < decoder.config.sliding_window
+        given = {"full_attention": mask, "sliding_attention": mask & near}
+    decoder.forward = lambda **arguments: forward(**{**arguments, "attention_mask": given})
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +95,8 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
             kind = recipe.modules[name].attention_mask
             sees: AbstractContextManager[None] = nullcontext()
             if kind != "causal":
-                sees = masked(modules[name], dense_mask(kind, metas, batch["input_ids"].shape[1]))
+                llm: Any = adapters[name]
+                sees = masked(llm.decoder_of(modules[name]), dense_mask(kind, metas, batch["input_ids"].shape[1]))
             with sees, entering(RandomPlace(recipe.debug.seed, name, number, m)):
                 result = adapters[name].forward(modules[name], batch, inputs)
             named = {"": result} if isinstance(result, Tensor) else result

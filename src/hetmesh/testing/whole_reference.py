@@ -11,7 +11,7 @@ from hetmesh.data.loader import Loader
 from hetmesh.models import pretrained_of
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.models.split.whole_forward import load_whole, whole_logits
-from hetmesh.models.split.whole_model import whole_model
+from hetmesh.models.split.whole_model import PROJECTOR, whole_model
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.testing.parity import Outcome, descend
 from hetmesh.testing.precision import exact_dtypes
@@ -34,9 +34,11 @@ def whole_reference(recipe: Recipe, steps: int = 3, lr: float = 0.1) -> Outcome:
     encoders = {
         b.at: adapter
         for b in graph.inputs(graph.sink.name)
-        if b.at is not None and isinstance(adapter := adapters[b.source], HfEncoderAdapter)
+        for name in (b.source, *(before.source for before in graph.inputs(b.source)))
+        if b.at is not None and isinstance(adapter := adapters[name], HfEncoderAdapter)
     }
-    parameters = {f"{whole.owners[name]}.{name}": p for name, p in model.named_parameters()}
+    owners = whole.owners_apart if PROJECTOR in recipe.modules else whole.owners
+    parameters = {f"{owners[name]}.{name}": p for name, p in model.named_parameters()}
     for name, p in parameters.items():
         p.requires_grad_(recipe.modules[name.split(".")[0]].trainable)
     loader = Loader(

@@ -20,6 +20,8 @@ def expansion(recipe: Recipe, adapters: Mapping[str, Adapter]) -> Iterator[str]:
         yield f"model = {_toml(module.model)}"
         if module.initial_load_path is not None:
             yield f"initial_load_path = {_toml(module.initial_load_path)}"
+        if module.config:
+            yield f"config = {_toml(module.config)}"
         if module.media is not None:
             yield f"media = {_toml(module.media)}"
         if name == recipe.sink:

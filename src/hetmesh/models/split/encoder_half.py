@@ -33,24 +33,30 @@ class HfEncoderAdapter:
         part: which part of it this is.
         media: the kind of media it reads.
         call: how items are handed over.
+        projects: its rows are those for the LLM; else what the projector takes, which is a module of its own.
     """
 
     whole: WholeModel
     part: str
     media: str
     call: ItemCall
+    projects: bool = True
     in_features: None = None
 
     @classmethod
     def make(cls, request: AdapterRequest) -> HfEncoderAdapter:
-        """The adapter of a recipe's module; it has no config keys, as everything is in its directory.
+        """The adapter of a recipe's module. Everything is in its directory but one config key, `projector` (true):
+        whether the projector is part of it.
 
         Raises:
             RecipeError: no directory, one that cannot be split, or a place in the graph that it cannot have.
         """
         if request.pretrained is None:
             raise RecipeError(f"{request.key}.initial_load_path is missing: {request.model!r} is made from it")
-        check_keys(request, ())
+        check_keys(request, ("projector",))
+        projects = request.config.get("projector", True)
+        if not isinstance(projects, bool):
+            raise RecipeError(f"{request.key}.config.projector: must be true or false, got {projects!r}")
         if request.placeholders or not request.consumers:
             raise RecipeError(
                 f"{request.key}: a tower reads media and emits rows, so it needs a boundary out of it and none into it"
@@ -70,11 +76,16 @@ class HfEncoderAdapter:
                 f"{request.key}: the config of {whole.model_class.__name__}'s tower does not say what its items are "
                 f"like: {error}"
             ) from error
-        adapter = cls(whole, part, request.media, call)
+        if not projects:
+            _ = whole.owners_apart
+        adapter = cls(whole, part, request.media, call, projects)
         try:
             _ = adapter._rows_of_part
+            if not projects:
+                adapter.check_nothing_behind()
         except SampleError as error:
-            raise RecipeError(f"{request.key}: {error}") from error
+            apart = "" if projects else "; leave [modules.projector] out, and the projector is part of this module"
+            raise RecipeError(f"{request.key}: {error}{apart}") from error
         return adapter
 
     @property
@@ -87,7 +98,11 @@ class HfEncoderAdapter:
 
     @property
     def checkpoint_unused(self) -> tuple[str, ...]:
-        return self.whole.owned_by_others(self.part)
+        return self.whole.owned_by_others(self.part, self._owners)
+
+    @property
+    def _owners(self) -> Mapping[str, str]:
+        return self.whole.owners if self.projects else self.whole.owners_apart
 
     @property
     def abilities(self) -> Abilities:
@@ -100,7 +115,26 @@ class HfEncoderAdapter:
         )
 
     def build(self) -> nn.Module:
-        return self.whole.part(self.whole.build(), self.part)
+        module = self.whole.part(self.whole.build(), self.part, self._owners)
+        if not self.projects:
+            parent, _, child = self.whole.projector.rpartition(".")
+            setattr(module.get_submodule(parent), child, nn.Identity())
+        return module
+
+    def check_nothing_behind(self) -> None:
+        """Raise SampleError unless what the projector gives are the rows, as they are."""
+        given: list[Tensor] = []
+
+        def other(rows: Tensor, *_: Any, **__: Any) -> Tensor:
+            given.append(torch.linspace(0, 1, rows.numel()).view(rows.shape))
+            return given[0]
+
+        module = self._hollow(0)
+        module.get_submodule(self.whole.projector).forward = other
+        with torch.no_grad():
+            rows = self.encode(module, self.call.collate([torch.ones(self.call.blank)]))[""]
+        if not given or not torch.equal(rows, _joined(given[0])):
+            raise SampleError(f"{self.whole.model_class.__name__} changes what its projector gives, before its LLM")
 
     @cached_property
     def _empty(self) -> nn.Module:

@@ -22,7 +22,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.models.pretrained import Pretrained
 from hetmesh.recipe.hf_families import MEDIA, Family, family_of
 
-LLM = "llm"
+LLM, PROJECTOR = "llm", "projector"
 TOWERS: Mapping[str, str] = {media: part for part, media in MEDIA.items()}
 """Kind of media -> the part that reads it."""
 
@@ -142,27 +142,56 @@ class WholeModel:
                     "which parts on different ranks cannot share"
                 )
 
-    def part(self, model: Any, part: str) -> Any:
-        """`model`, as `build` makes it, without what other parts own; in place."""
-        self._strip(model, part, "")
+    @cached_property
+    def projector(self) -> str:
+        """FQN of the one module between tower and LLM.
+
+        Raises:
+            RecipeError: there are several parts between them, or several towers.
+        """
+        (tower, *others) = self.towers.items()
+        between = [name for name, part in self.owners.items() if part == tower[0] and not within(name, tower[1])]
+        parent = tower[1].rpartition(".")[0]
+        prefix = f"{parent}." if parent else ""
+        children = {prefix + name.removeprefix(prefix).partition(".")[0] for name in between}
+        if others or len(children) != 1 or children <= set(between):
+            raise RecipeError(
+                f"{self.pretrained}: between tower and LLM of {self.model_class.__name__} there is no single projector "
+                f"that could be a module of its own, but {sorted(children)}; leave [modules.projector] out"
+            )
+        return children.pop()
+
+    @cached_property
+    def owners_apart(self) -> Mapping[str, str]:
+        """`owners` where the projector is a module of its own."""
+        return {name: PROJECTOR if within(name, self.projector) else part for name, part in self.owners.items()}
+
+    def part(self, model: Any, part: str, owners: Mapping[str, str] | None = None) -> Any:
+        """`model`, as `build` makes it, without what other parts own; in place.
+
+        Args:
+            owners: `owners_apart`, or by default `owners`.
+        """
+        self._strip(model, part, "", owners or self.owners)
         return model
 
-    def _strip(self, module: nn.Module, part: str, prefix: str) -> None:
-        held = [name for name in self.owners if name.startswith(prefix)]
+    def _strip(self, module: nn.Module, part: str, prefix: str, owners: Mapping[str, str]) -> None:
+        held = [name for name in owners if name.startswith(prefix)]
         for name, child in list(module.named_children()):
-            inside = {self.owners[each] for each in held if each.startswith(f"{prefix}{name}.")}
+            inside = {owners[each] for each in held if each.startswith(f"{prefix}{name}.")}
             if inside and part not in inside:
                 del module._modules[name]
             elif len(inside) > 1:
-                self._strip(child, part, f"{prefix}{name}.")
+                self._strip(child, part, f"{prefix}{name}.", owners)
         for name in (*module._parameters, *module._buffers):
-            if self.owners.get(f"{prefix}{name}", part) != part:
+            if owners.get(f"{prefix}{name}", part) != part:
                 module._parameters.pop(name, None)
                 module._buffers.pop(name, None)
 
-    def owned_by_others(self, part: str) -> tuple[str, ...]:
+    def owned_by_others(self, part: str, owners: Mapping[str, str] | None = None) -> tuple[str, ...]:
         """Patterns of the names of the tensors that `part` does not own."""
-        return ("|".join(re.escape(name) for name, owner in self.owners.items() if owner != part),)
+        found = owners or self.owners
+        return ("|".join(re.escape(name) for name, owner in found.items() if owner != part),)
 
     @cached_property
     def checkpoint_names(self) -> Mapping[str, str]:
@@ -250,8 +279,8 @@ def _whole_model(path: Path, stamp: int, key: str) -> WholeModel:
         raise RecipeError(f"{pretrained}: model_type {config.model_type!r} is not supported: {whole.family.refused}")
     if not whole.towers:
         raise RecipeError(
-            f"{pretrained}: {found.__name__} has no tower behind get_image_features or get_audio_features, so there is "
-            "nothing to split from its LLM"
+            f"{pretrained}: {found.__name__} has no tower that it calls by get_image_features or get_audio_features, "
+            "so there is nothing to split from its LLM"
         )
     if whole.get("get_output_embeddings") is None or whole.get("get_decoder") is whole.model:
         raise RecipeError(f"{pretrained}: {found.__name__} has no decoder with a head that could be the LLM")

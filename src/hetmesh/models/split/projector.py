@@ -1,0 +1,125 @@
+"""The projector of a model of transformers as a module of its own, where it works on each row by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetmesh.errors import RecipeError
+from hetmesh.graph.sample import SampleMeta
+from hetmesh.models.adapter import NONE, AdapterRequest, SampleLike
+from hetmesh.models.build import build_empty
+from hetmesh.models.config_keys import check_keys
+from hetmesh.models.load import materialize
+from hetmesh.models.pretrained import Names
+from hetmesh.models.split.whole_model import PROJECTOR, WholeModel, whole_model
+
+
+@dataclass(frozen=True, eq=False)
+class HfProjectorAdapter:
+    """What a model has between its tower and its LLM; rows in, as many rows out.
+
+    Attributes:
+        whole: the model.
+        in_features, out_features: widths of its rows.
+    """
+
+    whole: WholeModel
+    in_features: int
+    out_features: int
+    abilities = NONE
+
+    @classmethod
+    def make(cls, request: AdapterRequest) -> HfProjectorAdapter | None:
+        """The adapter of a recipe's module; None until its producer is known.
+
+        Raises:
+            RecipeError: no directory, a model whose projector cannot be taken apart, or one that mixes rows.
+        """
+        if request.pretrained is None:
+            raise RecipeError(f"{request.key}.initial_load_path is missing: {request.model!r} is made from it")
+        check_keys(request, ())
+        whole = whole_model(request.pretrained)
+        _ = whole.owners_apart
+        if request.in_features is None:
+            return None
+        adapter = cls(whole, request.in_features, 0)
+        try:
+            return cls(whole, request.in_features, adapter.width_if_by_row())
+        except RuntimeError as error:
+            raise RecipeError(
+                f"{request.key}: {whole.projector} of {whole.model_class.__name__} cannot be a module of its own: "
+                f"{error}; "
+                "leave the table out, and it is part of its tower's module"
+            ) from error
+
+    def width_if_by_row(self) -> int:
+        """The width of its rows.
+
+        Raises:
+            RuntimeError: it does not take rows alone, or a row depends on others.
+        """
+        module = build_empty(self)
+        materialize(module, torch.device("cpu"))
+        draw = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.1)
+            rows = torch.randn(4, self.in_features, generator=draw)
+            try:
+                together, first = self._run(module, rows), self._run(module, rows[:1])
+            except Exception as error:  # whatever it wants beside rows
+                raise RuntimeError(f"it does not take rows alone ({type(error).__name__})") from error
+        if together.ndim != 2 or len(together) != 4 or not torch.allclose(together[:1], first, rtol=1e-4, atol=1e-5):
+            raise RuntimeError("what it makes of a row depends on other rows")
+        return together.shape[1]
+
+    def _run(self, module: nn.Module, rows: Tensor) -> Tensor:
+        return module.get_submodule(self.whole.projector)(rows)
+
+    @property
+    def checkpoint_names(self) -> tuple[Names, ...]:
+        return (tuple(self.whole.checkpoint_names.items()),)
+
+    @property
+    def checkpoint_unused(self) -> tuple[str, ...]:
+        return self.whole.owned_by_others(PROJECTOR, self.whole.owners_apart)
+
+    def build(self) -> nn.Module:
+        return self.whole.part(self.whole.build(), PROJECTOR, self.whole.owners_apart)
+
+    def layers(self) -> tuple[str, ...]:
+        return (self.whole.projector,)
+
+    def tensor_parallel_plan(self) -> Mapping[str, Any]:
+        return {}
+
+    def tensor_parallel_sizes(self) -> Mapping[str, int]:
+        return {}
+
+    def item_rows(self, shape: tuple[int, ...]) -> int:
+        raise NotImplementedError("a projector reads rows, not media")
+
+    def rows(self, incoming: int) -> int:
+        return incoming
+
+    def collate(
+        self,
+        samples: Sequence[SampleLike],
+        metas: Sequence[SampleMeta],
+        *,
+        placeholders: Mapping[str, int] = MappingProxyType({}),
+        pad_id: int = 0,
+    ) -> dict[str, Tensor]:
+        return {}
+
+    def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+        (rows,) = inputs.values()
+        if len(rows) == 0:  # concatenated, so that what emitted no rows stays reachable
+            return self._run(module, torch.cat([rows, rows.new_zeros(1, rows.shape[1])]))[:0]
+        return self._run(module, rows)
