@@ -42,6 +42,15 @@ def four():
     return given, search(given)
 
 
+def test_a_colocated_pipeline_with_its_gaps_filled_is_written_as_it_was_planned():
+    given = problem(4, 16)
+    modules = {"vision": ModulePlan((0, 4), (1, 4, 1, 1, 1)), "llm": ModulePlan((0, 4), (2, 2, 1, 1, 1))}
+    plan = LayoutPlan("colocated", modules, "bubble_fill", 2)
+    assert Predictor(given).predict(plan).step_s > 0
+    text = (RECIPES / "digits.toml").read_text()
+    assert parse_recipe(planned_text(parse_recipe(text), text, (), given, plan)).fills_bubbles
+
+
 def test_predictions_come_in_order_and_are_deterministic(four):
     given, one = four
     two = search(given)

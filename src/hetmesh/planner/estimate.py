@@ -69,7 +69,9 @@ class Estimator:
             slowest, whole = max(slowest, sink.stages[0] + sum(of_encoders)), whole + sum(of_encoders)
             of_encoders = []
         seconds = microbatches * sum(of_encoders) + (microbatches - 1) * slowest + whole
-        ahead = microbatches if plan.schedule == "three_phase" else flight
+        ahead = (
+            microbatches if plan.schedule == "three_phase" else 2 * flight if plan.schedule == "bubble_fill" else flight
+        )
         peak = sink.held + flight * sink.kept + sum(each.held + ahead * each.kept for each in before)
         return seconds + sink.once + sum(each.once for each in before), peak
 

@@ -11,10 +11,11 @@ import numpy as np
 from hetmesh.balance import plan_batch
 from hetmesh.cost import StepCosts, Work, module_flops
 from hetmesh.planner.candidates import samples_of_batches
+from hetmesh.planner.fill_bubbles import fill_bubbles
 from hetmesh.planner.layout_plan import LayoutPlan, laid_out
 from hetmesh.planner.problem import Problem
 from hetmesh.planner.some_lanes import some_lanes
-from hetmesh.schedule import POLICIES, Schedule
+from hetmesh.schedule import POLICIES, PolicyOptions, Schedule
 from hetmesh.simulate import CLASSES, LayerCosts, StepModel, Timeline, average_bubbles, simulate
 
 LANES = 4
@@ -119,7 +120,10 @@ class Predictor:
         balance = replace(self.balance, microbatch_sizes=plan.encoder_sizes)
         for samples in samples_of_batches(problem, self.batches, share):
             batch = plan_batch(graph, samples, plan.microbatch_size, balance)
-            schedule = POLICIES[plan.schedule](model.stages, batch.routes, True)
+            if plan.schedule == "bubble_fill":
+                schedule = fill_bubbles(model, batch, True, PolicyOptions())
+            else:
+                schedule = POLICIES[plan.schedule](model.stages, batch.routes, True)
             yield schedule, model.costs(batch, schedule, lanes=not self.quick)
 
 

@@ -81,7 +81,7 @@ class _Search:
                 best[placement] = tuple(self._measured(plans)[:shown])
                 continue
             promising = self._promising(candidates(self.problem, placement))
-            final = self._near(self._simulated(promising, _FITTING)[: max(_FINALISTS, shown)])
+            final = self._filled(self._near(self._simulated(promising, _FITTING)[: max(_FINALISTS, shown)]))
             best[placement] = tuple(final[:shown])
         asked = [found for found in self.known.values() if found is not None]
         too_large = sum(not found.fits for found in asked)
@@ -141,6 +141,14 @@ class _Search:
             if found[0] is leader:
                 break
         return found
+
+    def _filled(self, found: list[Prediction]) -> list[Prediction]:
+        """With the best of them under bubble_fill too, where encoders lie on the ranks of a pipeline: it takes long to
+        place, so no other is tried."""
+        if not found or found[0].plan.schedule != "three_phase" or ("", "schedule") in self.problem.fixed:
+            return found
+        more = self._measured([replace(found[0].plan, schedule="bubble_fill")])
+        return [*(each for each in more if each.step_s < 0.999 * found[0].step_s), *found]
 
     def _measured(self, plans: Iterable[LayoutPlan]) -> list[Prediction]:
         found = [each for plan in plans if (each := self._predict(plan, exact=True)) is not None and each.fits]

@@ -215,8 +215,11 @@ def planned_text(recipe: Recipe, text: str, overrides: Sequence[str], problem: P
     graph = _described(rewritten(text, keys))
     for name in plan.modules:
         if graph[name].splits != planned[name].splits:
-            stages = [list(layers) for layers in planned[name].splits]
-            keys["parallelism",][name]["module_fqns_per_model_part"] = stages
+            table, stages = keys["parallelism",][name], [list(layers) for layers in planned[name].splits]
+            if stages:
+                table["module_fqns_per_model_part"] = stages
+            else:  # bubble_fill would cut it into slices
+                table["pipeline_parallel_layers_per_stage"] = len(planned[name].layers)
     text = rewritten(text, keys)
     graph = _described(text)
     for name in graph.order:

@@ -38,12 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--width", type=int, default=256, help="of the LLM and the encoder (default %(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="of the LLM (default %(default)s)")
-    parser.add_argument("--vision-layers", type=int, default=4, help="of the encoder (default %(default)s)")
-    parser.add_argument("--microbatches", type=int, default=3, help="per step (default %(default)s)")
+    parser.add_argument("--vision-layers", type=int, default=5, help="of the encoder (default %(default)s)")
+    parser.add_argument("--microbatches", type=int, default=2, help="per step (default %(default)s)")
     parser.add_argument("--microbatch", type=int, default=4, help="samples per microbatch (default %(default)s)")
     parser.add_argument("--fit", type=int, nargs="+", default=[2, 6], help="samples per microbatch that are fitted")
-    parser.add_argument("--rounds", type=int, default=14, help="of a step of each and measuring (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=0.6, help="of each measurement between steps")
+    parser.add_argument("--rounds", type=int, default=10, help="of a step of each and measuring (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.4, help="of each measurement between steps")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
