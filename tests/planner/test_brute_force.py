@@ -83,7 +83,9 @@ def test_the_optimum_is_that_of_brute_force(seed):
     if found.fastest is None:
         assert best == float("inf")
     else:
-        assert found.fastest.step_s == pytest.approx(best, rel=1e-9), found.fastest.plan
+        filled = found.fastest.plan.schedule == "bubble_fill"  # which is no candidate, but a change of the best one
+        assert found.fastest.step_s <= best * (1 + 1e-9), found.fastest.plan
+        assert filled or found.fastest.step_s == pytest.approx(best, rel=1e-9), found.fastest.plan
 
 
 @pytest.mark.parametrize(("ranks", "seed"), [(3, 0), *MORE_RANKS])
