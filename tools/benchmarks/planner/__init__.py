@@ -34,7 +34,7 @@ from benchmarks.planner.further_predictions import crossover, long_context
 from benchmarks.planner.published_rows import REFERENCE, Row, read_rows
 from benchmarks.planner.row_predictions import Predicted, predict_row, row_problem
 from benchmarks.planner.search_seconds import BATCHES, search_seconds
-from benchmarks.planner.unexplained import unexplained
+from benchmarks.planner.unexplained import OF_ALL_ROWS, unexplained
 from hetmesh.cost import MACHINES, load_machine
 from hetmesh.planner import search
 from hetmesh.planner.predict import batch_flops
@@ -100,6 +100,7 @@ def _agreement(rows: list[Row], found: list[tuple[Predicted, Predicted]]) -> dic
             "factor": factor,
             "mean_step_error": mean_error([factor * step for step in steps], published),
         },
+        "not_known": list(OF_ALL_ROWS),
         "rows": [
             _row(row, pair, gain, said) for row, pair, gain, said in zip(rows, found, gains, remarks, strict=True)
         ],

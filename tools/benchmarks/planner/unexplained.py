@@ -6,6 +6,14 @@ from collections.abc import Sequence
 
 from benchmarks.planner.published_rows import Row
 
+OF_ALL_ROWS = (
+    "how fast the measured framework's kernels are: the machine's efficiency was found on another cluster, so that "
+    "steps come out long by about one factor (`one_factor_fitted` shows what is left)",
+    "what it overlaps: sums of gradients and tensor parallelism's collectives count in full here, as hetmesh runs them",
+    "how many microbatches an encoder goes ahead, how the LLM is cut behind an encoder on its first stage, and whether "
+    "stages take turns on a rank",
+    "what its fused kernels keep: here products keep whole inputs under sequence parallelism, and logits are gathered",
+)
 _POINTS = 5.0
 """Gains that differ by more between rows of the same layouts are worth a line."""
 
