@@ -322,3 +322,23 @@ def test_a_template_whose_image_token_is_not_the_placeholder_is_refused(root):
     other = PARTS.replace("<s> <image> </s>", "<s>")
     with pytest.raises(RecipeError, match=r"template writes ' <s> ' for a part of type 'image', not '<image>'"):
         source(root, talk([image(), text("what")], "a cat"), chat_template=other)
+
+
+@pytest.mark.parametrize("size", [(21, 37), (300, 20), (3, 5), (64, 64)])
+def test_images_within_a_number_of_pixels_are_qwen2_vls(size, tmp_path):
+    """Its `size` is a number of pixels under the names of edges, which once was refused."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    from hetmesh.models.split.item_calls import Patches
+
+    given = {"patch_size": 2, "temporal_patch_size": 2, "merge_size": 2}
+    theirs = Qwen2VLImageProcessorPil(**given, size={"shortest_edge": 64, "longest_edge": 400})
+    theirs.save_pretrained(tmp_path)
+    ours = ImageProcessor.from_directory(tmp_path, "image_processor")
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8))
+    expected = theirs(images=[picture], return_tensors="pt")
+
+    found = Patches(3, 2, 2, 2).collate([ours(picture)])
+    assert ours.shape(*picture.size) == ours(picture).shape
+    assert found["grids"].tolist() == expected["image_grid_thw"].tolist()
+    torch.testing.assert_close(found["media"], expected["pixel_values"], rtol=0, atol=1e-5)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hetmesh.data.pixel_budget import PixelBudget
 from hetmesh.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ class ImageProcessor:
     """Resize, crop to the centre, scale and normalise, each if the directory says so.
 
     Attributes:
-        resize: `(height, width)`, or the length of the shorter edge, or None to leave images as they are.
+        resize: `(height, width)`, or the length of the shorter edge, or a number of pixels, or None to leave images as
+            they are.
         crop: `(height, width)` cut out of the centre (what is smaller is padded with black), or None.
         resample: Pillow's number of the filter.
         scale: factor on the values 0..255.
@@ -36,7 +38,7 @@ class ImageProcessor:
         pad_to_square: first put the image on a square of the mean colour (as LLaVA does).
     """
 
-    resize: tuple[int, int] | int | None
+    resize: tuple[int, int] | int | PixelBudget | None
     crop: tuple[int, int] | None
     resample: int = 3
     scale: float = 1 / 255
@@ -62,8 +64,10 @@ class ImageProcessor:
         config = config.get("image_processor", config)
         if found := [name for name in UNSUPPORTED if config.get(name)]:
             raise RecipeError(f"{key} = '{folder}': {FILE} asks for {found}, which this source does not do")
-        resize: tuple[int, int] | int | None = None
+        resize: tuple[int, int] | int | PixelBudget | None = None
         if config.get("do_resize", True):
+            resize = PixelBudget.of(config, f"{key} = '{folder}': {FILE}")
+        if config.get("do_resize", True) and resize is None:
             size = _size(config.get("size", 224), f"{key} = '{folder}': {FILE}: size")
             resize = size[0] if isinstance(size, list) else size
         crop = None
@@ -88,7 +92,7 @@ class ImageProcessor:
             return (3, *self.crop)
         if isinstance(self.resize, tuple):
             return (3, *self.resize)
-        return (3, self.resize, self.resize) if self.resize is not None and self.pad_to_square else None
+        return (3, self.resize, self.resize) if isinstance(self.resize, int) and self.pad_to_square else None
 
     def shape(self, width: int, height: int) -> tuple[int, ...]:
         """Shape of the result for an image of this size in pixels, `(3, height, width)`."""
@@ -103,6 +107,8 @@ class ImageProcessor:
             return height, width
         if isinstance(self.resize, tuple):
             return self.resize
+        if isinstance(self.resize, PixelBudget):
+            return self.resize.resized(width, height)
         short, long = min(width, height), max(width, height)
         other = int(self.resize * long / short)
         return (other, self.resize) if width < height else (self.resize, other)
