@@ -39,6 +39,7 @@ def whole_model_of(path):
     return whole_model(Pretrained(path, "model.hf_path"))
 
 
+@pytest.mark.slow
 def test_every_parameter_has_one_owner_and_every_tensor_of_the_checkpoint_a_place(directory):
     whole = whole_model_of(directory("llava_onevision"))
 

@@ -8,6 +8,7 @@ import pytest
 
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.recipe.rewrite import rewritten
 
 CONFIG = {"model_type": "gemma3", "vision_config": {}, "text_config": {}, "image_token_index": 7}
 
@@ -72,3 +73,14 @@ def test_directories_that_are_no_multimodal_model_are_refused(folder, config, sa
 def test_torchtitans_keys_say_what_to_write(folder):
     with pytest.raises(RecipeError, match=r"model.hf_assets_path = 'x': .*; write \[model\] hf_path"):
         parse(folder, "hf_assets_path = 'x'")
+
+
+def test_it_is_rewritten_with_tables_for_the_modules_that_it_stands_for(folder):
+    text = f"[model]\nhf_path = '{folder}'  # mine\n"
+    after = rewritten(text, {("modules", "llm", "lr"): 0.5, ("parallelism",): {"vision": {"ranks": [0]}}})
+    assert "# mine" in after
+    recipe = parse_recipe(after)
+    assert recipe.modules["llm"].lr == 0.5
+    assert list(recipe.modules) == ["vision", "llm"]
+    with pytest.raises(RecipeError, match="unknown module 'projector'"):
+        rewritten(text, {("modules", "projector", "lr"): 0.5})

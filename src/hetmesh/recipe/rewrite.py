@@ -10,6 +10,7 @@ import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
 from hetmesh.errors import RecipeError
+from hetmesh.recipe.hf_path import expand_hf_path
 from hetmesh.recipe.overrides import apply_override
 
 BARE = "# Written anew, without comments: the recipe has inline tables or dotted keys where tables are needed now.\n\n"
@@ -30,7 +31,11 @@ def rewritten(text: str, values: Mapping[tuple[str, ...], Any]) -> str:
         wanted: dict[str, Any] = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
         raise RecipeError(f"the recipe cannot be rewritten: {error}") from error
+    directory = expand_hf_path(wanted).get("modules", {})  # a table of a module that only a directory names is new
     for path, value in values.items():
+        if path[0] == "modules" and path[1] in directory:
+            modules = wanted.get("modules", {})
+            wanted = {**wanted, "modules": {**modules, path[1]: modules.get(path[1], {})}}
         wanted = apply_override(wanted, path, value)
     try:
         found = _edited(text.replace("\r\n", "\n"), values)
