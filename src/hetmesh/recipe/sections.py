@@ -214,7 +214,7 @@ class ScheduleKeys(Section):
     three_phase_offload: bool | None = None  # encoders' waiting activations are kept in the memory of the host
     bubble_fill_schedule: Literal["1f1b", "interleaved", "zero_bubble"] | None = None  # the LLM's own; None: "1f1b"
     bubble_fill_in_flight: Size | None = None  # microbatches that an encoder may hold; None: twice what it must
-    bubble_fill_layers_per_slice: Size | None = None  # whole layers of an encoder; None: by what they cost
+    bubble_fill_layers_per_slice: Size | None = None  # blocks of an encoder; None: by what they cost
     interleaved_early_warmup: bool | None = None  # warm up as Megatron-LM does: more in flight, messages better hidden
 
 

@@ -87,18 +87,17 @@ def is_sliced(recipe: Recipe, name: str) -> bool:
 def _stages_per_rank(recipe: Recipe, name: str, adapters: Mapping[str, Adapter], layers: int, pp: int) -> int:
     size = layout_table(recipe, name).pipeline_parallel_layers_per_stage
     if size is None and is_sliced(recipe, name):
-        size = recipe.schedule_key("bubble_fill_layers_per_slice")
-        if size is None:
-            return min(_slices(recipe, name, adapters), layers // pp) or 1
+        return max(min(_slices(recipe, name, adapters, pp), layers // pp), 1)
     if size is not None:
         return max(min(-(-layers // (size * pp)), layers // pp), 1)
     turns = recipe.sink_schedule == "interleaved" and (name == recipe.sink or not recipe.fills_bubbles)
     return 2 if turns and pp > 1 and layers >= 2 * pp else 1
 
 
-def _slices(recipe: Recipe, name: str, adapters: Mapping[str, Adapter]) -> int:
-    """Slices of an encoder per rank such that each takes at most half as long as a forward of one of the LLM's stages,
-    the smallest gap of a pipeline, if there are as many rows as tokens; at least a block each."""
+def _slices(recipe: Recipe, name: str, adapters: Mapping[str, Adapter], pp: int) -> int:
+    """Slices of an encoder per rank, of as many blocks as the recipe says. Otherwise such that each takes at most half
+    as long as a forward of one of the LLM's stages, the smallest gap of a pipeline, if there are as many rows as
+    tokens; at least a block each. Embeddings and norms go with a block."""
     shapes = [module_shape_of(recipe, adapters[module], module) for module in (name, recipe.sink)]
     if None in shapes:
         return 1
@@ -111,7 +110,9 @@ def _slices(recipe: Recipe, name: str, adapters: Mapping[str, Adapter]) -> int:
     each = sum(own) * recipe.lanes / meshes[name].size  # its rows are those of all the LLM's lanes
     stage = sum(sink) * recipe.lanes / meshes[recipe.sink].size
     blocks = sum(seconds > 0.1 * max(own) for seconds in own)
-    return max(min(math.ceil(2 * each / stage), blocks), 1)
+    if (size := recipe.schedule_key("bubble_fill_layers_per_slice")) is not None:
+        return -(-blocks // (size * pp))
+    return min(math.ceil(2 * each / stage), blocks // pp)
 
 
 def _default(recipe: Recipe, name: str, shape: ModuleShape | None, count: int, first: Sequence[str], key: str) -> Runs:
