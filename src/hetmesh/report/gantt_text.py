@@ -19,6 +19,7 @@ LEGEND = (
 )
 MOST_TRACKS = 32
 MOST_NAMES = 3  # stages in a track's label
+MOST_RUNS = 4  # of ranks
 
 
 def headline(timeline: Timeline) -> str:
@@ -30,7 +31,9 @@ def track_label(timeline: Timeline, track: int, separator: str = "  ") -> str:
     """`"ranks 0-3  vision.0, llm.1"`."""
     ranks, held = timeline.tracks[track], timeline.holds[track]
     names = ", ".join(held[:MOST_NAMES]) + (f", {len(held) - MOST_NAMES} more" if len(held) > MOST_NAMES else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}{separator}{names}"
+    runs = ranks_text(ranks).split(",")
+    text = ",".join(runs[:MOST_RUNS]) + (f",... ({len(ranks)} of them)" if len(runs) > MOST_RUNS else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}{separator}{names}"
 
 
 def gantt_text(timeline: Timeline, width: int = 100, seconds: float | None = None) -> str:

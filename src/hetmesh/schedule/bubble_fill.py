@@ -96,7 +96,7 @@ def _filled(
         )
 
     found = [(coarse(problem, caps), _renamed(None))]
-    for numbers in _orders(stages, routes, problem):
+    for numbers in _orders(stages, routes, problem) if options.refine else ():
         own, names = problem, _renamed(numbers)
         if numbers is not None:
             own = problem.timed([seconds(names(action)) for action in problem.actions])

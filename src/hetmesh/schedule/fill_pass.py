@@ -34,8 +34,10 @@ def lazy(problem: FillProblem) -> Filled:
 
 
 def coarse(problem: FillProblem, caps: Sequence[int | None]) -> Filled:
-    """Forwards of fillers first, as many as caps allow, and backwards last, except those that make room for others."""
-    return _Pass(problem, caps, lambda i, _: i < problem.backwards).run()
+    """Forwards of fillers first, as many as caps allow, and backwards last, except those that make room for others.
+    What can start first comes first: by number, a projector on the ranks of an encoder's first stage would make that
+    stage wait for its last one in every microbatch."""
+    return _Pass(problem, caps, lambda i, _: i < problem.backwards, soonest=True).run()
 
 
 def fill(
@@ -94,7 +96,9 @@ class _Pass:
         tails: Sequence[float] = (),
         limit: float = 0.0,
         ahead: bool = False,
+        soonest: bool = False,
     ) -> None:
+        self.soonest = soonest  # whether of fillers the one comes first that can start first
         self.ahead = ahead  # whether the sink's actions come in the order in which fillers want them
         self.problem, self.caps, self.fits = problem, caps or [None] * len(problem.stages), fits
         self.tails, self.limit = tails, limit
@@ -138,7 +142,8 @@ class _Pass:
             while wanted < count and not self.waiting[wanted]:
                 wanted += 1
             if following == problem.fixed:  # only fillers are left
-                self._commit(next(i for i in self.ready if not self._full(i)))
+                left = [i for i in self.ready if not self._full(i)]
+                self._commit(self._first_of(left) if self.soonest else left[0])
             elif self.ahead and goal is not None:
                 self._commit(self._first_towards(goal))
             else:
@@ -164,6 +169,9 @@ class _Pass:
         """The first filler that fits; where none does, the next action of the sink on the track where the first one
         does not."""
         goal = None
+        if self.soonest:
+            some = [i for i in self.ready if not self._full(i) and self.fits(i, self)]
+            return None, self._first_of(some) if some else None
         for i in self.ready:
             if self._full(i):
                 continue
@@ -175,6 +183,9 @@ class _Pass:
                 position = self.position[self.blocked]
                 goal = sequence[position] if position < len(sequence) else None
         return goal, None
+
+    def _first_of(self, some: Sequence[int]) -> int:
+        return min(some, key=lambda i: (max(self.starts(i)), i))
 
     def _full(self, i: int) -> bool:
         if i >= self.problem.backwards:

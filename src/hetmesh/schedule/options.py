@@ -16,6 +16,7 @@ class PolicyOptions:
         early: interleaved: warm up with twice as many forwards per rank behind, as Megatron-LM does, which hides the
             latency of messages. Otherwise with as few as keep the makespan, which holds fewer activations.
         inner: bubble_fill: the schedule of the LLM whose gaps are filled, `"1f1b"`, `"interleaved"` or `"zero_bubble"`.
+        refine: bubble_fill: False: the coarse placement alone, for comparison.
         in_flight: bubble_fill: microbatches that a stage of an encoder may hold at a time; None: twice as many as the
             LLM's order needs.
     """
@@ -25,6 +26,7 @@ class PolicyOptions:
     offload: bool = False
     early: bool = False
     inner: str = "1f1b"
+    refine: bool = True
     in_flight: int | None = None
 
 
