@@ -25,9 +25,12 @@ def fits(memory, in_flight, counts):
     )
 
 
-def brute_force(costs, stages, memory=None, in_flight=()):
+def brute_force(costs, stages, memory=None, in_flight=(), ties="even"):
     legal = [c for c in cuts(len(costs), stages) if memory is None or fits(memory, in_flight, c)]
     scored = [(max(s), sum(x * x for x in s), c) for c in legal for s in [stage_costs(costs, c)]]
+    if ties != "even" and scored:
+        fastest = [c for most, _, c in scored if most == min(scored)[0]]
+        return max(fastest) if ties == "early" else min(fastest)
     return min(scored)[2] if scored else None
 
 
@@ -36,7 +39,8 @@ def brute_force(costs, stages, memory=None, in_flight=()):
 def test_a_cut_equals_brute_force(data):
     costs = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=9))
     stages = data.draw(st.integers(1, len(costs)))
-    assert partition(costs, stages) == brute_force(costs, stages)
+    for ties in ("even", "early", "late"):
+        assert partition(costs, stages, ties=ties) == brute_force(costs, stages, ties=ties)
 
 
 @settings(max_examples=150, deadline=None)
@@ -48,14 +52,17 @@ def test_a_cut_within_memory_equals_brute_force(data):
     stages = data.draw(st.integers(1, n))
     in_flight = data.draw(st.lists(st.integers(1, 4), min_size=stages, max_size=stages))
     memory = StageMemory(data.draw(st.integers(0, 40)), static, kept)
-    assert find_partition(costs, stages, memory=memory, in_flight=in_flight) == brute_force(
-        costs, stages, memory, in_flight
-    )
+    for ties in ("even", "early", "late"):
+        found = find_partition(costs, stages, memory=memory, in_flight=in_flight, ties=ties)
+        assert found == brute_force(costs, stages, memory, in_flight, ties)
 
 
 def test_ties_are_even_and_then_earlier_stages_take_fewer():
     assert partition([1, 1, 1, 1, 3], 3) == (2, 2, 1)  # (1, 3, 1) is as fast
     assert partition([1, 1, 1], 2) == (1, 2)
+    assert [partition([1, 1, 1, 1, 3], 3, ties=ties) for ties in ("early", "late")] == [(3, 1, 1), (1, 3, 1)]
+    with pytest.raises(GraphError, match="no rule 'last'; valid are even, early, late"):
+        partition([1, 1], 2, ties="last")
 
 
 def test_a_large_chain_is_quick():

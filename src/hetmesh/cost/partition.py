@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import numpy as np
 
 from hetmesh.errors import GraphError
+
+Ties = Literal["even", "early", "late"]
+"""Which of the cuts with the fastest slowest stage: the one with the least sum of squared stage costs, and of those the
+one whose earlier stages take fewer layers; or the one whose earlier stages take as many layers as they can, the first
+before the second and so on; or as few as they can."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +44,28 @@ def partition(
     *,
     memory: StageMemory | None = None,
     in_flight: Sequence[int] | None = None,
+    ties: Ties = "even",
 ) -> tuple[int, ...]:
     """How many consecutive layers each stage takes, at least one.
 
-    The slowest stage is as fast as possible; of such cuts, the one with the least sum of squared stage costs (the most
-    even one); of those, earlier stages take fewer layers (they hold more microbatches at a time). Exact, by dynamic
-    programming in O(stages x layers^2).
+    The slowest stage is as fast as possible; of such cuts, `ties` says which: the most even one, and earlier stages
+    take fewer layers (they hold more microbatches at a time). Exact, by dynamic programming in
+    O(stages x layers^2).
 
     Args:
         costs: seconds of each layer, forward and backward.
         memory: what layers keep.
         in_flight: microbatches that each stage holds at a time; default one.
+        ties: see `Ties`.
 
     Raises:
-        GraphError: more stages than layers, or no cut fits into the memory.
+        GraphError: more stages than layers, no cut fits into the memory, or there is no such rule for ties.
     """
     if not 1 <= stages <= len(costs):
         raise GraphError(f"cannot cut {len(costs)} layers into {stages} stages; valid are 1 to {len(costs)}")
-    counts = find_partition(costs, stages, memory=memory, in_flight=in_flight)
+    if ties not in get_args(Ties):
+        raise GraphError(f"ties of cuts: there is no rule {ties!r}; valid are {', '.join(get_args(Ties))}")
+    counts = find_partition(costs, stages, memory=memory, in_flight=in_flight, ties=ties)
     if counts is None:
         raise GraphError(
             f"no cut of {len(costs)} layers into {stages} stages keeps each within {memory.limit if memory else 0:g} "
@@ -70,6 +80,7 @@ def find_partition(
     *,
     memory: StageMemory | None = None,
     in_flight: Sequence[int] | None = None,
+    ties: Ties = "even",
 ) -> tuple[int, ...] | None:
     """`partition`, but None where there is no such cut."""
     if not 1 <= stages <= len(costs):
@@ -83,13 +94,14 @@ def find_partition(
         return None
     # Costs of one cut may differ in the last bit by how they were summed; a bottleneck is not missed for that.
     within = bottleneck * (1 + 1e-12)
-    squares = [np.where(cost <= within, cost**2, np.inf) for cost in each]
+    power = 2 if ties == "even" else 0
+    squares = [np.where(cost <= within, cost**power, np.inf) for cost in each]
     best = _best(squares, np.add)
     counts, start = [], 0
     for stage, cost in enumerate(squares):
         total = cost[start] + best[stage + 1]
         least = float(total.min())
-        stop = int(np.flatnonzero(total <= least * (1 + 1e-12))[0])
+        stop = int(np.flatnonzero(total <= least * (1 + 1e-12))[-1 if ties == "early" else 0])
         counts.append(stop - start)
         start = stop
     return tuple(counts)
