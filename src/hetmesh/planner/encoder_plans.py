@@ -1,0 +1,48 @@
+"""Plans of an encoder on the ranks of an LLM's pipeline, as Optimus searches them (arXiv 2408.03505, section 4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class EncoderPlan:
+    """How an encoder lies on the ranks of one replica of the LLM.
+
+    Attributes:
+        pp, tp: its degrees; they divide the LLM's.
+        lanes: its pipelines: what is left of the ranks.
+        microbatch: samples of each pipeline at a time.
+    """
+
+    pp: int
+    tp: int
+    lanes: int
+    microbatch: int
+
+
+def encoder_plans(pp: int, tp: int, samples: int, largest: int, layers: int) -> Iterator[EncoderPlan]:
+    """Every plan whose pipelines share the samples of a step evenly, in whole microbatches.
+
+    The samples go round: pipeline j takes the j-th share of each of the encoder's microbatches. All pipelines cost
+    alike, so that of all ways to part microbatches among them the even one is the fastest.
+
+    Args:
+        pp, tp: degrees of the LLM.
+        samples: of one replica in a step.
+        largest: most samples of a microbatch.
+        layers: of the encoder; stages hold equally many.
+    """
+    for own_pp in _divisors(pp):
+        if layers % own_pp:
+            continue
+        for own_tp in _divisors(tp):
+            lanes = pp * tp // (own_pp * own_tp)
+            for size in range(1, largest + 1):
+                if samples % (lanes * size) == 0:
+                    yield EncoderPlan(own_pp, own_tp, lanes, size)
+
+
+def _divisors(n: int) -> Iterator[int]:
+    return (d for d in range(1, n + 1) if n % d == 0)
