@@ -15,7 +15,7 @@ from hetmesh.cost import StageCost, StepCosts
 from hetmesh.graph import Stage
 
 TOOLS = Path(__file__).parents[2] / "tools"
-PACKAGES = {"balance", "boundary", "bubble", "frozen", "schedule", "straggler"}
+PACKAGES = {"balance", "boundary", "bubble", "frozen", "optimus", "schedule", "straggler"}
 NAMES = sorted({p.stem for p in (TOOLS / "benchmarks").glob("*.py")} - {"__init__"} | PACKAGES)
 
 
