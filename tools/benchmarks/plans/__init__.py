@@ -1,0 +1,110 @@
+"""Ten plans of one batch on two pinned ranks: predicted against measured step times, and the order of both.
+
+Every plan runs in real processes, each rank on a core of its own with one thread: forwards, backwards, transfers, sums
+of gradients, clipping and the optimizer. Its prediction is a simulation of the same batch plan and schedule with costs
+of this machine, of other samples: each stage by itself at other microbatch sizes (together where its ranks share
+layers), messages, sums and the optimizer by themselves, and what two busy cores slow each other down
+(`benchmarks.busy`). Rounds go over all plans, so that measuring and running take turns; medians are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.busy import Sizes, apart, busy_slowdown
+from benchmarks.plans.layouts import PLANS, Plan
+from benchmarks.plans.steps import PlanSteps, measure
+from benchmarks.schedule.predict import step_costs
+from hetmesh.balance import plan_batch
+from hetmesh.recipe.recipe import Recipe
+from hetmesh.simulate import simulate
+from hetmesh.testing.pool import WorkerPool
+from hetmesh.training.balance import recipe_balance
+from hetmesh.training.describe import describe, make_loader
+from hetmesh.training.recipe_schedule import recipe_schedule
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--only", type=int, nargs="*", default=list(range(len(PLANS))), help="numbers of plans")
+    parser.add_argument("--width", type=int, default=192, help="of the LLM and the encoder (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="of the LLM, at least 4 (default %(default)s)")
+    parser.add_argument("--samples", type=int, default=16, help="per step (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=12, help="turns of measuring and running (default %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=0.2, help="of measuring a plan per round (default %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure and predict all plans."""
+    busy = Sizes(args.width, args.width * 11 // 4, layers=args.layers)
+    plans = [PLANS[i] for i in args.only]
+    recipes = [plan.recipe(width=args.width, layers=args.layers, samples=args.samples) for plan in plans]
+    with WorkerPool(2) as pool:
+        options = ([plan.fitted for plan in plans], args.rounds, args.seconds, busy)
+        ranks = pool.run(measure, recipes, *options, timeout=600)
+    slowdown = busy_slowdown(([statistics.median(a)], [statistics.median(b)]) for _, (a, b) in ranks)
+    rows = [
+        _row(plan, recipe, [found[i] for found, _ in ranks], slowdown)
+        for i, (plan, recipe) in enumerate(zip(plans, recipes, strict=True))
+    ]
+    errors = [row["error"] for row in rows]
+    predicted, measured = ([row[key] for row in rows] for key in ("predicted_ms", "measured_ms"))
+    return {
+        "rank_correlation": _rank_correlation(predicted, measured),
+        "mean_error": statistics.mean(errors),
+        "worst_error": max(errors),
+        "predicted_span": max(predicted) / min(predicted),
+        "busy_slowdown": slowdown[-1],
+        "rows": rows,
+    }
+
+
+def _row(plan: Plan, recipe: Recipe, ranks: Sequence[PlanSteps], slowdown: tuple[float, ...]) -> dict[str, Any]:
+    predicted = predict(recipe, ranks, slowdown)
+    seconds = statistics.median(max(each) for each in zip(*(rank.seconds for rank in ranks), strict=True))
+    return {
+        "name": plan.name,
+        "predicted_ms": 1e3 * predicted,
+        "measured_ms": 1e3 * seconds,
+        "error": abs(predicted / seconds - 1),
+        "optimizer_ms": 1e3 * max(statistics.median(each.optimizer) for each in ranks),
+        "steps_ms": [round(1e3 * max(each), 1) for each in zip(*(rank.seconds for rank in ranks), strict=True)],
+    }
+
+
+def predict(recipe: Recipe, ranks: Sequence[PlanSteps], slowdown: tuple[float, ...]) -> float:
+    """Seconds of the step over the first global batch."""
+    source, adapters, graph = describe(recipe)
+    drawn = make_loader(recipe, source, graph, adapters).batch(0)
+    plan = plan_batch(graph, drawn.metas, recipe.batch.microbatch_size, recipe_balance(recipe, graph, adapters))
+    schedule = recipe_schedule(recipe, graph, plan.routes)
+    costs = apart(step_costs([each.measured for each in ranks], plan, schedule), slowdown)
+    optimizer = {rank: statistics.median(each.optimizer) / slowdown[-1] for rank, each in enumerate(ranks)}
+    return simulate(schedule, replace(costs, optimizer=optimizer)).makespan
+
+
+def _rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's."""
+    if len(a) < 2:
+        return float("nan")
+    return float(np.corrcoef(np.argsort(np.argsort(a)), np.argsort(np.argsort(b)))[0, 1])
+
+
+def table(result: dict[str, Any]) -> str:
+    """A line per plan."""
+    lines = [f"{'plan':30} {'predicted':>11} {'measured':>11} {'error':>7} {'optimizer':>11}"]
+    lines += [
+        f"{r['name']:30} {r['predicted_ms']:9.1f}ms {r['measured_ms']:9.1f}ms {r['error']:7.1%} "
+        f"{r['optimizer_ms']:9.1f}ms"
+        for r in result["rows"]
+    ]
+    keys = ("rank_correlation", "mean_error", "worst_error", "predicted_span", "busy_slowdown")
+    return "\n".join([*lines, ", ".join(f"{key} {result[key]:.3f}" for key in keys)])
