@@ -129,6 +129,19 @@ def test_encoders_hold_no_more_than_they_may():
         bubble_fill(stages, 16, options=PolicyOptions(inner="gpipe"))
 
 
+@pytest.mark.parametrize("inner", INNER)
+def test_without_backwards_the_llm_holds_what_it_does_by_itself(inner):
+    """Evaluation: nothing but what reads an output ends the time for which it is kept."""
+    llm = module("llm", [0, 1], 2, 4 if inner == "interleaved" else 2)
+    modules = module("vision", [0, 1], 1, 2), module("projector", [0], 1), llm
+    graph = ModuleGraph(modules, (BoundarySpec("vision", "projector"), BoundarySpec("projector", "llm")))
+    stages, options = stage_graph(graph), PolicyOptions(inner=inner, in_flight=2)
+    schedule = bubble_fill(stages, 4, False, options)
+    by_itself = inner_schedule(stages, Routes.of(stages, 4), False, options)
+    peaks = peaks_in_flight(schedule.actions, stages, schedule.routes, False)
+    assert all(peaks[stage] <= held for stage, held in by_itself.in_flight.items())
+
+
 def test_several_encoders_share_the_gaps():
     """One encoder per rank of the LLM's pipeline, each with microbatches of its own: Optimus' encoder pipelines."""
     encoders = [module(f"vision{i}", [i], 1, 6) for i in range(4)]

@@ -78,7 +78,7 @@ def _filled(
     inner = inner_schedule(stages, routes, training, options)
     seconds = durations or nominal(stages, routes, inner.split)
     order = [action for action in inner.actions if isinstance(action.target, Stage) and action.kind is not Kind.REDUCE]
-    problem = fill_problem(stages, routes, training, order, seconds, inner.split, lanes)
+    problem = fill_problem(stages, routes, training, order, seconds, inner.split, lanes, inner.in_flight)
     caps = _caps(problem, lazy(problem), options)
 
     def schedule(found: Filled, names: Callable[[Action], Action]) -> Schedule:

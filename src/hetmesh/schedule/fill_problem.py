@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetmesh.cost.step_costs import Lanes
@@ -34,7 +34,8 @@ class FillProblem:
         seconds: of each.
         groups: of each, the tracks that take part, by sets that start together.
         before: of each, the numbers of actions that it needs, and which sets of them.
-        previous: of each, what comes right before it in the order of its tracks (of fillers, of its stage).
+        previous: of each, what comes right before it in the order of its tracks (of fillers, of its stage), or else
+            would come too late for a cap of the sink's module.
         sequences: per track, the sink's actions in order.
         stage: of each, the number of its stage.
         ends: of each forward of a filler, the actions after which its stage no longer holds the microbatch.
@@ -66,6 +67,7 @@ def fill_problem(
     durations: Durations,
     split: frozenset[Stage] = frozenset(),
     lanes: Lanes | None = None,
+    caps: Mapping[Stage, int] | None = None,
 ) -> FillProblem:
     """The tables.
 
@@ -73,6 +75,7 @@ def fill_problem(
         order: the compute actions of the sink's module.
         split: stages of the sink's module whose backward has two parts.
         lanes: None: all ranks of a stage start together.
+        caps: how many microbatches stages of the sink's module hold at most in that order; None: no matter.
     """
     sink = stages.sink.module
     others = [a for step in one_by_one(stages, routes, training) for a in step if _stage(a).module != sink]
@@ -94,6 +97,8 @@ def fill_problem(
         else:
             previous.append((last[stage, forward],) if (stage, forward) in last else ())
             last[stage, forward] = i
+    for i, reads in _let_go(order, stages, routes, training, caps or {}):
+        previous[i] += tuple(number[read] for read in reads if number[read] not in previous[i])
     flows = _flows(stages, routes, lanes, groups, places)
     before = []
     for action in actions:
@@ -120,6 +125,23 @@ def fill_problem(
         ends,
         stages.stages,
     )
+
+
+def _let_go(
+    order: Sequence[Action], stages: StageGraph, routes: Routes, training: bool, caps: Mapping[Stage, int]
+) -> Iterator[tuple[int, tuple[Action, ...]]]:
+    """What comes before a forward of the sink's module so that its stage holds no more than its cap, where no backward
+    of its own does: the forwards that read so many microbatches before it."""
+    forwards: dict[Stage, list[int]] = {}
+    for i, action in enumerate(order):
+        stage = _stage(action)
+        if action.kind is not Kind.FORWARD or (training and stage in stages.backward_stages) or stage not in caps:
+            continue
+        earlier = forwards.setdefault(stage, [])
+        if 0 < caps[stage] <= len(earlier):
+            read = readers(stage, earlier[-caps[stage]], stages, routes)
+            yield i, tuple(Action(Kind.FORWARD, *each) for each in read)
+        earlier.append(action.microbatch)
 
 
 Flows = Mapping[tuple[Stage, int, Stage, int], set[tuple[int, int]]]
