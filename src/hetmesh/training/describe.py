@@ -9,7 +9,7 @@ from hetmesh.data.loader import Loader
 from hetmesh.data.payloads import Payloads
 from hetmesh.data.registry import recipe_source
 from hetmesh.data.source import Source
-from hetmesh.errors import Refusals, SampleError
+from hetmesh.errors import RecipeError, Refusals, SampleError
 from hetmesh.graph import ModuleGraph
 from hetmesh.models import Adapter, make_adapters, module_rows, placeholder_rows, pretrained_of, sample_positions
 from hetmesh.recipe.recipe import Recipe
@@ -41,6 +41,7 @@ def describe(recipe: Recipe, made: Source | None = None) -> tuple[Source, dict[s
         refusals.finish()
     assert source is not None
     adapters: dict[str, Adapter] | None = None
+    shapes: dict[str, tuple[int, ...]] = {}
     if not refusals.said:
         with refusals.collect():
             shapes = _media_shapes(source, recipe.data.on_bad_sample == "skip")
@@ -51,6 +52,8 @@ def describe(recipe: Recipe, made: Source | None = None) -> tuple[Source, dict[s
     if adapters is not None:
         with refusals.collect():
             graph = build_graph(recipe, adapters)
+            if recipe.data.on_bad_sample != "skip":
+                _check_shapes(shapes, graph, adapters)
             check_balance(recipe, graph)
             check_schedule(recipe, graph)
     refusals.finish()
@@ -71,6 +74,19 @@ def _media_shapes(source: Source, skip: bool) -> dict[str, tuple[int, ...]]:
             if not skip:
                 raise
     return shapes
+
+
+def _check_shapes(shapes: Mapping[str, tuple[int, ...]], graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> None:
+    """Raise RecipeError for media that a processor makes of a shape that their encoder does not take."""
+    for at, rows in placeholder_rows(graph, adapters).items():
+        if at in shapes:
+            try:
+                rows(shapes[at])
+            except SampleError as error:
+                raise RecipeError(
+                    f"data: its items of kind {at!r} do not suit the module that reads them: {error}; does the "
+                    "processor belong to the model?"
+                ) from error
 
 
 def make_prepare(recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> Expander:
