@@ -195,6 +195,20 @@ def test_images_equal_those_of_transformers(root, tmp_path, name, config):
     assert float((given - torch.from_numpy(np.asarray(expected))).abs().max()) < 1e-5
 
 
+def test_steps_that_are_not_done_are_refused_wherever_they_are_written(tmp_path):
+    """Tiles and pan-and-scan were once left out without a word."""
+    combined = tmp_path / "processor_config.json"  # as transformers 5 saves it
+    for name in ("crop_to_patches", "do_pan_and_scan", "do_image_splitting"):
+        combined.write_text(json.dumps({"image_processor": {**CLIP, name: True}, "processor_class": "LlavaProcessor"}))
+        with pytest.raises(RecipeError, match=rf"key = .*processor_config.json asks for \['{name}'\]"):
+            ImageProcessor.from_directory(tmp_path, "key")
+        combined.write_text(json.dumps({"image_processor": {**CLIP, name: None}}))
+        assert ImageProcessor.from_directory(tmp_path, "key").fixed_shape == (3, 8, 8)
+    combined.write_text(json.dumps({"image_seq_len": 4}))  # as older ones are, which say nothing of images
+    with pytest.raises(RecipeError, match=r"does not say how to prepare images, and there is no preprocessor_config"):
+        ImageProcessor.from_directory(tmp_path, "key")
+
+
 def test_files_that_no_8_bit_image_can_come_of(root, tmp_path):
     """Pillow would clip deeper pixels to black and white; opening a pipe would never end."""
     draw = np.random.default_rng(0)

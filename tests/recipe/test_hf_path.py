@@ -37,6 +37,10 @@ def test_it_stands_for_modules_boundaries_and_data(folder):
     own = {key: str(folder) for key in ("tokenizer", "image_processor")}
     template = {"chat_template": "{{ messages }}"}
     assert recipe.data.options == {**own, **template, "placeholders": {"image": "<img>"}, "path": "talks.jsonl"}
+    (folder / "preprocessor_config.json").rename(folder / "processor_config.json")
+    assert "image_processor" not in parse(folder, "[data.options]\npath = 'talks.jsonl'").data.options
+    (folder / "processor_config.json").write_text('{"image_processor": {}}')  # as transformers 5 saves it
+    assert parse(folder, "[data.options]\npath = 'talks.jsonl'").data.options == recipe.data.options
 
 
 def test_what_the_recipe_says_itself_holds(folder):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hetmesh.data.chat import FILES, Chat, Encoded
-from hetmesh.data.images import ImageProcessor
+from hetmesh.data.images import COMBINED, FILE, ImageProcessor
 from hetmesh.data.index import SUFFIX, content_hash, file_states, load_index
 from hetmesh.data.metas import metas_one_by_one
 from hetmesh.data.open_store import find_files, open_store
@@ -29,7 +29,7 @@ from hetmesh.graph.sample import MediaItem, SampleMeta
 
 KINDS = ("image", "audio")
 KEY = "[data.options]"
-SMALL = (*FILES, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "preprocessor_config.json")
+SMALL = (*FILES, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", FILE, COMBINED)
 """Files of a tokenizer or processor that metadata depends on."""
 
 REMEMBERED = 4096
@@ -59,7 +59,8 @@ class ConversationsSource:
         path: a JSON file (one record per line, or a list), tar shards (`"shards/*.tar"`, as webdataset has them), or
             tables (`*.parquet`, `*.arrow`, or a folder that Hugging Face datasets saved); see `stores` and `tables`.
         tokenizer: a Hugging Face directory with a fast tokenizer.
-        image_processor: a Hugging Face directory whose preprocessor_config.json says how to prepare images.
+        image_processor: a Hugging Face directory whose preprocessor_config.json (or processor_config.json) says how
+            to prepare images.
         audio_processor: the same for `.wav` files (WhisperFeatureExtractor); `.npy` files hold features.
         placeholders: kind of media -> a token of the vocabulary that texts do not use.
         media_folder: where relative file names start; the folder of `path` if absent.

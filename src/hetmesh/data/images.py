@@ -20,8 +20,14 @@ from hetmesh.errors import RecipeError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FILE = "preprocessor_config.json"
-UNSUPPORTED = ("do_pad", "do_image_splitting", "image_grid_pinpoints", "do_thumbnail", "do_align_long_axis")
+FILE, COMBINED = "preprocessor_config.json", "processor_config.json"
+"""Where a directory says how to prepare images; the second, of transformers 5, for all kinds of media."""
+
+STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb")
+"""What is done; whatever else a directory asks for is refused."""
+
+UNSUPPORTED = ("image_grid_pinpoints", "crop_to_patches", "resize_to_max_canvas")
+"""Further steps, which are not called `do_...`."""
 
 
 @dataclass(frozen=True)
@@ -56,23 +62,27 @@ class ImageProcessor:
         Raises:
             RecipeError: there is no such file, or it asks for something else than the steps above.
         """
-        file = folder / FILE
+        name = COMBINED if not (folder / FILE).is_file() and (folder / COMBINED).is_file() else FILE
+        where = f"{key} = '{folder}': {name}"
         try:
-            config: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            config: Mapping[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise RecipeError(f"{key} = '{folder}': cannot read {FILE}: {error}") from error
+            raise RecipeError(f"{key} = '{folder}': cannot read {name}: {error}") from error
+        if name == COMBINED and "image_processor" not in config:
+            raise RecipeError(f"{where} does not say how to prepare images, and there is no {FILE}")
         config = config.get("image_processor", config)
-        if found := [name for name in UNSUPPORTED if config.get(name)]:
-            raise RecipeError(f"{key} = '{folder}': {FILE} asks for {found}, which this source does not do")
+        others = [name for name in config if name in UNSUPPORTED or (name.startswith("do_") and name not in STEPS)]
+        if found := [name for name in others if config[name]]:
+            raise RecipeError(f"{where} asks for {found}, which this source does not do")
         resize: tuple[int, int] | int | PixelBudget | None = None
         if config.get("do_resize", True):
-            resize = PixelBudget.of(config, f"{key} = '{folder}': {FILE}")
+            resize = PixelBudget.of(config, where)
         if config.get("do_resize", True) and resize is None:
-            size = _size(config.get("size", 224), f"{key} = '{folder}': {FILE}: size")
+            size = _size(config.get("size", 224), f"{where}: size")
             resize = size[0] if isinstance(size, list) else size
         crop = None
         if config.get("do_center_crop", "crop_size" in config):
-            size = _size(config.get("crop_size", 224), f"{key} = '{folder}': {FILE}: crop_size")
+            size = _size(config.get("crop_size", 224), f"{where}: crop_size")
             crop = (size[0], size[0]) if isinstance(size, list) else size
         normalize = config.get("do_normalize", "image_mean" in config)
         return cls(

@@ -75,14 +75,15 @@ def _data(path: str, config: Mapping[str, Any], kinds: list[str], given: Any) ->
     if not isinstance(given, Mapping) or given.get("source", "conversations") != "conversations" or "mixture" in given:
         return given
     options: dict[str, Any] = {"tokenizer": path}
-    if "image" in kinds and (Path(path).expanduser() / "preprocessor_config.json").is_file():
+    combined = _read(path, "processor_config.json") or {}  # as transformers 5 saves processors
+    if "image" in kinds and ("image_processor" in combined or _is_file(path, "preprocessor_config.json")):
         options["image_processor"] = path
     if "audio" in kinds:
         options["audio_processor"] = path
     template = (_read(path, "chat_template.json") or {}).get(
         "chat_template"
     )  # of a processor; tokenizers do not read it
-    if isinstance(template, str) and not (Path(path).expanduser() / "chat_template.jinja").is_file():
+    if isinstance(template, str) and not _is_file(path, "chat_template.jinja"):
         options["chat_template"] = template
     tokens = {kind: _token(path, config, kind) for kind in kinds}
     if found := {kind: token for kind, token in tokens.items() if token is not None}:
@@ -101,6 +102,10 @@ def _token(path: str, config: Mapping[str, Any], kind: str) -> str | None:
             return added.get("content")
     decoder = (_read(path, "tokenizer_config.json") or {}).get("added_tokens_decoder", {})
     return decoder.get(str(number), {}).get("content")
+
+
+def _is_file(path: str, name: str) -> bool:
+    return (Path(path).expanduser() / name).is_file()
 
 
 def _table(tables: Any, name: str) -> Mapping[str, Any]:
