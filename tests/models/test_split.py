@@ -31,8 +31,8 @@ def recipe(path, more="", **media):
     return parse_recipe(tiny_vlms.recipe_text(path, more, **media))
 
 
-def adapters_of(path, more=""):
-    return describe(recipe(path, more))[1]
+def adapters_of(path, more="", **media):
+    return describe(recipe(path, more, **media))[1]
 
 
 def whole_model_of(path):
@@ -139,3 +139,29 @@ def test_towers_are_split_where_their_code_allows_it(directory):
     llava = adapters_of(directory("llava"))["vision"]
     assert {"q_proj", "out_proj", "fc2"} <= {name.rpartition(".")[2] for name in llava.tensor_parallel_plan()}
     assert llava.tensor_parallel_sizes() == {"num_attention_heads": 4, "intermediate_size": 32}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "ability", "says"),
+    [
+        ({"kind": "mistral", "sliding_window": 8}, "token_sharded", "has layers with a sliding window"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "use_packed", "'dynamic'"),
+    ],
+    ids=["a window of all layers", "frequencies by the longest sample"],
+)
+def test_what_depends_on_other_tokens_at_hand_is_not_shared(tmp_path, monkeypatch, text, ability, says):
+    """Both were once computed, and wrong: with a share's own mask, and with each rank's own frequencies."""
+    made = {"llava": lambda: tiny_vlms._llava(text=tiny_vlms._text(**text))}
+    monkeypatch.setattr(tiny_vlms, "MODELS", made)
+    abilities = adapters_of(tiny_vlms.save("llava", tmp_path))["llm"].abilities
+    assert not getattr(abilities, ability)
+    assert says in abilities.because(ability)
+
+
+@pytest.mark.slow
+def test_items_of_a_shape_that_the_tower_does_not_take_are_refused_by_check(directory):
+    with pytest.raises(
+        RecipeError, match=r"items of kind 'image' do not suit .*shape \(3, 8, 8\).*, got \(3, 16, 16\)"
+    ):
+        adapters_of(directory("llava"), items="kinds = { image = [3, 16, 16] }")

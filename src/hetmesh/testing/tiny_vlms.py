@@ -120,7 +120,7 @@ def _mistral3() -> Any:
     vision = {"model_type": "pixtral", **TOWER, "head_dim": 4, "image_size": 16}
     config = t.Mistral3Config(
         vision_config=vision,
-        text_config=_text("mistral"),
+        text_config=_text("mistral", sliding_window=None),
         image_token_index=IMAGE,
         spatial_merge_size=2,
         vision_feature_layer=-1,

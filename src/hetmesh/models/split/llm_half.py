@@ -116,13 +116,21 @@ class HfLlmAdapter(CausalLMAdapter):
             found["use_packed"] = f"state of its layers of kind {sorted(kinds)} would leak from sample to sample"
         elif not getattr(decoder, "_supports_attention_backend", False):
             found["use_packed"] = "its attention does not go through transformers' registry of attention functions"
+        elif rope := _by_longest(self.config):
+            found["use_packed"] = (
+                f"its rotary frequencies follow the longest of the tokens at hand (rope_type = {rope!r}), which differ "
+                "between samples and ranks"
+            )
         elif self._windows and self.whole.family.mask == "prefix":
             found["use_packed"] = "transformers lifts the sliding window within a prefix, hetmesh does not"
         return found
 
     @property
     def _windows(self) -> bool:
-        return "sliding_attention" in (getattr(self.config, "layer_types", None) or ())
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds:
+            return "sliding_attention" in kinds
+        return getattr(self.config, "sliding_window", None) is not None  # of all layers: Mistral, Phi-3
 
     def build(self) -> nn.Module:
         return self.whole.part(self.whole.build(), LLM)
@@ -227,6 +235,13 @@ class HfLlmAdapter(CausalLMAdapter):
         shell._modules = {**model._modules, inner: _Given(hidden[None])}
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         return shell.forward(input_ids=ids).logits[0]
+
+
+def _by_longest(config: Any) -> str | None:
+    """The rope_type of a config whose frequencies depend on the largest position in a call, None for others."""
+    given = getattr(config, "rope_parameters", None) or {}
+    tables = [given, *(table for table in given.values() if isinstance(table, Mapping))]  # one, or one by kind of layer
+    return next((t["rope_type"] for t in tables if t.get("rope_type") in ("dynamic", "longrope")), None)
 
 
 class _Given(nn.Module):
