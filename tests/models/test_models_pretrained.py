@@ -389,6 +389,10 @@ SPOILED: dict[str, tuple[Any, str]] = {
     ),
     "remote code": (lambda f: edit_config(f, auto_map={"AutoModel": "m.M"}), "hetmesh runs no such code"),
     "quantised": (lambda f: edit_config(f, quantization_config={"bits": 4}), "its weights are quantised"),
+    "quantised without a word": (
+        lambda f: edit_tensors(f, lambda t: t.update({"model.norm.weight": torch.ones(24, dtype=torch.int8)})),
+        r"model\.norm\.weight in model\.safetensors is quantised \(dtype I8\)",
+    ),
     "another model": (
         lambda f: edit_config(f, model_type="mistral"),
         r"config\.json describes 'mistral'; model = 'llama' reads 'llama'",

@@ -16,6 +16,9 @@ Names = tuple[tuple[str, str], ...]
 """One way in which checkpoints name a module's tensors: `(prefix in the module, prefix in the checkpoint)` pairs."""
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+QUANTISED = ("I8", "U8", "F8", "F6", "F4")
+"""Begins of safetensors' dtypes whose values are no weights without scales that only their format knows."""
+
 LISTED = 8
 """Names that an error lists of each kind of mistake."""
 
@@ -129,7 +132,13 @@ class Pretrained:
             try:
                 with safe_open(file, "pt") as reader:
                     for name in reader.keys():  # noqa: SIM118 (no mapping)
-                        found[name] = TensorEntry(file, tuple(reader.get_slice(name).get_shape()))
+                        described = reader.get_slice(name)
+                        if (dtype := described.get_dtype()).startswith(QUANTISED):
+                            raise RecipeError(
+                                f"{self}: {name} in {file.name} is quantised (dtype {dtype}); use the full-precision "
+                                "weights"
+                            )
+                        found[name] = TensorEntry(file, tuple(described.get_shape()))
             except (SafetensorError, OSError) as error:
                 raise RecipeError(f"{self}: {file.name} cannot be read as safetensors: {error}") from error
         return found
