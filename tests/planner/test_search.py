@@ -51,6 +51,17 @@ def test_a_colocated_pipeline_with_its_gaps_filled_is_written_as_it_was_planned(
     assert parse_recipe(planned_text(parse_recipe(text), text, (), given, plan)).fills_bubbles
 
 
+@pytest.mark.parametrize("schedule", ["zero_bubble", "bubble_fill"])
+def test_a_fixed_schedule_leaves_what_a_recipe_may_say(schedule):
+    """Disjoint modules have no gaps to fill, and a backward in two parts cannot be sharded or computed again."""
+    given = problem(2, 16, fixed={"schedule": schedule})
+    text = (RECIPES / "digits.toml").read_text()
+    plans = [plan for placement in PLACEMENTS for plan in candidates(given, placement) if plan.microbatch_size == 8]
+    assert {plan.placement for plan in plans} >= {"homogeneous", "colocated"}
+    for plan in plans:
+        assert parse_recipe(planned_text(parse_recipe(text), text, (), given, plan)).schedule == schedule
+
+
 def test_predictions_come_in_order_and_are_deterministic(four):
     given, one = four
     two = search(given)

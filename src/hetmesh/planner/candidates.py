@@ -186,7 +186,18 @@ def joined(problem: Problem, placement: str, choices: Iterable[dict[str, ModuleP
         sink = modules[problem.graph.sink.name]
         for size in microbatch_sizes(problem, sink.lanes, sink.degree("pp")):
             for schedule, per_rank in schedules(problem, placement, sink):
-                yield LayoutPlan(placement, modules, schedule, size, per_rank)
+                plan = LayoutPlan(placement, modules, schedule, size, per_rank)
+                if can_run(plan):
+                    yield plan
+
+
+def can_run(plan: LayoutPlan) -> bool:
+    """Whether a recipe may say so: zero_bubble splits backwards, of which neither FSDP nor what is computed again may
+    be part, and bubble_fill needs an encoder on the ranks of the LLM."""
+    if plan.schedule == "zero_bubble":
+        modules = plan.modules.values()
+        return all(own.degree("dp_shard") == 1 and own.activation_checkpoint == "none" for own in modules)
+    return plan.schedule != "bubble_fill" or (len(plan.modules) > 1 and plan.placement != "disjoint")
 
 
 def samples_of_batches(problem: Problem, batches: int, share: float) -> list[MetaArrays]:

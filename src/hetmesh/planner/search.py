@@ -14,7 +14,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from hetmesh.errors import HetmeshError
-from hetmesh.planner.candidates import homogeneous, joined, microbatch_sizes, module_plans, rank_splits, schedules
+from hetmesh.planner.candidates import (
+    can_run,
+    homogeneous,
+    joined,
+    microbatch_sizes,
+    module_plans,
+    rank_splits,
+    schedules,
+)
 from hetmesh.planner.estimate import Estimator
 from hetmesh.planner.layout_plan import PLACEMENTS, LayoutPlan, ModulePlan
 from hetmesh.planner.predict import LANES, Prediction, Predictor, batch_flops
@@ -199,4 +207,6 @@ def _with(problem: Problem, plan: LayoutPlan, modules: Mapping[str, ModulePlan])
     kept = [plan.microbatch_size] if plan.microbatch_size in sizes and modules is not plan.modules else sizes
     for size in kept:
         for schedule, per_rank in schedules(problem, plan.placement, sink):
-            yield replace(plan, modules=modules, microbatch_size=size, schedule=schedule, stages_per_rank=per_rank)
+            near = replace(plan, modules=modules, microbatch_size=size, schedule=schedule, stages_per_rank=per_rank)
+            if can_run(near):
+                yield near
