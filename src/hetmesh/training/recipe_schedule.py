@@ -39,6 +39,10 @@ LONG = 1.0
 by 6 FLOPs per parameter and token of a full batch."""
 
 
+KEPT = 64
+"""Relations of microbatches whose schedules are kept: with deferral each step may have its own."""
+
+
 class StepSchedules:
     """The schedules of a recipe's steps. Under `bubble_fill`, where the sizes of all modules are known, those of `LONG`
     steps follow what each microbatch costs; of shorter ones what typical microbatches do.
@@ -75,9 +79,13 @@ class StepSchedules:
         try:
             if self.each_step:
                 return fill_bubbles(self.model, plan, training, options)
-            if plan.routes not in self._typical:
-                self._typical[plan.routes] = fill_typical(self.model, plan.routes, training, options, TYPICAL)
-            return self._typical[plan.routes]
+            found = self._typical.pop(plan.routes, None)
+            if found is None:
+                found = fill_typical(self.model, plan.routes, training, options, TYPICAL)
+            self._typical[plan.routes] = found  # behind all others: the first is that of longest ago
+            if len(self._typical) > KEPT:
+                del self._typical[next(iter(self._typical))]
+            return found
         except ScheduleError as error:
             raise _with_key(options, error) from error
 
