@@ -25,8 +25,9 @@ class EncoderPlan:
 def encoder_plans(pp: int, tp: int, samples: int, largest: int, layers: int) -> Iterator[EncoderPlan]:
     """Every plan whose pipelines share the samples of a step evenly, in whole microbatches.
 
-    The samples go round: pipeline j takes the j-th share of each of the encoder's microbatches. All pipelines cost
-    alike, so that of all ways to part microbatches among them the even one is the fastest.
+    The samples go round: pipeline j takes the j-th share of each of the encoder's microbatches. Uneven ways to part
+    microbatches among pipelines, which Optimus enumerates because pipelines on other stages of the LLM have other gaps,
+    are not among them: all lanes of a module take part in each of its microbatches.
 
     Args:
         pp, tp: degrees of the LLM.
