@@ -1,6 +1,7 @@
 """What a search finds against brute force: the simulation of every candidate, on small random problems."""
 
 import itertools
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,6 +87,19 @@ def test_the_optimum_is_that_of_brute_force(seed):
         filled = found.fastest.plan.schedule == "bubble_fill"  # which is no candidate, but a change of the best one
         assert found.fastest.step_s <= best * (1 + 1e-9), found.fastest.plan
         assert filled or found.fastest.step_s == pytest.approx(best, rel=1e-9), found.fastest.plan
+
+
+@pytest.mark.parametrize("seed", [4, 5, *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(6, 50))])
+def test_estimates_lead_near_the_optimum_where_few_candidates_are_simulated(monkeypatch, seed):
+    """The problems above are so small that a search simulates whatever there is; here it has to choose, as in large
+    ones. Of seeds 4 to 49 all but two found the optimum itself, those missed it by 2.5% and 4.1%."""
+    problem = random_problem(seed)
+    best, _ = simulated(problem, every(problem))
+    for name, value in {"_SIMULATED": 8, "_FITTING": 4}.items():
+        monkeypatch.setattr(sys.modules[search.__module__], name, value)
+    found = search(problem).fastest
+    assert (found is None) == (best == float("inf"))
+    assert found is None or found.step_s <= 1.05 * best, found.plan
 
 
 @pytest.mark.parametrize(("ranks", "seed"), [(3, 0), *MORE_RANKS])
