@@ -20,8 +20,11 @@ def test_a_storage_counts_once_until_nobody_holds_it():
         assert live.live == 3 * KB, "a view holds all of it"
         del view
         assert (live.live, live.peak) == (KB, 3 * KB)
+        with live.span("nothing"):
+            pass
+        assert (live.peak, live.spans[0].peak) == (3 * KB, KB), "a span has a peak of its own, and forgets no other"
         live.restart()
-        assert live.peak == KB
+        assert (live.peak, live.spans) == (KB, [])
     torch.zeros(256)
     assert live.live == KB
 
@@ -57,7 +60,8 @@ def test_what_is_resized_counts_with_its_size_and_what_is_mapped_does_not():
         assert live.live == 0
         storage.resize_(2 * KB)
         assert live.live == 2 * KB
-        view = torch.frombuffer(bytearray(KB), dtype=torch.uint8) + 0
+        mapped = torch.frombuffer(bytearray(KB), dtype=torch.uint8)
+        view, total = mapped[1:], mapped + 0
         assert live.live == 3 * KB, "the sum alone"
-        del view
+        del view, total
     assert torch.UntypedStorage.resize_ is live._resize

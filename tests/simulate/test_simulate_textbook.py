@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from graphs import encoder_and_llm, equal_costs, module, pipeline
 
-from hetmesh.cost import StageCost, StepCosts, TransferCost
+from hetmesh.cost import StageBytes, StageCost, StepCosts, TransferCost
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, Edge, ModuleGraph, Route, Stage, stage_graph
 from hetmesh.schedule import POLICIES, Kind, PolicyOptions, interleaved, one_f_one_b, sequential, zero_bubble
@@ -172,6 +172,25 @@ def test_memory_of_three_phases_with_recomputation_and_offloading():
     }.items():
         peaks[name] = simulate(POLICIES["three_phase"](stages, 4, options=options), costs).peak_bytes
     assert peaks == {"plain": (50,), "recompute": (10,), "offload": (10,)}
+
+
+def test_memory_of_gradients_gathered_weights_sums_and_moments():
+    """Of 1000 bytes for the whole run 400 are gradients, which come with the first backward."""
+    stages = pipeline(1)
+    cost = StageCost(1.0, 1.0, 1.0, activation_bytes=10, forward_bytes=30, backward_bytes=5)
+
+    def peak(microbatches, **held):
+        own = {stages.stages[0]: StageBytes(gradients=400, **held)}
+        costs = equal_costs(stages, microbatches, cost, static_bytes={0: 1000}, stage_bytes=own)
+        return simulate(one_f_one_b(stages, microbatches), costs).peak_bytes
+
+    assert peak(1) == peak(1, gathered=70) == (1000 + 5,)  # in the backward 600 + 70 + 10 + 5
+    assert peak(2) == (1000 + 10 + 30,)
+    assert peak(2, gathered=70) == (1000 + 70 + 10 + 30,)
+    assert peak(2, gathered=70, summed=200) == (1000 + 200,)  # when activations and gathered weights are gone
+    both = pipeline(2)
+    split = equal_costs(both, 1, StageCost(1.0, 1.0, 1.0, activation_bytes=10, backward_bytes=5, split_bytes=20))
+    assert simulate(zero_bubble(both, 1), split).peak_bytes == (10 + 5, 10 + 20)  # the first backward is whole
 
 
 def test_memory_of_buffers_and_of_outputs_without_a_backward():
