@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LANES = 4
+OTHERS = sorted({*range(4, 50)} - {36, 45})
 MORE_RANKS = [pytest.param(ranks, ranks, marks=pytest.mark.exhaustive) for ranks in (5, 6)]
 
 
@@ -89,10 +90,11 @@ def test_the_optimum_is_that_of_brute_force(seed):
         assert filled or found.fastest.step_s == pytest.approx(best, rel=1e-9), found.fastest.plan
 
 
-@pytest.mark.parametrize("seed", [4, 5, *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(6, 50))])
+@pytest.mark.parametrize("seed", [36, 45, *(pytest.param(i, marks=pytest.mark.exhaustive) for i in OTHERS)])
 def test_estimates_lead_near_the_optimum_where_few_candidates_are_simulated(monkeypatch, seed):
     """The problems above are so small that a search simulates whatever there is; here it has to choose, as in large
-    ones. Of seeds 4 to 49 all but two found the optimum itself, those missed it by 2.5% and 4.1%."""
+    ones. Of seeds 4 to 49 all but two found the optimum itself, those missed it by 2.5% and 4.1%. With the
+    worst estimates taken for the best 36, 39, 45 and 49 fail; elsewhere neighbours of any candidate lead there."""
     problem = random_problem(seed)
     best, _ = simulated(problem, every(problem))
     for name, value in {"_SIMULATED": 8, "_FITTING": 4}.items():
