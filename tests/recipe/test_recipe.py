@@ -283,6 +283,11 @@ BAD: dict[str, tuple[str, str, str]] = {
         "data_parallel_replicate_degree = 2\npipeline_parallel_microbatch_size = 2",
         "parallelism.vision.pipeline_parallel_microbatch_size: the schedule is the whole run's; write it in [",
     ),
+    "a key of the schedule, given twice": (
+        "[parallelism.llm]",
+        "[parallelism]\nbubble_fill_in_flight = 2\n[parallelism.llm]\nbubble_fill_in_flight = 3",
+        "parallelism.bubble_fill_in_flight = 2 and parallelism.llm.bubble_fill_in_flight = 3: both are of the whole",
+    ),
     "an unknown schedule": (
         "tensor_parallel_degree = 2",
         'pipeline_parallel_schedule = "gpipe"',

@@ -84,7 +84,8 @@ def test_what_fits_into_gaps_costs_nothing(inner, virtual, alone, most):
 def test_o6_refined_is_never_slower_than_coarse(data):
     stages = data.draw(stage_graphs())
     some, training = data.draw(routes(stages)), data.draw(st.booleans())
-    options = PolicyOptions(inner=data.draw(st.sampled_from(INNER)))
+    cap = data.draw(st.sampled_from([None, 1, 2, 3]))  # raised where the order needs more: it always goes through
+    options = PolicyOptions(inner=data.draw(st.sampled_from(INNER)), in_flight=cap, raise_in_flight=True)
     costs = data.draw(random_costs(bubble_fill(stages, some, training, options)))
     scores = []
 
@@ -125,6 +126,10 @@ def test_encoders_hold_no_more_than_they_may():
         schedule = bubble_fill(stages, 16, options=PolicyOptions(in_flight=most))
         peaks = peaks_in_flight(schedule.actions, stages, schedule.routes)
         assert max(peaks[s] for s in stages.of_module("vision")) <= most
+    one = encoder_and_llm(module("vision", [0, 1], 1), module("llm", [0, 1], 2))
+    idle = Routes.make({"vision": 3, "llm": 1}, {("vision", "llm"): [(0, 0), (2, 0)]})  # the second goes backward first
+    schedule = bubble_fill(one, idle, options=PolicyOptions(in_flight=1, raise_in_flight=True))
+    assert peaks_in_flight(schedule.actions, one, idle)[Stage("vision")] == schedule.in_flight[Stage("vision")] == 2
     with pytest.raises(ScheduleError, match="no inner schedule 'gpipe'; valid are 1f1b, interleaved, zero_bubble"):
         bubble_fill(stages, 16, options=PolicyOptions(inner="gpipe"))
 

@@ -13,8 +13,9 @@ from hetmesh.schedule import Kind
 from hetmesh.testing import faults
 from hetmesh.testing.assignments import Deferred, RandomAssignment
 from hetmesh.testing.parity import ParityError, compare, reference
+from hetmesh.training.balance import recipe_balance
 from hetmesh.training.describe import describe, make_prepare
-from hetmesh.training.recipe_schedule import StepSchedules, recipe_schedule
+from hetmesh.training.recipe_schedule import StepSchedules, over_in_flight, recipe_schedule
 
 INNER = ("1f1b", "interleaved", "zero_bubble")
 SLICES = "bubble_fill_layers_per_slice = 1"
@@ -137,12 +138,28 @@ def test_what_cannot_be_is_refused_with_its_keys():
     assert says in refusal(filled("1f1b", table("vision", "0-1"), table("llm", "2-3", pp=2)))
     says = "parallelism.bubble_fill_in_flight = 1: bubble_fill: stage vision.0 may hold 1 microbatches at a time, but"
     assert says in refusal(filled("1f1b", *OVER_BOTH_STAGES, extra="bubble_fill_in_flight = 1"))
+    alone, many = table("vision", "0"), "[balance]\nmicrobatch_sizes = { vision = 1 }"
+    own = table("llm", "0-3", pp=2) + "\nbubble_fill_in_flight = 3"  # two lanes take from two of the encoder's
+    says = "parallelism.llm.bubble_fill_in_flight = 3: bubble_fill: stage vision.0 may hold 3 microbatches at a time"
+    assert f"{says}, but the order of the LLM needs 4" in refusal(filled("1f1b", alone, own, many, batch=8))
     both = table("vision", "0-3", fsdp=2), table("llm", "0-3", pp=2, fsdp=2)
     said = refusal(filled("zero_bubble", *both, batch=4))
     assert 'bubble_fill_schedule = "zero_bubble" splits the backward' in said
     assert "module 'vision'" not in said  # whose backward stays whole
     says = "parallelism.bubble_fill_layers_per_slice: the schedule is '1f1b'; it is a key of 'bubble_fill'"
     assert says in refusal(recipe("1f1b", *OVER_BOTH_STAGES, extra=SLICES))
+
+
+def test_a_cap_gives_way_to_what_the_routes_of_a_batch_need():
+    """Some batches of samples that differ need three microbatches of the encoder at a time, those of equal ones two."""
+    own = table("llm", "0-3", pp=2) + "\nbubble_fill_in_flight = 2"
+    tables = own, "[balance]\ndeferral = true\nmicrobatch_sizes = { vision = 1 }"
+    given = filled("1f1b", OVER_BOTH_STAGES[0], *tables, batch=8, extra="")
+    source, adapters, graph = describe(given)
+    loader = Loader(source, given.batch.global_batch_size, make_prepare(given, graph, adapters), seed=0)
+    schedules, balance = StepSchedules(given, graph, adapters), recipe_balance(given, graph, adapters)
+    plans = [plan_batch(graph, loader.batch(step).metas, 1, balance) for step in range(4)]
+    assert {over_in_flight(given, schedules.of(plan)) for plan in plans} == {0, 1}
 
 
 def test_an_encoder_is_cut_by_what_its_layers_cost():

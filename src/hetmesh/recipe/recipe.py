@@ -112,6 +112,12 @@ class Recipe(sections.Section):
         value = None if own is None else getattr(own, key)
         return getattr(self.parallelism, key) if value is None else value
 
+    def schedule_place(self, key: str) -> str:
+        """The full name of a key of the whole run's schedule, for messages: in the sink's table or the flat one,
+        wherever it is given."""
+        own = self.parallelism.modules.get(self.sink)
+        return f"parallelism.{key}" if own is None or getattr(own, key) is None else f"parallelism.{self.sink}.{key}"
+
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read the recipe at `path` and apply `overrides`, e.g. `("--training.steps", "20", "--modules.llm.lr=1e-3")`.
@@ -162,18 +168,29 @@ def parse_recipe(text: str, overrides: Sequence[str] = ()) -> Recipe:
         refusals.said += _messages(error)
         raise RecipeError("\n".join(refusals.said)) from error
     refusals.finish()
-    for name, table in recipe.parallelism.modules.items():
-        for key in sections.ScheduleKeys.model_fields:
-            if getattr(table, key) is not None and name != recipe.sink:
-                refusals.add(
-                    f"parallelism.{name}.{key}: the schedule is the whole run's; write it in [parallelism] or in "
-                    f"[parallelism.{recipe.sink}]"
-                )
+    _check_schedule_keys(recipe, refusals)
     with refusals.collect():
         _ = recipe.batch
     _check_balance(recipe, refusals)
     refusals.finish()
     return recipe
+
+
+def _check_schedule_keys(recipe: Recipe, refusals: Refusals) -> None:
+    """Those of the whole run are given once, or twice alike: in `[parallelism]`, in the sink's table."""
+    for name, table in recipe.parallelism.modules.items():
+        for key in sections.ScheduleKeys.model_fields:
+            flat, own = getattr(recipe.parallelism, key), getattr(table, key)
+            if own is not None and name != recipe.sink:
+                refusals.add(
+                    f"parallelism.{name}.{key}: the schedule is the whole run's; write it in [parallelism] or in "
+                    f"[parallelism.{recipe.sink}]"
+                )
+            elif None not in (flat, own) and flat != own:
+                refusals.add(
+                    f"parallelism.{key} = {flat!r} and parallelism.{name}.{key} = {own!r}: both are of the whole run's "
+                    f"schedule; give one of them, or both alike"
+                )
 
 
 def _check_balance(recipe: Recipe, refusals: Refusals) -> None:

@@ -52,8 +52,8 @@ def bubble_fill(
         lanes: which ranks of a stage start together, and who waits for whom; None: all.
 
     Raises:
-        ScheduleError: `options.in_flight` is lower than what the order of the LLM's microbatches needs, or there is no
-            such inner schedule.
+        ScheduleError: `options.in_flight` is lower than what the order of the LLM's microbatches needs, and may not be
+            raised, or there is no such inner schedule.
     """
     routes = Routes.of(stages, microbatches)
     if durations is None and score is None and lanes is None:
@@ -162,14 +162,15 @@ def _caps(problem: FillProblem, least: Filled, options: PolicyOptions) -> tuple[
     Raises:
         ScheduleError: see `bubble_fill`.
     """
-    sink = set(problem.stage[: problem.fixed])
+    sink, cap = set(problem.stage[: problem.fixed]), options.in_flight
     for i, held in enumerate(least.held):
-        if options.in_flight is not None and held > options.in_flight and i not in sink:
+        if cap is not None and held > cap and i not in sink and not options.raise_in_flight:
             raise ScheduleError(
-                f"bubble_fill: stage {problem.stages[i]} may hold {options.in_flight} microbatches at a time, but the "
+                f"bubble_fill: stage {problem.stages[i]} may hold {cap} microbatches at a time, but the "
                 f"order of the LLM needs {held}"
             )
-    return tuple(None if i in sink else options.in_flight or 2 * max(held, 1) for i, held in enumerate(least.held))
+    most = [2 * max(held, 1) if cap is None else max(cap, held) for held in least.held]
+    return tuple(None if i in sink else held for i, held in enumerate(most))
 
 
 def _orders(stages: StageGraph, routes: Routes, problem: FillProblem) -> Iterable[tuple[int, ...] | None]:

@@ -219,8 +219,8 @@ class _Pass:
             return next(other for other, _ in self.problem.before[i] if stops[other] is None)
         if i >= self.problem.fixed and self._full(i):
             stage = self.problem.stage[i]
-            oldest = next(j for j in self.holding if self.problem.stage[j] == stage)
-            return self.holding[oldest][0]
+            held = [ends for j, ends in self.holding.items() if self.problem.stage[j] == stage]
+            return min(held, key=max)[0]  # not of the oldest: backwards may come in another order
         return None
 
     def _commit(self, i: int) -> None:

@@ -19,6 +19,8 @@ class PolicyOptions:
         refine: bubble_fill: False: the coarse placement alone, for comparison.
         in_flight: bubble_fill: microbatches that a stage of an encoder may hold at a time; None: twice as many as the
             LLM's order needs.
+        raise_in_flight: bubble_fill: what the LLM's order needs is held also where `in_flight` is less, instead of an
+            error.
     """
 
     window: int | None = None
@@ -28,6 +30,7 @@ class PolicyOptions:
     inner: str = "1f1b"
     refine: bool = True
     in_flight: int | None = None
+    raise_in_flight: bool = False
 
 
 DEFAULT = PolicyOptions()

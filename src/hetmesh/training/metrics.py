@@ -32,6 +32,7 @@ class StepMetrics:
         samples_skipped: of the global batch: they could not be read, and add nothing either.
         samples_by_source: of the global batch, where they come from a mixture.
         media_dropped, tokens_dropped: what of the global batch did not fit into `seq_len`.
+        over_in_flight: microbatches beyond `bubble_fill_in_flight` that encoders might hold in this step.
     """
 
     step: int
@@ -49,6 +50,7 @@ class StepMetrics:
     samples_skipped: int = 0
     media_dropped: int = 0
     tokens_dropped: int = 0
+    over_in_flight: int = 0
     samples_by_source: Mapping[str, int] = field(default_factory=dict)
     load: StepLoad | None = None
 
@@ -57,7 +59,7 @@ class StepMetrics:
         own = {key: getattr(self, key) for key in ("step", "loss", "grad_norm", "lr")}
         own |= {key: getattr(self, key) for key in ("samples_per_s", "tokens_per_s", "time_s")}
         names = ("skipped_steps", "samples_without_target", "samples_skipped", "media_dropped", "tokens_dropped")
-        counts: dict[str, Any] = {name: getattr(self, name) for name in names}
+        counts: dict[str, Any] = {name: getattr(self, name) for name in (*names, "over_in_flight")}
         counts |= {"samples_by_source": self.samples_by_source}
         more = asdict(self.cost) | (asdict(self.measured) if self.measured else {})
         more |= self.load.record() if self.load else {}
@@ -113,6 +115,8 @@ class StepMetrics:
             yield f"cut by seq_len: {self.tokens_dropped} tokens and {self.media_dropped} media items"
         if self.samples_by_source:
             yield "samples of " + ", ".join(f"{name} {count}" for name, count in self.samples_by_source.items())
+        if self.over_in_flight:
+            yield f"bubble_fill_in_flight exceeded by {self.over_in_flight}"
         if self.samples_skipped:
             yield f"{self.samples_skipped} samples skipped"
         if self.measured is not None and self.measured.data:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
-from hetmesh.balance import BatchPlan
-from hetmesh.errors import HetmeshError, RecipeError, ScheduleError
-from hetmesh.graph import ModuleGraph, Routes, StageGraph, stage_graph
+from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
+from hetmesh.errors import RecipeError, ScheduleError
+from hetmesh.graph import ModuleGraph, Routes, SampleMeta, StageGraph, stage_graph
 from hetmesh.planner.fill_bubbles import fill_bubbles, fill_typical
 from hetmesh.schedule import POLICIES, PolicyOptions, Schedule
 from hetmesh.simulate import StepModel
@@ -22,16 +23,9 @@ if TYPE_CHECKING:
 
 def recipe_schedule(recipe: Recipe, graph: ModuleGraph, routes: Routes | int, training: bool = True) -> Schedule:
     """The schedule that `recipe` asks for, of a step with the `routes` of its BatchPlan, or of so many microbatches in
-    every module; `bubble_fill` with nominal durations.
-
-    Raises:
-        ScheduleError: a cap of the recipe is too low for these routes, with its key.
-    """
-    options = schedule_options(recipe)
-    try:
-        return POLICIES[recipe.schedule](cached_stage_graph(graph), routes, training, options)
-    except ScheduleError as error:
-        raise _with_key(options, error) from error
+    every module; `bubble_fill` with nominal durations, and with `bubble_fill_in_flight` raised where these routes need
+    more."""
+    return POLICIES[recipe.schedule](cached_stage_graph(graph), routes, training, schedule_options(recipe))
 
 
 LONG = 1.0
@@ -68,35 +62,51 @@ class StepSchedules:
         return 6 * parameters * tokens >= LONG * TYPICAL_PEAK * len(self.graph.ranks)
 
     def of(self, plan: BatchPlan, training: bool = True) -> Schedule:
-        """The schedule of the step of `plan`.
-
-        Raises:
-            ScheduleError: see `recipe_schedule`.
-        """
+        """The schedule of the step of `plan`."""
         if self.model is None or not training:
             return recipe_schedule(self.recipe, self.graph, plan.routes, training)
         options = schedule_options(self.recipe)
-        try:
-            if self.each_step:
-                return fill_bubbles(self.model, plan, training, options)
-            found = self._typical.pop(plan.routes, None)
-            if found is None:
-                found = fill_typical(self.model, plan.routes, training, options, TYPICAL)
-            self._typical[plan.routes] = found  # behind all others: the first is that of longest ago
-            if len(self._typical) > KEPT:
-                del self._typical[next(iter(self._typical))]
-            return found
-        except ScheduleError as error:
-            raise _with_key(options, error) from error
+        if self.each_step:
+            return fill_bubbles(self.model, plan, training, options)
+        found = self._typical.pop(plan.routes, None)
+        if found is None:
+            found = fill_typical(self.model, plan.routes, training, options, TYPICAL)
+        self._typical[plan.routes] = found  # behind all others: the first is that of longest ago
+        if len(self._typical) > KEPT:
+            del self._typical[next(iter(self._typical))]
+        return found
+
+
+def over_in_flight(recipe: Recipe, schedule: Schedule) -> int:
+    """Microbatches beyond `bubble_fill_in_flight` that a stage of an encoder may hold in `schedule`, since the order of
+    the LLM needs them; 0 where the recipe has no such key."""
+    cap, sink = recipe.schedule_key("bubble_fill_in_flight"), schedule.stages.sink.module
+    held = [most for stage, most in schedule.in_flight.items() if stage.module != sink]
+    return 0 if cap is None else max([0, *(most - cap for most in held)])
 
 
 def check_schedule(recipe: Recipe, graph: ModuleGraph) -> None:
-    """Raise RecipeError if the recipe's microbatches, as they are drawn, have no schedule."""
-    if recipe.fills_bubbles:
-        try:
-            recipe_schedule(recipe, graph, recipe.batch.num_microbatches)
-        except ScheduleError as error:
-            raise RecipeError(str(error)) from error
+    """Raise RecipeError if microbatches of the sizes that the recipe gives have no schedule under bubble_fill. Which
+    feed which may be another matter in a step, by deferral or a free number: then the cap gives way."""
+    if not recipe.fills_bubbles:
+        return
+    options = replace(schedule_options(recipe), raise_in_flight=False)
+    try:
+        POLICIES[recipe.schedule](cached_stage_graph(graph), usual_routes(recipe, graph), True, options)
+    except ScheduleError as error:
+        where = recipe.schedule_place("bubble_fill_in_flight")
+        key = "" if options.in_flight is None else f"{where} = {options.in_flight}: "
+        raise RecipeError(f"{key}{error}") from error
+
+
+def usual_routes(recipe: Recipe, graph: ModuleGraph) -> Routes | int:
+    """Which microbatches feed which where samples are all alike, and none is deferred."""
+    sizes = recipe.balance.microbatch_sizes
+    if not sizes:
+        return recipe.batch.num_microbatches
+    samples = [SampleMeta(str(i), 1, rows=dict.fromkeys(graph.order, 1)) for i in range(recipe.batch.global_batch_size)]
+    balance = BalanceOptions(recipe.balance.policy, microbatch_sizes=sizes)
+    return plan_batch(graph, samples, recipe.batch.microbatch_size, balance).routes
 
 
 def schedule_options(recipe: Recipe) -> PolicyOptions:
@@ -108,6 +118,7 @@ def schedule_options(recipe: Recipe) -> PolicyOptions:
         early=bool(recipe.schedule_key("interleaved_early_warmup")),
         inner=recipe.schedule_key("bubble_fill_schedule") or "1f1b",
         in_flight=recipe.schedule_key("bubble_fill_in_flight"),
+        raise_in_flight=True,
     )
 
 
@@ -115,8 +126,3 @@ def schedule_options(recipe: Recipe) -> PolicyOptions:
 def cached_stage_graph(graph: ModuleGraph) -> StageGraph:
     """`stage_graph`, once per graph: policies cache by it."""
     return stage_graph(graph)
-
-
-def _with_key(options: PolicyOptions, error: ScheduleError) -> HetmeshError:
-    key = "" if options.in_flight is None else f"parallelism.bubble_fill_in_flight = {options.in_flight}: "
-    return ScheduleError(f"{key}{error}")

@@ -55,7 +55,7 @@ class Reporter:
         self.active = rank == 0
         self.console = Console(quiet=not self.active, highlight=False)
         self._pace: float | None = None
-        self._warned = False
+        self._warned: set[str] = set()
         self._claim = claim
         if not self.active:
             return
@@ -108,10 +108,10 @@ class Reporter:
             line = metrics.line(self.steps, left)
             self.print(f"{line}  {metrics.details()}" if self.verbose else line)
 
-    def warn_once(self, text: str) -> None:
-        """Print a warning, the first one of the run only: the rest are counted in the metrics."""
-        if not self._warned:
-            self._warned = True
+    def warn_once(self, about: str, text: str) -> None:
+        """Print a warning, the first one of the run about this only: the rest are counted in the metrics."""
+        if about not in self._warned:
+            self._warned.add(about)
             self.print(text)
 
     def evaluation(self, step: int, scores: Mapping[str, float]) -> None:

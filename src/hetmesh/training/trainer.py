@@ -17,6 +17,7 @@ from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.payloads import Payloads
 from hetmesh.errors import NonFiniteError, RecipeError, SampleError
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.schedule import Schedule
 from hetmesh.training.checkpoint import Checkpointer
 from hetmesh.training.dump_folder import SUMMARY_FILE, RunFolder, claim_folder
 from hetmesh.training.evaluate import Evaluation, evaluate, show
@@ -29,6 +30,7 @@ from hetmesh.training.meter import Meter, StepCost
 from hetmesh.training.metrics import StepMetrics
 from hetmesh.training.non_finite import describe_non_finite
 from hetmesh.training.optimizers import keeping_options, learning_rate, make_optimizers, take_step
+from hetmesh.training.recipe_schedule import over_in_flight
 from hetmesh.training.recorder import StepRecorder
 from hetmesh.training.reporter import Reporter
 from hetmesh.training.resume import ADVICE, changes, check_changes, described, run_state, saved_run
@@ -170,6 +172,7 @@ class Trainer:
 
         if self.optimizers is not None:
             self.optimizers[0].zero_grad()
+        over = self._over_in_flight(schedule)
         recorded = self.recorder.begin(self.step + 1)
         loss_sum = self.job.runtime.run(schedule, plan, feed, step=self.step, transfers=upcoming.transfers)
         computed = time.perf_counter()
@@ -210,6 +213,7 @@ class Trainer:
             samples_skipped=len(left_out),
             media_dropped=int(drawn.dropped_media.sum()),
             tokens_dropped=int(drawn.dropped_tokens.sum()),
+            over_in_flight=over,
             samples_by_source=source.counts(drawn.indices) if isinstance(source, MixtureSource) else {},
         )
 
@@ -226,10 +230,24 @@ class Trainer:
             if len(without) + len(left_out) == len(drawn):
                 raise SampleError(f"step {step}: no sample of the global batch has a target token: {text}")
             self.reporter.warn_once(
+                "samples_without_target",
                 f"step {step}: {len(without)} of {len(drawn)} samples add nothing to the loss: {text}; from here on "
-                "they are only counted, as samples_without_target in metrics.jsonl"
+                "they are only counted, as samples_without_target in metrics.jsonl",
             )
         return len(without)
+
+    def _over_in_flight(self, schedule: Schedule) -> int:
+        """By how much the schedule exceeds the recipe's `bubble_fill_in_flight`; the first time it is said."""
+        over = over_in_flight(self.recipe, schedule)
+        if over:
+            where = self.recipe.schedule_place("bubble_fill_in_flight")
+            cap = self.recipe.schedule_key("bubble_fill_in_flight")
+            self.reporter.warn_once(
+                "over_in_flight",
+                f"step {self.step + 1}: {where} = {cap}: the routes of this batch need {cap + over} microbatches at a "
+                "time; from here on such steps are only counted, as over_in_flight in metrics.jsonl",
+            )
+        return over
 
     def _refuse(self, loss_sum: torch.Tensor | float, loss: float, grad_norm: float) -> None:
         """Count this step as skipped, or stop the run. Collective."""
