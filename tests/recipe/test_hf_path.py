@@ -35,8 +35,9 @@ def test_it_stands_for_modules_boundaries_and_data(folder):
     assert [(b.source, b.destination, b.at) for b in recipe.boundaries] == [("vision", "llm", "image")]
     assert recipe.data.source == "conversations"
     own = {key: str(folder) for key in ("tokenizer", "image_processor")}
-    template = {"chat_template": "{{ messages }}"}
-    assert recipe.data.options == {**own, **template, "placeholders": {"image": "<img>"}, "path": "talks.jsonl"}
+    replaced = {"<start_of_image>": "\n\n<start_of_image><img><end_of_image>\n\n"}
+    prompt = {"chat_template": "{{ messages }}", "replacements": replaced, "special_tokens": True}
+    assert recipe.data.options == {**own, **prompt, "placeholders": {"image": "<img>"}, "path": "talks.jsonl"}
     (folder / "preprocessor_config.json").rename(folder / "processor_config.json")
     assert "image_processor" not in parse(folder, "[data.options]\npath = 'talks.jsonl'").data.options
     (folder / "processor_config.json").write_text('{"image_processor": {}}')  # as transformers 5 saves it

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetmesh.data.chat_content import content_form
+from hetmesh.data.chat_content import check_replacements, content_form
 from hetmesh.errors import RecipeError, SampleError
 
 DEFAULT_TEMPLATE = (
@@ -38,14 +39,24 @@ class Chat:
         folder: a Hugging Face directory with a fast tokenizer; no code of its own is run.
         placeholders: kind of media -> the token of the vocabulary that stands for one item of it.
         template: a chat template (Jinja) instead of the tokenizer's own.
+        replacements: what the template writes for an item -> what is put in its place, as a model's processor does.
+        special_tokens: let the tokenizer add its own (a BOS) to a text that does not begin with one, as processors do.
         key: prefix of the recipe keys in errors.
 
     Raises:
-        RecipeError: there is no such tokenizer, or a placeholder is no token of its own.
+        RecipeError: there is no such tokenizer, a placeholder is no token of its own, or the template does not write
+            what is to be replaced.
     """
 
     def __init__(
-        self, folder: Path, placeholders: Mapping[str, str], template: str | None = None, key: str = "[data.options]"
+        self,
+        folder: Path,
+        placeholders: Mapping[str, str],
+        template: str | None = None,
+        key: str = "[data.options]",
+        *,
+        replacements: Mapping[str, str] | None = None,
+        special_tokens: bool = False,
     ) -> None:
         from transformers import AutoTokenizer
 
@@ -69,10 +80,13 @@ class Chat:
         self.placeholders = {kind: self._placeholder(kind, text, key) for kind, text in placeholders.items()}
         if len(set(self.placeholders.values())) < len(self.placeholders):
             raise RecipeError(f"{key} placeholders = {self.texts}: each kind of media needs a token of its own")
+        self._replacements, self._adds = dict(replacements or {}), special_tokens
+        self.reserved = frozenset((*self.texts.values(), *self._replacements))
         self._form = content_form(self._apply, self.texts, key)
+        check_replacements(self._apply, self._form, self.texts, self._replacements, key)
         fillers = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, *range(self.vocab_size))
         # Padding is never looked at, so any token but a placeholder does.
-        self._backend = _backend_of(tokenizer, list(placeholders.values()))
+        self._backend = _backend_of(tokenizer, list(placeholders.values()), special_tokens)
         self.pad_id = next(i for i in fillers if i is not None and i not in self.placeholders.values())
 
     def _placeholder(self, kind: str, text: str, key: str) -> int:
@@ -99,7 +113,7 @@ class Chat:
         text = self._render(sample_id, messages)
         marked = [(role, marks[i] if role == "assistant" else said) for i, (role, said) in enumerate(messages)]
         spans = self._spans(sample_id, text, self._render(sample_id, marked), [(marks[i], messages[i][1]) for i in own])
-        given = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        given = self.tokenizer(text, add_special_tokens=self._adds_to(text), return_offsets_mapping=True)
         ids = tuple(given["input_ids"])
         fixed = set(self.placeholders.values())
         chosen = [
@@ -116,8 +130,12 @@ class Chat:
         """
         text = self._render(sample_id, messages)
         if self._backend is not None:
-            return tuple(self._backend.encode(text, add_special_tokens=False).ids)
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            return tuple(self._backend.encode(text, add_special_tokens=self._adds_to(text)).ids)
+        return tuple(self.tokenizer(text, add_special_tokens=self._adds_to(text))["input_ids"])
+
+    def _adds_to(self, text: str) -> bool:
+        """Whether the tokenizer adds its special tokens to a text."""
+        return self._adds and not (self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))
 
     def _render(self, sample_id: str, messages: Sequence[tuple[str, str]]) -> str:
         turns = [{"role": role, "content": self._form(text)} for role, text in messages]
@@ -127,7 +145,11 @@ class Chat:
             raise SampleError(f"sample {sample_id!r}: the chat template refuses it: {error}") from error
 
     def _apply(self, turns: Sequence[Mapping[str, Any]]) -> str:
-        return self.tokenizer.apply_chat_template(turns, chat_template=self.template, tokenize=False)
+        text = self.tokenizer.apply_chat_template(turns, chat_template=self.template, tokenize=False)
+        if not self._replacements:
+            return text
+        pattern = "|".join(map(re.escape, self._replacements))
+        return re.sub(pattern, lambda found: self._replacements[found[0]], text)
 
     def _spans(self, sample_id: str, text: str, marked: str, turns: Sequence[tuple[str, str]]) -> list[tuple[int, int]]:
         """Where in `text` the assistant's turns are, given the same with a mark in place of each."""
@@ -164,17 +186,19 @@ class Chat:
 _PROBE = " A word, 2 words\n\tand more: \u00e4\u4e2d\U0001f600 "
 
 
-def _backend_of(tokenizer: Any, placeholders: Sequence[str]) -> Any:
+def _backend_of(tokenizer: Any, placeholders: Sequence[str], special_tokens: bool) -> Any:
     """What does the work behind `tokenizer`, at a quarter of the price for short texts; None where transformers does
     something of its own before or after."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
     texts = [_PROBE, *(_PROBE + text + _PROBE + text for text in [*placeholders, *tokenizer.all_special_tokens])]
-    by_tokenizer = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]  # which also turns off
-    # truncation and padding that a tokenizer.json may ask for
-    same = by_tokenizer == [backend.encode(text, add_special_tokens=False).ids for text in texts]
-    return backend if same else None
+    for adds in (False, True) if special_tokens else (False,):
+        by_tokenizer = [tokenizer(text, add_special_tokens=adds)["input_ids"] for text in texts]  # which also turns off
+        # truncation and padding that a tokenizer.json may ask for
+        if by_tokenizer != [backend.encode(text, add_special_tokens=adds).ids for text in texts]:
+            return None
+    return backend
 
 
 def _runs(chosen: Sequence[bool]) -> tuple[tuple[int, int], ...]:

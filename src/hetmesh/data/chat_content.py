@@ -67,6 +67,33 @@ def content_form(render: Render, placeholders: Mapping[str, str], key: str) -> F
     return str
 
 
+def check_replacements(
+    render: Render, form: Form, placeholders: Mapping[str, str], replacements: Mapping[str, str], key: str
+) -> None:
+    """Check that a template writes for an item what is to be replaced.
+
+    Args:
+        render: the template, with its texts replaced.
+        replacements: what it writes for an item -> what is in its place.
+
+    Raises:
+        RecipeError: what is in its place has no placeholder, or the template does not write it.
+    """
+    for before, text in replacements.items():
+        inside = [token for token in placeholders.values() if token in text]
+        if not inside:
+            raise RecipeError(
+                f"{key} replacements: {text!r}, for {before!r}, must hold one of the placeholders "
+                f"{sorted(placeholders.values())}"
+            )
+        written = _written(render, form, inside[0])
+        if written is None or text.strip() not in written:
+            raise RecipeError(
+                f"{key} replacements: the chat template does not write {before!r} for an item but {written!r}, so it "
+                f"would not become {text!r}; give the chat_template of the model, or one that writes {before!r}"
+            )
+
+
 def _written(render: Render, form: Form, token: str) -> str | None:
     """What a template writes for one item in a turn; None where the texts around it do not come out as they are."""
     user, behind, said = MARKS

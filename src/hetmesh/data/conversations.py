@@ -69,6 +69,9 @@ class ConversationsSource:
         validation_path: the same of held-out conversations.
         split: `"train"` or `"validation"`.
         index: use the index beside the data (`hetmesh index`), if there is one.
+        replacements: what the chat template writes for an item -> what is put in its place, with the placeholder in it,
+            before anything is tokenised.
+        special_tokens: let the tokenizer add its own (a BOS) where the template does not begin with a BOS.
 
     Raises:
         RecipeError: a file or directory is missing (all that are) or cannot be used; no such split; a stale index.
@@ -87,6 +90,8 @@ class ConversationsSource:
         validation_path: str | None = None,
         split: str = "train",
         index: bool = True,
+        replacements: Mapping[str, str] | None = None,
+        special_tokens: bool = False,
     ) -> None:
         placeholders = {"image": "<image>"} if placeholders is None else placeholders
         if unknown := sorted(set(placeholders) - set(KINDS)):
@@ -99,7 +104,13 @@ class ConversationsSource:
         name = "path" if split == "train" else "validation_path"
         self.path = Path(path if split == "train" else str(validation_path)).expanduser()
         folder = None if media_folder is None else Path(media_folder).expanduser()
-        self._chat = Chat(Path(tokenizer).expanduser(), placeholders, chat_template)
+        self._chat = Chat(
+            Path(tokenizer).expanduser(),
+            placeholders,
+            chat_template,
+            replacements=replacements,
+            special_tokens=special_tokens,
+        )
         self.vocab_size, self.pad_id = self._chat.vocab_size, self._chat.pad_id
         self.placeholders: Mapping[str, int] = self._chat.placeholders
         self._images = None
@@ -110,6 +121,7 @@ class ConversationsSource:
             None if audio_processor is None else Path(audio_processor).expanduser(), f"{KEY} audio_processor"
         )
         options = {"placeholders": placeholders, "chat_template": chat_template, "pad_to_square": pad_to_square}
+        options |= {"replacements": replacements, "special_tokens": special_tokens}
         read = [Path(each).expanduser() for each in folders.values() if each is not None]
         self._small = {
             "the options of [data]": options,
@@ -250,7 +262,7 @@ class ConversationsSource:
                 )
             if kind == "text":
                 assert isinstance(value, str)
-                if used := [p for p in self._chat.texts.values() if p in value]:
+                if used := sorted(p for p in self._chat.reserved if p in value):
                     raise SampleError(
                         f"sample {name!r}: its text contains {used[0]!r}, which stands for media; write media as parts "
                         "of `content`, or choose another placeholder"

@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.hf_families import MEDIA, family_of
+from hetmesh.recipe.hf_prompts import PROCESSORS, PROMPTS
+
+if TYPE_CHECKING:
+    from hetmesh.recipe.recipe import Recipe
 
 SECTION, PROJECTOR = "model", "projector"
 KEY = "hf_path"
@@ -80,16 +84,82 @@ def _data(path: str, config: Mapping[str, Any], kinds: list[str], given: Any) ->
         options["image_processor"] = path
     if "audio" in kinds:
         options["audio_processor"] = path
-    template = (_read(path, "chat_template.json") or {}).get(
-        "chat_template"
-    )  # of a processor; tokenizers do not read it
-    if isinstance(template, str) and not _is_file(path, "chat_template.jinja"):
-        options["chat_template"] = template
     tokens = {kind: _token(path, config, kind) for kind in kinds}
     if found := {kind: token for kind, token in tokens.items() if token is not None}:
         options["placeholders"] = found
     own = given.get("options", {})
-    return {"source": "conversations", **given, "options": {**options, **own} if isinstance(own, Mapping) else own}
+    if not isinstance(own, Mapping):  # which is refused
+        return {"source": "conversations", **given}
+    options |= _prompt_options(path, str(config.get("model_type")), {**options, **own})
+    return {"source": "conversations", **given, "options": {**options, **own}}
+
+
+def processor_of(path: str, model_type: str) -> str:
+    """The name of a directory's processor class, as transformers finds it; empty where nothing says."""
+    for name in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+        if isinstance(found := (_read(path, name) or {}).get("processor_class"), str):
+            return found
+    return PROCESSORS.get(model_type, "")
+
+
+def prompt_note(recipe: Recipe) -> str:
+    """What the prompts of a directory's recipe do not have of its processor's; empty if nothing is known."""
+    path = recipe.model.hf_path
+    if path is None:
+        return ""
+    if any(each.source == "conversations" for each in recipe.data.mixture):
+        return f"{SECTION}.{KEY} fills in nothing of [[data.mixture]]: its tables say what is around an item, and BOS"
+    if recipe.data.source != "conversations":
+        return ""
+    config = _read(path, "config.json") or {}
+    prompt = PROMPTS.get(processor_of(path, str(config.get("model_type"))))
+    return "" if prompt is None else prompt.note
+
+
+def _prompt_options(path: str, model_type: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat template, and what the directory's processor makes of its text.
+
+    Raises:
+        RecipeError: there is none, or the processor does something that hetmesh does not.
+    """
+    if "chat_template" in options:  # the recipe's own: its text is what the model gets
+        return {"special_tokens": True}
+    name = processor_of(path, model_type)
+    prompt = PROMPTS.get(name)
+    what = f"{SECTION}.{KEY} = {path!r}: transformers' {name or 'processor'} (model_type {model_type!r})"
+    write = f"write the whole form of a conversation as [data.options] chat_template, {_tokens_around(options)}"
+    if prompt is None:
+        raise RecipeError(f"{what}: hetmesh does not know what it writes around an item; {write}")
+    if prompt.refused:
+        raise RecipeError(f"{what}: {prompt.refused}; to train on another form, {write}")
+    template = _template(path, str(options["tokenizer"]))
+    if prompt.template and template is not None:
+        raise RecipeError(f"{what}: it has a form of its own, and there is a chat template in the directory; {write}")
+    if template is None and not prompt.template:
+        raise RecipeError(f"{what}: there is no chat template in the directory; {write}")
+    image = _table(options, "placeholders").get("image", "<image>")
+    found: dict[str, Any] = {}
+    if prompt.template:
+        found["chat_template"] = prompt.template.replace("<image>", image)
+    elif template:
+        found["chat_template"] = template
+    if replacements := prompt.replacements(image, _read(path, "tokenizer_config.json") or {}):
+        found["replacements"] = replacements
+    return {**found, "special_tokens": True} if prompt.special_tokens else found
+
+
+def _tokens_around(options: Mapping[str, Any]) -> str:
+    tokens = " and ".join(repr(token) for token in _table(options, "placeholders").values())
+    return f"with {tokens} for an item and the tokens around it" if tokens else "with the tokens around an item"
+
+
+def _template(path: str, tokenizer: str) -> str | None:
+    """The chat template that the tokenizer does not read by itself; empty where it does, None where there is none."""
+    of_processor = (_read(path, "chat_template.json") or {}).get("chat_template")
+    if isinstance(of_processor, str) and not _is_file(path, "chat_template.jinja"):
+        return of_processor
+    of_tokenizer = (_read(tokenizer, "tokenizer_config.json") or {}).get("chat_template")
+    return "" if of_tokenizer or _is_file(tokenizer, "chat_template.jinja") else None
 
 
 def _token(path: str, config: Mapping[str, Any], kind: str) -> str | None:

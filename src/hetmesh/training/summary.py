@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from hetmesh.models.build import build_on_meta
+from hetmesh.recipe.hf_path import prompt_note
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.torchtitan_defaults import differing_defaults
 from hetmesh.training.wording import counted, ranks_text, table
@@ -54,6 +55,8 @@ def summary(recipe: Recipe, adapters: Mapping[str, Adapter]) -> Iterator[str]:
         yield f"  {boundary.source} -> {boundary.destination}" + (f" at {boundary.at!r}" if boundary.at else "")
     if idle := sorted(set(range(recipe.world_size)) - set(wiring.ranks)):
         yield f"note: no module uses rank {ranks_text(tuple(idle))}"
+    if note := prompt_note(recipe):
+        yield f"note: {note}"
     if different := differing_defaults(recipe):
         yield "note: not given, and not torchtitan's default:"
         yield from (f"  {line}" for line in different)
