@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import tiny_vlms
 from hetmesh.training.self_check import TOLERANCE, self_check
 from hetmesh.training.self_check_record import needs_self_check, record, record_file
+from hetmesh.training.summary import summary
+from hetmesh.training.whole_directory import why_not_compared
 
 FAST = ("gemma3",)
 REST = [name for name in tiny_vlms.MODELS if name not in (*FAST, "paligemma2", "qwen2_audio")]
@@ -124,6 +127,19 @@ def test_recipes_that_come_from_no_whole_model_have_nothing_to_compare():
     assert not needs_self_check(recipe)
     with pytest.raises(RecipeError, match=r"there is nothing to compare the weights with"):
         self_check(recipe)
+
+
+def test_modules_of_several_directories_are_not_compared_which_is_said(tmp_path):
+    path, other = tiny_vlms.save("llava", tmp_path), tmp_path / "other"
+    shutil.copytree(path, other)
+    text = tiny_vlms.recipe_text(path)
+    assert why_not_compared(parse_recipe(text)) == ""
+    recipe = parse_recipe(text, ("--modules.vision.initial_load_path", str(other)))
+    assert not needs_self_check(recipe)
+    (line,) = [line for line in summary(recipe, {}) if "not compared" in line]
+    assert "note: its weights are not compared with transformers' own forward" in line
+    assert f"modules.vision.initial_load_path = '{other}'" in line
+    assert why_not_compared(parse_recipe((Path(__file__).parents[2] / "recipes" / "digits.toml").read_text())) == ""
 
 
 @pytest.mark.slow

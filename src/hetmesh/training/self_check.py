@@ -18,9 +18,8 @@ from hetmesh.balance import BalanceOptions, plan_batch
 from hetmesh.data.loader import DrawnBatch, Loader
 from hetmesh.errors import RecipeError, SampleError, SelfCheckError
 from hetmesh.graph import ModuleGraph, Stage, output_key
-from hetmesh.models import Adapter, AdapterRequest, placeholder_rows, pretrained_of
+from hetmesh.models import Adapter, AdapterRequest, placeholder_rows
 from hetmesh.models.causal_lm import CausalLMAdapter
-from hetmesh.models.pretrained import Pretrained
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.models.split.whole_forward import load_whole, whole_logits
 from hetmesh.models.split.whole_model import TOWERS, WholeModel, whole_model
@@ -31,6 +30,7 @@ from hetmesh.training.describe import describe, make_prepare
 from hetmesh.training.feed import Feed
 from hetmesh.training.modules import loaded_module
 from hetmesh.training.self_check_samples import self_check_source
+from hetmesh.training.whole_directory import directory_of
 
 TOLERANCE = 1e-5
 """Largest difference, of the largest value: rounding of fp32 in models of some ten layers is 1e-6."""
@@ -49,17 +49,6 @@ class Values:
     rows: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     hidden: dict[str, Tensor] = field(default_factory=dict)
     logits: dict[str, Tensor] = field(default_factory=dict)
-
-
-def directory_of(recipe: Recipe) -> Pretrained | None:
-    """The one directory of a whole multimodal model from which all modules of `recipe` come, None if there is none."""
-    found = {name: pretrained_of(name, module) for name, module in recipe.modules.items()}
-    paths = {None if each is None else each.path.resolve() for each in found.values()}
-    pretrained = found[recipe.sink]
-    if len(paths) != 1 or pretrained is None or len(found) < 2:
-        return None
-    names = pretrained.config.get("architectures") or [""]
-    return pretrained if str(names[0]).endswith("ForConditionalGeneration") else None
 
 
 def self_check(recipe: Recipe) -> float:

@@ -10,7 +10,7 @@ import torch
 
 from hetmesh.errors import OutputError
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.training.self_check import directory_of
+from hetmesh.training.whole_directory import directory_of
 
 
 def record_file(recipe: Recipe) -> Path:

@@ -9,6 +9,7 @@ from hetmesh.models.build import build_on_meta
 from hetmesh.recipe.hf_path import prompt_note
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.torchtitan_defaults import differing_defaults
+from hetmesh.training.whole_directory import why_not_compared
 from hetmesh.training.wording import counted, ranks_text, table
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def summary(recipe: Recipe, adapters: Mapping[str, Adapter]) -> Iterator[str]:
         yield f"note: no module uses rank {ranks_text(tuple(idle))}"
     if note := prompt_note(recipe):
         yield f"note: {note}"
+    if why := why_not_compared(recipe):
+        yield f"note: its weights are not compared with transformers' own forward: {why}"
     if different := differing_defaults(recipe):
         yield "note: not given, and not torchtitan's default:"
         yield from (f"  {line}" for line in different)
