@@ -7,7 +7,8 @@ import pytest
 
 from hetmesh.cli import main
 
-RECIPE = str(Path(__file__).parents[2] / "recipes" / "mllm_22b_175b.toml")
+RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPE = str(RECIPES / "mllm_22b_175b.toml")
 
 
 @pytest.mark.exhaustive
@@ -18,3 +19,19 @@ def test_a_recipe_of_3072_ranks_is_checked_and_simulated(capsys):
     whole = json.loads(capsys.readouterr().out)
     assert 3.0 < whole["makespan"] < 8.0
     assert sorted(rank for row in whole["rows"] for rank in row["ranks"]) == list(range(3072))
+
+
+def test_encoder_kernels_in_collectives_of_the_llm_are_simulated_on_request_and_told_apart(capsys):
+    tensor = ("--parallelism.llm.data_parallel_replicate_degree=1", "--parallelism.llm.tensor_parallel_degree=2")
+    command = ["simulate", str(RECIPES / "digits_bubble_fill.toml"), "--machine", "h100", *tensor]
+    found = []
+    for more in ([], ["--beside", "vision"]):
+        assert main([*command, *more, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert not any(found[0]["hidden"])
+    assert 0 < sum(found[1]["hidden"]) < sum(row["compute"] for row in found[1]["rows"])
+    assert found[1]["makespan"] < found[0]["makespan"]
+    assert main([*command, "--beside", "vision"]) == 0
+    assert "simulated only: " in capsys.readouterr().out
+    assert main([*command, "--beside", "audio"]) == 2
+    assert "beside = 'audio': only modules before 'llm' can run beside it: vision, projector" in capsys.readouterr().err

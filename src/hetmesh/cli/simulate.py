@@ -14,6 +14,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a TOML file, e.g. recipes/digits_pipeline.toml")
     parser.add_argument("--machine", metavar="NAME", help="a machine's name or TOML file; default: [metrics] machine")
     parser.add_argument("--profile", metavar="FILE", help="what `hetmesh profile` wrote; default: [profiling] profile")
+    parser.add_argument(
+        "--beside",
+        metavar="MODULE",
+        action="append",
+        default=[],
+        help="an encoder whose kernels run in the LLM's tensor-parallel collectives (no training does that yet)",
+    )
     parser.add_argument("--png", metavar="FILE", help="also draw it, as .png or .svg (needs matplotlib)")
     parser.add_argument("--trace", metavar="FILE", help="also write a trace for ui.perfetto.dev")
     parser.add_argument("--json", action="store_true", help="print figures as JSON instead")
@@ -28,7 +35,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from hetmesh.report.trace import save_trace
     from hetmesh.training.simulated import simulate_recipe
 
-    timeline = simulate_recipe(recipe, machine=args.machine, profile=args.profile)
+    timeline = simulate_recipe(recipe, machine=args.machine, profile=args.profile, beside=args.beside)
     if args.png:
         save_gantt({"predicted": timeline}, args.png, recipe.job.description)
     if args.trace:
@@ -38,5 +45,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     width = shutil.get_terminal_size((120, 24)).columns
     print(f"one step, schedule {recipe.schedule}: {headline(timeline)}\n")
+    if args.beside:
+        hidden = 1e3 * sum(timeline.hidden) / max(len(timeline.hidden), 1)
+        print(f"simulated only: {hidden:,.4g} ms of {' and '.join(args.beside)} in collectives, on the mean rank\n")
     print(f"{gantt_text(timeline, width)}\n\n{bubble_table(timeline)}")
     return 0

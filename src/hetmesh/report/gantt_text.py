@@ -106,6 +106,7 @@ def summary_json(timeline: Timeline) -> dict[str, Any]:
     return {
         "makespan": timeline.makespan,
         "idle_fraction": average.fraction,
+        "hidden": list(timeline.hidden),
         "average": {"compute": average.compute} | {name: getattr(average, name) for name in CLASSES},
         "rows": [
             {"ranks": list(ranks), "stages": list(held), "peak_bytes": peak, "compute": each.compute}
