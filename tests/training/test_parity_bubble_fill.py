@@ -7,15 +7,17 @@ from test_parity_routes import check, delayed_run
 from hetmesh.balance import plan_batch
 from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError
-from hetmesh.graph import Stage
+from hetmesh.graph import SampleMeta, Stage
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.schedule import Kind
 from hetmesh.testing import faults
 from hetmesh.testing.assignments import Deferred, RandomAssignment
 from hetmesh.testing.parity import ParityError, compare, reference
+from hetmesh.training import recipe_schedule as recipe_schedule_module
 from hetmesh.training.balance import recipe_balance
 from hetmesh.training.describe import describe, make_prepare
 from hetmesh.training.recipe_schedule import StepSchedules, over_in_flight, recipe_schedule
+from hetmesh.training.step_model import TYPICAL_PEAK
 
 INNER = ("1f1b", "interleaved", "zero_bubble")
 SLICES = "bubble_fill_layers_per_slice = 1"
@@ -116,6 +118,29 @@ def test_o7_microbatches_in_the_order_in_which_the_encoder_ends(pool4):
         orders.append([action.microbatch for action in first])
     assert any(order[0] for order in orders)
     compare(reference(given, steps=2), pool4.run(delayed_run, given, None, by_step, timeout=120), 1e-10)
+
+
+def test_each_step_has_the_schedule_of_its_routes_and_evaluation_one_without_backwards(monkeypatch):
+    given = filled("zero_bubble", *OVER_BOTH_STAGES, batch=4)
+    _, adapters, graph = describe(given)
+    schedules = StepSchedules(given, graph, adapters)
+    samples = [SampleMeta(f"s{i}", 9, targets=((4, 9),), rows={"vision": 0, "projector": 0}) for i in range(8)]
+    plans = [plan_batch(graph, samples, size) for size in (1, 2, 4)]
+    monkeypatch.setattr(recipe_schedule_module, "KEPT", 2)
+    kept = [schedules.of(plan) for plan in plans]
+    for plan, schedule in zip(plans, kept, strict=True):
+        assert (schedule.routes, schedule.training) == (plan.routes, True)
+        assert schedules.of(plan) == schedule
+        assert any(action.kind is Kind.BACKWARD_WEIGHT for action in schedule.actions)
+        evaluated = schedules.of(plan, training=False)
+        assert (evaluated.routes, evaluated.training) == (plan.routes, False)
+        assert {a.kind for a in evaluated.actions} == {Kind.FORWARD, Kind.SEND, Kind.RECV}
+    assert len(schedules._typical) == 2
+    work = 6 * sum(schedules.model.shape(name).parameters for name in graph.order) * 8 * given.training.seq_len
+    seconds = work / (4 * TYPICAL_PEAK)  # on each of four ranks
+    for factor in (0.9, 1.1):
+        monkeypatch.setattr(recipe_schedule_module, "LONG", factor * seconds)
+        assert StepSchedules(given, graph, adapters, schedules.model).each_step == (factor < 1)
 
 
 @pytest.mark.slow
