@@ -49,6 +49,30 @@ def test_the_forward(window):
     assert torch.allclose(found.logsumexp, right.logsumexp, atol=1e-5)
 
 
+def test_one_compiled_kernel_serves_all_sizes(monkeypatch):
+    # Past 8 graphs dynamo would give up; a limit that is met is an error here (fullgraph).
+    kinds = {}
+    monkeypatch.setattr(
+        context_flex, "_kernel", lambda _device, *kind: kinds.setdefault(kind, context_flex.compiled_kernel("eager"))
+    )
+    torch._dynamo.utils.counters.clear()
+    for length, rank_count in [(520, 2), (60, 2), (70, 2), (300, 3), (900, 3), (33, 2)]:
+        mask = text_with_instances(length, [(3, 20)])
+        plan = plan_attention(mask, assign(mask, rank_count), 1, None, 4096, False)
+        generator = torch.Generator().manual_seed(0)
+        q = torch.randn(2, 2 * plan.rows, 16, generator=generator)
+        works = [
+            (w, torch.randn(int((w.keys.stops - w.keys.starts).sum()), 2, 2, 16, generator=generator))
+            for w in [plan.own, *(chunk.work for chunk in plan.chunks)]
+        ]
+        terms = Terms(plan.masks, 0.2, 2)
+        with torch.no_grad():
+            found, right = (attention(kernel, q, works, terms) for kernel in (flex_forward, cpu_forward))
+        assert torch.allclose(found.out, right.out, atol=1e-5)
+    assert len(kinds) == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+
+
 def test_the_backward_through_the_online_softmax(monkeypatch):
     q, gradient, works, masks = pieces(None)
     terms = Terms(masks, 0.2, 2)
