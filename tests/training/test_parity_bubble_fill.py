@@ -171,8 +171,57 @@ def test_what_cannot_be_is_refused_with_its_keys():
     said = refusal(filled("zero_bubble", *both, batch=4))
     assert 'bubble_fill_schedule = "zero_bubble" splits the backward' in said
     assert "module 'vision'" not in said  # whose backward stays whole
-    says = "parallelism.bubble_fill_layers_per_slice: the schedule is '1f1b'; it is a key of 'bubble_fill'"
-    assert says in refusal(recipe("1f1b", *OVER_BOTH_STAGES, extra=SLICES))
+
+
+@pytest.mark.parametrize(
+    ("policy", "extra", "said"),
+    {
+        "of bubble_fill": ("1f1b", SLICES, "layers_per_slice = 1: it is a key of the schedule 'bubble_fill', and this"),
+        "the inner schedule": ("zero_bubble", 'bubble_fill_schedule = "1f1b"', "schedule = '1f1b': it is a key of the"),
+        "a window": ("bubble_fill", "three_phase_window = 2", "window = 2: it is a key of the schedule 'three_phase'"),
+        "recomputation": ("sequential", "three_phase_recompute = true", "and this one is 'sequential'; leave it out,"),
+        "refused offload": ("1f1b", "three_phase_offload = false", "three_phase_offload = False: it is a key of"),
+        "early": ("1f1b", "interleaved_early_warmup = true", "True: it is a key of the schedule 'interleaved', and"),
+        "early, filled": ("bubble_fill", "interleaved_early_warmup = true", "this one is 'bubble_fill' over '1f1b'; l"),
+        "tokens": ("1f1b", 'context_parallel_assignment = "lpt"', "assignment = 'lpt': no ranks share the tokens of a"),
+    }.values(),
+)
+@pytest.mark.parametrize("own", [False, True], ids=["flat", "of the LLM"])
+def test_keys_without_effect_are_refused_where_they_are_given(policy, extra, said, own):
+    flat, table = ("", f"\n{extra}") if own else (extra, "")
+    found = refusal(recipe(policy, OVER_BOTH_STAGES[0], OVER_BOTH_STAGES[1] + table, batch=4, extra=flat))
+    assert found.startswith("parallelism.llm." if own else f"parallelism.{extra.split()[0]} = ")
+    assert said in found
+
+
+def test_slices_of_which_none_is_cut_are_refused():
+    ends = "vision", "0-3"
+    for table_, why in {
+        table(
+            *ends, pipeline_parallel_layers_per_stage=1
+        ): "parallelism.vision.pipeline_parallel_layers_per_stage cuts",
+        "": "'vision': it has no table in [parallelism]; 'projector': it has no table in [parallelism]",
+    }.items():
+        said = refusal(filled("1f1b", table_, table("llm", "0-3", pp=2), batch=4))
+        assert said.startswith("parallelism.bubble_fill_layers_per_slice = 1: it cuts no module (")
+        assert why in said
+        describe(filled("1f1b", table_, table("llm", "0-3", pp=2), batch=4, extra=""))
+
+
+def test_keys_that_have_an_effect_are_taken():
+    early = "interleaved_early_warmup = true"
+    for given in (
+        recipe("interleaved", *OVER_BOTH_STAGES, batch=4, extra=early),
+        filled("interleaved", *OVER_BOTH_STAGES, batch=4, extra=early),
+        recipe("three_phase", *OVER_BOTH_STAGES, batch=4, extra="three_phase_window = 2"),
+        recipe(
+            "1f1b",
+            OVER_BOTH_STAGES[0],
+            table("llm", "0-3", pp=2, context_parallel_degree=2) + '\ncontext_parallel_assignment = "lpt"',
+            batch=4,
+        ),
+    ):
+        describe(given)
 
 
 def test_a_cap_gives_way_to_what_the_routes_of_a_batch_need():

@@ -137,7 +137,8 @@ def packing(draw: st.DrawFn, draft: Draft) -> None:
         draft.tables["modules"][SINK]["attention_mask"] = draw(masks)
     if any(draft.degree(name, "context") > 1 for name in draft.shares_tokens):
         policies = st.sampled_from(["balanced", "contiguous", "zigzag", "lpt"])
-        draft.layout(SINK).update(_some(draw, context_parallel_assignment=policies))
+        table = draft.layout(SINK) if draft.degree(SINK, "context") > 1 else draft.table("parallelism")
+        table.update(_some(draw, context_parallel_assignment=policies))
 
 
 def sequence_parallelism(draw: st.DrawFn, draft: Draft) -> None:
@@ -265,8 +266,19 @@ def bubble_fill(draw: st.DrawFn, draft: Draft) -> None:
     if inner not in INNER or not any(_on_sink_ranks(draft, name) for name in draft.modules if name != SINK):
         return
     if sometimes(draw, 2):
-        keys = {"bubble_fill_layers_per_slice": st.integers(1, 2), "bubble_fill_in_flight": st.just(16)}
+        keys = {"bubble_fill_in_flight": st.just(16)}
+        if any(_cut_by_slices(draft, name) for name in draft.modules if name != SINK):
+            keys["bubble_fill_layers_per_slice"] = st.integers(1, 2)
         table |= {"pipeline_parallel_schedule": "bubble_fill", "bubble_fill_schedule": inner, **_some(draw, **keys)}
+
+
+def _cut_by_slices(draft: Draft, name: str) -> bool:
+    """Whether an encoder is cut where bubble_fill says: its own ranks are some of the sink's, and nothing else cuts
+    it."""
+    tables = draft.tables["parallelism"]
+    own, flat = tables.get(name), any(key.endswith("_degree") for key in tables)
+    cut = {"pipeline_parallel_layers_per_stage", "module_fqns_per_model_part"} & set(own or ())
+    return name in draft.layers and (own is not None or flat) and not cut and _on_sink_ranks(draft, name)
 
 
 def _on_sink_ranks(draft: Draft, name: str) -> bool:

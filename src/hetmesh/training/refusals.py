@@ -18,9 +18,11 @@ from hetmesh.parallel.compile import unknown_backend
 from hetmesh.parallel.tensor_parallel import check_plan
 from hetmesh.recipe.batch_sizes import divisors
 from hetmesh.recipe.module_options import module_options, packs, token_axes
+from hetmesh.recipe.sections import ScheduleKeys
 from hetmesh.training.checkpoint import COMPLETE
 from hetmesh.training.initial_load import check_initial_path
 from hetmesh.training.loggers import require_wandb
+from hetmesh.training.splits import why_not_by_slices
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,10 +47,12 @@ def check_recipe(
         RecipeError: all that is wrong, a line each: key, what was given, what is valid.
     """
     refusals = Refusals()
-    for check in (_precision, _offload, _compile, _bubble_fill):
+    for check in (_precision, _offload, _compile, _schedule_keys, _bubble_fill):
         check(recipe, refusals)
     if placeholders is not None:
         _placeholders(recipe, placeholders, refusals)
+    if adapters is not None:
+        _layers_per_slice(recipe, adapters, refusals)
     for name, adapter in (adapters or {}).items():
         for check_module in (
             _tensor_parallel,
@@ -198,13 +202,37 @@ def _context_parallel(recipe: Recipe, name: str, adapter: Adapter, refusals: Ref
         )
 
 
+_KEYS_OF = {"three_phase_": "three_phase", "bubble_fill_": "bubble_fill", "interleaved_": "interleaved"}
+"""Schedule keys by how they begin -> the one schedule that they mean something to."""
+
+
+def _schedule_keys(recipe: Recipe, refusals: Refusals) -> None:
+    """Keys of schedules that the run does not have: whoever gives one expects something of it."""
+    for key in ScheduleKeys.model_fields:
+        of = next((schedule for begin, schedule in _KEYS_OF.items() if key.startswith(begin)), None)
+        value = recipe.schedule_key(key)
+        if of is None or value is None or of in (recipe.schedule, recipe.sink_schedule):
+            continue
+        chosen = repr(recipe.schedule) + (f" over {recipe.sink_schedule!r}" if recipe.fills_bubbles else "")
+        refusals.add(
+            f"{recipe.schedule_place(key)} = {value!r}: it is a key of the schedule {of!r}, and this one is "
+            f"{chosen}; leave it out, or take {of!r}"
+        )
+    key = "context_parallel_assignment"
+    if (value := recipe.schedule_key(key)) is not None:
+        place = recipe.schedule_place(key)
+        readers = recipe.modules if place == f"parallelism.{key}" else [recipe.sink]
+        if not any(token_axes(recipe, name) for name in readers):
+            refusals.add(
+                f"{place} = {value!r}: no ranks share the tokens of a sample; leave it out, or give "
+                f"{recipe.sink!r} a context_parallel_degree above 1, or tensor parallel ranks and "
+                "enable_sequence_parallel"
+            )
+
+
 def _bubble_fill(recipe: Recipe, refusals: Refusals) -> None:
-    """Encoders that fill the gaps of the LLM's pipeline must lie there; its keys mean nothing to other schedules."""
-    keys = [key for key in type(recipe.parallelism).model_fields if key.startswith("bubble_fill_")]
-    given = [key for key in keys if recipe.schedule_key(key) is not None]
+    """Encoders that fill the gaps of the LLM's pipeline must lie there."""
     if not recipe.fills_bubbles:
-        if given:
-            refusals.add(f"parallelism.{given[0]}: the schedule is {recipe.schedule!r}; it is a key of 'bubble_fill'")
         return
     wiring = recipe.wiring
     encoders = [name for name in wiring.topology.names if name != recipe.sink and not wiring.topology.inputs(name)]
@@ -215,6 +243,19 @@ def _bubble_fill(recipe: Recipe, refusals: Refusals) -> None:
             f"({','.join(map(str, sorted(own)))}), whose gaps it would fill; put one there, or take the schedule 1f1b, "
             "interleaved or zero_bubble"
         )
+
+
+def _layers_per_slice(recipe: Recipe, adapters: Mapping[str, Adapter], refusals: Refusals) -> None:
+    """Some module must have its stages by `bubble_fill_layers_per_slice`."""
+    key = "bubble_fill_layers_per_slice"
+    value = recipe.schedule_key(key)
+    if not recipe.fills_bubbles or value is None:
+        return
+    others = [name for name in recipe.wiring.topology.names if name != recipe.sink and name in adapters]
+    why = {name: why_not_by_slices(recipe, name, adapters) for name in others}
+    if others and all(why.values()):
+        told = "; ".join(f"{name!r}: {reason}" for name, reason in why.items())
+        refusals.add(f"{recipe.schedule_place(key)} = {value!r}: it cuts no module ({told}); leave it out")
 
 
 def _zero_bubble(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) -> None:

@@ -84,6 +84,23 @@ def is_sliced(recipe: Recipe, name: str) -> bool:
     return recipe.fills_bubbles and name != recipe.sink and wiring.tables[name] == name and bool(shared)
 
 
+def why_not_by_slices(recipe: Recipe, name: str, adapters: Mapping[str, Adapter]) -> str:
+    """Why module `name`, which is not the LLM, is not cut by `bubble_fill_layers_per_slice`; empty where it is."""
+    table, adapter = layout_table(recipe, name), adapters[name]
+    if recipe.wiring.tables[name] != name:
+        return "it has no table in [parallelism]"
+    if not is_sliced(recipe, name):
+        return f"it shares no ranks with {recipe.sink!r}"
+    if adapter.abilities.activation is None:
+        return f"a {recipe.modules[name].model} cannot be cut{adapter.abilities.because('activation')}"
+    for key in ("module_fqns_per_model_part", "pipeline_parallel_layers_per_stage"):
+        if getattr(table, key) is not None:
+            return f"parallelism.{name}.{key} cuts it"
+    if None in (module_shape_of(recipe, adapters[each], each) for each in (name, recipe.sink)):
+        return "sizes of layers are not known"
+    return ""
+
+
 def _stages_per_rank(recipe: Recipe, name: str, adapters: Mapping[str, Adapter], layers: int, pp: int) -> int:
     size = layout_table(recipe, name).pipeline_parallel_layers_per_stage
     if size is None and is_sliced(recipe, name):
