@@ -51,6 +51,49 @@ def test_a_colocated_pipeline_with_its_gaps_filled_is_written_as_it_was_planned(
     assert parse_recipe(planned_text(parse_recipe(text), text, (), given, plan)).fills_bubbles
 
 
+def slower(given, times):
+    """The problem on processors so many times as slow, but for the overhead of operations, which hides all else."""
+    machine = given.machine
+    rates = {kind: peak / times for kind, peak in machine.peak_flops.items()}
+    overhead = machine.operation_overhead / 10
+    machine = replace(machine, peak_flops=rates, memory_bandwidth=machine.memory_bandwidth / times)
+    return replace(given, machine=replace(machine, operation_overhead=overhead))
+
+
+FEW = {
+    "placement": "colocated",
+    "llm.activation_checkpoint": "none",
+    "vision.activation_checkpoint": "none",
+    "microbatch_size": 1,
+}
+
+
+def test_the_best_colocated_pipeline_is_tried_with_its_gaps_filled():
+    """However few candidates there are."""
+    fixed = {**FEW, "llm.pipeline_parallel_degree": 4, "vision.data_parallel_replicate_degree": 4}
+    given = slower(problem(4, 8, fixed=fixed), 1000)
+    (plan,) = candidates(given, "colocated")
+    found = search(given)
+    filled, plain = found.best["colocated"]
+    assert plain.plan == plan
+    assert filled.plan == replace(plan, schedule="bubble_fill")
+    assert filled.step_s < 0.99 * plain.step_s
+    assert found.considered == found.simulated == 2
+
+
+def test_a_pipeline_is_tried_with_its_gaps_filled_where_another_layout_is_faster(monkeypatch):
+    asked, predict = set(), Predictor.predict
+
+    def asking(self, plan):
+        asked.add(plan.schedule)
+        return predict(self, plan)
+
+    monkeypatch.setattr(Predictor, "predict", asking)
+    found = search(problem(2, 8, fixed={**FEW, "llm.tensor_parallel_degree": 1}))
+    assert found.fastest.plan.schedule == "sequential"
+    assert asked == {"sequential", "three_phase", "bubble_fill"}
+
+
 @pytest.mark.parametrize("schedule", ["zero_bubble", "bubble_fill"])
 def test_a_fixed_schedule_leaves_what_a_recipe_may_say(schedule):
     """Disjoint modules have no gaps to fill, and a backward in two parts cannot be sharded or computed again."""

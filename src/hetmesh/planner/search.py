@@ -2,7 +2,8 @@
 
 All candidates are estimated (`estimate.py`). Those with the least estimates are simulated as they would run, with a
 sampled batch as the balancer lays it out; the best of these again with more lanes and batches, then what differs from
-the best in one choice, until nothing near is faster. Where there are no more than would be simulated, all are.
+the best in one choice, until nothing near is faster. Where there are no more than would be simulated, all are. The best
+pipeline with encoders on its ranks is simulated under bubble_fill too.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class _Search:
             plans = list(itertools.islice(candidates(self.problem, placement), _SIMULATED + 1))
             if len(plans) <= _SIMULATED:  # estimates have nothing to choose from
                 self.estimated |= {plan.key(): 0.0 for plan in plans}
-                best[placement] = tuple(self._measured(plans)[:shown])
+                best[placement] = tuple(self._filled(self._measured(plans))[:shown])
                 continue
             promising = self._promising(candidates(self.problem, placement))
             final = self._filled(self._near(self._simulated(promising, _FITTING)[: max(_FINALISTS, shown)]))
@@ -151,12 +152,15 @@ class _Search:
         return found
 
     def _filled(self, found: list[Prediction]) -> list[Prediction]:
-        """With the best of them under bubble_fill too, where encoders lie on the ranks of a pipeline: it takes long to
-        place, so no other is tried."""
-        if not found or found[0].plan.schedule != "three_phase" or ("", "schedule") in self.problem.fixed:
+        """With the best pipeline on whose ranks encoders lie under bubble_fill too, if that is faster than without: it
+        takes long to place, so no other is tried."""
+        best = next((each for each in found if each.plan.schedule == "three_phase"), None)
+        if best is None or ("", "schedule") in self.problem.fixed:
             return found
-        more = self._measured([replace(found[0].plan, schedule="bubble_fill")])
-        return [*(each for each in more if each.step_s < 0.999 * found[0].step_s), *found]
+        filled = replace(best.plan, schedule="bubble_fill")
+        self.estimated.setdefault(filled.key(), 0.0)
+        more = [each for each in self._measured([filled]) if each.step_s < 0.999 * best.step_s]
+        return sorted([*more, *found], key=lambda each: (each.step_s, str(each.plan)))
 
     def _measured(self, plans: Iterable[LayoutPlan]) -> list[Prediction]:
         found = [each for plan in plans if (each := self._predict(plan, exact=True)) is not None and each.fits]
