@@ -1,6 +1,7 @@
 """Parts of actions, and encoder kernels beside the LLM's collectives: by hand, and properties of drawn cases."""
 
 import itertools
+import sys
 from dataclasses import replace
 
 import pytest
@@ -114,6 +115,17 @@ def test_what_cannot_run_beside_others_is_refused():
         simulate(schedule, costs, beside=["llm"])
     with pytest.raises(GraphError, match=r"none for \['vision.0', 'llm.0'\]"):
         simulate(schedule, replace(costs, parts={}), beside=["vision"])
+
+
+def test_a_chain_of_streams_may_be_as_long_as_it_likes():
+    """Each stage of the encoder waits for the one before, on a rank of its own: more of them than Python nests calls."""
+    count = sys.getrecursionlimit() // 2
+    stages = encoder_and_llm(module("vision", list(range(count)), count), module("llm", [0], 1))
+    schedule = POLICIES["sequential"](stages, 1)
+    own = StageParts((("mlp", 1.0),), (("mlp", 0.5),), (("mlp", 0.25),))
+    each = dict.fromkeys(((stage, 0) for stage in stages.stages), StageCost(1.0, 0.5, 0.25))
+    timeline = simulate(schedule, StepCosts(each, parts=dict.fromkeys(each, own)), beside=["vision"])
+    assert timeline.makespan == (count + 1) * 1.75
 
 
 SECONDS = st.integers(0, 8).map(lambda n: n / 4)

@@ -218,11 +218,33 @@ class BesideRun(Run):
         return arrival.time
 
     def _finish(self, work: _Work) -> float:
-        queue = self.queue[work.track]
-        while work.stop is None:
+        """When some work is over. What it waits for may wait for other tracks, and so on, as long as a pipeline is: the
+        works that are waited for lie on a stack, each above the one that needs it."""
+        needed = [work]
+        while needed:
+            last = needed[-1]
+            if last.stop is not None:
+                needed.pop()
+                continue
+            queue = self.queue[last.track]
+            missing = self._missing(queue[0])
+            if missing is not None:
+                needed.append(missing)
+                continue
             self._complete(queue[0])
             queue.popleft()
+        assert work.stop is not None
         return work.stop
+
+    def _missing(self, work: _Work) -> _Work | None:
+        """The first work that must be over before all that `work` waits for has a time; None: it may run."""
+        for arrival in work.after:
+            if isinstance(arrival, _Arrival) and arrival.time is None:
+                for before in arrival.work:
+                    if before.stop is None:
+                        return before
+                self._time(arrival)
+        return None
 
     def _catch_up(self, track: int) -> None:
         if self.queue[track]:
