@@ -118,7 +118,7 @@ def test_what_cannot_run_beside_others_is_refused():
 
 
 def test_a_chain_of_streams_may_be_as_long_as_it_likes():
-    """Each stage of the encoder waits for the one before, on a rank of its own: more of them than Python nests calls."""
+    """Each stage of the encoder waits for the one before, on a rank of its own: more than Python nests calls."""
     count = sys.getrecursionlimit() // 2
     stages = encoder_and_llm(module("vision", list(range(count)), count), module("llm", [0], 1))
     schedule = POLICIES["sequential"](stages, 1)
