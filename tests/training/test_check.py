@@ -18,6 +18,7 @@ from hetmesh.models.adapter import NONE
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.training.checkpoint import COMPLETE
 from hetmesh.training.describe import describe
+from hetmesh.training.held_out import held_out_source
 from hetmesh.training.modules import full_module
 from hetmesh.training.refusals import check_recipe, check_run
 from hetmesh.training.summary import count_parameters, summary
@@ -290,3 +291,53 @@ def test_a_first_sample_that_cannot_be_read_ends_a_run_only_if_the_recipe_says_s
     with pytest.raises(SampleError, match="digits/train/0': its header is broken"):
         describe(load_recipe(DIGITS, keys))
     describe(load_recipe(DIGITS, (*keys, "--data.on_bad_sample", "skip")))
+
+
+FROZEN = ("--modules.vision.trainable=false", "--modules.projector.trainable=false", "--modules.llm.trainable=false")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            (FROZEN[0], "--modules.vision.lr=1e-3"),
+            "modules.vision.lr = 0.001: the module is frozen (modules.vision.trainable = false), so no optimizer",
+        ),
+        ((FROZEN[1], "--modules.projector.weight_decay=0.5"), "modules.projector.weight_decay = 0.5: the module is fr"),
+        ((FROZEN[2], "--modules.llm.lora.rank=2"), "modules.llm.trainable = false, but modules.llm.lora gives it ada"),
+        (
+            FROZEN,
+            "modules.vision.trainable = false, modules.projector.trainable = false, modules.llm.trainable = false:",
+        ),
+        (
+            ("--optimizer.name=SGD", "--optimizer.beta1=0.5"),
+            "optimizer.beta1 = 0.5: optimizer.name = 'SGD' has no beta1",
+        ),
+        (("--optimizer.name=SGD", "--optimizer.beta2=0.95"), "optimizer.beta2 = 0.95: optimizer.name = 'SGD' has no"),
+        (("--optimizer.name=SGD", "--optimizer.eps=1e-8"), "optimizer.eps = 1e-08: optimizer.name = 'SGD' has no eps"),
+    ],
+)
+def test_keys_that_train_nothing_are_refused(overrides, said):
+    with pytest.raises(RecipeError) as caught:
+        describe(load_recipe(DIGITS, overrides))
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+def test_keys_of_what_is_trained_are_not():
+    check_recipe(load_recipe(DIGITS, (*FROZEN[:2], "--modules.llm.lora.rank=2", "--modules.llm.lr=1e-3")))
+    check_recipe(load_recipe(DIGITS, ("--optimizer.name=SGD", "--optimizer.weight_decay=0.5")))
+    check_recipe(load_recipe(DIGITS, ("--optimizer.name=Adam", "--optimizer.beta1=0.5", "--optimizer.eps=1e-6")))
+
+
+def test_more_held_out_samples_than_there_are_are_refused():
+    """As training does, before its first step."""
+    for samples, refused in ((384, False), (385, True)):
+        recipe = load_recipe(DIGITS, (f"--validation.samples={samples}",))
+        if not refused:
+            checked(recipe)
+            continue
+        says = "validation.samples = 385: the validation split has 384; valid are 1 to 384, or leave it out"
+        for verb in (checked, held_out_source):  # the second is what a trainer asks
+            with pytest.raises(RecipeError, match=says):
+                verb(recipe)

@@ -17,8 +17,8 @@ def held_out_source(recipe: Recipe, sources: SplitSources | None = None) -> Sour
         sources: the run's sources, if there are some already.
 
     Raises:
-        RecipeError: `[validation]` has a freq or a number of samples, and the source has no validation split, or an
-            empty one.
+        RecipeError: `[validation]` has a freq or a number of samples, and the source has no validation split, an empty
+            one, or one of fewer samples.
     """
     keys = recipe.validation
     key = f"validation.freq = {keys.freq}" if keys.freq else f"validation.samples = {keys.samples}"
@@ -38,4 +38,9 @@ def held_out_source(recipe: Recipe, sources: SplitSources | None = None) -> Sour
         if not asked:
             return None
         raise RecipeError(f"{key}: the validation split of {recipe.data.source!r} is empty")
+    if keys.samples is not None and keys.samples > len(source):
+        raise RecipeError(
+            f"validation.samples = {keys.samples}: the validation split has {len(source)}; valid are 1 to "
+            f"{len(source)}, or leave it out to take them all"
+        )
     return source

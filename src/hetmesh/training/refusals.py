@@ -47,7 +47,7 @@ def check_recipe(
         RecipeError: all that is wrong, a line each: key, what was given, what is valid.
     """
     refusals = Refusals()
-    for check in (_precision, _offload, _compile, _schedule_keys, _bubble_fill):
+    for check in (_precision, _offload, _compile, _freezing, _optimizer, _schedule_keys, _bubble_fill):
         check(recipe, refusals)
     if placeholders is not None:
         _placeholders(recipe, placeholders, refusals)
@@ -200,6 +200,41 @@ def _context_parallel(recipe: Recipe, name: str, adapter: Adapter, refusals: Ref
             "tokens, and encoders of model 'qwen3_vl_vision' can share theirs; make it 1 and give the module more data "
             "parallel ranks"
         )
+
+
+def _freezing(recipe: Recipe, refusals: Refusals) -> None:
+    """What nothing is trained by: options of frozen modules, adapters in them, a model of nothing else."""
+    frozen = [name for name, module in recipe.modules.items() if not module.trainable]
+    for name in frozen:
+        module = recipe.modules[name]
+        if module.lora is not None:
+            refusals.add(
+                f"modules.{name}.trainable = false, but modules.{name}.lora gives it adapters to train, beside which "
+                "all else is frozen anyway; leave out one of them"
+            )
+            continue
+        for key in ("lr", "weight_decay"):
+            if (value := getattr(module, key)) is not None:
+                refusals.add(
+                    f"modules.{name}.{key} = {value!r}: the module is frozen (modules.{name}.trainable = false), so no "
+                    "optimizer changes it; leave out one of them"
+                )
+    if len(frozen) == len(recipe.modules) and all(module.lora is None for module in recipe.modules.values()):
+        given = ", ".join(f"modules.{name}.trainable = false" for name in frozen)
+        refusals.add(f"{given}: nothing would be trained; make a module trainable, or give one a lora table")
+
+
+_OF_ADAM = ("beta1", "beta2", "eps")
+
+
+def _optimizer(recipe: Recipe, refusals: Refusals) -> None:
+    keys = recipe.optimizer
+    for key in _OF_ADAM if keys.name == "SGD" else ():
+        if key in keys.model_fields_set:
+            refusals.add(
+                f"optimizer.{key} = {getattr(keys, key)!r}: optimizer.name = 'SGD' has no {key}; leave it out, or take "
+                "AdamW or Adam"
+            )
 
 
 _KEYS_OF = {"three_phase_": "three_phase", "bubble_fill_": "bubble_fill", "interleaved_": "interleaved"}
