@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from hetmesh.training.dump_folder import trim_metrics
 from hetmesh.training.metrics import StepMetrics
 from hetmesh.training.modules import full_module
 from hetmesh.training.reporter import Reporter
-from hetmesh.training.trainer import Trainer
+from hetmesh.training.trainer import Trainer, _choose_kernels
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 STEPS = 5
@@ -186,3 +188,37 @@ def test_lines_are_printed_as_they_are(tmp_path, capsys, monkeypatch):
     assert out.startswith(text + "\n")
     assert out.count("\n") == 3
     assert "kind 11 [of] 0.5000" in out
+
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Torch's choices as a process has them at first, and afterwards as they were."""
+    monkeypatch.setenv(WORKSPACE, "")  # so that it is taken back even if it was not set before
+    monkeypatch.delenv(WORKSPACE)
+    before = torch.backends.cuda.cudnn_sdp_enabled(), torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.use_deterministic_algorithms(False)
+    yield monkeypatch
+    torch.backends.cuda.enable_cudnn_sdp(before[0])
+    torch.use_deterministic_algorithms(before[1], warn_only=warns)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_kernels_are_chosen_by_recipe_and_device(kernels, tmp_path, device, deterministic):
+    recipe = small("digits_single", tmp_path, f"--debug.deterministic={str(deterministic).lower()}")
+    _choose_kernels(recipe, SimpleNamespace(device=torch.device(device)))
+    assert torch.backends.cuda.cudnn_sdp_enabled() == (device == "cpu")
+    assert torch.are_deterministic_algorithms_enabled() == deterministic
+    assert os.environ.get(WORKSPACE) == (":4096:8" if deterministic else None)
+
+
+def test_a_workspace_that_is_set_stays(kernels, tmp_path):
+    kernels.setenv(WORKSPACE, ":16:8")
+    recipe = small("digits_single", tmp_path, "--debug.deterministic=true")
+    _choose_kernels(recipe, SimpleNamespace(device=torch.device("cpu")))
+    assert os.environ[WORKSPACE] == ":16:8"
