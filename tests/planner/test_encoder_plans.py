@@ -1,6 +1,20 @@
-"""Plans of an encoder on an LLM's ranks."""
+"""Plans of an encoder on an LLM's ranks, and splits of microbatches over its pipelines there."""
 
-from hetmesh.planner.encoder_plans import encoder_plans
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from hetmesh.balance import BalanceOptions, plan_batch
+from hetmesh.cost import LayerShape, ModuleShape, WeightShape, load_machine
+from hetmesh.graph import Activation, BoundarySpec, MediaItem, ModuleGraph, ModuleSpec, SampleMeta
+from hetmesh.layout import MeshSpec
+from hetmesh.planner.encoder_plans import best_split, encoder_plans, splits
+from hetmesh.planner.fill_bubbles import fill_bubbles
+from hetmesh.schedule import PolicyOptions
+from hetmesh.simulate import StepModel, simulate
 
 
 def test_o11_every_plan_divides_the_llm_s_degrees_and_shares_the_samples_evenly():
@@ -18,3 +32,103 @@ def test_o11_every_plan_divides_the_llm_s_degrees_and_shares_the_samples_evenly(
 def test_layers_and_samples_that_do_not_divide_leave_plans_out():
     assert {p.pp for p in encoder_plans(4, 1, 8, 1, 6)} == {1, 2}
     assert {p.lanes for p in encoder_plans(4, 2, 6, 1, 4)} == {1, 2}
+
+
+def every_split(microbatches, pipelines):
+    """By trying all numbers."""
+    some = itertools.product(range(1, microbatches + 1), repeat=pipelines)
+    return [each for each in some if sum(each) == microbatches]
+
+
+def test_o4_splits_are_enumerated():
+    assert len(list(splits(8, 2))) == math.comb(7, 1) == 7
+    for microbatches, pipelines in itertools.product(range(1, 9), range(1, 5)):
+        found = list(splits(microbatches, pipelines))
+        assert found == every_split(microbatches, pipelines)
+        assert len(found) == math.comb(microbatches - 1, pipelines - 1)
+
+
+def test_of_many_splits_an_even_one_is_moved_from():
+    """On a sum of convex functions single moves reach the optimum; an even one is the start, and `most` holds."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        weights, asked = [rng.uniform(0.5, 3) for _ in range(4)], []
+
+        def seconds(split, weights=weights, asked=asked):
+            asked.append(split)
+            return sum(w * n * n for w, n in zip(weights, split, strict=True))
+
+        found = best_split(14, 4, seconds, 200)
+        assert asked[0] == (4, 4, 3, 3)
+        assert len(asked) == len(set(asked)) < len(every_split(14, 4))
+        assert seconds(found) == min(map(seconds, every_split(14, 4)))
+        asked.clear()
+        best_split(14, 4, seconds, 7)
+        assert len(asked) == 7
+    assert best_split(3, 4, seconds, 9) is None
+    assert best_split(8, 2, lambda split: math.inf, 9) is None
+    assert best_split(8, 2, lambda split: math.inf if split[0] < 7 else 1.0, 9) == (7, 1)
+
+
+def an_llm_and_an_encoder(stages, layers, width, pipelines):
+    """An LLM of a lane with so many layers per stage, and an encoder in slices of a layer on its ranks."""
+    ranks = range(len(stages))
+    names, own = tuple(f"l{i}" for i in range(sum(stages))), tuple(f"e{i}" for i in range(layers))
+    cuts = list(itertools.accumulate(stages, initial=0))
+    mesh = MeshSpec.make(ranks, pp=len(stages) // pipelines, dp_replicate=pipelines)
+    slices = tuple((each,) for each in own)
+    vision = ModuleSpec("vision", mesh, own, "image", features=64, splits=slices, activation=Activation(64, True))
+    cut = tuple(names[a:b] for a, b in itertools.pairwise(cuts))
+    llm = ModuleSpec("llm", MeshSpec.make(ranks, pp=len(stages)), names, splits=cut, activation=Activation(128, True))
+    shapes = {
+        spec.name: ModuleShape(
+            spec.name, tuple(LayerShape(x, (WeightShape(f"{x}.w", (n, n), 1),)) for x in spec.layers)
+        )
+        for spec, n in ((vision, width), (llm, 1280))
+    }
+    machine = replace(load_machine("h100"), peak_flops={"float32": 1e12}, ranks_per_node=8)
+    return StepModel(ModuleGraph((vision, llm), (BoundarySpec("vision", "llm", "image"),)), shapes, machine)
+
+
+def seconds_of(model, samples, split=None, size=1):
+    """Of the simulated step, so many samples per microbatch: with a split, or where all lanes take part in each."""
+    balance = BalanceOptions(microbatch_shares={"vision": split} if split else {})
+    plan = plan_batch(model.graph, samples, size, balance)
+    schedule = fill_bubbles(model, plan, True, PolicyOptions())
+    return simulate(schedule, model.costs(plan, schedule)).makespan
+
+
+def images(rows):
+    samples = [
+        SampleMeta(f"s{i}", 90 + n, (MediaItem("image", (3, 1, 1), 0, n),), ((60, 80),)) for i, n in enumerate(rows)
+    ]
+    return [replace(sample, rows={"vision": sample.media[0].rows}) for sample in samples]
+
+
+CASES = [0, 1, 2, *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(3, 30))]
+
+
+@pytest.mark.parametrize("seed", CASES)
+def test_o4_the_chosen_split_is_the_best_of_all_by_simulation(seed):
+    """Random LLMs of two or four stages of unequal size, two or four pipelines, images of unequal size."""
+    rng = random.Random(seed)
+    pipelines, microbatches = rng.choice([(2, 6), (2, 8), (4, 6)])
+    stages = [rng.randint(1, 6) for _ in range(rng.choice([pipelines, 4]))]
+    model = an_llm_and_an_encoder(stages, rng.choice([2, 4]), rng.choice([640, 1000, 1280]), pipelines)
+    samples = images([rng.randint(40, 90) for _ in range(microbatches)])
+    known = {split: seconds_of(model, samples, split) for split in every_split(microbatches, pipelines)}
+    best = min(known.values())
+    assert known[best_split(microbatches, pipelines, known.__getitem__, len(known))] == best
+    few = best_split(microbatches, pipelines, known.__getitem__, len(known) - 1)
+    assert known[few] <= 1.05 * best
+
+
+def test_o4_a_pipeline_on_stages_with_more_gaps_takes_more():
+    """The rank of a smaller stage is idle under even shares, and has time for the encoder."""
+    samples = images([64] * 16)
+    for stages, side in (((2, 6), 0), ((5, 3), 1)):
+        model = an_llm_and_an_encoder(stages, 4, 1280, 2)
+        known = {split: seconds_of(model, samples, split, 2) for split in splits(8, 2)}
+        chosen = best_split(8, 2, known.__getitem__, 7)
+        assert chosen[side] > 4
+        assert known[chosen] < 0.96 * min(known[4, 4], seconds_of(model, samples, size=2))

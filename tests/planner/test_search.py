@@ -13,8 +13,10 @@ from hetmesh.cost.fitted import PARTS
 from hetmesh.errors import RecipeError
 from hetmesh.graph import MetaArrays
 from hetmesh.planner import PLACEMENTS, LayoutPlan, ModulePlan, Predictor, candidates, search
-from hetmesh.planner.candidates import microbatch_sizes
+from hetmesh.planner.candidates import can_run, microbatch_sizes
 from hetmesh.planner.layout_plan import laid_out
+from hetmesh.planner.predict import LANES
+from hetmesh.planner.search import BATCHES
 from hetmesh.planner.some_lanes import some_lanes
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.training.planning import not_kept, planned_text, recipe_problem
@@ -74,11 +76,10 @@ def test_the_best_colocated_pipeline_is_tried_with_its_gaps_filled():
     given = slower(problem(4, 8, fixed=fixed), 1000)
     (plan,) = candidates(given, "colocated")
     found = search(given)
-    filled, plain = found.best["colocated"]
-    assert plain.plan == plan
-    assert filled.plan == replace(plan, schedule="bubble_fill")
+    by_plan = {each.plan.key(): each for each in found.best["colocated"]}
+    filled, plain = by_plan[replace(plan, schedule="bubble_fill").key()], by_plan[plan.key()]
     assert filled.step_s < 0.99 * plain.step_s
-    assert found.considered == found.simulated == 2
+    assert 2 < found.considered == found.simulated  # splits over the lanes of the encoder, too
 
 
 def test_a_pipeline_is_tried_with_its_gaps_filled_where_another_layout_is_faster(monkeypatch):
@@ -92,6 +93,30 @@ def test_a_pipeline_is_tried_with_its_gaps_filled_where_another_layout_is_faster
     found = search(problem(2, 8, fixed={**FEW, "llm.tensor_parallel_degree": 1}))
     assert found.fastest.plan.schedule == "sequential"
     assert asked == {"sequential", "three_phase", "bubble_fill"}
+
+
+def test_o4_uneven_splits_are_searched_written_as_planned_and_refused_where_they_cannot_run():
+    """The stages of the LLM are as uneven as its layers divide: the lanes of the encoder on them take what gains."""
+    given = problem(2, 8, fixed={"llm.pipeline_parallel_degree": 2, "vision.data_parallel_replicate_degree": 2})
+    machine = replace(given.machine, peak_flops=dict.fromkeys(given.machine.peak_flops, 1e9))
+    given = replace(given, machine=machine)
+    found = search(given).best["colocated"]
+    uneven = [each for each in found if each.plan.shares]
+    assert uneven
+    plan = uneven[0].plan
+    size, count = plan.microbatch_size, given.global_batch_size // plan.microbatch_size
+    exact = Predictor(given, BATCHES, LANES)
+    every = [replace(plan, shares={"vision": (i, count - i)}) for i in range(1, count)]
+    assert uneven[0].step_s == min(exact.predict(each).step_s for each in every), size
+    assert "for the lanes of vision" in str(plan)
+    text = (RECIPES / "digits.toml").read_text()
+    written = parse_recipe(planned_text(parse_recipe(text), text, (), given, plan))
+    assert written.balance.microbatch_shares == plan.shares
+    modules = {**plan.modules, "vision": ModulePlan((0, 2), (2, 1, 1, 1, 1))}
+    assert can_run(plan)
+    assert not can_run(replace(plan, modules=modules))  # a single lane
+    assert not can_run(replace(plan, shares={"vision": (1, 1, 1)}))
+    assert not can_run(replace(plan, placement="disjoint"))
 
 
 @pytest.mark.parametrize("schedule", ["zero_bubble", "bubble_fill"])

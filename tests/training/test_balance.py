@@ -40,6 +40,18 @@ RECIPES = Path(__file__).parents[2] / "recipes"
             {"microbatch_sizes": "{projector = 5}"},
             r"microbatch_sizes\.projector: it lies on the ranks of 'llm' .*; give it ranks or degrees of its own",
         ),
+        ({"microbatch_shares": "{vison = [1, 2]}"}, r"balance\.microbatch_shares\.vison: no such module"),
+        ({"microbatch_shares": "{llm = [1, 2]}"}, r"balance\.microbatch_shares\.llm: lanes of encoders share"),
+        ({"microbatch_shares": "{vision = [0, 2]}"}, r"balance\.microbatch_shares\.vision.*greater than or equal to 1"),
+        (
+            {"microbatch_shares": "{vision = [1, 2]}"},  # on ranks of its own
+            r"balance\.microbatch_shares\.vision: 'vision' has \d lanes and 'llm' has \d: each of the latter needs",
+        ),
+        ({"microbatch_shares": "{projector = [1]}"}, r"microbatch_shares\.projector: it lies on the ranks of 'llm'"),
+        (
+            {"microbatch_shares": "{vision = [1, 2]}", "microbatch_sizes": "{vision = 1}"},
+            r"balance\.microbatch_sizes\.vision and balance\.microbatch_shares\.vision: .*; give one of them",
+        ),
         ({"policy": "none", "deferral": "true"}, r"balance\.deferral: balance\.policy = 'none' keeps samples"),
         (
             {"policy": "lpt", "deferral": "true"},

@@ -90,6 +90,35 @@ def test_o9_two_encoders_share_the_gaps_one_of_them_frozen(pool4):
     check(pool4, parse_recipe("\n".join([text, *tables])), [None])
 
 
+UNEVEN = {
+    "in gaps": filled("1f1b", *OVER_BOTH_STAGES, "[balance]\nmicrobatch_shares = { vision = [3, 1] }", batch=8),
+    "interleaved": filled(
+        "interleaved", *OVER_BOTH_STAGES, "[balance]\nmicrobatch_shares = { vision = [1, 3] }", batch=8
+    ),
+    "before and after": recipe(
+        "three_phase",
+        *OVER_BOTH_STAGES,
+        '[balance]\npolicy = "none"\nmicrobatch_shares = { vision = [5, 2] }',
+        batch=6,  # not the sum of the shares
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [each if each == "in gaps" else pytest.param(each, marks=pytest.mark.exhaustive) for each in UNEVEN]
+)
+def test_o4_an_uneven_split_equals_one_process(pool4, case):
+    """Lanes of the encoder that take more microbatches than others, on ranks that stop now and then."""
+    given = UNEVEN[case]
+    source, adapters, graph = describe(given)
+    loader = Loader(source, given.batch.global_batch_size, make_prepare(given, graph, adapters), seed=0)
+    plan = plan_batch(graph, loader.batch(0).metas, 1, recipe_balance(given, graph, adapters))
+    taken = [sum(bool(lanes[lane]) for lanes in plan.lanes["vision"]) for lane in range(4)]
+    assert max(taken) > min(taken)
+    check(pool4, given, [None])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("inner", ["1f1b", pytest.param("zero_bubble", marks=pytest.mark.exhaustive)])
 def test_deferral_and_microbatches_of_ones_own(pool4, inner):

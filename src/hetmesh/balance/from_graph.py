@@ -34,6 +34,9 @@ class BalanceOptions:
         max_tokens: per module that leads, the most tokens (rows, of an encoder) of one lane and microbatch.
         microbatch_sizes: per module that leads, but the sink, samples of one lane and microbatch, on average; one that
             is missing has as many microbatches as the sink.
+        microbatch_shares: per module that leads, but the sink, and lies on the ranks of the sink's lanes: of how many
+            microbatches each of its lanes there takes how many, whole and by itself (`shares.py`). One that is missing
+            has all lanes take part in each.
         free: whether the number of microbatches may be another one than the batch sizes say.
         deferral: whether the sink may take samples one microbatch late.
         equal_counts: whether every lane and microbatch has as many samples as every other.
@@ -47,6 +50,7 @@ class BalanceOptions:
     free: bool = False
     deferral: bool = False
     equal_counts: bool = False
+    microbatch_shares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     score: Score | None = None
 
 
@@ -114,10 +118,12 @@ def graph_slots(graph: ModuleGraph, microbatches: int, balance: BalanceOptions =
         GraphError: a cap or a size is not of a module that leads.
     """
     own = led_modules(graph)
-    for key, given, valid in (
+    names: tuple[tuple[str, Mapping[str, object], tuple[str, ...]], ...] = (
         ("max_tokens", balance.max_tokens, own),
         ("microbatch_sizes", balance.microbatch_sizes, own[:-1]),
-    ):
+        ("microbatch_shares", balance.microbatch_shares, own[:-1]),
+    )
+    for key, given, valid in names:
         if wrong := sorted(set(given) - set(valid)):
             raise GraphError(f"balance: {key} names {wrong}; the modules that are balanced are {list(valid)}")
     sizes = {name: size * graph[name].num_lanes for name, size in balance.microbatch_sizes.items()}

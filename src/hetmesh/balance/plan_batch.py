@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetmesh.balance.assign import assign
+from hetmesh.balance.assignment import check
 from hetmesh.balance.batch_plan import BatchPlan
 from hetmesh.balance.from_graph import UNBALANCED, BalanceOptions, batch_loads, batch_plan_of, graph_slots, within_range
+from hetmesh.balance.shares import shared_out
 from hetmesh.errors import GraphError
 from hetmesh.graph import MetaArrays, ModuleGraph, SampleMeta
 
@@ -32,6 +34,8 @@ def plan_batch(
     slots = graph_slots(graph, microbatches, balance, len(samples))
     alone = all(lanes * count == 1 for lanes, count in zip(slots.lanes, slots.microbatches, strict=True))
     policy = "none" if alone and not slots.capped and not slots.free else balance.policy  # nothing to choose
-    return batch_plan_of(
-        graph, samples, assign(batch_loads(graph, samples, balance), slots, policy, score=balance.score)
-    )
+    loads = batch_loads(graph, samples, balance)
+    found = assign(loads, slots, policy, score=balance.score)
+    if balance.microbatch_shares:
+        found = check(loads, slots, shared_out(graph, loads.modules, found, balance.microbatch_shares))
+    return batch_plan_of(graph, samples, found)

@@ -193,11 +193,32 @@ def joined(problem: Problem, placement: str, choices: Iterable[dict[str, ModuleP
 
 def can_run(plan: LayoutPlan) -> bool:
     """Whether a recipe may say so: zero_bubble splits backwards, of which neither FSDP nor what is computed again may
-    be part, and bubble_fill needs an encoder on the ranks of the LLM."""
+    be part, bubble_fill needs an encoder on the ranks of the LLM, and so do shares of microbatches, one for each of its
+    lanes there."""
+    if any(len(own) != encoder_pipelines(plan, name) for name, own in plan.shares.items()):
+        return False
     if plan.schedule == "zero_bubble":
         modules = plan.modules.values()
         return all(own.degree("dp_shard") == 1 and own.activation_checkpoint == "none" for own in modules)
     return plan.schedule != "bubble_fill" or (len(plan.modules) > 1 and plan.placement != "disjoint")
+
+
+def encoder_pipelines(plan: LayoutPlan, name: str) -> int:
+    """Lanes of an encoder on the ranks of one lane of the sink; 0 where one lies on ranks of several of those, or of
+    none."""
+    own, sink = plan.modules[name], [*plan.modules.values()][-1]
+    if plan.placement != "colocated" or own.ranks != sink.ranks:
+        return 0
+    lane_of = dict(_lane_of_ranks(sink))
+    found = {(lane, lane_of[rank]) for rank, lane in _lane_of_ranks(own)}
+    each, rest = divmod(own.lanes, sink.lanes)
+    return each if not rest and len(found) == own.lanes else 0
+
+
+def _lane_of_ranks(plan: ModulePlan) -> Iterator[tuple[int, int]]:
+    places = itertools.product(*map(range, plan.degrees))
+    for rank, (_, replica, shard, _, _) in zip(range(*plan.ranks), places, strict=True):
+        yield rank, replica * plan.degree("dp_shard") + shard
 
 
 def samples_of_batches(problem: Problem, batches: int, share: float) -> list[MetaArrays]:

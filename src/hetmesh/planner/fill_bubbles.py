@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from hetmesh.balance import BatchPlan
@@ -38,6 +38,7 @@ def fill_bubbles(
         durations=_durations(costs.stages, costs.action_overhead),
         score=lambda schedule: simulate(schedule, costs, beside=beside).makespan,
         lanes=costs.lanes,
+        on_sets=_on_sets(costs),
     )
 
 
@@ -120,13 +121,27 @@ def fill_typical(model: StepModel, routes: Routes, training: bool, options: Poli
 def _durations(costs: Mapping[tuple[Stage, int], StageCost], overhead: float) -> Callable[[Action], float]:
     def seconds(action: Action) -> float:
         assert isinstance(action.target, Stage)
-        cost = costs[action.target, action.microbatch]
-        if action.kind is Kind.FORWARD:
-            own = cost.forward
-        elif action.kind is Kind.BACKWARD:
-            own = cost.backward
-        else:
-            own = cost.backward_input if action.kind is Kind.BACKWARD_INPUT else cost.backward_weight
-        return own + overhead
+        return _seconds(costs[action.target, action.microbatch], action.kind) + overhead
 
     return seconds
+
+
+def _on_sets(costs: StepCosts) -> Callable[[Action], Sequence[float]] | None:
+    """What actions take on each set of ranks, where lanes act apart."""
+    if (lanes := costs.lanes) is None:
+        return None
+
+    def seconds(action: Action) -> Sequence[float]:
+        assert isinstance(action.target, Stage)
+        each = lanes.costs.get((action.target, action.microbatch), ())
+        return tuple(_seconds(cost, action.kind) + costs.action_overhead for cost in each)
+
+    return seconds
+
+
+def _seconds(cost: StageCost, kind: Kind) -> float:
+    if kind is Kind.FORWARD:
+        return cost.forward
+    if kind is Kind.BACKWARD:
+        return cost.backward
+    return cost.backward_input if kind is Kind.BACKWARD_INPUT else cost.backward_weight

@@ -66,6 +66,8 @@ class LayoutPlan:
         schedule: a key of `hetmesh.schedule.POLICIES`.
         microbatch_size: samples per microbatch and lane of the sink.
         stages_per_rank: of the sink, where it is a pipeline.
+        shares: of encoders whose lanes take whole microbatches, how many of them each lane on the ranks of one lane of
+            the sink takes.
     """
 
     placement: str
@@ -73,6 +75,7 @@ class LayoutPlan:
     schedule: str = "sequential"
     microbatch_size: int = 1
     stages_per_rank: int = 1
+    shares: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def encoder_sizes(self) -> dict[str, int]:
@@ -82,11 +85,12 @@ class LayoutPlan:
         samples = self.microbatch_size * self.modules[sink].lanes
         if self.placement == "homogeneous":
             return {}
-        return {name: 1 for name in encoders if self.modules[name].lanes > samples}
+        return {name: 1 for name in encoders if self.modules[name].lanes > samples and name not in self.shares}
 
     def __str__(self) -> str:
         parts = (f"{name}: {plan} on {plan.ranks[0]}-{plan.ranks[1] - 1}" for name, plan in self.modules.items())
-        return f"{self.placement}; {'; '.join(parts)}; {self.schedule}, microbatches of {self.microbatch_size}"
+        shares = "".join(f", {'+'.join(map(str, own))} for the lanes of {name}" for name, own in self.shares.items())
+        return f"{self.placement}; {'; '.join(parts)}; {self.schedule}, microbatches of {self.microbatch_size}{shares}"
 
     def key(self) -> tuple:
         """What tells candidates apart, and orders equals."""
@@ -96,6 +100,7 @@ class LayoutPlan:
             self.schedule,
             self.microbatch_size,
             self.stages_per_rank,
+            tuple(self.shares.items()),
         )
 
 

@@ -117,7 +117,7 @@ class Predictor:
             sample=self.sample,
             whole=whole,
         )
-        balance = replace(self.balance, microbatch_sizes=plan.encoder_sizes)
+        balance = replace(self.balance, microbatch_sizes=plan.encoder_sizes, microbatch_shares=plan.shares)
         for samples in samples_of_batches(problem, self.batches, share):
             batch = plan_batch(graph, samples, plan.microbatch_size, balance)
             if plan.schedule == "bubble_fill":

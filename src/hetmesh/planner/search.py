@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from hetmesh.errors import HetmeshError
 from hetmesh.planner.candidates import (
     can_run,
+    encoder_pipelines,
     homogeneous,
     joined,
     microbatch_sizes,
@@ -24,6 +26,7 @@ from hetmesh.planner.candidates import (
     rank_splits,
     schedules,
 )
+from hetmesh.planner.encoder_plans import Split, best_split
 from hetmesh.planner.estimate import Estimator
 from hetmesh.planner.layout_plan import PLACEMENTS, LayoutPlan, ModulePlan
 from hetmesh.planner.predict import LANES, Prediction, Predictor, batch_flops
@@ -32,6 +35,7 @@ from hetmesh.simulate import LayerCosts
 
 _SIMULATED = 48  # at most, of each placement
 _FITTING, _NEAR, _FINALISTS = 12, 4, 4
+_UNEVEN = 24  # splits of microbatches over an encoder's lanes
 BATCHES = 2
 """Sampled batches of the simulation that decides, unless `search` is told otherwise."""
 
@@ -152,15 +156,39 @@ class _Search:
         return found
 
     def _filled(self, found: list[Prediction]) -> list[Prediction]:
-        """With the best pipeline on whose ranks encoders lie under bubble_fill too, if that is faster than without: it
-        takes long to place, so no other is tried."""
-        best = next((each for each in found if each.plan.schedule == "three_phase"), None)
-        if best is None or ("", "schedule") in self.problem.fixed:
+        """With the best pipeline on whose ranks encoders lie under bubble_fill too, if that is faster than without, and
+        with whole microbatches for their lanes: it takes long to place, so no other is tried."""
+        fixed = self.problem.fixed.get(("", "schedule"))
+        wanted, colocated = fixed or "three_phase", [each for each in found if each.plan.placement == "colocated"]
+        best = next((each for each in colocated if each.plan.schedule == wanted), None)
+        if best is None or fixed not in (None, "bubble_fill"):
             return found
         filled = replace(best.plan, schedule="bubble_fill")
         self.estimated.setdefault(filled.key(), 0.0)
-        more = [each for each in self._measured([filled]) if each.step_s < 0.999 * best.step_s]
+        plans = [*self._uneven(filled)] if fixed else [filled, *self._uneven(filled)]
+        more = [each for each in self._measured(plans) if each.step_s < 0.999 * best.step_s]
         return sorted([*more, *found], key=lambda each: (each.step_s, str(each.plan)))
+
+    def _uneven(self, plan: LayoutPlan) -> Iterator[LayoutPlan]:
+        """`plan` with the best split of microbatches over the lanes of each encoder in turn."""
+        sink = plan.modules[self.problem.graph.sink.name]
+        microbatches = self.problem.global_batch_size // (sink.lanes * plan.microbatch_size)
+        for name in self.problem.own[:-1]:
+            if (pipelines := encoder_pipelines(plan, name)) < 2:
+                continue
+
+            def split(shares: Split, name: str = name, plan: LayoutPlan = plan) -> LayoutPlan:
+                return replace(plan, shares={**plan.shares, name: shares})
+
+            def seconds(shares: Split, split: Callable[[Split], LayoutPlan] = split) -> float:
+                self.estimated.setdefault(split(shares).key(), 0.0)
+                found = self._predict(split(shares), exact=True)
+                return found.step_s if found is not None and found.fits else math.inf
+
+            shares = best_split(microbatches, pipelines, seconds, _UNEVEN)
+            if shares is not None:
+                plan = split(shares)
+                yield plan
 
     def _measured(self, plans: Iterable[LayoutPlan]) -> list[Prediction]:
         found = [each for plan in plans if (each := self._predict(plan, exact=True)) is not None and each.fits]

@@ -197,7 +197,7 @@ def _check_balance(recipe: Recipe, refusals: Refusals) -> None:
     from hetmesh.balance.policies import DEFERRING  # where needed, as the tables look names up
 
     keys = recipe.balance
-    for key in ("max_tokens", "microbatch_sizes"):
+    for key in ("max_tokens", "microbatch_sizes", "microbatch_shares"):
         for name in getattr(keys, key):
             if name not in recipe.modules:
                 refusals.add(f"balance.{key}.{name}: no such module; there are {', '.join(sorted(recipe.modules))}")
@@ -205,6 +205,13 @@ def _check_balance(recipe: Recipe, refusals: Refusals) -> None:
         refusals.add(
             f"balance.microbatch_sizes.{recipe.sink}: that of the LLM is parallelism.pipeline_parallel_microbatch_size "
             "or training.local_batch_size"
+        )
+    if recipe.sink in keys.microbatch_shares:
+        refusals.add(f"balance.microbatch_shares.{recipe.sink}: lanes of encoders share microbatches, not the LLM's")
+    for name in sorted(set(keys.microbatch_sizes) & set(keys.microbatch_shares)):
+        refusals.add(
+            f"balance.microbatch_sizes.{name} and balance.microbatch_shares.{name}: lanes take samples of each "
+            "microbatch or whole microbatches; give one of them"
         )
     idle = [f"balance.{key}" for key in ("max_tokens", "deferral") if getattr(keys, key)]
     idle += ["balance.microbatches = 'free'"] if keys.microbatches == "free" else []

@@ -79,6 +79,7 @@ FrozenTable = Annotated[Mapping[str, Any], AfterValidator(freeze)]
 Ranks = Annotated[tuple[int, ...] | None, BeforeValidator(parse_ranks)]
 
 Size = Annotated[int, Field(ge=1)]
+Shares = Annotated[tuple[Size, ...], Field(min_length=1)]
 AutomaticSize = Annotated[Size | None, BeforeValidator(lambda v: None if v == -1 else v)]
 """A size that hetmesh works out where it is absent or -1, torchtitan's sign for that."""
 
@@ -381,6 +382,9 @@ class Balance(Section):
     policy: BalancePolicy = "auto"  # "none": in the order in which samples are drawn
     max_tokens: Annotated[Mapping[str, Size], AfterValidator(freeze)] = FrozenDict()  # by module, in one microbatch
     microbatch_sizes: Annotated[Mapping[str, Size], AfterValidator(freeze)] = FrozenDict()  # of encoders, per lane
+    microbatch_shares: Annotated[Mapping[str, Shares], AfterValidator(freeze)] = (
+        FrozenDict()
+    )  # of encoders' lanes, whole
     microbatches: Literal["recipe", "free"] = "recipe"  # "free": more or fewer of them, where that is faster
     deferral: bool = False  # the LLM may take a sample one microbatch later than the encoders (Entrain)
 

@@ -87,6 +87,7 @@ def balance_view(
         keys.microbatch_sizes,
         free=keys.microbatches == "free",
         deferral=keys.deferral,
+        microbatch_shares=keys.microbatch_shares,
     )
     runs = _runs(options)
     comparison = _Comparison(recipe, graph, model)

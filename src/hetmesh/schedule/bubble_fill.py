@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
@@ -14,7 +15,7 @@ from hetmesh.schedule.fill_problem import FillProblem, fill_problem
 from hetmesh.schedule.interleaved import interleaved
 from hetmesh.schedule.one_f_one_b import by_caps
 from hetmesh.schedule.options import DEFAULT, PolicyOptions
-from hetmesh.schedule.order import Durations, last_backwards, nominal, with_messages
+from hetmesh.schedule.order import Durations, SetDurations, last_backwards, nominal, with_messages
 from hetmesh.schedule.schedule import Action, Kind, Schedule, splittable
 from hetmesh.schedule.validate import validate
 
@@ -37,6 +38,7 @@ def bubble_fill(
     durations: Durations | None = None,
     score: Score | None = None,
     lanes: Lanes | None = None,
+    on_sets: SetDurations | None = None,
 ) -> Schedule:
     """A validated schedule in which the sink's module runs as it would by itself (`options.inner`), and the stages of
     all other modules in its gaps: the slices of an encoder are its stages.
@@ -50,6 +52,7 @@ def bubble_fill(
         durations: what compute actions take, to find gaps by; None: nominal ones.
         score: what decides; None: the makespan by `durations`, messages left out.
         lanes: which ranks of a stage start together, and who waits for whom; None: all.
+        on_sets: what actions take on each of the sets of `lanes`; None: `durations` on all.
 
     Raises:
         ScheduleError: `options.in_flight` is lower than what the order of the LLM's microbatches needs, and may not be
@@ -58,12 +61,12 @@ def bubble_fill(
     routes = Routes.of(stages, microbatches)
     if durations is None and score is None and lanes is None:
         return _nominal(stages, routes, training, options)
-    return _filled(stages, routes, training, options, durations, score, lanes)
+    return _filled(stages, routes, training, options, durations, score, lanes, on_sets)
 
 
 @lru_cache(maxsize=64)
 def _nominal(stages: StageGraph, routes: Routes, training: bool, options: PolicyOptions) -> Schedule:
-    return _filled(stages, routes, training, options, None, None, None)
+    return _filled(stages, routes, training, options)
 
 
 def _filled(
@@ -71,14 +74,15 @@ def _filled(
     routes: Routes,
     training: bool,
     options: PolicyOptions,
-    durations: Durations | None,
-    score: Score | None,
-    lanes: Lanes | None,
+    durations: Durations | None = None,
+    score: Score | None = None,
+    lanes: Lanes | None = None,
+    on_sets: SetDurations | None = None,
 ) -> Schedule:
     inner = inner_schedule(stages, routes, training, options)
     seconds = durations or nominal(stages, routes, inner.split)
     order = [action for action in inner.actions if isinstance(action.target, Stage) and action.kind is not Kind.REDUCE]
-    problem = fill_problem(stages, routes, training, order, seconds, inner.split, lanes, inner.in_flight)
+    problem = fill_problem(stages, routes, training, order, seconds, inner.split, lanes, inner.in_flight, on_sets)
     caps = _caps(problem, lazy(problem), options)
 
     def schedule(found: Filled, names: Callable[[Action], Action]) -> Schedule:
@@ -97,9 +101,8 @@ def _filled(
 
     found = [(coarse(problem, caps), _renamed(None))]
     for numbers in _orders(stages, routes, problem) if options.refine else ():
-        own, names = problem, _renamed(numbers)
-        if numbers is not None:
-            own = problem.timed([seconds(names(action)) for action in problem.actions])
+        names = _renamed(numbers)
+        own = problem if numbers is None else problem.renamed(names)
         found.append((_refined(own, caps, found[0][0].makespan), names))
     if score is None:
         return schedule(*min(found, key=lambda each: each[0].makespan))
@@ -110,10 +113,11 @@ def _refined(problem: FillProblem, caps: tuple[int | None, ...], most: float) ->
     """The shortest that passes find, for makespans between one that no order is below and `most`."""
     tails = longest_tails(problem, lazy(problem).order)
     busy = [0.0] * len(problem.sequences)
-    for seconds, groups in zip(problem.seconds, problem.groups, strict=True):
-        for track in {track for tracks in groups for track in tracks}:
-            busy[track] += seconds
-    shortest = max([*tails, *busy], default=0.0)
+    for each, groups in zip(problem.seconds, problem.groups, strict=True):
+        for seconds, tracks in zip(each, groups, strict=True):
+            for track in tracks:
+                busy[track] += seconds
+    shortest = max([*itertools.chain.from_iterable(tails), *busy], default=0.0)
     best: Filled | None = None
     for share in _SHARES:
         wanted = shortest + share * max(most - shortest, 0.0)
@@ -183,7 +187,7 @@ def _orders(stages: StageGraph, routes: Routes, problem: FillProblem) -> Iterabl
         return
     work = [0.0] * count
     for i in range(problem.fixed, problem.backwards):
-        work[problem.actions[i].microbatch] += problem.seconds[i]
+        work[problem.actions[i].microbatch] += max(problem.seconds[i])
     rising = tuple(sorted(range(count), key=work.__getitem__))
     if rising != tuple(range(count)):
         yield rising

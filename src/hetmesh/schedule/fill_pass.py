@@ -40,9 +40,7 @@ def coarse(problem: FillProblem, caps: Sequence[int | None]) -> Filled:
     return _Pass(problem, caps, lambda i, _: i < problem.backwards, soonest=True).run()
 
 
-def fill(
-    problem: FillProblem, caps: Sequence[int | None], tails: Sequence[float], makespan: float, ahead: bool
-) -> Filled:
+def fill(problem: FillProblem, caps: Sequence[int | None], tails: Tails, makespan: float, ahead: bool) -> Filled:
     """Fillers as early as nothing of the sink's module starts later than `makespan` allows.
 
     Args:
@@ -51,13 +49,17 @@ def fill(
         ahead: whether the sink's actions go on only on tracks where a filler does not fit yet. That makes best use of
             gaps; where the LLM's ranks are busy anyway, their own order in time wastes less.
     """
-    following = [[tails[i] for i in sequence] + [0.0] for sequence in problem.sequences]
+    place_of = [{track: p for p, tracks in enumerate(groups) for track in tracks} for groups in problem.groups]
+    following = [
+        [tails[i][place_of[i][track]] for i in sequence] + [0.0] for track, sequence in enumerate(problem.sequences)
+    ]
 
     def fits(i: int, run: _Pass) -> bool:
-        for tracks, start in zip(problem.groups[i], run.starts(i), strict=True):
-            if start + tails[i] >= run.limit:
+        own = zip(problem.groups[i], run.starts(i), problem.seconds[i], tails[i], strict=True)
+        for tracks, start, seconds, tail in own:
+            if start + tail >= run.limit:
                 return True  # waiting would only make the step longer
-            stop = start + problem.seconds[i]
+            stop = start + seconds
             for track in tracks:
                 if stop + following[track][run.position[track]] > run.limit:
                     run.blocked = track
@@ -67,21 +69,30 @@ def fill(
     return _Pass(problem, caps, fits, tails, makespan, ahead).run()
 
 
-def longest_tails(problem: FillProblem, order: Sequence[int]) -> list[float]:
-    """Per action the seconds from its start to the end of the step, if fillers take no time of tracks: makespan minus
-    these are latest starts (the ALAP pass of Optimus, arXiv 2408.03505, section 4.3).
+Tails = Sequence[tuple[float, ...]]
+"""Per action and set of its tracks, seconds."""
+
+
+def longest_tails(problem: FillProblem, order: Sequence[int]) -> Tails:
+    """Per action and set of its tracks the seconds from its start there to the end of the step, if fillers take no time
+    of tracks: makespan minus these are latest starts (the ALAP pass of Optimus, arXiv 2408.03505, section 4.3).
 
     Args:
         order: any valid one.
     """
-    after = [0.0] * len(problem.actions)
-    tails = list(after)
+    groups = problem.groups
+    after = [[0.0] * len(each) for each in groups]
+    tails: list[tuple[float, ...]] = [()] * len(groups)
     for i in reversed(order):
-        tails[i] = tail = problem.seconds[i] + after[i]
-        for other, _ in problem.before[i]:
-            after[other] = max(after[other], tail)
+        tails[i] = tail = tuple(map(sum, zip(problem.seconds[i], after[i], strict=True)))
+        for other, needed in problem.before[i]:
+            earlier = after[other]
+            for place, seconds in enumerate(tail):
+                for each in range(len(earlier)) if needed is None else needed[place]:
+                    earlier[each] = max(earlier[each], seconds)
         for other in problem.previous[i]:
-            after[other] = max(after[other], tail)
+            same = groups[other] == groups[i]
+            after[other] = [max(own, tail[p] if same else max(tail)) for p, own in enumerate(after[other])]
     return tails
 
 
@@ -93,7 +104,7 @@ class _Pass:
         problem: FillProblem,
         caps: Sequence[int | None] | None,
         fits: Callable[[int, _Pass], bool],
-        tails: Sequence[float] = (),
+        tails: Tails = (),
         limit: float = 0.0,
         ahead: bool = False,
         soonest: bool = False,
@@ -226,10 +237,10 @@ class _Pass:
     def _commit(self, i: int) -> None:
         problem = self.problem
         stops = []
-        for tracks, start in zip(problem.groups[i], self.starts(i), strict=True):
-            stop = start + problem.seconds[i]
+        for place, (tracks, start) in enumerate(zip(problem.groups[i], self.starts(i), strict=True)):
+            stop = start + problem.seconds[i][place]
             if self.tails:  # what cannot be had is not the aim
-                self.limit = max(self.limit, start + self.tails[i])
+                self.limit = max(self.limit, start + self.tails[i][place])
             for track in tracks:
                 self.free[track] = stop
                 self.position[track] += i < problem.fixed

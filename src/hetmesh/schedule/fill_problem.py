@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hetmesh.cost.step_costs import Lanes
 from hetmesh.graph import Routes, Stage, StageGraph
 from hetmesh.schedule.held import readers
 from hetmesh.schedule.one_by_one import one_by_one
-from hetmesh.schedule.order import Durations, compute_dependencies
+from hetmesh.schedule.order import Durations, SetDurations, compute_dependencies
 from hetmesh.schedule.schedule import Action, Kind, backward_kinds
 
 Groups = tuple[tuple[int, ...], ...]
@@ -31,7 +31,7 @@ class FillProblem:
         actions: by number.
         fixed: how many belong to the sink's module.
         backwards: the number of the first backward of a filler.
-        seconds: of each.
+        seconds: of each, on each of its sets of tracks.
         groups: of each, the tracks that take part, by sets that start together.
         before: of each, the numbers of actions that it needs, and which sets of them.
         previous: of each, what comes right before it in the order of its tracks (of fillers, of its stage), or else
@@ -45,7 +45,7 @@ class FillProblem:
     actions: tuple[Action, ...]
     fixed: int
     backwards: int
-    seconds: tuple[float, ...]
+    seconds: tuple[tuple[float, ...], ...]
     groups: tuple[Groups, ...]
     before: tuple[tuple[tuple[int, Needed], ...], ...]
     previous: tuple[tuple[int, ...], ...]
@@ -54,9 +54,10 @@ class FillProblem:
     ends: Mapping[int, tuple[int, ...]]
     stages: tuple[Stage, ...]
 
-    def timed(self, seconds: Sequence[float]) -> FillProblem:
-        """The same with other seconds."""
-        return replace(self, seconds=tuple(seconds))
+    def renamed(self, names: Callable[[Action], Action]) -> FillProblem:
+        """The same with the seconds of the actions that are meant."""
+        number = {action: i for i, action in enumerate(self.actions)}
+        return replace(self, seconds=tuple(self.seconds[number[names(action)]] for action in self.actions))
 
 
 def fill_problem(
@@ -68,6 +69,7 @@ def fill_problem(
     split: frozenset[Stage] = frozenset(),
     lanes: Lanes | None = None,
     caps: Mapping[Stage, int] | None = None,
+    on_sets: SetDurations | None = None,
 ) -> FillProblem:
     """The tables.
 
@@ -76,6 +78,7 @@ def fill_problem(
         split: stages of the sink's module whose backward has two parts.
         lanes: None: all ranks of a stage start together.
         caps: how many microbatches stages of the sink's module hold at most in that order; None: no matter.
+        on_sets: what actions take on each of the sets of `lanes`; None: `durations` on all.
     """
     sink = stages.sink.module
     others = [a for step in one_by_one(stages, routes, training) for a in step if _stage(a).module != sink]
@@ -116,7 +119,7 @@ def fill_problem(
         actions,
         len(order),
         len(order) + len(fillers[0]),
-        tuple(map(durations, actions)),
+        tuple(_seconds(action, len(groups[_stage(action)]), places, durations, on_sets) for action in actions),
         tuple(groups[_stage(action)] for action in actions),
         tuple(before),
         tuple(previous),
@@ -125,6 +128,19 @@ def fill_problem(
         ends,
         stages.stages,
     )
+
+
+def _seconds(
+    action: Action, groups: int, places: Places, durations: Durations, on_sets: SetDurations | None
+) -> tuple[float, ...]:
+    """On each set of tracks those of the slowest set of ranks in it."""
+    each = on_sets(action) if on_sets is not None else ()
+    if not each:
+        return (durations(action),) * groups
+    out = [0.0] * groups
+    for place, seconds in zip(places[_stage(action)], each, strict=True):
+        out[place] = max(out[place], seconds)
+    return tuple(out)
 
 
 def _let_go(

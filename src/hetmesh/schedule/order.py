@@ -20,6 +20,9 @@ from hetmesh.schedule.schedule import Action, Kind, backward_kinds
 Durations = Callable[[Action], float]
 """Seconds, or any other unit, that a compute action takes."""
 
+SetDurations = Callable[[Action], Sequence[float]]
+"""The same on each set of ranks that starts the action by itself; nothing where all take equally long."""
+
 NOMINAL = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from hetmesh.balance import BalanceOptions
 from hetmesh.balance.leaders import leaders
+from hetmesh.balance.shares import check_shares
 from hetmesh.cost import ModuleShape
 from hetmesh.cost.sample_costs import SampleCosts
-from hetmesh.errors import RecipeError
+from hetmesh.errors import GraphError, RecipeError
 from hetmesh.graph import ModuleGraph
 from hetmesh.training.module_shapes import module_shapes
 
@@ -22,16 +23,22 @@ def check_balance(recipe: Recipe, graph: ModuleGraph) -> None:
     """Raise RecipeError for caps and microbatches of modules that go along with another one."""
     led_by = leaders(graph)
     wrong = []
-    for key in ("max_tokens", "microbatch_sizes"):
+    for key in ("max_tokens", "microbatch_sizes", "microbatch_shares"):
         for name in getattr(recipe.balance, key):
             if (leader := led_by[name]) != name:
                 instead = f"balance.{key}.{leader}"
-                if key == "microbatch_sizes" and leader == graph.sink.name:
+                if key != "max_tokens" and leader == graph.sink.name:
                     instead = "it ranks or degrees of its own, or leave it out"
                 wrong.append(
                     f"balance.{key}.{name}: it lies on the ranks of {leader!r} and takes the same samples; "
                     f"give {instead}"
                 )
+    for name, shares in recipe.balance.microbatch_shares.items():
+        if led_by[name] == name:
+            try:
+                check_shares(graph, name, shares)
+            except GraphError as error:
+                wrong.append(f"balance.microbatch_shares.{name}: {error}")
     if wrong:
         raise RecipeError("\n".join(wrong))
 
@@ -44,7 +51,7 @@ def recipe_balance(recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Ad
     """
     keys = recipe.balance
     if keys.policy == "none":
-        return BalanceOptions(microbatch_sizes=keys.microbatch_sizes)
+        return BalanceOptions(microbatch_sizes=keys.microbatch_sizes, microbatch_shares=keys.microbatch_shares)
     costs = sample_costs(graph, module_shapes(recipe, adapters))
     return BalanceOptions(
         keys.policy,
@@ -53,6 +60,7 @@ def recipe_balance(recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Ad
         keys.microbatch_sizes,
         free=keys.microbatches == "free",
         deferral=keys.deferral,
+        microbatch_shares=keys.microbatch_shares,
     )
 
 

@@ -121,7 +121,9 @@ class Meter:
         self.peaks = {name: found[dtype] for name, dtype in dtypes.items()}
         # Also without a balancer work is counted as balancers do; caps are no matter of how samples were drawn.
         self.unbalanced = BalanceOptions(
-            costs=sample_costs(job.graph, self.shapes), microbatch_sizes=job.balance.microbatch_sizes
+            costs=sample_costs(job.graph, self.shapes),
+            microbatch_sizes=job.balance.microbatch_sizes,
+            microbatch_shares=job.balance.microbatch_shares,
         )
 
     def describe(self) -> list[str]:

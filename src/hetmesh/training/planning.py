@@ -168,6 +168,8 @@ def plan_keys(recipe: Recipe, plan: LayoutPlan, global_batch_size: int) -> dict[
     }
     if plan.encoder_sizes or recipe.balance.microbatch_sizes:
         keys["balance", "microbatch_sizes"] = plan.encoder_sizes
+    if plan.shares or recipe.balance.microbatch_shares:
+        keys["balance", "microbatch_shares"] = {name: list(own) for name, own in plan.shares.items()}
     tables: dict[str, dict[str, Any]] = {}
     for name, own in plan.modules.items():
         table: dict[str, Any] = {"ranks": f"{own.ranks[0]}-{own.ranks[1] - 1}"}
@@ -240,7 +242,7 @@ def _described(text: str) -> ModuleGraph:
 def _said(recipe: Recipe, plan: LayoutPlan) -> dict[str, Any]:
     """All but the layout."""
     given = recipe.model_dump(exclude={"parallelism": True, "training": {"local_batch_size", "global_batch_size"}})
-    del given["balance"]["microbatch_sizes"]
+    del given["balance"]["microbatch_sizes"], given["balance"]["microbatch_shares"]
     for name in plan.modules:
         del given["modules"][name]["activation_checkpoint"]
     return given

@@ -101,11 +101,11 @@ def check_schedule(recipe: Recipe, graph: ModuleGraph) -> None:
 
 def usual_routes(recipe: Recipe, graph: ModuleGraph) -> Routes | int:
     """Which microbatches feed which where samples are all alike, and none is deferred."""
-    sizes = recipe.balance.microbatch_sizes
-    if not sizes:
+    sizes, shares = recipe.balance.microbatch_sizes, recipe.balance.microbatch_shares
+    if not sizes and not shares:
         return recipe.batch.num_microbatches
     samples = [SampleMeta(str(i), 1, rows=dict.fromkeys(graph.order, 1)) for i in range(recipe.batch.global_batch_size)]
-    balance = BalanceOptions(recipe.balance.policy, microbatch_sizes=sizes)
+    balance = BalanceOptions(recipe.balance.policy, microbatch_sizes=sizes, microbatch_shares=shares)
     return plan_batch(graph, samples, recipe.batch.microbatch_size, balance).routes
 
 
