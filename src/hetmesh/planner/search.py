@@ -35,7 +35,7 @@ from hetmesh.simulate import LayerCosts
 
 _SIMULATED = 48  # at most, of each placement
 _FITTING, _NEAR, _FINALISTS = 12, 4, 4
-_UNEVEN = 24  # splits of microbatches over an encoder's lanes
+_UNEVEN = 12  # splits of microbatches over an encoder's lanes
 BATCHES = 2
 """Sampled batches of the simulation that decides, unless `search` is told otherwise."""
 
