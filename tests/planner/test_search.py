@@ -14,11 +14,14 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph import MetaArrays
 from hetmesh.planner import PLACEMENTS, LayoutPlan, ModulePlan, Predictor, candidates, search
 from hetmesh.planner.candidates import can_run, microbatch_sizes
+from hetmesh.planner.estimate import Estimator
 from hetmesh.planner.layout_plan import laid_out
 from hetmesh.planner.predict import LANES
 from hetmesh.planner.search import BATCHES
 from hetmesh.planner.some_lanes import some_lanes
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
+from hetmesh.report.plan_text import nothing_found
+from hetmesh.training.metrics import amount
 from hetmesh.training.planning import not_kept, planned_text, recipe_problem
 
 pytestmark = pytest.mark.slow
@@ -208,7 +211,20 @@ def test_nothing_that_does_not_fit_is_proposed(four):
     largest = whole.fastest.peak_bytes
     found = search(replace(given, memory_bytes=largest - 1))
     assert all(each.peak_bytes < largest for best in found.best.values() for each in best)
-    assert search(replace(given, memory_bytes=1)).fastest is None
+    none = search(replace(given, memory_bytes=1))
+    assert none.fastest is None
+    (least,) = {each.least_bytes for each in (none, search(replace(given, memory_bytes=none.least_bytes - 1)))}
+    assert 1 < least <= whole.least_bytes
+    says = (
+        f"no layout of 4 ranks fits into 1 B: the smallest that was simulated holds {amount(least)}B on a rank; allow"
+    )
+    assert nothing_found(replace(given, memory_bytes=1), none).startswith(says)
+
+
+def test_what_estimates_take_for_too_large_is_found_if_it_fits(four, monkeypatch):
+    given, _ = four
+    monkeypatch.setattr(Estimator, "estimate", lambda self, plan: (1.0, 10**15))
+    assert search(given).fastest is not None
 
 
 @pytest.mark.parametrize("placement", ["colocated", "disjoint"])
@@ -267,7 +283,7 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     picture = tmp_path / "steps.svg"
     assert main(["plan", str(recipe), *keys, "--draw", "--png", str(picture), "--write", str(target), *sizes]) == 0
     out = capsys.readouterr().out
-    assert "2 ranks of h100, 4 samples per step, at most 72.0 GB on a rank" in out
+    assert "2 ranks of h100, 4 samples per step, at most 72 GB on a rank" in out
     assert "disjoint: the fastest" in out
     assert "disjoint, some of the lanes: " in out
     assert "|0" in out.partition("some of the lanes")[2]
@@ -279,7 +295,9 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     assert written.modules["vision"].lr == 0.5
     assert b"\r\n" in target.read_bytes()
     assert main(["plan", str(RECIPES / "digits.toml"), *keys, "--json", "--memory", "1e-9", *sizes]) == 1
-    assert json.loads(capsys.readouterr().out)["plans"] == []
+    out, err = capsys.readouterr()
+    assert json.loads(out)["plans"] == []
+    assert err.startswith("error: no layout of 2 ranks fits into 1 B: the smallest that was simulated holds ")
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             raise RecipeError(f"{name} {value}: must be above 0")
     from hetmesh.files import to_json, writing
     from hetmesh.planner import search
-    from hetmesh.report.plan_text import plan_json, plan_text
+    from hetmesh.report.plan_text import nothing_found, plan_json, plan_text
     from hetmesh.training.planning import (
         batches_to_simulate,
         not_kept,
@@ -75,6 +75,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     else:
         print(plan_text(problem, found, seconds, macro, batches))
     if found.fastest is None:
+        print(f"error: {nothing_found(problem, found)}", file=sys.stderr)
         return 1
     if args.png or (args.draw and not args.json):
         _draw(problem, found, args)

@@ -50,6 +50,7 @@ class Found:
         simulated: of them, those that were.
         too_large: of them, those that do not fit.
         refused: why others cannot run, and how many.
+        least_bytes: of the rank that holds most, where that is least of all that were simulated; None: none was.
     """
 
     best: Mapping[str, tuple[Prediction, ...]]
@@ -57,6 +58,7 @@ class Found:
     simulated: int = 0
     too_large: int = 0
     refused: Mapping[str, int] = field(default_factory=dict)
+    least_bytes: int | None = None
 
     @property
     def fastest(self) -> Prediction | None:
@@ -93,12 +95,13 @@ class _Search:
                 self.estimated |= {plan.key(): 0.0 for plan in plans}
                 best[placement] = tuple(self._filled(self._measured(plans))[:shown])
                 continue
-            promising = self._promising(candidates(self.problem, placement))
+            promising = self._promising(candidates(self.problem, placement), or_least=True)
             final = self._filled(self._near(self._simulated(promising, _FITTING)[: max(_FINALISTS, shown)]))
             best[placement] = tuple(final[:shown])
         asked = [found for found in self.known.values() if found is not None]
         too_large = sum(not found.fits for found in asked)
-        return Found(best, len(self.estimated), len(self.known), too_large, dict(self.refused))
+        least = min((found.peak_bytes for found in asked), default=None)
+        return Found(best, len(self.estimated), len(self.known), too_large, dict(self.refused), least)
 
     def _predict(self, plan: LayoutPlan, exact: bool = False) -> Prediction | None:
         key = exact, plan.key()
@@ -110,10 +113,12 @@ class _Search:
                 self.known[key] = None
         return self.known[key]
 
-    def _promising(self, plans: Iterable[LayoutPlan]) -> list[LayoutPlan]:
-        """The candidates with the least estimates, of those that may fit."""
+    def _promising(self, plans: Iterable[LayoutPlan], or_least: bool = False) -> list[LayoutPlan]:
+        """The candidates with the least estimates, of those that may fit. Where none may, and with `or_least`, some of
+        the least bytes: their simulation says whether that is so, and what would fit."""
         limit = self.problem.limit
         found: list[tuple[float, int, LayoutPlan]] = []
+        larger: list[tuple[int, int, LayoutPlan]] = []
         for plan in plans:
             if plan.key() in self.estimated:
                 continue
@@ -125,6 +130,10 @@ class _Search:
             self.estimated[plan.key()] = seconds
             if not limit or size <= limit:
                 found.append((seconds, len(found), plan))
+            else:
+                larger.append((size, len(larger), plan))
+        if or_least and not found:
+            return [plan for _, _, plan in heapq.nsmallest(_NEAR, larger)]
         return [plan for _, _, plan in heapq.nsmallest(_SIMULATED, found)]
 
     def _simulated(self, plans: Iterable[LayoutPlan], enough: int) -> list[LayoutPlan]:

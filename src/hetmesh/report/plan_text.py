@@ -53,7 +53,7 @@ def macro_batch_lines(macro: MacroBatch, modules: Sequence[str]) -> Iterator[str
 
 
 def _lines(problem: Problem, found: Found, seconds: float, macro: MacroBatch | None, batches: int) -> Iterator[str]:
-    limit = f", at most {problem.limit / 1e9:.1f} GB on a rank" if problem.limit else ""
+    limit = f", at most {amount(problem.limit)}B on a rank" if problem.limit else ""
     ranks = f"{counted(problem.ranks, 'rank')} of {problem.machine.name}"
     yield f"{ranks}, {problem.global_batch_size} samples per step{limit}"
     yield (
@@ -64,8 +64,6 @@ def _lines(problem: Problem, found: Found, seconds: float, macro: MacroBatch | N
         yield from macro_batch_lines(macro, problem.own)
     shown = [each for best in found.best.values() for each in best]
     if not shown:
-        none = f"no layout of {counted(problem.ranks, 'rank')} agrees with the models, the batch and what is fixed"
-        yield "no layout fits" if found.considered else none
         yield from _refused(found)
         return
     fastest = min(shown, key=lambda each: each.step_s)
@@ -76,7 +74,7 @@ def _lines(problem: Problem, found: Found, seconds: float, macro: MacroBatch | N
         "step ms",
         "tokens/s/rank",
         "MFU %",
-        "peak GB",
+        "peak",
         "idle %",
         "waits most for",
         "schedule",
@@ -96,6 +94,19 @@ def _lines(problem: Problem, found: Found, seconds: float, macro: MacroBatch | N
     yield from _refused(found)
 
 
+def nothing_found(problem: Problem, found: Found) -> str:
+    """Why a search found no layout."""
+    ranks = counted(problem.ranks, "rank")
+    if not found.considered:
+        return f"no layout of {ranks} agrees with the models, the batch and what is fixed"
+    if found.least_bytes is None or not problem.limit:
+        return f"no layout of {ranks} can run"
+    return (
+        f"no layout of {ranks} fits into {amount(problem.limit)}B: the smallest that was simulated holds "
+        f"{amount(found.least_bytes)}B on a rank; allow more (--memory), or take more ranks"
+    )
+
+
 def _row(each: Prediction, number: int, fastest: bool) -> tuple[str, ...]:
     idle = {name: each.bubbles.get(name, 0.0) for name in CLASSES}
     most = max(idle, key=lambda name: idle[name])
@@ -105,7 +116,7 @@ def _row(each: Prediction, number: int, fastest: bool) -> tuple[str, ...]:
         f"{each.step_s * 1e3:,.0f}",
         amount(each.tokens_per_s).strip(),
         "-" if each.mfu is None else f"{100 * each.mfu:.1f}",
-        f"{each.peak_bytes / 1e9:.1f}",
+        f"{amount(each.peak_bytes)}B",
         f"{100 * sum(idle.values()) / each.step_s:.0f}",
         f"{_BUBBLES[most]} ({100 * idle[most] / each.step_s:.0f}%)" if idle[most] else "-",
         each.plan.schedule,
@@ -142,6 +153,7 @@ def plan_json(
         "simulated": found.simulated,
         "too_large": found.too_large,
         "refused": dict(found.refused),
+        "least_bytes": found.least_bytes,
         "seconds": seconds,
         "batches": batches,
         "macro_batch": None if macro is None else asdict(macro),
