@@ -1,5 +1,6 @@
 """E2: a batch that parts ranks as any of its size does is found on stationary data, and refused on drifting ones."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -8,12 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetmesh.data.synthetic import SyntheticSource
 from hetmesh.errors import HetmeshError
-from hetmesh.planner.macro_batch import PER_SAMPLE, agreeing_batches, certify, drifting, parted
+from hetmesh.graph import SampleMeta
+from hetmesh.planner.macro_batch import PER_SAMPLE, SHARE, agreeing_batches, certify, drifting, parted
+from hetmesh.recipe.recipe import load_recipe
+from hetmesh.report.plan_text import macro_batch_lines
+from hetmesh.training import planning
+from hetmesh.training.describe import make_loader
+from hetmesh.training.planning import recipe_macro_batch, recipe_problem
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from benchmarks.balance.laws import LAWS
 
+DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
 SAMPLES = 4096
 WEIGHTS = {"vision": (0.6, 2e-5), "audio": (0.2, 1e-5), "llm": (8.0, 3e-5)}  # GFLOPs per row and pair, about
 
@@ -60,6 +69,44 @@ def test_e2_drifting_data_are_refused_and_what_drifts_is_named(seed):
             assert (each.here < each.elsewhere) == (each.place[0] < 0.5)
     still, _ = run_of("mixture", seed, drift=False)
     assert drifting(still, modules) == []
+
+
+def test_what_drifts_is_said_with_its_place_and_both_values():
+    work, modules = run_of("mixture", 0)
+    first, *others = macro_batch_lines(found := certify(work, modules, 16), modules)
+    assert first.startswith("macro batch: refused, the data drift; plan again for the part of the run that matters. On")
+    assert len(others) == len(found.drifts)
+    for line, each in zip(others, found.drifts, strict=True):
+        unit = r"[\d.]+%" if each.measure == SHARE else r"[\d.]+ [kMGT]FLOP"
+        a, b = (round(100 * part) for part in each.place)
+        expected = rf"   {each.module}: {each.measure} {unit} from {a} to {b}% of the run, {unit} elsewhere"
+        assert re.fullmatch(expected, line)
+
+
+class Growing(SyntheticSource):
+    """Images in the second half alone."""
+
+    def meta(self, index: int) -> SampleMeta:
+        self.text_only = float(index < self.length // 2)
+        return super().meta(index)
+
+
+def test_a_recipes_own_data_do_not_drift_since_they_are_shuffled(monkeypatch):
+    options = "{vocab_size = 64, image_token = 63, image_shape = [1, 8, 8], text_tokens = [4, 16], length = 4096}"
+    keys = ("--data.source", f"{__name__}:Growing", f"--data.options={options}", "--training.steps=64")
+    recipe = load_recipe(DIGITS, (*keys, "--training.global_batch_size=64", "--training.local_batch_size=64"))
+    problem = recipe_problem(recipe, machine="h100", ranks=4)
+    shuffled = recipe_macro_batch(recipe, problem)
+    assert shuffled.drawn == 4096
+    assert shuffled.drifts == ()
+    monkeypatch.setattr(planning, "make_loader", in_order)
+    assert {each.module for each in recipe_macro_batch(recipe, problem).drifts} == {"vision", "llm"}
+
+
+def in_order(*args):
+    loader = make_loader(*args)
+    loader.shuffle = False
+    return loader
 
 
 def test_e2_most_stationary_runs_are_certified_with_few_samples():

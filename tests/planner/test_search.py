@@ -285,6 +285,7 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "2 ranks of h100, 4 samples per step, at most 72 GB on a rank" in out
     assert "disjoint: the fastest" in out
+    assert "nothing that was tried" not in out  # of placements that --fix rules out
     assert "disjoint, some of the lanes: " in out
     assert "|0" in out.partition("some of the lanes")[2]
     assert picture.stat().st_size

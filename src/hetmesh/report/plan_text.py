@@ -88,7 +88,7 @@ def _lines(problem: Problem, found: Found, seconds: float, macro: MacroBatch | N
         for name, own in each.plan.modules.items():
             yield f"   {name:10} ranks {own.ranks[0]}-{own.ranks[1] - 1}: {own}"
     for placement, best in found.best.items():
-        if not best:
+        if not best and problem.fixed.get(("", "placement"), placement) == placement:
             yield ""
             yield f"{placement}: nothing that was tried fits or can run"
     yield from _refused(found)
