@@ -78,6 +78,40 @@ def test_what_fits_into_gaps_costs_nothing(inner, virtual, alone, most):
     assert bubble_fill(stages, 8, True, options, durations=durations, lanes=each_rank(stages)) == schedule
 
 
+def test_stages_of_an_encoder_that_take_turns_do_not_wait_for_one_microbatch_to_come_round():
+    """An encoder that is a pipeline of two stages per rank along the LLM's ranks and may hold half of the step."""
+    stages = encoder_and_llm(module("vision", [0, 1, 2, 3], 4, 8), module("llm", [0, 1, 2, 3], 4, 8))
+
+    def durations(action):
+        return SECONDS[action.kind] * (0.25 if action.target.module == "vision" else 0.5)
+
+    def seconds(refine):
+        options = PolicyOptions(inner="interleaved", in_flight=8, refine=refine)
+        return makespan(bubble_fill(stages, 16, True, options, durations=durations, lanes=each_rank(stages)), durations)
+
+    assert seconds(refine=True) < 0.91 * seconds(refine=False)
+
+
+def test_what_each_way_of_placing_finds_is_scored():
+    """The score knows what passes do not: of two orders the one that passes take for the longer may be the shorter."""
+    stages = encoder_and_llm(module("vision", [0, 1, 2, 3], 4, 8), module("llm", [0, 1, 2, 3], 4, 8))
+
+    def durations(action):
+        return SECONDS[action.kind] * (0.2 if action.target.module == "vision" else 0.5)
+
+    told = []
+
+    def score(schedule):
+        told.append((makespan(schedule, durations), schedule))
+        return -told[-1][0]  # the longest is the best
+
+    options = PolicyOptions(inner="interleaved")
+    schedule = bubble_fill(stages, 8, True, options, durations=durations, lanes=each_rank(stages), score=score)
+    coarse, *refined = (seconds for seconds, _ in told)
+    assert len(set(refined)) > 1
+    assert makespan(schedule, durations) == max(coarse, *refined)
+
+
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(data=st.data())

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import lru_cache
 
 from hetmesh.cost.step_costs import Lanes
 from hetmesh.errors import ScheduleError
 from hetmesh.graph import Edge, Routes, Stage, StageGraph
-from hetmesh.schedule.fill_pass import Filled, coarse, fill, lazy, longest_tails
+from hetmesh.schedule.fill_pass import Filled, Way, coarse, fill, lazy, longest_tails
 from hetmesh.schedule.fill_problem import FillProblem, fill_problem
 from hetmesh.schedule.interleaved import interleaved
 from hetmesh.schedule.one_f_one_b import by_caps
@@ -26,7 +27,8 @@ INNER = ("1f1b", "interleaved", "zero_bubble")
 """Schedules of the LLM by itself that `bubble_fill` fills."""
 
 _SHARES = (0.0, 0.125, 0.25, 0.5)
-"""What is tried: so much of the way from a makespan that no order is below to the coarse one. Two passes each."""
+"""What is tried: so much of the way from a makespan that no order is below to the coarse one. Two passes each, or
+four."""
 
 
 def bubble_fill(
@@ -103,14 +105,18 @@ def _filled(
     for numbers in _orders(stages, routes, problem) if options.refine else ():
         names = _renamed(numbers)
         own = problem if numbers is None else problem.renamed(names)
-        found.append((_refined(own, caps, found[0][0].makespan), names))
+        found += [(refined, names) for refined in _refined(own, caps, found[0][0].makespan)]
     if score is None:
         return schedule(*min(found, key=lambda each: each[0].makespan))
     return min((schedule(*each) for each in found), key=score)
 
 
-def _refined(problem: FillProblem, caps: tuple[int | None, ...], most: float) -> Filled:
-    """The shortest that passes find, for makespans between one that no order is below and `most`."""
+def _refined(problem: FillProblem, caps: tuple[int | None, ...], most: float) -> list[Filled]:
+    """The shortest that passes find in each way, for makespans between one that no order is below and `most`.
+
+    Passes know neither transfers nor what runs beside collectives, so the shortest by them of all ways need not have
+    the best score: 5.06 instead of 5.05 s for ViT-22B + GPT-175B on 3,072 GPUs.
+    """
     tails = longest_tails(problem, lazy(problem).order)
     busy = [0.0] * len(problem.sequences)
     for each, groups in zip(problem.seconds, problem.groups, strict=True):
@@ -118,18 +124,30 @@ def _refined(problem: FillProblem, caps: tuple[int | None, ...], most: float) ->
             for track in tracks:
                 busy[track] += seconds
     shortest = max([*itertools.chain.from_iterable(tails), *busy], default=0.0)
-    best: Filled | None = None
-    for share in _SHARES:
-        wanted = shortest + share * max(most - shortest, 0.0)
-        for ahead in (True, False):
-            found = fill(problem, caps, tails, wanted, ahead)
-            if best is None or found.makespan < best.makespan:
-                best = found
-        assert best is not None
-        if best.makespan <= wanted * (1 + 1e-9):
-            break  # aiming lower is better, and was tried
-    assert best is not None
-    return best
+    best: dict[tuple[int, ...], Filled] = {}
+    for way in _ways(problem):
+        found: Filled | None = None
+        for share in _SHARES:
+            wanted = shortest + share * max(most - shortest, 0.0)
+            each = fill(problem, caps, tails, wanted, way)
+            if found is None or each.makespan < found.makespan:
+                found = each
+            if found.makespan <= wanted * (1 + 1e-9):
+                break  # aiming lower is better, and was tried
+        assert found is not None
+        best.setdefault(found.order, found)
+    return list(best.values())
+
+
+def _ways(problem: FillProblem) -> tuple[Way, ...]:
+    """The ways that differ: what can start first is what comes first by number, unless stages of fillers on the same
+    ranks wait for each other by way of other ranks."""
+    groups = {problem.stage[i]: problem.groups[i] for i in range(problem.fixed, len(problem.actions))}
+    tracks = [track for some in groups.values() for each in some for track in each]
+    plain = Way(ahead=True), Way()
+    if len(set(tracks)) == len(tracks) or len(set(groups.values())) == 1:
+        return plain
+    return *plain, *(replace(way, soonest=True) for way in plain)
 
 
 def inner_schedule(stages: StageGraph, routes: Routes, training: bool, options: PolicyOptions) -> Schedule:

@@ -27,6 +27,25 @@ class Filled:
     held: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a pass puts its order together.
+
+    Attributes:
+        ahead: whether the sink's actions go on only on tracks where a filler does not fit yet. That makes best use of
+            gaps; where the LLM's ranks are busy anyway, their own order in time wastes less.
+        soonest: whether of the fillers that fit the one comes first that can start first, instead of the first by
+            number. Where an encoder's stages take turns on the ranks of its pipeline, a rank would else wait for a
+            microbatch to come round before it begins the next one.
+    """
+
+    ahead: bool = False
+    soonest: bool = False
+
+
+DEFAULT_WAY = Way()
+
+
 def lazy(problem: FillProblem) -> Filled:
     """Fillers run when the sink's module cannot go on without them, and backwards as soon as they can: no valid order
     of these forwards holds less."""
@@ -37,17 +56,16 @@ def coarse(problem: FillProblem, caps: Sequence[int | None]) -> Filled:
     """Forwards of fillers first, as many as caps allow, and backwards last, except those that make room for others.
     What can start first comes first: by number, a projector on the ranks of an encoder's first stage would make that
     stage wait for its last one in every microbatch."""
-    return _Pass(problem, caps, lambda i, _: i < problem.backwards, soonest=True).run()
+    return _Pass(problem, caps, lambda i, _: i < problem.backwards, way=Way(soonest=True)).run()
 
 
-def fill(problem: FillProblem, caps: Sequence[int | None], tails: Tails, makespan: float, ahead: bool) -> Filled:
+def fill(problem: FillProblem, caps: Sequence[int | None], tails: Tails, makespan: float, way: Way) -> Filled:
     """Fillers as early as nothing of the sink's module starts later than `makespan` allows.
 
     Args:
         caps: per stage, how many microbatches it may hold.
         tails: see `longest_tails`.
-        ahead: whether the sink's actions go on only on tracks where a filler does not fit yet. That makes best use of
-            gaps; where the LLM's ranks are busy anyway, their own order in time wastes less.
+        way: how the order is put together.
     """
     place_of = [{track: p for p, tracks in enumerate(groups) for track in tracks} for groups in problem.groups]
     following = [
@@ -66,7 +84,7 @@ def fill(problem: FillProblem, caps: Sequence[int | None], tails: Tails, makespa
                     return False
         return True
 
-    return _Pass(problem, caps, fits, tails, makespan, ahead).run()
+    return _Pass(problem, caps, fits, tails, makespan, way).run()
 
 
 Tails = Sequence[tuple[float, ...]]
@@ -106,11 +124,9 @@ class _Pass:
         fits: Callable[[int, _Pass], bool],
         tails: Tails = (),
         limit: float = 0.0,
-        ahead: bool = False,
-        soonest: bool = False,
+        way: Way = DEFAULT_WAY,
     ) -> None:
-        self.soonest = soonest  # whether of fillers the one comes first that can start first
-        self.ahead = ahead  # whether the sink's actions come in the order in which fillers want them
+        self.way = way
         self.problem, self.caps, self.fits = problem, caps or [None] * len(problem.stages), fits
         self.tails, self.limit = tails, limit
         count = len(problem.actions)
@@ -154,11 +170,11 @@ class _Pass:
                 wanted += 1
             if following == problem.fixed:  # only fillers are left
                 left = [i for i in self.ready if not self._full(i)]
-                self._commit(self._first_of(left) if self.soonest else left[0])
-            elif self.ahead and goal is not None:
+                self._commit(self._first_of(left) if self.way.soonest else left[0])
+            elif self.way.ahead and goal is not None:
                 self._commit(self._first_towards(goal))
             else:
-                first = self._first_towards(wanted) if self.ahead and wanted < count else problem.fixed
+                first = self._first_towards(wanted) if self.way.ahead and wanted < count else problem.fixed
                 self._commit(first if first < problem.fixed else self._first_towards(following))
         return Filled(tuple(self.order), max(self.free, default=0.0), tuple(self.most))
 
@@ -177,23 +193,23 @@ class _Pass:
         return out
 
     def _choose(self) -> tuple[int | None, int | None]:
-        """The first filler that fits; where none does, the next action of the sink on the track where the first one
-        does not."""
+        """The filler that comes first of those that fit; where none does, the next action of the sink on the track
+        where the first one does not."""
         goal = None
-        if self.soonest:
-            some = [i for i in self.ready if not self._full(i) and self.fits(i, self)]
-            return None, self._first_of(some) if some else None
+        fitting: list[int] = []
         for i in self.ready:
             if self._full(i):
                 continue
             self.blocked = None
             if self.fits(i, self):
-                return None, i
-            if goal is None and self.blocked is not None:
+                if not self.way.soonest:
+                    return None, i
+                fitting.append(i)
+            elif goal is None and self.blocked is not None:
                 sequence = self.problem.sequences[self.blocked]
                 position = self.position[self.blocked]
                 goal = sequence[position] if position < len(sequence) else None
-        return goal, None
+        return goal, self._first_of(fitting) if fitting else None
 
     def _first_of(self, some: Sequence[int]) -> int:
         return min(some, key=lambda i: (max(self.starts(i)), i))
