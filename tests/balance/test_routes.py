@@ -18,9 +18,11 @@ EDGE = BoundarySpec("vision", "llm", "image")
 UNIT = 2  # patches per row
 
 
-def graph(encoder_lanes, llm_lanes, encoder_cp=1, cp=1):
-    shared = {"token_axes": ("cp",), "tokens_per_row": UNIT} if encoder_cp > 1 else {}
-    mesh = MeshSpec.make(range(encoder_lanes * encoder_cp), dp_replicate=encoder_lanes, cp=encoder_cp)
+def graph(encoder_lanes, llm_lanes, encoder_cp=1, cp=1, encoder_tp=1):
+    """An encoder whose ranks along `cp` and `tp` share its patches."""
+    shared = {"token_axes": ("cp", "tp"), "tokens_per_row": UNIT} if encoder_cp * encoder_tp > 1 else {}
+    size = encoder_lanes * encoder_cp * encoder_tp
+    mesh = MeshSpec.make(range(size), dp_replicate=encoder_lanes, cp=encoder_cp, tp=encoder_tp)
     vision = ModuleSpec("vision", mesh, media="image", features=4, **shared)
     shared = {"token_axes": ("cp",), "packed": True} if cp > 1 else {}
     mesh = MeshSpec.make(range(1, 1 + llm_lanes * cp), dp_replicate=llm_lanes, cp=cp)
@@ -46,10 +48,15 @@ def owned(plan, side, m, rank):
     if "cp" not in module.token_axes:
         return [(i, row) for i in samples for row in range(plan.samples[i].rows["vision"])]
     mesh = module.stage_mesh(0)
-    share = plan.lane_tokens(module.name, m, lane).shares[mesh.coordinate(rank)[mesh.axes.index("cp")]]
+    at = dict(zip(mesh.axes, mesh.coordinate(rank), strict=True))
+    share = plan.lane_tokens(module.name, m, lane).shares[at.get("cp", 0)]
     if side == "source":
         rows = [(i, row) for i in samples for row in range(plan.samples[i].rows["vision"])]
-        return [rows[patch // UNIT] for a, b in share for patch in range(a, b, UNIT)]
+        patches = [patch for a, b in share for patch in range(a, b)]
+        tp = mesh.axis_size("tp")
+        size = -(-len(patches) // tp)
+        patches = patches[size * at.get("tp", 0) :][:size]
+        return [rows[patch // UNIT] for patch in patches if patch % UNIT == UNIT - 1]
     tokens = [(i, t) for i in samples for t in range(plan.samples[i].tokens)]
     kept = [tokens[position] for a, b in share for position in range(a, b)]
     return [(i, t - 2) for i, t in kept if 2 <= t < 2 + plan.samples[i].rows["vision"]]
@@ -66,10 +73,11 @@ def in_layout(layout, shape, space, rank):
     rows=st.lists(st.integers(0, 4), max_size=12),
     lanes=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     cp=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    tp=st.integers(1, 3),
     seed=st.integers(0, 1000),
 )
-def test_every_row_goes_once_and_keeps_its_place(rows, lanes, cp, seed):
-    plan = RandomAssignment(seed)(graph(*lanes, *cp), [meta(i, n) for i, n in enumerate(rows)], 1)
+def test_every_row_goes_once_and_keeps_its_place(rows, lanes, cp, tp, seed):
+    plan = RandomAssignment(seed)(graph(*lanes, *cp, tp), [meta(i, n) for i, n in enumerate(rows)], 1)
     routes, edge = plan.routes, boundary_edge(plan.graph, EDGE)
     seen = []
     for route in routes.along(edge):

@@ -132,14 +132,13 @@ class _End:
         tokens = [self.plan.lane_tokens(self.module.name, self.microbatch, i) for i in range(len(self.lanes))]
         kept: list[Intervals] = []
         for lane, own in zip(self.lanes, tokens, strict=True):
-            rows = whole.intervals(lane)
+            rows, owners = whole.intervals(lane), range(len(own.shares) * own.parts)
             if self.side == "source":
                 unit = self.module.tokens_per_row
-                cuts = ([cut_out(rows, a // unit, b // unit) for a, b in share] for share in own.shares)
+                cuts = ([cut_out(rows, a // unit, b // unit) for a, b in own.kept(i)] for i in owners)
                 kept += [tuple(itertools.chain(*cut)) for cut in cuts]
             else:
                 assert self.boundary.at is not None
                 samples, starts = [self.plan.samples[i] for i in lane], [start for start, _ in rows]
-                owners = range(len(own.shares) * own.parts)
                 kept += [owned_rows(samples, starts, self.boundary.at, own, i) for i in owners]
         return kept

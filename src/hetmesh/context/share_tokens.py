@@ -52,13 +52,14 @@ def media_mask(sizes: Sequence[int]) -> Mask:
 
 
 def share_media(module: ModuleSpec, samples: Sequence[SampleMeta]) -> tuple[LaneTokens, Mask]:
-    """The tokens of the media of one lane in one microbatch of an encoder whose ranks along `cp` share them, and what
-    they see of each other. No cut splits a row. `samples` are expanded."""
+    """The tokens of the media of one lane in one microbatch of an encoder whose ranks share them, and what they see of
+    each other. No cut along `cp` splits a row. `samples` are expanded."""
     unit, ranks = module.tokens_per_row, module.mesh.axis_size("cp")
     mask = media_mask([unit * item.rows for s in samples for item in s.media if item.name == module.media])
     starts = tuple(itertools.accumulate((unit * s.rows.get(module.name, 0) for s in samples), initial=0))
     block = unit * max(1, min(BLOCK, starts[-1] // (4 * ranks)) // unit)
-    return LaneTokens(starts[:-1], starts[-1], assign(mask, ranks, policy=module.assignment, block=block)), mask
+    shares = assign(mask, ranks, policy=module.assignment, block=block)
+    return LaneTokens(starts[:-1], starts[-1], shares, _parts(module)), mask
 
 
 def share_tokens(module: ModuleSpec, samples: Sequence[SampleMeta]) -> tuple[LaneTokens, Mask | None]:
@@ -66,16 +67,19 @@ def share_tokens(module: ModuleSpec, samples: Sequence[SampleMeta]) -> tuple[Lan
     `samples` are expanded."""
     if module.tokens_per_row:
         return share_media(module, samples)
-    parts = module.mesh.axis_size("tp") if "tp" in module.token_axes else 1
     lengths = [sample.tokens for sample in samples]
     if not module.packed:
         width = max(lengths, default=1)
         total = len(samples) * width
-        return LaneTokens(tuple(i * width for i in range(len(samples))), total, (((0, total),),), parts), None
+        return LaneTokens(tuple(i * width for i in range(len(samples))), total, (((0, total),),), _parts(module)), None
     starts = tuple(itertools.accumulate(lengths, initial=0))
     ranks = module.mesh.axis_size("cp")
     mask = lane_mask(samples, module.attention_mask)
     # Few tokens are cut finely enough that every rank gets some: a kernel of whole blocks would not matter there.
     block = max(1, min(BLOCK, starts[-1] // (4 * ranks)))
     shares = assign(mask, ranks, policy=module.assignment, block=block)
-    return LaneTokens(starts[:-1], starts[-1], shares, parts), mask
+    return LaneTokens(starts[:-1], starts[-1], shares, _parts(module)), mask
+
+
+def _parts(module: ModuleSpec) -> int:
+    return module.mesh.axis_size("tp") if "tp" in module.token_axes else 1

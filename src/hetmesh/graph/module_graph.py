@@ -47,7 +47,7 @@ class ModuleSpec:
         features: width of the rows that it emits; 0 for the module that computes the loss.
         token_axes: mesh axes over which the ranks of a lane share its tokens (`context.token_owners`), of `cp` and
             `tp`; rows that replace placeholders then go to the rank that keeps their token, and to no other. An encoder
-            that shares its media along `cp` emits the rows of a token's rank there.
+            that shares its media emits the rows of a token's rank there.
         tokens_per_row: of an encoder that can share the tokens of its media (patches), how many make one row.
         packed: the samples of a lane lie in one row, one behind the other, without padding.
         attention_mask: what tokens see of each other; a name of `hetmesh.context.share_tokens.MASKS`.
