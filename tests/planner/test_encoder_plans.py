@@ -29,6 +29,14 @@ def test_o11_every_plan_divides_the_llm_s_degrees_and_shares_the_samples_evenly(
     }
 
 
+def test_stages_take_turns_on_the_ranks_of_a_pipeline_as_often_as_layers_divide():
+    plans = list(encoder_plans(4, 1, 8, 1, 24, virtual=4))
+    assert {p.virtual for p in plans if p.pp == 4} == {1, 2, 3}
+    assert {p.virtual for p in plans if p.pp == 2} == {1, 2, 3, 4}
+    assert {p.virtual for p in plans if p.pp == 1} == {1}  # nothing to take turns with
+    assert {p.virtual for p in encoder_plans(4, 1, 8, 1, 24)} == {1}
+
+
 def test_layers_and_samples_that_do_not_divide_leave_plans_out():
     assert {p.pp for p in encoder_plans(4, 1, 8, 1, 6)} == {1, 2}
     assert {p.lanes for p in encoder_plans(4, 2, 6, 1, 4)} == {1, 2}

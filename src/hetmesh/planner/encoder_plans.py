@@ -19,15 +19,18 @@ class EncoderPlan:
         pp, tp: its degrees; they divide the LLM's.
         lanes: its pipelines: what is left of the ranks.
         microbatch: samples of each pipeline at a time.
+        virtual: stages per rank of a pipeline, which take turns on its ranks as those of an interleaved LLM do. The
+            first microbatches then come faster one after the other, and their stages exchange as many more messages.
     """
 
     pp: int
     tp: int
     lanes: int
     microbatch: int
+    virtual: int = 1
 
 
-def encoder_plans(pp: int, tp: int, samples: int, largest: int, layers: int) -> Iterator[EncoderPlan]:
+def encoder_plans(pp: int, tp: int, samples: int, largest: int, layers: int, virtual: int = 1) -> Iterator[EncoderPlan]:
     """Every plan whose pipelines share the samples of a step evenly, in whole microbatches.
 
     The samples go round: pipeline j takes the j-th share of each of the encoder's microbatches. Uneven ways to part
@@ -38,6 +41,7 @@ def encoder_plans(pp: int, tp: int, samples: int, largest: int, layers: int) -> 
         samples: of one replica in a step.
         largest: most samples of a microbatch.
         layers: of the encoder; stages hold equally many.
+        virtual: most stages per rank of a pipeline.
     """
     for own_pp in _divisors(pp):
         if layers % own_pp:
@@ -45,8 +49,11 @@ def encoder_plans(pp: int, tp: int, samples: int, largest: int, layers: int) -> 
         for own_tp in _divisors(tp):
             lanes = pp * tp // (own_pp * own_tp)
             for size in range(1, largest + 1):
-                if samples % (lanes * size) == 0:
-                    yield EncoderPlan(own_pp, own_tp, lanes, size)
+                if samples % (lanes * size):
+                    continue
+                for turns in _divisors(layers // own_pp) if own_pp > 1 else (1,):
+                    if turns <= virtual:
+                        yield EncoderPlan(own_pp, own_tp, lanes, size, turns)
 
 
 def splits(microbatches: int, pipelines: int) -> Iterator[Split]:

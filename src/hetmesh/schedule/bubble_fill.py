@@ -119,8 +119,8 @@ def _refined(problem: FillProblem, caps: tuple[int | None, ...], most: float) ->
     """
     tails = longest_tails(problem, lazy(problem).order)
     busy = [0.0] * len(problem.sequences)
-    for each, groups in zip(problem.seconds, problem.groups, strict=True):
-        for seconds, tracks in zip(each, groups, strict=True):
+    for own, groups in zip(problem.seconds, problem.groups, strict=True):
+        for seconds, tracks in zip(own, groups, strict=True):
             for track in tracks:
                 busy[track] += seconds
     shortest = max([*itertools.chain.from_iterable(tails), *busy], default=0.0)
