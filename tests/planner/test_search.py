@@ -11,7 +11,7 @@ from hetmesh.cli import main
 from hetmesh.cost import Coefficients, Profile, layer_kind
 from hetmesh.cost.fitted import PARTS
 from hetmesh.errors import RecipeError
-from hetmesh.graph import MetaArrays
+from hetmesh.graph import MetaArrays, Stage
 from hetmesh.planner import PLACEMENTS, LayoutPlan, ModulePlan, Predictor, candidates, search
 from hetmesh.planner.candidates import can_run, microbatch_sizes
 from hetmesh.planner.estimate import Estimator
@@ -225,6 +225,30 @@ def test_what_estimates_take_for_too_large_is_found_if_it_fits(four, monkeypatch
     given, _ = four
     monkeypatch.setattr(Estimator, "estimate", lambda self, plan: (1.0, 10**15))
     assert search(given).fastest is not None
+
+
+def test_o3_what_encoders_keep_until_the_tail_prunes_plans():
+    """Under three_phase the activations of all microbatches of the encoder are there at once, those of the LLM's
+    pipeline are not: with more microbatches the same plan holds more, and where that is too much it is not proposed."""
+    degrees = {"llm.pipeline_parallel_degree": 2, "vision.data_parallel_replicate_degree": 2}
+    held, vision = [], Stage("vision")
+    for size in (4, 16):
+        given = alike(problem(2, size, fixed={**FEW, **degrees, "schedule": "three_phase"}))
+        (plan,) = candidates(given, "colocated")
+        ((_, costs),) = Predictor(given).steps(plan)
+        each = [cost.activation_bytes for (stage, _), cost in costs.stages.items() if stage == vision]
+        shape, rows = given.facts["vision"].shape, given.samples[0].rows["vision"]
+        blocks = [layer for layer in shape.layers if layer.attention_width]
+        assert min(each) >= len(blocks) * rows * blocks[0].attention_width * 4  # each keeps its input at least
+        held.append((Predictor(given).predict(plan).peak_bytes, sum(each), len(each)))
+        assert search(given).best["colocated"][0].plan == plan
+        found = search(replace(given, memory_bytes=held[-1][0] - 1))
+        assert max(costs.static_bytes.values()) + min(each) < held[-1][0] - 1
+        assert found.best["colocated"] == ()
+        assert found.too_large == 1
+    few, many = held
+    assert many[2] > few[2]
+    assert many[0] - few[0] >= many[1] - few[1]
 
 
 @pytest.mark.parametrize("placement", ["colocated", "disjoint"])

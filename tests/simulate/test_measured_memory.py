@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 TENSOR = both("vision") + both("llm", key="tensor_parallel_degree")
 CONTEXT = both("vision", "projector") + both("llm", key="context_parallel_degree")
 SHARDED = both("vision", "llm", key="data_parallel_shard_degree")
+UNEVEN = "[balance]\nmicrobatch_shares = { vision = [3, 1] }\n"
 exhaustive = pytest.mark.exhaustive
 
 CASES = {
@@ -32,7 +33,13 @@ MORE = {
     "disjoint": recipe(ALONE + "[parallelism.llm]\nranks = [1]\n", schedule="1f1b", batch=16),
     "three phases": recipe(both("vision", "projector") + PIPELINE, schedule="three_phase", batch=16),
     "interleaved": recipe(ALONE + PIPELINE, schedule="interleaved", batch=16),
+    "slices in gaps": recipe(both("vision", "projector") + PIPELINE, schedule="bubble_fill", batch=16),
+    "an uneven split in gaps": recipe(both("vision") + PIPELINE + UNEVEN, schedule="bubble_fill", batch=16),
 }
+
+
+TOO_MUCH = {"an uneven split in gaps": 1.2}
+"""All lanes of a stage are taken to hold what the fullest does: one that takes few microbatches holds less."""
 
 
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=exhaustive) for name in MORE)])
@@ -47,4 +54,5 @@ def test_peak_memory_is_predicted_within_a_tenth(pool, name):
     for rank, (after, peak, spans) in enumerate(pool(2).run(measured, given, timeout=120)):
         assert after == pytest.approx(costs.static_bytes[rank], rel=0.01), "parameters, gradients, optimizer state"
         assert max(most for _, most in spans) == peak, "no action holds as much as what comes behind the last"
-        assert timeline.peak_bytes[timeline.track_of(rank)] == pytest.approx(peak, rel=0.1)
+        predicted = timeline.peak_bytes[timeline.track_of(rank)]
+        assert 0.9 * peak <= predicted <= TOO_MUCH.get(name, 1.1) * peak

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,16 @@ def load(monkeypatch):
     return importlib.import_module
 
 
+OTHER_SIZES = [pytest.param(gpus, marks=pytest.mark.exhaustive) for gpus in (1536, 2048)]
+
+
 @pytest.mark.slow
-def test_o10_order_and_bounds_at_3072_gpus(load):
+@pytest.mark.parametrize("gpus", [3072, *OTHER_SIZES])
+def test_o10_order_and_bounds(load, gpus):
     models, layouts, filled = (load(f"benchmarks.optimus.{name}") for name in ("models", "layouts", "filled"))
-    constants, dp = models.CALIBRATION, models.PUBLISHED[3072]["dp"]
+    constants, dp = models.CALIBRATION, models.PUBLISHED[gpus]["dp"]
     balanced = layouts.chain_seconds("mllm", dp, layouts.balanced_counts("even"), constants)
-    assert balanced == pytest.approx(models.PUBLISHED[3072]["balanced_s"], rel=0.05)
+    assert balanced == pytest.approx(models.PUBLISHED[gpus]["balanced_s"], rel=0.05)
     llm = layouts.chain_seconds("llm", dp, (1,) * 96, constants)
     plan = next(p for p in filled.plans(dp) if (p.pp, p.tp, p.microbatch) == (8, 4, 1))
     beside, coarse = (filled.fill(dp, plan, constants, gaps=gaps, refine=gaps) for gaps in (True, False))
@@ -30,6 +35,38 @@ def test_o10_order_and_bounds_at_3072_gpus(load):
     assert beside.seconds < 1.03 * (llm + beside.traffic)
     assert 0 < beside.hidden < beside.work
     assert max(beside.peak, coarse.peak) <= filled.MEMORY
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_o10_the_coarse_placement_hides_more_with_fewer_microbatches(load):
+    """32, 24 and 16 of them."""
+    models, layouts, filled = (load(f"benchmarks.optimus.{name}") for name in ("models", "layouts", "filled"))
+    shares = []
+    for published in models.PUBLISHED.values():
+        dp = published["dp"]
+        llm = layouts.chain_seconds("llm", dp, (1,) * 96, models.CALIBRATION)
+        plan = next(p for p in filled.plans(dp) if (p.pp, p.tp, p.microbatch) == (8, 4, 1))
+        coarse = filled.fill(dp, plan, models.CALIBRATION, gaps=False, refine=False)
+        shares.append(1 - (coarse.seconds - llm - coarse.traffic) / coarse.work)
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < shares[1] < shares[2] < 1
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_o11_a_search_over_plans_for_3072_ranks_takes_a_minute_at_most(load):
+    """On one core; published are 15 to 322 s. What it finds is the best of the plans one by one."""
+    models, layouts, filled = (load(f"benchmarks.optimus.{name}") for name in ("models", "layouts", "filled"))
+    constants, dp = models.CALIBRATION, models.PUBLISHED[3072]["dp"]
+    llm = layouts.chain_seconds("llm", dp, (1,) * 96, constants)
+    began = time.process_time()
+    found = filled.best(dp, constants, llm, gaps=False)
+    assert time.process_time() - began < 60
+    each = [filled.fill(dp, plan, constants, gaps=False) for plan in filled.plans(dp)]
+    fitting = [one.seconds for one in each if one is not None]
+    assert len(fitting) > 1
+    assert found.seconds == min(fitting)
 
 
 def test_baselines_hold_all_layers_and_the_kept_run_has_every_key(load):
@@ -47,3 +84,7 @@ def test_baselines_hold_all_layers_and_the_kept_run_has_every_key(load):
         *("drift_worst", "rows"),
     } <= set(kept)
     assert "over balanced" in optimus.table(kept)
+    assert kept["ordered"]
+    assert kept["coarse_grows"]
+    assert [row["gpus"] for row in kept["rows"]] == list(load("benchmarks.optimus.models").PUBLISHED)
+    assert all(row["search_s"] < 60 for row in kept["rows"])
