@@ -84,7 +84,7 @@ def test_a_head_runs_on_targets_alone():
 
 
 def test_a_machine_without_a_peak_for_the_dtype_says_what_it_has():
-    assert Rates.of(load_machine("h100"), "bfloat16").flops == pytest.approx(0.46 * 989.4e12)
+    assert Rates.of(load_machine("h100"), "bfloat16").flops == pytest.approx(0.83 * 989.4e12)
     assert Rates.of(load_machine("cpu"), "float32", peak=1e10).flops == pytest.approx(0.6e10)
     with pytest.raises(HetmeshError, match=r"machine 'cpu' has no peak_flops.float32; it has none"):
         Rates.of(load_machine("cpu"), "float32")

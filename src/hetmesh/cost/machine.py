@@ -37,8 +37,9 @@ class Machine:
         ranks_per_node: consecutive ranks that share a node; 0: all ranks do.
         busy_slowdown: how many times as long work takes while 1, 2, ... ranks of a node compute; with more ranks, the
             last. Empty: devices do not slow each other down.
-        efficiency: the fraction of the peak that the matrix products of a layer reach. 0.46 lets a model of this kind
-            meet the published seconds of Optimus's balanced baseline (arXiv 2408.03505, 3072 H100-class GPUs).
+        efficiency: the fraction of the peak that the matrix products of a layer reach; `tools/bench.py rates` measures
+            it. Where a file has none: 0.46 lets a model of this kind meet the published seconds of Optimus's balanced
+            baseline (arXiv 2408.03505, 3072 H100-class GPUs).
         operation_overhead: seconds that one operation (a product, a norm, attention) takes beyond its FLOPs and bytes,
             with the small ones around it.
         node_latency, network_latency: seconds of a message without content.

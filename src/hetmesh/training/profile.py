@@ -6,7 +6,8 @@ alone, its parameters alone, and both. A module with tensor parallelism is measu
 other ranks do not exist, and its collectives send nothing (`cost/collectives.py` has their seconds).
 
 Repetitions go round all shapes, so that what else happens on the machine meets all of them alike, and medians are kept.
-A CPU's time is that of the calling thread: other processes do not add to it.
+A CPU's time is that of the calling thread: other processes do not add to it. On CUDA a call counts from an idle device
+until it is idle again: what the host takes longer than the device is in it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +69,8 @@ class _Call:
     rows: int
     pairs: int
     held_out: bool
+    device: torch.device
+    autocast: torch.dtype | None = None
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def observations(self) -> Iterator[Observation]:
@@ -75,8 +78,10 @@ class _Call:
             yield Observation(self.kind, part, self.rows, self.pairs, statistics.median(measured))
 
 
-def profile_recipe(recipe: Recipe, *, seconds: float = 45.0) -> Profile:
-    """Measure the layers of all modules of `recipe` on this machine's CPU, with one thread, for about `seconds`.
+def profile_recipe(recipe: Recipe, *, seconds: float = 45.0, device: str = "cpu") -> Profile:
+    """Measure the layers of all modules of `recipe` on one device of this machine, for about `seconds`.
+
+    A CPU is measured with one thread. Where parameters and computation differ in dtype, layers run under autocast.
 
     In a process that has a process group already, modules are measured whole and not as tensor parallel ranks.
 
@@ -96,13 +101,13 @@ def profile_recipe(recipe: Recipe, *, seconds: float = 45.0) -> Profile:
         for name, tp in degrees.items():
             meshes: list[DeviceMesh | None] = [None]
             if sharded and tp > 1:
-                meshes.append(DeviceMesh("cpu", list(range(tp)), mesh_dim_names=("tp",)))
+                meshes.append(DeviceMesh(device, list(range(tp)), mesh_dim_names=("tp",)))
             for mesh in meshes:
-                calls += _calls(recipe, graph, adapters[name], name, loader, shapes, mesh)
+                calls += _calls(recipe, graph, adapters[name], name, loader, shapes, mesh, torch.device(device))
         _measure_all(calls, seconds)
     dtype = str(graph.sink.options.row_dtype).removeprefix("torch.")
     fitted, held_out = ([o for c in calls if c.held_out is flag for o in c.observations()] for flag in (False, True))
-    return fit(fitted, held_out, dtype=dtype)
+    return fit(fitted, held_out, dtype=dtype, device=device)
 
 
 def sample_shapes(loader: Loader, largest: int) -> list[ShapeOf]:
@@ -126,13 +131,16 @@ def _calls(
     loader: Loader,
     shapes: Sequence[ShapeOf],
     mesh: DeviceMesh | None,
+    device: torch.device,
 ) -> Iterator[_Call]:
     """What the layers of one module are called with, for each shape that gives it something to do.
 
     Args:
         mesh: of its tensor parallel ranks; None: the module is whole.
     """
-    module = loaded_module(recipe, adapter, name).requires_grad_(True)
+    module = loaded_module(recipe, adapter, name).requires_grad_(True).to(device)
+    compute = graph[name].options.row_dtype
+    autocast = compute if any(p.dtype != compute for p in module.parameters()) else None
     layers: dict[str, LayerShape] = {}
     for layer in module_shape(name, adapter, module).layers:
         if layer.name:
@@ -147,7 +155,8 @@ def _calls(
         if work.rows and key not in known:
             known.add(key)
             batch, inputs = _inputs(recipe, graph, adapter, name, loader, shape.drawn)
-            yield from _recorded(adapter, module, layers, work, batch, inputs, shape.held_out)
+            batch, inputs = ({key: value.to(device) for key, value in each.items()} for each in (batch, inputs))
+            yield from _recorded(adapter, module, layers, work, batch, inputs, shape.held_out, device, autocast)
 
 
 def _inputs(
@@ -174,6 +183,8 @@ def _recorded(
     batch: Mapping[str, Tensor],
     inputs: Mapping[str, Tensor],
     held_out: bool,
+    device: torch.device,
+    autocast: torch.dtype | None,
 ) -> Iterator[_Call]:
     given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
@@ -182,7 +193,7 @@ def _recorded(
 
     parts = {kind: module.get_submodule(layer.name) for kind, layer in layers.items()}
     hooks = [part.register_forward_pre_hook(record(kind), with_kwargs=True) for kind, part in parts.items()]
-    with torch.no_grad():
+    with torch.no_grad(), _autocast(device, autocast):
         adapter.forward(module, batch, inputs)
     for hook in hooks:
         hook.remove()
@@ -193,7 +204,18 @@ def _recorded(
         rows = work.targets if layer.on_targets else work.rows
         if rows:
             pairs = work.pairs if layer.attention_width else 0
-            yield _Call(kind, parts[kind], args, kwargs, finish, rows, pairs, held_out)
+            yield _Call(kind, parts[kind], args, kwargs, finish, rows, pairs, held_out, device, autocast)
+
+
+def _autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[object]:
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
+def _clock(device: torch.device) -> float:
+    if device.type == "cpu":
+        return time.thread_time()
+    torch.accelerator.synchronize(device)
+    return time.perf_counter()
 
 
 def _unchanged(output: Tensor) -> Tensor:
@@ -226,19 +248,18 @@ def _measure(call: _Call) -> dict[str, float]:
     args = tuple(leaf(value) for value in call.args)
     kwargs = {key: leaf(value) for key, value in call.kwargs.items()}
     parameters: list[Tensor] = [p for p in call.layer.parameters() if p.requires_grad]
-    clock = time.thread_time
-    with torch.enable_grad():
-        started = clock()
+    with torch.enable_grad(), _autocast(call.device, call.autocast):
+        started = _clock(call.device)
         output = call.layer(*args, **kwargs)
         output = call.finish(output if isinstance(output, Tensor) else output[0])
-        spent = {"forward": clock() - started}
+        spent = {"forward": _clock(call.device) - started}
     gradient = torch.ones_like(output)
     both = {"backward_input": leaves, "backward_weight": parameters, "backward": [*leaves, *parameters]}
     for part, wanted in both.items():
-        started = clock()
+        started = _clock(call.device)
         if wanted:
             torch.autograd.grad(output, wanted, gradient, retain_graph=part != "backward", allow_unused=True)
-        spent[part] = clock() - started if wanted else 0.0
+        spent[part] = _clock(call.device) - started if wanted else 0.0
     return spent
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hetmesh.cost import LayerShape, Rates, WeightShape, Work, layer_time, load_machine
 
 TP = 2
+DATA_SHEET = {"efficiency": 0.46, "memory_bandwidth": 3.35e12, "operation_overhead": 10e-6}
+"""In place of what machines/h100.toml has been measured to reach since: the laws were fitted beside these prices, whose
+ratios count, and a price is a straight line."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def price(module: str) -> Price:
     shapes += [(tower.inner, tower.width)] * (tower.inner_matrices - 1) + [(tower.width, tower.inner)]
     weights = tuple(WeightShape(f"w{i}", shape, per_row=1, tp_dim=0) for i, shape in enumerate(shapes))
     layer = LayerShape("block", weights, attention_width=tower.width, key_width=tower.keys)
-    rates = Rates.of(load_machine("h100"), "bfloat16")
+    rates = Rates.of(replace(load_machine("h100"), **DATA_SHEET), "bfloat16")
 
     def seconds(rows: int, pairs: int) -> float:
         return tower.layers * layer_time(layer, Work(rows, pairs), rates, upstream=True, tp=TP).forward

@@ -56,7 +56,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "ordered": all(row["ordered"] for row in rows),
         "drift_worst": drifted["worst"],
         "drift": drifted,
-        "constants": {"machine": "h100", **models.CALIBRATION, "ties": TIES[0], "others": models.OTHERS},
+        "constants": {
+            "machine": "h100",
+            **models.DATA_SHEET,
+            **models.CALIBRATION,
+            "ties": TIES[0],
+            "others": models.OTHERS,
+        },
         "cpu_seconds": time.process_time() - began,
         "rows": rows,
     }

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from benchmarks.balance.laws import AUDIO_MERGE, MERGE, mixture
+from benchmarks.optimus.models import machine
 from hetmesh.balance import BatchPlan, plan_batch
-from hetmesh.cost import LayerShape, ModuleShape, WeightShape, load_machine
+from hetmesh.cost import LayerShape, ModuleShape, WeightShape
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import Activation, BoundarySpec, MediaItem, ModuleGraph, ModuleSpec, SampleMeta
 from hetmesh.graph.module_options import ModuleOptions
@@ -110,7 +111,7 @@ def drift(batches: int) -> dict[str, Any]:
     """
     graph = _graph()
     shapes = {name: _shape(name) for name in WIDTHS}
-    model = StepModel(graph, shapes, load_machine("h100"), sample=4)
+    model = StepModel(graph, shapes, machine({"efficiency": 0.46}), sample=4)
     laws = [_samples(i / max(batches - 1, 1), i) for i in range(batches)]
     plans: list[BatchPlan] = [plan_batch(graph, samples, SAMPLES // LANES) for samples in laws]
     options = PolicyOptions(inner="1f1b")

@@ -46,9 +46,14 @@ OPTIONS = ModuleOptions(
 )
 
 
+DATA_SHEET = {"memory_bandwidth": 3.35e12, "operation_overhead": 10e-6}
+"""In place of what was measured on one GPU: the calibration above was chosen beside these, before there were any
+measurements."""
+
+
 def machine(constants: dict[str, float]) -> Machine:
     """An H100 with these constants."""
-    return replace(load_machine("h100"), **constants)
+    return replace(load_machine("h100"), **{**DATA_SHEET, **constants})
 
 
 def block(name: str, width: int, *, causal: bool) -> LayerShape:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from benchmarks.planner.published_rows import Row
 
 OF_ALL_ROWS = (
-    "how fast the measured framework's kernels are: the machine's efficiency was found on another cluster, so that "
-    "steps come out long by about one factor (`one_factor_fitted` shows what is left)",
+    "how fast the measured framework's kernels are: the machine's efficiency is that of torch's matrix products on one "
+    "H100 (tools/results/rates.json); `one_factor_fitted` shows what a factor of these rows' own would leave",
     "what it overlaps: sums of gradients and tensor parallelism's collectives count in full here, as hetmesh runs them",
     "how many microbatches an encoder goes ahead, how the LLM is cut behind an encoder on its first stage, and whether "
     "stages take turns on a rank",
