@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from benchmarks.optimus import models
+from benchmarks.optimus.bound import Bound, fill_bound, llm_alone
 from benchmarks.optimus.layouts import EARLY, colocated, step
+from hetmesh.balance import BatchPlan
 from hetmesh.errors import ScheduleError
 from hetmesh.planner.encoder_plans import EncoderPlan, encoder_plans
 from hetmesh.planner.fill_bubbles import fill_bubbles
 from hetmesh.schedule import PolicyOptions, Schedule, peaks_in_flight
-from hetmesh.simulate import simulate
+from hetmesh.simulate import StepModel, simulate
 
 IN_FLIGHT = 64  # samples of one replica whose activations an encoder stage may hold: 32 of the LLM's microbatches
+TURNS = 3  # most stages of the encoder per rank; with more, the messages between them make its first rows late
 MEMORY = 80e9  # bytes of a rank, which bound what is held, too
 
 
@@ -24,7 +28,7 @@ class Filled:
         seconds: of the step.
         hidden: seconds of encoder kernels in the LLM's collectives, of the mean rank.
         work: seconds of the encoder on the rank that has most, its collectives included.
-        traffic: seconds of summing the encoder's gradients over its lanes.
+        traffic: seconds of summing the encoder's gradients over its lanes, on the rank that has most.
         held: most samples of one replica that an encoder stage held.
         peak: bytes of the rank that holds most, predicted by the schedule's order.
     """
@@ -38,15 +42,58 @@ class Filled:
     peak: int
 
 
+@dataclass(frozen=True)
+class _Step:
+    """The step of a plan without an order, and what none is below if the LLM is interleaved."""
+
+    model: StepModel
+    batch: BatchPlan
+    bound: Bound
+
+
 def plans(dp: int) -> list[EncoderPlan]:
     """The plans of an encoder for which its parameters and the LLM's fit. With the LLM's own degrees the encoder has
     its microbatches, too."""
-    found = []
-    for plan in encoder_plans(models.PP, models.TP, models.BATCH // dp, models.MICROBATCH, models.ENCODER_LAYERS):
-        same = (plan.pp, plan.tp) == (models.PP, models.TP)
-        if not same or plan.microbatch == models.MICROBATCH:
-            found.append(plan)
-    return found
+    sizes = models.BATCH // dp, models.MICROBATCH, models.ENCODER_LAYERS
+    each = encoder_plans(models.PP, models.TP, *sizes, virtual=TURNS)
+    return [plan for plan in each if not _same(plan) or plan.microbatch == models.MICROBATCH]
+
+
+def _same(plan: EncoderPlan) -> bool:
+    return (plan.pp, plan.tp) == (models.PP, models.TP)
+
+
+def _step(dp: int, plan: EncoderPlan, constants: dict[str, float], virtual: int) -> _Step | None:
+    return _known(dp, plan, tuple(sorted(constants.items())), virtual)
+
+
+@lru_cache(maxsize=256)
+def _known(dp: int, plan: EncoderPlan, key: tuple[tuple[str, float], ...], virtual: int) -> _Step | None:
+    """None where parameters do not fit into memory."""
+    constants = dict(key)
+    graph = colocated(dp, plan, virtual)
+    model, batch = step(graph, constants, 0 if _same(plan) else plan.microbatch)
+    static: dict[int, int] = {}
+    for held in model.memory.values():
+        for rank, memory in held.items():
+            static[rank] = static.get(rank, 0) + memory.total
+    if max(static.values()) > MEMORY:
+        return None
+    costs = model.costs(batch, Schedule(model.stages, batch.routes, ()))
+    return _Step(model, batch, fill_bound(llm_alone(dp, constants), model.stages, batch.routes, costs, plan.pp))
+
+
+def bound_of(dp: int, plan: EncoderPlan, constants: dict[str, float]) -> Bound | None:
+    """What no order of a plan is below; None where its parameters do not fit into memory."""
+    known = _step(dp, plan, constants, models.VIRTUAL)
+    return known.bound if known is not None else None
+
+
+def bounds(dp: int, constants: dict[str, float]) -> list[tuple[EncoderPlan, Bound]]:
+    """The plans that fit, and what no order of theirs is below; the lowest first, and of equals more stages, which have
+    less to sum."""
+    each = ((plan, bound_of(dp, plan, constants)) for plan in sorted(plans(dp), reverse=True))
+    return sorted(((plan, bound) for plan, bound in each if bound is not None), key=lambda pair: pair[1].seconds)
 
 
 def fill(
@@ -57,7 +104,6 @@ def fill(
     gaps: bool,
     refine: bool = True,
     inner: str = "interleaved",
-    within: tuple[float, float] = (0.0, float("inf")),
 ) -> Filled | None:
     """The step of a plan; None where it does not fit into memory, or not with so few samples in flight.
 
@@ -65,22 +111,11 @@ def fill(
         gaps: whether encoder kernels run in the LLM's collectives.
         refine: False: the coarse placement.
         inner: the LLM's own schedule.
-        within: seconds of the LLM alone, and of the best plan so far: with the sums of its gradients, which come last,
-            a plan must be able to be below.
     """
-    same = (plan.pp, plan.tp) == (models.PP, models.TP)
-    graph = colocated(dp, plan, models.VIRTUAL if inner == "interleaved" else 1)
-    model, batch = step(graph, constants, 0 if same else plan.microbatch)
-    static: dict[int, int] = {}
-    for held in model.memory.values():
-        for rank, memory in held.items():
-            static[rank] = static.get(rank, 0) + memory.total
-    if max(static.values()) > MEMORY:
+    known = _step(dp, plan, constants, models.VIRTUAL if inner == "interleaved" else 1)
+    if known is None:
         return None
-    own = model.stages.of_module("vision")
-    empty = model.costs(batch, Schedule(model.stages, batch.routes, ()))
-    if within[0] + max(empty.reduce[stage] for stage in own) >= within[1]:
-        return None
+    model, batch, bound = known.model, known.batch, known.bound
     samples = plan.lanes * plan.microbatch
     options = PolicyOptions(inner=inner, early=EARLY, refine=refine, in_flight=-(-IN_FLIGHT // samples))
     beside = ("vision",) if gaps else ()
@@ -92,31 +127,27 @@ def fill(
     timeline = simulate(schedule, costs, beside=beside)
     if max(timeline.peak_bytes) > MEMORY:
         return None
-    each = [[costs.stages[stage, m] for m in range(batch.routes.count("vision"))] for stage in own]
-    work = [sum(cost.forward + cost.backward for cost in some) for some in each]
     peaks = peaks_in_flight(schedule.actions, schedule.stages, schedule.routes, True, schedule.split)
+    own = model.stages.of_module("vision")
     return Filled(
         plan,
         timeline.makespan,
         sum(timeline.hidden) / len(timeline.hidden),
-        max(work),
-        max(costs.reduce[stage] for stage in own),
+        bound.work,
+        bound.traffic,
         max(peaks[stage] for stage in own) * samples,
         max(timeline.peak_bytes),
     )
 
 
-def best(dp: int, constants: dict[str, float], llm: float, *, gaps: bool) -> Filled:
-    """The fastest plan that fits.
-
-    Args:
-        llm: seconds of the LLM alone.
-    """
+def best(dp: int, constants: dict[str, float], *, gaps: bool) -> Filled:
+    """The fastest plan that fits; those of which no order is faster than what was found are not looked at."""
     found: Filled | None = None
-    for plan in sorted(plans(dp), reverse=True):  # more stages have less to sum
-        limit = found.seconds if found else float("inf")
-        each = fill(dp, plan, constants, gaps=gaps, within=(llm, limit))
-        if each is not None and each.seconds < limit:
+    for plan, bound in bounds(dp, constants):
+        if found is not None and bound.seconds >= found.seconds:
+            break
+        each = fill(dp, plan, constants, gaps=gaps)
+        if each is not None and (found is None or each.seconds < found.seconds):
             found = each
     assert found is not None
     return found

@@ -42,11 +42,11 @@ def colocated(dp: int, plan: EncoderPlan, virtual: int) -> ModuleGraph:
     ranks = range(models.PP * dp * models.TP)
     llm = MeshSpec.make(ranks, pp=models.PP, dp_replicate=dp, tp=models.TP)
     lanes = {"dp_replicate": plan.lanes * dp, "tp": plan.tp}
-    own = MeshSpec.make(ranks, **({"pp": plan.pp} if plan.pp > 1 else {}), **lanes)
+    mesh = MeshSpec.make(ranks, **({"pp": plan.pp} if plan.pp > 1 else {}), **lanes)
     layers = {name: tuple(layer.name for layer in models.SHAPES[name].layers) for name in ("vision", "llm")}
-    stages = models.PP * virtual
+    stages, own = models.PP * virtual, plan.pp * plan.virtual
     modules = (
-        _module("vision", own, layers["vision"], (models.ENCODER_LAYERS // plan.pp,) * plan.pp, media="image"),
+        _module("vision", mesh, layers["vision"], (models.ENCODER_LAYERS // own,) * own, media="image"),
         _module("llm", llm, layers["llm"], (models.LLM_LAYERS // stages,) * stages),
     )
     return ModuleGraph(modules, (BoundarySpec("vision", "llm", "image"),))
@@ -61,7 +61,8 @@ def _module(
         layers,
         media,
         features=models.LLM if media else 0,
-        token_axes=() if media else ("tp",),
+        token_axes=("tp",),
+        tokens_per_row=1 if media else 0,
         packed=not media,
         splits=tuple(runs(layers, counts)) if len(counts) > 1 else (),
         activation=Activation(models.ENCODER if media else models.LLM, not media),
