@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hetmesh.cost import StageCost, StepCosts
+from hetmesh.cost import StageCost, StepCosts, load_machine
 from hetmesh.graph import Stage
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -287,3 +287,46 @@ def test_the_loader_benchmark_reads_what_it_needs(load):
     assert result["turns"] == 5
     assert result["samples_per_s"] > 0 < result["dataloader_samples_per_s"]
     assert 0.99 < result["bytes_over_needed"] <= 1.05
+
+
+def test_the_machine_file_has_what_was_measured(load):
+    # The efficiency of machines/h100.toml is that of the products kept in tools/results, fitted again.
+    kept = json.loads((TOOLS / "results" / "rates.json").read_text(encoding="utf-8"))
+    machine = load_machine("h100")
+    assert machine.memory_bandwidth == pytest.approx(kept["memory_bandwidth"], rel=0.01)
+    large = [(tuple(each["shape"]), each["s"]) for each in kept["products"] if each["shape"][0] >= 4096]
+    fitted, error = load("benchmarks.rates").fit_efficiency(
+        large, kept["memory_bandwidth"], machine.peak("bfloat16"), machine.operation_overhead
+    )
+    assert fitted == machine.efficiency == kept["efficiency"]
+    assert error < 0.1
+
+
+def test_products_that_reach_a_share_exactly_are_fitted_by_it(load):
+    def seconds(rows, inputs, outputs):
+        return 1e-6 + 2 * rows * inputs * outputs / 0.37e12 + 2 * (rows * (inputs + outputs) + inputs * outputs) / 1e9
+
+    shapes = [(64, 32, 16), (128, 64, 64), (512, 8, 256)]
+    share, error = load("benchmarks.rates").fit_efficiency([(s, seconds(*s)) for s in shapes], 1e9, 1e12, 1e-6)
+    assert share == 0.37
+    assert error == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_rates_are_measured_on_a_cpu_in_small(load):
+    rates = load("benchmarks.rates")
+    result = rates.run(options(rates, "--device", "cpu", "--peak", "1e11"))
+    assert len(result["products"]) == len(rates.ROWS) * len(rates.SIZES)
+    assert 0 < result["efficiency"] <= 1
+    assert "efficiency" in rates.table(result)
+
+
+def test_without_a_gpu_the_tools_for_one_say_so(load, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for name in ("gpu_check", "nccl_recipes"):
+        monkeypatch.setattr(sys, "argv", [name, "--json"])
+        assert load(name).main() == 0
+        assert json.loads(capsys.readouterr().out) == {"gpu": None}
+    with pytest.raises(SystemExit, match="no GPU"):
+        load("benchmarks.rates").run(options(load("benchmarks.rates")))
