@@ -7,6 +7,7 @@ import json
 import pytest
 
 from hetmesh.errors import RecipeError
+from hetmesh.recipe.hf_path import check_placeholders
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.recipe.rewrite import rewritten
 
@@ -89,3 +90,14 @@ def test_it_is_rewritten_with_tables_for_the_modules_that_it_stands_for(folder):
     assert list(recipe.modules) == ["vision", "llm"]
     with pytest.raises(RecipeError, match="unknown module 'projector'"):
         rewritten(text, {("modules", "projector", "lr"): 0.5})
+
+
+def test_the_token_of_an_item_is_that_of_the_config(folder):
+    recipe = parse(folder, "[data.options]\npath = 'talks.jsonl'")
+    check_placeholders(recipe, {"image": 7}, 8)
+    check_placeholders(recipe, {}, 8)  # reads no images
+    with pytest.raises(RecipeError, match=r"image_token_index = 7, but data.options.placeholders.image is token 5"):
+        check_placeholders(recipe, {"image": 5}, 8)
+    with pytest.raises(RecipeError, match=r"image_token_index = 7, but the tokenizer has 7 tokens, 0 to 6"):
+        check_placeholders(recipe, {"image": 7}, 7)
+    check_placeholders(parse(folder, "[data]\nsource = 'digits'"), {"image": 5}, 7)  # which has a vocabulary of its own

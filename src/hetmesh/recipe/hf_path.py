@@ -162,6 +162,35 @@ def _template(path: str, tokenizer: str) -> str | None:
     return "" if of_tokenizer or _is_file(tokenizer, "chat_template.jinja") else None
 
 
+def check_placeholders(recipe: Recipe, placeholders: Mapping[str, int], vocabulary: int) -> None:
+    """That a directory's config.json and the data agree on which token stands for an item: transformers, which an
+    exported model goes back to, looks for the config's.
+
+    Args:
+        placeholders: token id by kind, of the data source.
+        vocabulary: number of tokens of the data source.
+
+    Raises:
+        RecipeError: they differ, or there is no such token.
+    """
+    path = recipe.model.hf_path
+    config = None if path is None else _read(path, "config.json")
+    if config is None or any(each.source != "conversations" for each in recipe.data.mixture or (recipe.data,)):
+        return
+    for kind, keys in PLACEHOLDER_KEYS.items():
+        key, number = next(((key, config[key]) for key in keys if isinstance(config.get(key), int)), ("", None))
+        if number is None or kind not in placeholders:
+            continue
+        where = f"{SECTION}.{KEY} = {path!r}: its config.json has {key} = {number}"
+        if number >= vocabulary:
+            raise RecipeError(f"{where}, but the tokenizer has {vocabulary} tokens, 0 to {vocabulary - 1}")
+        if placeholders[kind] != number:
+            raise RecipeError(
+                f"{where}, but data.options.placeholders.{kind} is token {placeholders[kind]}; name the token that the "
+                "config means, or change the config"
+            )
+
+
 def _token(path: str, config: Mapping[str, Any], kind: str) -> str | None:
     """The text of the token that stands for an item, None where the files do not say."""
     number = next((config[key] for key in PLACEHOLDER_KEYS[kind] if isinstance(config.get(key), int)), None)

@@ -12,6 +12,7 @@ from hetmesh.data.source import Source
 from hetmesh.errors import RecipeError, Refusals, SampleError
 from hetmesh.graph import ModuleGraph
 from hetmesh.models import Adapter, make_adapters, module_rows, placeholder_rows, pretrained_of, sample_positions
+from hetmesh.recipe.hf_path import check_placeholders
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.balance import check_balance
 from hetmesh.training.build_graph import build_graph
@@ -48,6 +49,9 @@ def describe(recipe: Recipe, made: Source | None = None) -> tuple[Source, dict[s
             adapters = make_adapters(recipe.modules, recipe.boundaries, recipe.wiring.media, source.vocab_size, shapes)
     with refusals.collect():
         check_recipe(recipe, adapters, source.placeholders)
+    if made is None:
+        with refusals.collect():
+            check_placeholders(recipe, source.placeholders, source.vocab_size)
     graph: ModuleGraph | None = None
     if adapters is not None:
         with refusals.collect():
