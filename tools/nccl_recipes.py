@@ -7,6 +7,9 @@ NCCL refuses two ranks on one GPU unless it takes them for ranks of different ho
 and messages go through sockets of the loopback interface. That shows hangs, wrong orders and wrong sums as several
 machines would; it says nothing about speed. Where there is no GPU it says so and exits with 0. Losses agree where they
 differ by less than 1e-5 of gloo's; convolutions in TF32, torch's default on CUDA, are switched off for that.
+
+What tools/results/nccl_recipes.txt keeps was run by an earlier script of the same commands; this one has compared gloo
+with gloo alone.
 """
 
 from __future__ import annotations

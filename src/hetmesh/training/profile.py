@@ -31,6 +31,7 @@ from hetmesh.models import lora_plan
 from hetmesh.models.module_shape import HEAD, module_shape
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
 from hetmesh.training.job import describe, make_loader
+from hetmesh.training.kernels import choose_attention
 from hetmesh.training.loss import sum_cross_entropy
 from hetmesh.training.modules import loaded_module
 
@@ -89,6 +90,7 @@ def profile_recipe(recipe: Recipe, *, seconds: float = 45.0, device: str = "cpu"
         RecipeError: what `hetmesh check` would find.
         SampleError: the first samples do not suit the modules.
     """
+    choose_attention(torch.device(device))  # what is measured is what trains
     source, adapters, graph = describe(recipe)
     loader = make_loader(recipe, source, graph, adapters)
     shapes = sample_shapes(loader, recipe.batch.microbatch_size)

@@ -26,6 +26,7 @@ from hetmesh.training.gradients import clip_factor, counted, reduce_over_ranks, 
 from hetmesh.training.held_out import held_out_source
 from hetmesh.training.initial_load import load_initial_weights
 from hetmesh.training.job import Job
+from hetmesh.training.kernels import choose_attention
 from hetmesh.training.loading import open_payloads
 from hetmesh.training.meter import Meter, StepCost
 from hetmesh.training.metrics import StepMetrics
@@ -74,10 +75,7 @@ def _choose_kernels(recipe: Recipe, world: World) -> None:
     if recipe.debug.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without it
         torch.use_deterministic_algorithms(True)
-    if world.device.type == "cuda":
-        # cuDNN's attention makes a plan for every shape that it has not seen, which holds the host up for 3 ms in each
-        # forward and backward (H100, torch 2.11); ragged batches bring new shapes in every step.
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    choose_attention(world.device)
 
 
 class Trainer:
