@@ -19,6 +19,8 @@ VERBS: Mapping[str, str] = {
     "balance": "show how uneven batches are, and what every balancer makes of them",
     "report": "show what a run did: its recorded step beside the prediction",
     "index": "look through a recipe's data once: lengths, sizes and offsets, kept beside it",
+    "generate": "answer a question with what a run has learned",
+    "export": "write what a run has learned as a directory that transformers loads",
     "profile": "measure what the layers of a recipe cost on this machine",
 }
 """Verb -> what it does. Each is a module of this package with `add_arguments(parser)` and `run(args, overrides)`."""

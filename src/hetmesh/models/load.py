@@ -38,6 +38,14 @@ def check_weights(adapter: Adapter, module: nn.Module, pretrained: Pretrained) -
     Raises:
         RecipeError: the checkpoint's tensors are not those of the module.
     """
+    expected, aliases = own_tensors(module)
+    elsewhere = tuple(rf"{re.escape(layer)}\..*" for layer in absent_layers(module))  # with other pipeline stages
+    return pretrained.match(expected, adapter.checkpoint_names, (*adapter.checkpoint_unused, *elsewhere), aliases)
+
+
+def own_tensors(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Shapes of the parameters and persistent buffers of `module` without adapters, by name; and the further names of
+    those that have several (tied weights) -> the first."""
     names: dict[int, str] = {}
     aliases: dict[str, str] = {}
     expected: dict[str, tuple[int, ...]] = {}
@@ -47,8 +55,7 @@ def check_weights(adapter: Adapter, module: nn.Module, pretrained: Pretrained) -
             expected[name] = tuple(tensor.shape)
         else:
             aliases[name] = first
-    elsewhere = tuple(rf"{re.escape(layer)}\..*" for layer in absent_layers(module))  # with other pipeline stages
-    return pretrained.match(expected, adapter.checkpoint_names, (*adapter.checkpoint_unused, *elsewhere), aliases)
+    return expected, aliases
 
 
 def load_weights(

@@ -166,9 +166,7 @@ class Pretrained:
             RecipeError: tensors are missing, left over, or of another shape; all of them, up to 8 names of each.
         """
         aliases = aliases or {}
-        names = {way: self._names(way) for way in ways}
-        best = max(ways, key=lambda way: len(names[way].keys() & expected.keys()))
-        found = names[best]
+        found = self.named(expected, ways)
         for alias, name in aliases.items():
             if alias in found:
                 found.setdefault(name, found[alias])
@@ -193,6 +191,12 @@ class Pretrained:
         if wrong:
             raise RecipeError(f"{self}: its tensors are not those of the module. {'. '.join(wrong)}")
         return {name: found[name] for name in expected}
+
+    def named(self, expected: Mapping[str, Any], ways: Sequence[Names]) -> dict[str, str]:
+        """Name in the checkpoint by name in the module of all tensors that the way which names most of those `expected`
+        can name."""
+        names = [self._names(way) for way in ways]
+        return max(names, key=lambda each: len(each.keys() & expected.keys()))
 
     def _names(self, way: Names) -> dict[str, str]:
         """Name in the checkpoint by name in the module, of all tensors that `way` can name."""

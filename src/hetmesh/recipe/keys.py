@@ -64,8 +64,6 @@ NOT_IMPLEMENTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "initial_load_in_hf": (False,),
         "initial_load_in_hf_quantized": (False,),
         "last_save_model_only": (False,),
-        "last_save_in_hf": (False,),
-        "export_dtype": ("float32",),
         "load_step": (-1,),
         "load_only": (False,),
         "enable_first_step_checkpoint": (False,),

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hetmesh.boundary import World
-from hetmesh.errors import CheckpointError, RecipeError
+from hetmesh.errors import CheckpointError, HetmeshError, RecipeError
 from hetmesh.training import checksums
 from hetmesh.training.checksums import MANIFEST, METADATA
 from hetmesh.training.optimizers import Root
@@ -152,6 +152,22 @@ class Checkpointer:
         if "cuda" in random and self.world.device.type == "cuda":
             torch.cuda.set_rng_state(random["cuda"], self.world.device)
         return _under(state, "extra.")
+
+    def on_first_rank(self, fails: str, action: Callable[[], object]) -> None:
+        """Do `action` on rank 0, which may take as long as saving. Collective.
+
+        Raises:
+            CheckpointError: whatever goes wrong with it; on every rank.
+        """
+
+        def told() -> None:
+            try:
+                action()
+            except HetmeshError as error:
+                raise CheckpointError(f"{fails}: {error}") from error
+
+        with self._patience():
+            self._on_first(fails, told)
 
     @contextlib.contextmanager
     def _patience(self) -> Iterator[None]:

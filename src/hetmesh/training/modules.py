@@ -17,8 +17,18 @@ def full_module(recipe: Recipe, adapter: Adapter, name: str) -> nn.Module:
     after the module is parallelised.
     """
     own, dtype = recipe.modules[name], DTYPES[recipe.training.dtype]
-    loads = own.initial_load_path is not None
-    module = build_empty(adapter, dtype) if loads else build_module(adapter, name, recipe.debug.seed, dtype)
+    if own.initial_load_path is not None:
+        return empty_module(recipe, adapter, name)
+    return _adapted(recipe, adapter, name, build_module(adapter, name, recipe.debug.seed, dtype))
+
+
+def empty_module(recipe: Recipe, adapter: Adapter, name: str) -> nn.Module:
+    """`full_module` without weights, wherever they are to come from; adapters have theirs."""
+    return _adapted(recipe, adapter, name, build_empty(adapter, DTYPES[recipe.training.dtype]))
+
+
+def _adapted(recipe: Recipe, adapter: Adapter, name: str, module: nn.Module) -> nn.Module:
+    own = recipe.modules[name]
     check_batch_statistics(name, own.model, module)
     if own.lora is not None:
         with stand_ins(module):

@@ -154,6 +154,8 @@ class Trainer:
                     self.validate()
             seconds = time.perf_counter() - started
             evaluation = self.validate()
+            if recipe.checkpoint.last_save_in_hf:
+                self._export()
             summary = self._summary(metrics, evaluation, seconds)
             self.reporter.summary(summary)
             for text in show(self.held_out, evaluation) if evaluation and self.held_out else ():
@@ -284,6 +286,17 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of the current step."""
         self.checkpointer.save(self.step, self.job.root, self.optimizers, self._position())
+
+    def _export(self) -> None:
+        """Write the last checkpoint once more, as a directory that transformers loads."""
+        from hetmesh.training.export import export_last
+
+        path = self.checkpointer.folder / f"step-{self.step}"
+        lines: list[str] = []
+        self.checkpointer.on_first_rank(
+            f"{path} cannot be exported", lambda: lines.extend(export_last(self.recipe, path))
+        )
+        self.reporter.print("\n".join(lines))
 
     def _resume(self) -> int:
         step = self.checkpointer.latest()

@@ -1,0 +1,212 @@
+"""Out again: a checkpoint of any layout, as directories that transformers loads; read and written in one process."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hetmesh.errors import OutputError
+from hetmesh.files import to_json, writing
+from hetmesh.models.pretrained import PICKLES, Pretrained
+from hetmesh.models.save import LARGEST_FILE, Stored, Written, write_config, write_tensors
+from hetmesh.recipe.recipe import Recipe
+from hetmesh.training.checkpoint import PARTIAL
+from hetmesh.training.dump_folder import RECIPE_FILE
+from hetmesh.training.export_adapters import write_adapters
+from hetmesh.training.export_plan import Directory, Origin, export_plan
+from hetmesh.training.saved_run import SavedRun
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What weights may be converted to."""
+
+NOT_COPIED = (
+    "*.safetensors",
+    "*.index.json",
+    "config.json",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx",
+    "*.gguf",
+    "*.py",
+    "README*",
+    *PICKLES,
+)
+"""Files of a source directory that are its weights, are written anew, or describe another model."""
+
+
+def export(
+    run: SavedRun,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    merge: bool = True,
+    largest: int = LARGEST_FILE,
+) -> list[str]:
+    """Write what `run` has learned to `folder`, which gets its name when all is there.
+
+    Args:
+        dtype: of the weights; None: as trained.
+        merge: add LoRA adapters to the weights; else they are written as peft's adapter directory `adapter`, beside the
+            weights without them.
+        largest: bytes of a file.
+
+    Returns:
+        What was written, in lines for people.
+
+    Raises:
+        OutputError: there is something in `folder` already, it cannot be written, or does not hold what was written.
+        CheckpointError: the checkpoint cannot be read, has changed, or has other tensors than the recipe's modules.
+        RecipeError: the recipe's directories or data are not there any more.
+    """
+    folder = folder.expanduser().absolute()
+    check_free(folder)
+    plan = export_plan(run, merge=merge)
+    partial = folder.with_name(folder.name + PARTIAL)
+    done: list[str] = []
+    with writing(partial):
+        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+        partial.mkdir(parents=True)
+    try:
+        for each in plan.directories:
+            _write(run, partial, each, dtype, largest, done)
+        if not merge:
+            write_adapters(run, partial, folder, plan, dtype, done)
+        if len(plan.directories) > 1 or plan.directories[0].place:
+            _write_recipe(run, partial)
+        with writing(folder):
+            if folder.is_dir():
+                folder.rmdir()  # empty, or this is an error
+            partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return done
+
+
+def export_last(recipe: Recipe, path: Path) -> list[str]:
+    """Export the checkpoint at `path`, a run's last one, to `path` with `-hf` behind it, as `[checkpoint]` says.
+
+    Returns:
+        What to tell. Where an export is there already, of the run before it was resumed, it stays.
+    """
+    folder = path.with_name(f"{path.name}-hf")
+    if folder.is_dir() and any(folder.iterdir()):
+        return [f"{folder} is there already and stays as it is"]
+    name = recipe.checkpoint.export_dtype
+    done = export(SavedRun(recipe, path), folder, dtype=None if name is None else DTYPES[name])
+    return [*done, f"exported to {folder}"]
+
+
+def check_free(folder: Path) -> None:
+    """Raise OutputError where there is anything at `folder` already."""
+    with writing(folder):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise OutputError(f"{folder} is there already; give a folder that is not, or an empty one")
+
+
+def _write(
+    run: SavedRun, top: Path, directory: Directory, dtype: torch.dtype | None, largest: int, done: list[str]
+) -> None:
+    place = top / directory.place
+    with writing(place):
+        place.mkdir(exist_ok=True)
+    tensors = {name: _stored(run, origin, dtype) for name, origin in directory.tensors.items()}
+    read: Callable[[Sequence[str]], Mapping[str, Tensor]] = lambda names: _read(  # noqa: E731
+        run, {name: directory.tensors[name] for name in names}, tensors
+    )
+    written = write_tensors(place, tensors, read, largest)
+    if directory.config is not None:
+        trained = (tensors[name].dtype for name, origin in directory.tensors.items() if origin.source is None)
+        write_config(place, directory.config, next((d for d in trained if d.is_floating_point), torch.float32))
+    copied = _copy_files(directory.source, place) if directory.source is not None else 0
+    done += _said(directory, written, copied)
+
+
+def _said(directory: Directory, written: Written, copied: int) -> Iterator[str]:
+    origins = directory.tensors.values()
+    kept = sum(origin.source is not None for origin in origins)
+    merged = sum(len(origin.keys) > 1 for origin in origins)
+    more = [f"{merged} with their adapters merged"] if merged else []
+    more += [f"{kept} that no module has, as in the directory they came from"] if kept else []
+    files = f"{len(written.files)} file" + "s" * (len(written.files) > 1)
+    place = f"{directory.place}: " if directory.place else ""
+    yield (
+        f"{place}{written.tensors} tensors, {written.bytes / 1e6:,.1f} MB in {files}"
+        + (f" ({', '.join(more)})" if more else "")
+        + ", read again and equal bit by bit"
+    )
+    if copied:
+        assert directory.source is not None
+        yield f"  {copied} file{'s' * (copied > 1)} copied from {directory.source.path}"
+    if directory.left_out:
+        yield f"  without {', '.join(directory.left_out)}: nothing in the run reads them, so it has none"
+    yield (
+        f"  loads with {directory.loads_with}.from_pretrained"
+        if directory.loads_with
+        else ("  plain safetensors: transformers has no class for this module alone")
+    )
+
+
+def _stored(run: SavedRun, origin: Origin, dtype: torch.dtype | None) -> Stored:
+    if origin.source is not None:
+        from safetensors import safe_open
+
+        entry = origin.source.tensors[origin.keys[0]]
+        with safe_open(entry.file, "pt") as reader:
+            part = reader.get_slice(origin.keys[0])
+            return Stored(entry.shape, _dtype_of(part.get_dtype()))
+    own = run.dtype(origin.keys[0])
+    return Stored(run.shape(origin.keys[0]), dtype if dtype is not None and own.is_floating_point else own)
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    known = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    known |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "BOOL": torch.bool}
+    return known[name]
+
+
+def _read(run: SavedRun, origins: Mapping[str, Origin], stored: Mapping[str, Stored]) -> dict[str, Tensor]:
+    found = run.read(key for origin in origins.values() if origin.source is None for key in origin.keys)
+    out: dict[str, Tensor] = {}
+    used: set[str] = set()
+    for name, origin in origins.items():
+        if origin.source is not None:
+            from safetensors import safe_open
+
+            with safe_open(origin.source.tensors[origin.keys[0]].file, "pt") as reader:
+                out[name] = reader.get_tensor(origin.keys[0])
+            continue
+        value = found[origin.keys[0]]
+        if len(origin.keys) > 1:
+            a, b = (found[key].double() for key in origin.keys[1:])
+            value = (value.double() + origin.scale * (b @ a)).to(value.dtype)
+        value = value.to(stored[name].dtype)
+        out[name] = value.clone() if origin.keys[0] in used else value  # safetensors takes no two views of one memory
+        used.add(origin.keys[0])
+    return out
+
+
+def _copy_files(source: Pretrained, place: Path) -> int:
+    """Tokenizer, processors, chat templates, generation_config.json and what else there is beside the weights."""
+    count = 0
+    for file in sorted(source.path.iterdir()):
+        if file.is_file() and not file.name.startswith(".") and not any(file.match(pattern) for pattern in NOT_COPIED):
+            with writing(place / file.name):
+                shutil.copyfile(file, place / file.name)
+            count += 1
+    templates = source.path / "additional_chat_templates"
+    if templates.is_dir():
+        with writing(place / templates.name):
+            shutil.copytree(templates, place / templates.name)
+    return count
+
+
+def _write_recipe(run: SavedRun, place: Path) -> None:
+    """The recipe, which says how the modules of several directories belong together."""
+    with writing(place / RECIPE_FILE):
+        text = to_json(run.recipe.model_dump(mode="json", by_alias=True), indent=2)
+        (place / RECIPE_FILE).write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,155 @@
+"""What a run has left, for one process: its recipe, and the tensors of a checkpoint, verified as they are read."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from pydantic import ValidationError
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from hetmesh.errors import CheckpointError, RecipeError
+from hetmesh.models.load import WRAPPERS
+from hetmesh.recipe.recipe import Recipe
+from hetmesh.recipe.sections import freeze
+from hetmesh.training import checksums
+from hetmesh.training.checkpoint import complete_steps, first_cause, newest_step, saved_tensors
+from hetmesh.training.dump_folder import RECIPE_FILE
+
+MODEL = "model."
+"""What names of parameters and buffers begin with in a checkpoint."""
+
+
+@dataclass(frozen=True, eq=False)
+class SavedRun:
+    """A run and one of its checkpoints. Made by `saved_run`, or from a recipe at hand.
+
+    Attributes:
+        recipe: of the run, as it was last started.
+        path: the step folder.
+    """
+
+    recipe: Recipe
+    path: Path
+
+    @cached_property
+    def _sums(self) -> Mapping[str, dict[checksums.Part, int]]:
+        found: dict[str, dict[checksums.Part, int]] = {}
+        for part, crc in checksums.read_manifest(self.path).items():
+            found.setdefault(part.name, {})[part] = crc
+        return found
+
+    @cached_property
+    def _entries(self) -> Mapping[str, tuple[str, TensorStorageMetadata]]:
+        _ = self._sums  # whose reading says whether the index is as it was written
+        found = {}
+        for key, entry in saved_tensors(self.path).items():
+            if key.startswith(MODEL) and isinstance(entry, TensorStorageMetadata):
+                found[_without_wrappers(key.removeprefix(MODEL))] = (key, entry)
+        return found
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of parameters and buffers, `<module>.<name>`.
+
+        Raises:
+            CheckpointError: the checkpoint's index cannot be read, or has changed.
+        """
+        return tuple(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one of `names`."""
+        return tuple(self._entries[name][1].size)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of one of `names`."""
+        return self._entries[name][1].properties.dtype
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Whole tensors on the CPU, whatever layout wrote them.
+
+        Raises:
+            CheckpointError: they cannot be read, or their bytes have changed since they were written.
+        """
+        empty = {name: torch.empty(self.shape(name), dtype=self.dtype(name)) for name in dict.fromkeys(names)}
+        self.read_into(empty)
+        return empty
+
+    def read_into(self, tensors: Mapping[str, Tensor]) -> None:
+        """The same into tensors that are there already, by name."""
+        state = {self._entries[name][0]: tensor for name, tensor in tensors.items()}
+        parts = {part: crc for key in state for part, crc in self._sums.get(key, {}).items()}
+        if wrong := checksums.damaged(self.path, parts):
+            raise CheckpointError(f"checkpoint {self.path} is damaged: {wrong[0]}; restore it from a copy")
+        try:
+            with warnings.catch_warnings():  # that there is one process
+                warnings.simplefilter("ignore", UserWarning)
+                dcp.load(state, checkpoint_id=str(self.path), no_dist=True)
+        except CheckpointException as error:
+            raise CheckpointError(f"checkpoint {self.path} cannot be read: {first_cause(error)}") from error
+
+
+def saved_run(folder: Path, step: int | None = None) -> SavedRun:
+    """The run in a dump folder and its newest complete checkpoint, or that of `step`.
+
+    Raises:
+        RecipeError: there is no run in the folder, it kept no checkpoint, or not that one.
+        CheckpointError: the newest checkpoint has lost its checksums.
+    """
+    recipe = run_recipe(folder)
+    checkpoints = folder / recipe.checkpoint.folder
+    try:
+        steps = complete_steps(checkpoints)
+        newest = newest_step(checkpoints) if step is None else step
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise RecipeError(f"{checkpoints} cannot be read: {error.strerror or error}") from error
+    if not steps:
+        raise RecipeError(
+            f"{folder}: the run kept no checkpoint, so its weights are gone; train again with [checkpoint] enable = "
+            "true (--checkpoint.enable true)"
+        )
+    if newest not in steps:
+        raise RecipeError(f"{checkpoints} has no complete checkpoint of step {newest}; there are {steps}")
+    return SavedRun(recipe, checkpoints / f"step-{newest}")
+
+
+def run_recipe(folder: Path) -> Recipe:
+    """The recipe of the run in a dump folder.
+
+    Raises:
+        RecipeError: there is none, or it is of another version.
+    """
+    file = folder / RECIPE_FILE
+    try:
+        raw: Any = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise RecipeError(
+            f"{folder}: there is no run in it ({RECIPE_FILE} cannot be read: {reason}); give the dump_folder of a run"
+        ) from error
+    except ValueError as error:
+        raise RecipeError(f"{file} is no JSON: {error}") from error
+    try:
+        return Recipe.model_validate(freeze(raw))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise RecipeError(
+            f"{file} is no recipe of this version: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from error
+
+
+def _without_wrappers(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

@@ -1,0 +1,269 @@
+"""Out again: what a run of any layout has learned is a directory that transformers loads, every key accounted for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hetmesh.boundary import World
+from hetmesh.cli import main
+from hetmesh.errors import CheckpointError, OutputError, RecipeError
+from hetmesh.recipe.recipe import load_recipe, parse_recipe
+from hetmesh.testing import tiny_vlms
+from hetmesh.training import checksums
+from hetmesh.training import export as export_module
+from hetmesh.training.export import export
+from hetmesh.training.export_plan import export_plan
+from hetmesh.training.saved_run import SavedRun, saved_run
+from hetmesh.training.trainer import Trainer, train
+
+RECIPES = tiny_vlms.Path(__file__).parents[2] / "recipes"
+KEPT = "steps = {steps}\n[job]\ndump_folder = '{folder}'\n[checkpoint]\nenable = true\n{more}"
+ONE = """
+[parallelism]
+ranks = [0]
+"""
+LAYOUT = """
+[parallelism.vision]
+ranks = [0, 1]
+tensor_parallel_degree = 2
+[parallelism.llm]
+ranks = "0-3"
+pipeline_parallel_degree = 2
+tensor_parallel_degree = 2
+pipeline_parallel_schedule = "1f1b"
+pipeline_parallel_microbatch_size = 2
+"""
+SHARDED = """
+[parallelism.vision]
+ranks = "0-3"
+data_parallel_shard_degree = 2
+[parallelism.llm]
+ranks = "0-3"
+data_parallel_shard_degree = 2
+context_parallel_degree = 2
+[activation_checkpoint]
+mode = "full"
+"""
+
+
+def recipe(path, folder, more="", steps=2):
+    return parse_recipe(tiny_vlms.recipe_text(path, KEPT.format(steps=steps, folder=folder, more=more)))
+
+
+def tensors(folder):
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def save_now(rank, given, steps):
+    """A checkpoint after some steps."""
+    trainer = Trainer(given, World.current())
+    trainer.reporter.close()
+    for _ in range(steps):
+        trainer.train_step()
+    trainer.save()
+    return trainer.upcoming.close()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of two steps of a tiny LLaVA, and its directory."""
+    top = tmp_path_factory.mktemp("trained")
+    path = tiny_vlms.save("llava", top)
+    train(recipe(path, top / "run"))
+    return path, saved_run(top / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llava_onevision", "qwen3_vl", "gemma3"])
+def test_no_steps_give_the_directory_back_bit_by_bit_and_transformers_loads_it(pool, tmp_path, name):
+    path = tiny_vlms.save(name, tmp_path)  # gemma3's head is its embedding
+    (path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    given = recipe(path, tmp_path / "run").model_copy(update={"training": recipe(path, "x").training})
+    pool(1).run(save_now, given, 0, timeout=120)
+    run = saved_run(tmp_path / "run")
+    assert run.recipe == given
+    export(run, tmp_path / "out", dtype=torch.float32, largest=40_000)
+
+    before, after = tensors(path), tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"chat_template": "x"}'
+    model = type(tiny_vlms.build(name))
+    exported, told = model.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(told.values())
+    original = model.from_pretrained(path).state_dict()
+    assert all(torch.equal(original[key], value) for key, value in exported.state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [LAYOUT, SHARDED])
+def test_a_checkpoint_of_any_layout_is_exported_as_that_of_one_process(pool4, pool, tmp_path, layout):
+    path = tiny_vlms.save("llava", tmp_path)
+    pool(1).run(save_now, recipe(path, tmp_path / "one"), 2, timeout=120)
+    pool4.run(save_now, recipe(path, tmp_path / "four", layout), 2, timeout=120)
+    for run in ("one", "four"):
+        export(saved_run(tmp_path / run), tmp_path / f"{run}-hf")
+    one, four = tensors(tmp_path / "one-hf"), tensors(tmp_path / "four-hf")
+    assert one.keys() == four.keys() == tensors(path).keys()
+    assert not torch.equal(one["language_model.lm_head.weight"], tensors(path)["language_model.lm_head.weight"].double())
+    # AdamW divides by gradients that are zero but for rounding, so its steps are close rather than equal.
+    assert all(torch.allclose(one[key], four[key], rtol=0, atol=2e-3) for key in one)
+
+
+def logits(model):
+    ids = torch.tensor([[5, *[tiny_vlms.IMAGE] * 16, 7, 9]])
+    pixels = torch.linspace(-1, 1, 3 * 8 * 8, dtype=model.dtype).view(1, 3, 8, 8)
+    with torch.no_grad():
+        return model(input_ids=ids, pixel_values=pixels).logits
+
+
+@pytest.mark.slow
+def test_logits_of_the_export_are_those_of_what_was_trained(trained, tmp_path):
+    from hetmesh.training.describe import describe
+    from hetmesh.training.modules import empty_module
+
+    path, run = trained
+    export(run, tmp_path / "out")
+    model = type(tiny_vlms.build("llava"))
+    exported = model.from_pretrained(tmp_path / "out")
+    assert exported.dtype == torch.float64
+    by_hand = model.from_pretrained(path, dtype=torch.float64)
+    _, adapters, _ = describe(run.recipe)
+    values = {}
+    for name in run.recipe.modules:
+        keys = [f"{name}.{key}" for key in empty_module(run.recipe, adapters[name], name).state_dict()]
+        values |= {key.removeprefix(f"{name}."): value for key, value in run.read(keys).items()}
+    assert not torch.equal(logits(exported), logits(by_hand))
+    by_hand.load_state_dict(values)
+    assert torch.equal(logits(exported), logits(by_hand))
+
+    export(run, tmp_path / "half", dtype=torch.bfloat16)
+    half = model.from_pretrained(tmp_path / "half")
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(half.lm_head.weight, exported.lm_head.weight.bfloat16())
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["text_config"]["dtype"] == "bfloat16"
+
+
+@pytest.mark.slow
+def test_adapters_are_merged_or_a_directory_for_peft(tmp_path):
+    from peft import PeftModel
+
+    path = tiny_vlms.save("llava", tmp_path)
+    more = "[modules.vision.lora]\nrank = 3\nalpha = 5\n[modules.llm.lora]\nrank = 2\n"
+    train(recipe(path, tmp_path / "run", more))
+    run, model = saved_run(tmp_path / "run"), type(tiny_vlms.build("llava"))
+    export(run, tmp_path / "merged")
+    export(run, tmp_path / "apart", merge=False)
+
+    merged, base = model.from_pretrained(tmp_path / "merged"), model.from_pretrained(tmp_path / "apart")
+    original = model.from_pretrained(path, dtype=torch.float64).state_dict()
+    assert all(torch.equal(original[key], value) for key, value in base.state_dict().items())
+    by_peft = PeftModel.from_pretrained(base, tmp_path / "apart" / "adapter").merge_and_unload().state_dict()
+    changed = 0
+    for key, value in merged.state_dict().items():
+        assert torch.allclose(value, by_peft[key], rtol=0, atol=1e-15), key
+        changed += not torch.equal(value, original[key])
+    assert changed == 3 * 7 + 3 * 6  # the linear layers of three blocks each
+
+
+@pytest.mark.slow
+def test_modules_of_no_one_directory_are_directories_of_their_own(tmp_path, capsys):
+    from transformers import Qwen3ForCausalLM, SiglipVisionModel
+
+    small = ("--training.steps", "1", "--training.local_batch_size", "4", "--validation.samples", "4")
+    few = ("--validation.freq", "0", "--checkpoint.enable", "true", "--metrics.enable_tensorboard", "false")
+    train(load_recipe(RECIPES / "digits_single.toml", (*small, *few, "--job.dump_folder", str(tmp_path / "run"))))
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "loads with transformers.SiglipVisionModel.from_pretrained" in said
+    assert "plain safetensors: transformers has no class for this module alone" in said
+    run = saved_run(tmp_path / "run")
+    for name, kind in (("vision", SiglipVisionModel), ("llm", Qwen3ForCausalLM)):
+        found, told = kind.from_pretrained(tmp_path / "out" / name, output_loading_info=True)
+        assert not any(told.values())
+        saved = run.read(key for key in run.names if key.startswith(f"{name}."))
+        assert all(torch.equal(value, saved[f"{name}.{key}"]) for key, value in found.state_dict().items())
+    assert set(tensors(tmp_path / "out" / "projector")) == {f"linear_{i}.{k}" for i in (1, 2) for k in ("weight", "bias")}
+
+
+@pytest.mark.slow
+def test_an_export_that_is_stopped_in_the_middle_leaves_nothing(trained, tmp_path, monkeypatch):
+    _, run = trained
+
+    def full(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export_module, "write_config", full)
+    with pytest.raises(KeyboardInterrupt):
+        export(run, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    (tmp_path / "out.partial").mkdir()  # what a kill leaves
+    (tmp_path / "out.partial" / "model.safetensors").write_bytes(b"half")
+    export(run, tmp_path / "out")
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+    with pytest.raises(OutputError, match="is there already"):
+        export(run, tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_missing_and_extra_keys_and_changed_bytes_are_errors(trained, tmp_path, monkeypatch):
+    _, run = trained
+    names = run.names
+    more = (*(name for name in names if name != "llm.lm_head.weight"), "llm.model.more.weight")
+    monkeypatch.setattr(SavedRun, "names", property(lambda self: more))
+    said = r"1 missing: llm.lm_head.weight. 1 of no module: llm.model.more.weight"
+    with pytest.raises(CheckpointError, match=said):
+        export_plan(run, merge=True)
+    monkeypatch.undo()
+
+    copy = tmp_path / "run"
+    shutil.copytree(run.path.parents[1], copy)
+    broken = saved_run(copy)
+    part = next(p for p in checksums.read_manifest(broken.path) if p.name == "model.llm.lm_head.weight")
+    with open(broken.path / part.file, "r+b") as stream:
+        stream.seek(part.offset + part.length - 3)
+        stream.write(b"\x55")
+    with pytest.raises(CheckpointError, match=r"is damaged: model.llm.lm_head.weight in .* has changed"):
+        export(broken, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_what_cannot_be_exported_is_said(trained, tmp_path, capsys):
+    _, run = trained
+    top = run.path.parents[1]
+    assert main(["export", str(top), str(tmp_path / "out"), "--step", "7"]) == 2
+    assert "has no complete checkpoint of step 7; there are [2]" in capsys.readouterr().err
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "there is no run in it (recipe.json cannot be read" in capsys.readouterr().err
+    assert main(["export", str(top), str(tmp_path / "out"), "--lora", "adapters"]) == 2
+    assert "none of the run's modules has LoRA adapters" in capsys.readouterr().err
+    (tmp_path / "recipe.json").write_bytes((top / "recipe.json").read_bytes())
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "kept no checkpoint, so its weights are gone; train again with [checkpoint] enable = true" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_run_exports_its_last_checkpoint_if_the_recipe_says_so(tmp_path):
+    path = tiny_vlms.save("llava", tmp_path)
+    given = recipe(path, tmp_path / "run", steps=1)
+    keys = given.checkpoint.model_copy(update={"last_save_in_hf": True, "export_dtype": "bfloat16"})
+    train(given.model_copy(update={"checkpoint": keys}))
+    found = tensors(tmp_path / "run" / "checkpoint" / "step-1-hf")
+    assert found.keys() == tensors(path).keys()
+    assert {value.dtype for value in found.values()} == {torch.bfloat16}
+    with pytest.raises(RecipeError, match=r"checkpoint.export_dtype = 'bfloat16'.*set checkpoint.last_save_in_hf"):
+        from hetmesh.training.refusals import check_run
+
+        check_run(given.model_copy(update={"checkpoint": keys.model_copy(update={"last_save_in_hf": False})}))
