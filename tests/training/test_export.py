@@ -111,7 +111,9 @@ def test_a_checkpoint_of_any_layout_is_exported_as_that_of_one_process(pool4, po
         export(saved_run(tmp_path / run), tmp_path / f"{run}-hf")
     one, four = tensors(tmp_path / "one-hf"), tensors(tmp_path / "four-hf")
     assert one.keys() == four.keys() == tensors(path).keys()
-    assert not torch.equal(one["language_model.lm_head.weight"], tensors(path)["language_model.lm_head.weight"].double())
+    assert not torch.equal(
+        one["language_model.lm_head.weight"], tensors(path)["language_model.lm_head.weight"].double()
+    )
     # AdamW divides by gradients that are zero but for rounding, so its steps are close rather than equal.
     assert all(torch.allclose(one[key], four[key], rtol=0, atol=2e-3) for key in one)
 
@@ -147,7 +149,7 @@ def test_logits_of_the_export_are_those_of_what_was_trained(trained, tmp_path):
     half = model.from_pretrained(tmp_path / "half")
     assert half.dtype == torch.bfloat16
     assert torch.equal(half.lm_head.weight, exported.lm_head.weight.bfloat16())
-    assert json.loads((tmp_path / "half" / "config.json").read_text())["text_config"]["dtype"] == "bfloat16"
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 @pytest.mark.slow
@@ -169,7 +171,7 @@ def test_adapters_are_merged_or_a_directory_for_peft(tmp_path):
     for key, value in merged.state_dict().items():
         assert torch.allclose(value, by_peft[key], rtol=0, atol=1e-15), key
         changed += not torch.equal(value, original[key])
-    assert changed == 3 * 7 + 3 * 6  # the linear layers of three blocks each
+    assert changed == 3 * 7 + 2 * 6 + 2  # linear layers of blocks, without the last one of the tower, and projector
 
 
 @pytest.mark.slow
@@ -190,7 +192,9 @@ def test_modules_of_no_one_directory_are_directories_of_their_own(tmp_path, caps
         assert not any(told.values())
         saved = run.read(key for key in run.names if key.startswith(f"{name}."))
         assert all(torch.equal(value, saved[f"{name}.{key}"]) for key, value in found.state_dict().items())
-    assert set(tensors(tmp_path / "out" / "projector")) == {f"linear_{i}.{k}" for i in (1, 2) for k in ("weight", "bias")}
+    assert set(tensors(tmp_path / "out" / "projector")) == {
+        f"linear_{i}.{k}" for i in (1, 2) for k in ("weight", "bias")
+    }
 
 
 @pytest.mark.slow
