@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -133,19 +134,48 @@ class Chat:
             return tuple(self._backend.encode(text, add_special_tokens=self._adds_to(text)).ids)
         return tuple(self.tokenizer(text, add_special_tokens=self._adds_to(text))["input_ids"])
 
+    def prompt(self, sample_id: str, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+        """The tokens of a conversation up to where the assistant speaks next.
+
+        They end with the template's own generation prompt, where `encode` has that before what the assistant says too;
+        else with what it has there, without spaces at the end, which tokenizers give to the word that follows.
+
+        Raises:
+            SampleError: the template fails.
+        """
+        mark = "\ue000"
+        before, found, _ = self._render(sample_id, [*messages, ("assistant", mark)]).partition(mark)
+        if not found:
+            raise SampleError(f"sample {sample_id!r}: the chat template does not give the assistant's turn")
+        asked, plain = self._render(sample_id, messages, asks=True), self._render(sample_id, messages)
+        text = asked if before.startswith(asked) and len(asked) > len(plain) else before.rstrip(" ")
+        return tuple(self.tokenizer(text, add_special_tokens=self._adds_to(text))["input_ids"])
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer: the tokenizer's EOS, and the special token that ends the assistant's turn."""
+        found = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        encoded = self.encode("the end of a turn", [("user", "a"), ("assistant", "b")])
+        last = encoded.ids[encoded.targets[-1][1] - 1] if encoded.targets else None
+        if last is not None and self.tokenizer.convert_ids_to_tokens(last) in self._special:
+            found.append(last)
+        return tuple(dict.fromkeys(found))
+
     def _adds_to(self, text: str) -> bool:
         """Whether the tokenizer adds its special tokens to a text."""
         return self._adds and not (self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))
 
-    def _render(self, sample_id: str, messages: Sequence[tuple[str, str]]) -> str:
+    def _render(self, sample_id: str, messages: Sequence[tuple[str, str]], asks: bool = False) -> str:
         turns = [{"role": role, "content": self._form(text)} for role, text in messages]
         try:
-            return self._apply(turns)
+            return self._apply(turns, asks)
         except Exception as error:  # a template may raise anything
             raise SampleError(f"sample {sample_id!r}: the chat template refuses it: {error}") from error
 
-    def _apply(self, turns: Sequence[Mapping[str, Any]]) -> str:
-        text = self.tokenizer.apply_chat_template(turns, chat_template=self.template, tokenize=False)
+    def _apply(self, turns: Sequence[Mapping[str, Any]], asks: bool = False) -> str:
+        text = self.tokenizer.apply_chat_template(
+            turns, chat_template=self.template, tokenize=False, add_generation_prompt=asks
+        )
         if not self._replacements:
             return text
         pattern = "|".join(map(re.escape, self._replacements))

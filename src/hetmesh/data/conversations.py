@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +22,9 @@ from hetmesh.data.metas import metas_one_by_one
 from hetmesh.data.open_store import find_files, open_store
 from hetmesh.data.recordings import RecordingProcessor
 from hetmesh.data.source import Sample, wants
+from hetmesh.data.spans import FileSpan
 from hetmesh.data.stores import Blob
-from hetmesh.data.turns import turns_of
+from hetmesh.data.turns import MARKS, turns_of
 from hetmesh.errors import HetmeshError, RecipeError, Refusals, SampleError
 from hetmesh.graph.meta_arrays import MetaArrays
 from hetmesh.graph.sample import MediaItem, SampleMeta
@@ -204,6 +206,46 @@ class ConversationsSource:
         return Sample(
             conversation.id, torch.from_numpy(np.array(conversation.encoded.ids, np.int64)), media, read, needed
         )
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        return self._chat.end_ids
+
+    def prompt(self, text: str, media: Sequence[tuple[str, Path]]) -> tuple[SampleMeta, Sample]:
+        """A question in the form that the conversations have, up to where the assistant speaks.
+
+        Items are at the marks of the text (`<image>`, `<audio>`), or before it where it has none.
+
+        Raises:
+            SampleError: another number of marks than items, or a file that cannot be read.
+        """
+        name, files = "question", [str(path) for _, path in media]
+        parts: Any = [*({"type": kind, kind: file} for (kind, _), file in zip(media, files, strict=True)), text]
+        if any(mark in text for mark in MARKS):
+            given = {kind: [str(path) for other, path in media if other == kind] for kind in KINDS}
+            try:
+                ((_, parts),) = turns_of({**given, "conversations": [{"from": "human", "value": text}]})
+            except ValueError as error:
+                raise SampleError(f"{name}: {error}") from error
+        parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+        named: list[tuple[str, str | None]] = []
+        turns = [("user", self._text(name, parts, named))]
+        if any(value is None for _, value in named):
+            raise SampleError(f"{name}: more marks in the text than files: {len(named)} and {len(files)}")
+        ids = self._chat.prompt(name, turns)
+        blobs = tuple((kind, FileSpan(Path(str(value)))) for kind, value in named)
+        asked = copy.copy(self)
+        asked._known = None
+        conversation = _Conversation(name, Encoded(ids, ()), blobs, 0)
+        asked._conversation = lambda _: conversation  # type: ignore[assignment,method-assign]
+        return asked.meta(0), asked.load(0)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of token ids up to the first end token."""
+        ids = list(map(int, tokens))
+        stop = next((i for i, token in enumerate(ids) if token in self.end_ids), len(ids))
+        return self._chat.tokenizer.decode(ids[:stop], skip_special_tokens=True).strip()
 
     def _read(self, index: int) -> _Conversation:
         if not 0 <= index < len(self):

@@ -10,13 +10,15 @@ import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 import torch
 
+from hetmesh.data.digit_files import read_digit
 from hetmesh.data.source import Sample, wants
-from hetmesh.errors import RecipeError
+from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 
 SPECIAL = ("<pad>", "<end>", "<image>")
@@ -188,6 +190,35 @@ class DigitsSource:
         """Text of token ids up to the first end token; a token outside the vocabulary shows as `<7?>`."""
         known = [VOCABULARY[t] if 0 <= t < len(VOCABULARY) else f"<{t}?>" for t in map(int, tokens)]
         return "".join(known[: known.index("<end>")] if "<end>" in known else known)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The end token."""
+        return (END,)
+
+    def prompt(self, text: str, media: Sequence[tuple[str, Path]]) -> tuple[SampleMeta, Sample]:
+        """A question as those of the source: `read`, `sum` (of 2 images) or `add 3+4`. Images become 8x8 (see
+        `read_digit`); without `<image>` in the text they come behind its first word, as they do in the source.
+
+        Raises:
+            SampleError: a character that no question has, another number of images, or a file that is none.
+        """
+        if other := sorted({kind for kind, _ in media} - {"image"}):
+            raise SampleError(f"digits: questions have images, no {other[0]!r}")
+        given = text.strip().removesuffix("=")
+        if media and "<image>" not in given:
+            given = f"{given} {'<image>' * len(media)}"
+        if wrong := sorted(set(given.replace("<image>", "")) - set(_TOKEN)):
+            raise SampleError(
+                f"digits: no question has the character {wrong[0]!r}; ask 'read' or 'sum' of images, or 'add 3+4'"
+            )
+        tokens = torch.tensor(_encode(given + "="))
+        places = torch.nonzero(tokens == IMAGE).flatten().tolist()
+        if len(places) != len(media):
+            raise SampleError(f"digits: the question has {len(places)} places for images, given are {len(media)}")
+        images = tuple(read_digit(path) for _, path in media)
+        items = tuple(MediaItem("image", tuple(i.shape), at) for i, at in zip(images, places, strict=True))
+        return SampleMeta("question", len(tokens), items), Sample("question", tokens, {"image": images})
 
     def _id(self, index: int) -> str:
         return f"digits/{self.split}/{index}"

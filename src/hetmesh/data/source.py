@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -74,6 +75,32 @@ class Source(Protocol):
         Args:
             kinds: the kinds of media that are wanted; None: all. No others are read: `()` loads the tokens alone.
         """
+        ...
+
+
+@runtime_checkable
+class PromptSource(Protocol):
+    """A source that can make a sample of a question that somebody asks, in the form that its own samples have."""
+
+    @property
+    def end_ids(self) -> Collection[int]:
+        """Tokens that end an answer."""
+        ...
+
+    def prompt(self, text: str, media: Sequence[tuple[str, Path]]) -> tuple[SampleMeta, Sample]:
+        """A question without its answer.
+
+        Args:
+            text: the question.
+            media: kind and file of each item, in order.
+
+        Raises:
+            SampleError: the question cannot be asked, or a file cannot be read.
+        """
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of token ids up to the first end token."""
         ...
 
 

@@ -1,0 +1,125 @@
+"""`hetmesh generate RUN "question" --image FILE`: ask what a run has learned, or the weights that a recipe starts from."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hetmesh.errors import RecipeError
+
+if TYPE_CHECKING:
+    from hetmesh.data.source import Source
+    from hetmesh.training.one_process import OneProcess
+
+
+class _Media(argparse.Action):
+    """Images and recordings in the order in which they are given."""
+
+    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
+        kind = str(option_string).lstrip("-")
+        namespace.media = [*(namespace.media or ()), (kind, Path(str(values)))]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Whom to ask, what, and how the answer is drawn."""
+    parser.add_argument("run", metavar="RUN|RECIPE", help="a run's dump folder, or a recipe whose modules have weights")
+    parser.add_argument("question", nargs="?", help="what to ask; <image> in it stands for the next image")
+    parser.add_argument("--image", "--audio", dest="media", action=_Media, metavar="FILE", help="may be repeated")
+    parser.add_argument("--sample", type=int, metavar="N", help="ask held-out sample N of the recipe's data instead")
+    parser.add_argument("--step", type=int, help="the checkpoint of that step (the newest one)")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="most tokens of an answer (128)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token each time (0)")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn at temperatures above 0 (0)")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Ask, and print the answer; what is asked of whom goes to stderr."""
+    _check(args)
+    import torch
+
+    from hetmesh.recipe.recipe import load_recipe
+    from hetmesh.training.one_process import OneProcess
+    from hetmesh.training.saved_run import saved_run
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    path = Path(args.run)
+    if path.is_dir() or not path.exists() and path.suffix != ".toml":
+        if overrides:
+            raise RecipeError(f"{overrides[0]}: the recipe of a run that is over cannot be changed")
+        found = saved_run(path, args.step)
+        print(f"weights of {found.path}", file=sys.stderr, flush=True)
+        model = OneProcess.load(found.recipe, found, device)
+    else:
+        if args.step is not None:
+            raise RecipeError("--step is of a run; give its dump folder in place of the recipe")
+        model = OneProcess.load(load_recipe(path, overrides), None, device)
+    for line in _held_out(model, args) if args.sample is not None else _asked(model, args):
+        print(line, flush=True)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if (args.question is None) == (args.sample is None):
+        raise RecipeError('give a question, or --sample N: hetmesh generate RUN "What is this?" --image FILE')
+    if args.sample is not None and args.media:
+        raise RecipeError("--sample N has media of its own; leave --image and --audio out")
+    if args.max_new_tokens < 1:
+        raise RecipeError(f"--max-new-tokens {args.max_new_tokens}: must be at least 1")
+    if not 0 <= args.temperature < float("inf"):
+        raise RecipeError(f"--temperature {args.temperature}: must be a number from 0 on")
+    for _, file in args.media or ():
+        if not file.is_file():
+            raise RecipeError(f"{file}: there is no such file")
+
+
+def _asked(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
+    from hetmesh.data.in_memory import MemorySource
+    from hetmesh.training.generate import prompt_source
+
+    asker = prompt_source(model.source, model.recipe)
+    sample = asker.prompt(args.question, args.media or ())
+    source = MemorySource([sample], model.source.vocab_size, model.source.placeholders, model.source.pad_id)
+    yield asker.decode(_tokens(model, source, 0, args))
+
+
+def _held_out(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
+    from hetmesh.data.continued import answer_start
+    from hetmesh.data.source import QuestionSource
+    from hetmesh.training.held_out import held_out_source
+
+    source = held_out_source(model.recipe)
+    if source is None:
+        raise RecipeError("--sample: the recipe's data have no validation split; ask a question")
+    index = args.sample
+    if not 0 <= index < len(source):
+        raise RecipeError(f"--sample {index}: there are held-out samples 0 to {len(source) - 1}")
+    if isinstance(source, QuestionSource):
+        picture, question, truth = source.picture(index), source.question(index), source.answer(index)
+        yield from filter(None, (picture, f"Q: {question}"))
+    else:
+        meta, tokens = source.meta(index), source.load(index, ()).tokens.tolist()
+        start = answer_start(meta)
+        yield f"Q: {_text(model, tokens[:start])}"
+        truth = _text(model, tokens[start : meta.targets[-1][1]]) if meta.targets else ""
+    said = _text(model, _tokens(model, source, index, args))
+    yield f"A: {said}   ({'right' if said == truth else f'the data have {truth!r}'})"
+
+
+def _tokens(model: OneProcess, source: Source, index: int, args: argparse.Namespace) -> list[int]:
+    from hetmesh.training.generate import answer_tokens, end_tokens
+
+    ends = end_tokens(model.source, model.recipe)
+    most, temperature, seed = args.max_new_tokens, args.temperature, args.seed
+    said = list(answer_tokens(model, source, index, most=most, ends=ends, temperature=temperature, seed=seed))
+    if len(said) == most and said[-1] not in ends:
+        print(f"note: stopped after {most} tokens (--max-new-tokens)", file=sys.stderr)
+    return said
+
+
+def _text(model: OneProcess, tokens: Sequence[int]) -> str:
+    """Tokens as text where the source can tell, else as numbers."""
+    decode = getattr(model.source, "decode", None)
+    return " ".join(map(str, tokens)) if decode is None else decode(tokens)

@@ -1,0 +1,92 @@
+"""Answers of a model in one process: token by token, each from a forward of all that came before it.
+
+What encoders and projectors make of the media is computed once. The LLM computes the whole prefix again for every
+token: it is the forward of training, with its masks and positions, for any model, at a cost that grows with the square of
+the length. There is no cache of keys and values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hetmesh.data.continued import Continued
+from hetmesh.data.mixture import MixtureSource
+from hetmesh.data.source import PromptSource, Source
+from hetmesh.errors import RecipeError
+from hetmesh.models import pretrained_of
+from hetmesh.recipe.recipe import Recipe
+from hetmesh.training.one_process import OneProcess
+
+
+def answer_tokens(
+    model: OneProcess,
+    source: Source,
+    index: int = 0,
+    *,
+    most: int = 128,
+    ends: Collection[int] = (),
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> Iterator[int]:
+    """The tokens of an answer to sample `index` of `source` (to what comes before its last answer), one by one.
+
+    Args:
+        most: tokens.
+        ends: tokens that end an answer; such a one is the last that is given.
+        temperature: 0 takes the most likely token; above, one is drawn from softmax(logits / temperature).
+        seed: of what is drawn.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    rows: dict[str, Tensor] = {}
+    said: list[int] = []
+    while len(said) < most and not (said and said[-1] in ends):
+        logits = model.logits(Continued(source, [index], [said]), rows)[-1].double().cpu()
+        if temperature > 0:
+            chosen = int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=draw))
+        else:
+            chosen = int(logits.argmax())
+        said.append(chosen)
+        yield chosen
+
+
+def prompt_source(source: Source, recipe: Recipe) -> PromptSource:
+    """What makes samples of questions: the recipe's source, or the first of its mixture that can.
+
+    Raises:
+        RecipeError: none can.
+    """
+    parts = source.parts.values() if isinstance(source, MixtureSource) else (source,)
+    for part in parts:
+        if isinstance(part, PromptSource):
+            return part
+    named = " and ".join(repr(each.source) for each in recipe.data.mixture or (recipe.data,))
+    raise RecipeError(
+        f"data.source = {named}: it cannot make a sample of a question (it has no `prompt`; "
+        "hetmesh.data.source.PromptSource); ask one of its own with --sample"
+    )
+
+
+def end_tokens(source: Source, recipe: Recipe) -> frozenset[int]:
+    """Tokens that end an answer: those that the source knows, and those of generation_config.json in the directory of
+    the LLM."""
+    parts = source.parts.values() if isinstance(source, MixtureSource) else (source,)
+    found = {token for part in parts for token in getattr(part, "end_ids", ())}
+    pretrained = pretrained_of(recipe.sink, recipe.modules[recipe.sink])
+    if pretrained is not None:
+        found |= _configured(pretrained.path)
+    return frozenset(found)
+
+
+def _configured(folder: Path) -> set[int]:
+    try:
+        value = json.loads((folder / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
+    except FileNotFoundError:
+        return set()
+    except (OSError, ValueError, AttributeError) as error:
+        raise RecipeError(f"{folder}: generation_config.json cannot be read: {error}") from error
+    return {token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)}
