@@ -6,9 +6,12 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from hetmesh.cli import main
+from hetmesh.data.continued import answer_start
+from hetmesh.errors import SampleError
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.testing import tiny_vlms
 from hetmesh.training.describe import describe
@@ -77,3 +80,67 @@ def test_a_directory_and_a_folder_of_images_train(recipe, capsys):
     assert "weights: logits differ from transformers' own by at most" in capsys.readouterr().out
     metrics = (recipe.parent / "out" / "metrics.jsonl").read_text().splitlines()
     assert len(metrics) >= 2
+
+
+@pytest.mark.slow
+def test_a_run_of_a_directory_is_asked_and_exported(recipe, capsys):
+    from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
+
+    folder = recipe.parent
+    source, _, _ = describe(load_recipe(recipe))
+    image = ("image", folder / "1.png")
+    meta, asked = source.prompt("what is this", [image])
+    like, start = source.load(1), answer_start(source.meta(1))
+    assert asked.tokens.tolist() == like.tokens[:start].tolist()  # token by token what training has before an answer
+    assert np.array_equal(asked.media["image"][0], like.media["image"][0])
+    assert meta.media == source.meta(1).media
+    assert source.end_ids == (WORDS.index("<|im_end|>"),)
+    marked = source.prompt("what <image> is <image> this", [image, image])[1].tokens.tolist()
+    assert [WORDS[i] for i in marked[:3]] == ["user", "what", "<|vision_start|>"]
+    with pytest.raises(SampleError, match="more marks in the text than files"):
+        source.prompt("<image> or <image>", [image])
+
+    keys = ["--checkpoint.enable", "true", "--training.steps", "1"]
+    assert main(["train", str(recipe), "--no-self-check", *keys]) == 0
+    assert "ask it: hetmesh generate" in capsys.readouterr().out
+    question = ["what is this", "--image", str(folder / "1.png"), "--max-new-tokens", "5"]
+    assert main(["generate", str(recipe), *question]) == 0  # the weights that it starts from
+    assert main(["generate", str(folder / "out"), *question]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert main(["export", str(folder / "out"), str(folder / "hf")]) == 0
+
+    model = Qwen3VLForConditionalGeneration.from_pretrained(folder / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
+    (item,) = meta.media
+    rows = item.shape[1] * item.shape[2] // 16
+    ids = asked.tokens.tolist()
+    ids = ids[: item.position] + [ids[item.position]] * rows + ids[item.position + 1 :]
+    patches = asked.media["image"][0].reshape(3, item.shape[1] // 4, 2, 2, item.shape[2] // 4, 2, 2)
+    patches = patches.permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5).expand(-1, -1, -1, -1, -1, 2, -1, -1).reshape(-1, 24)
+    given = torch.tensor([ids])
+    out = model.generate(
+        input_ids=given,
+        attention_mask=torch.ones_like(given),
+        pixel_values=patches,
+        image_grid_thw=torch.tensor([[1, item.shape[1] // 2, item.shape[2] // 2]]),
+        mm_token_type_ids=(given == tiny_vlms.IMAGE).long(),
+        do_sample=False,
+        max_new_tokens=5,
+        eos_token_id=source.end_ids[0],
+        suppress_tokens=[tiny_vlms.IMAGE],
+    )
+    said_there = tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True).strip()
+    assert said == said_there
+
+
+@pytest.mark.slow
+def test_questions_that_cannot_be_asked(recipe, capsys):
+    def says(*arguments):
+        assert main(["generate", *map(str, arguments)]) in (1, 2)
+        return capsys.readouterr().err
+
+    assert "there is no such file" in says(recipe, "what", "--image", "nowhere.png")
+    assert "give a question, or --sample N" in says(recipe)
+    assert "have no validation split" in says(recipe, "--sample", 0)
+    assert "--max-new-tokens 0: must be at least 1" in says(recipe, "what", "--max-new-tokens", 0)
+    assert "its text contains" in says(recipe, "what is <|image_pad|>")

@@ -1,4 +1,4 @@
-"""`hetmesh generate RUN "question" --image FILE`: ask what a run has learned, or the weights that a recipe starts from."""
+"""`hetmesh generate RUN "question" --image FILE`: ask what a run has learned, or what a recipe starts from."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     path = Path(args.run)
-    if path.is_dir() or not path.exists() and path.suffix != ".toml":
+    if path.is_dir() or (not path.exists() and path.suffix != ".toml"):
         if overrides:
             raise RecipeError(f"{overrides[0]}: the recipe of a run that is over cannot be changed")
         found = saved_run(path, args.step)

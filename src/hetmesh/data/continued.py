@@ -26,7 +26,9 @@ class Continued:
 
     def __init__(self, base: Source, indices: Sequence[int], answers: Sequence[Sequence[int]]) -> None:
         self.base, self.indices, self.answers = base, tuple(indices), tuple(map(tuple, answers))
-        self.vocab_size, self.pad_id = base.vocab_size, base.pad_id
+        self.pad_id = base.pad_id
+        # A model may have more tokens than its tokenizer, and say them.
+        self.vocab_size = max([base.vocab_size, *(token + 1 for answer in self.answers for token in answer)])
         self.placeholders: Mapping[str, int] = base.placeholders
 
     def __len__(self) -> int:

@@ -229,11 +229,14 @@ class ConversationsSource:
             except ValueError as error:
                 raise SampleError(f"{name}: {error}") from error
         parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+        if any(part["type"] not in part for part in parts):
+            raise SampleError(f"{name}: more marks in the text than files, of which there are {len(files)}")
         named: list[tuple[str, str | None]] = []
         turns = [("user", self._text(name, parts, named))]
-        if any(value is None for _, value in named):
-            raise SampleError(f"{name}: more marks in the text than files: {len(named)} and {len(files)}")
         ids = self._chat.prompt(name, turns)
+        tokens = {token: kind for kind, token in self.placeholders.items()}
+        if (found := [tokens[token] for token in ids if token in tokens]) != [kind for kind, _ in named]:
+            raise SampleError(f"{name}: the chat template makes placeholders of {found} of {[k for k, _ in named]}")
         blobs = tuple((kind, FileSpan(Path(str(value)))) for kind, value in named)
         asked = copy.copy(self)
         asked._known = None

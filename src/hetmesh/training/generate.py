@@ -1,8 +1,8 @@
 """Answers of a model in one process: token by token, each from a forward of all that came before it.
 
 What encoders and projectors make of the media is computed once. The LLM computes the whole prefix again for every
-token: it is the forward of training, with its masks and positions, for any model, at a cost that grows with the square of
-the length. There is no cache of keys and values.
+token: it is the forward of training, with its masks and positions, for any model, at a cost that grows with the square
+of the length. There is no cache of keys and values.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def answer_tokens(
     seed: int = 0,
 ) -> Iterator[int]:
     """The tokens of an answer to sample `index` of `source` (to what comes before its last answer), one by one.
+    Placeholders of media are never said.
 
     Args:
         most: tokens.
@@ -42,10 +43,12 @@ def answer_tokens(
         seed: of what is drawn.
     """
     draw = torch.Generator().manual_seed(seed)
+    silent = list(source.placeholders.values())
     rows: dict[str, Tensor] = {}
     said: list[int] = []
     while len(said) < most and not (said and said[-1] in ends):
         logits = model.logits(Continued(source, [index], [said]), rows)[-1].double().cpu()
+        logits[silent] = -torch.inf
         if temperature > 0:
             chosen = int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=draw))
         else:

@@ -1,4 +1,4 @@
-"""The modules of a recipe in this process alone, whatever its layout, with the weights of a run or of its directories."""
+"""The modules of a recipe in this process alone, whatever its layout, with weights of a run or of directories."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def on_one_rank(recipe: Recipe) -> Recipe:
 def _check_weights(recipe: Recipe, name: str) -> None:
     if pretrained_of(name, recipe.modules[name]) is None:
         raise RecipeError(
-            f"modules.{name} has no weights but random ones: it has no initial_load_path; give the folder of a run that "
+            f"modules.{name} has no initial_load_path, so no weights but random ones; give the folder of a run that "
             "kept a checkpoint, or checkpoint.initial_load_path"
         )
 

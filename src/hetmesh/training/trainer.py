@@ -38,6 +38,7 @@ from hetmesh.training.reporter import Reporter
 from hetmesh.training.resume import ADVICE, changes, check_changes, described, run_state, saved_run
 from hetmesh.training.skip import Skipped, leave_out_unreadable
 from hetmesh.training.upcoming import Upcoming
+from hetmesh.training.what_next import what_next
 
 
 def train(recipe: Recipe) -> dict[str, Any]:
@@ -160,7 +161,7 @@ class Trainer:
             self.reporter.summary(summary)
             for text in show(self.held_out, evaluation) if evaluation and self.held_out else ():
                 self.reporter.print(text)
-            self.reporter.print(self._results())
+            self.reporter.print("\n".join([self._results(), *self._what_next()]))
             return summary
         finally:
             self.upcoming.close()
@@ -348,8 +349,15 @@ class Trainer:
         saved = f", {self.recipe.checkpoint.folder}/" if self.recipe.checkpoint.enable else ""
         return f"results are in {self.folder}: {files}{saved}"
 
+    def _what_next(self) -> list[str]:
+        return what_next(self.recipe, self.folder, self.step, self.held_out)
+
 
 def _finished(recipe: Recipe, folder: RunFolder) -> str:
+    return "\n".join([_over(recipe, folder), *what_next(recipe, folder.path, folder.step)])
+
+
+def _over(recipe: Recipe, folder: RunFolder) -> str:
     return (
         f"the run in {folder.path} is finished: step {folder.step} of {recipe.training.steps}, results in "
         f"{folder.path / SUMMARY_FILE}; raise training.steps to go on, or give another job.dump_folder to start anew"

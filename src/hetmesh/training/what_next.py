@@ -1,0 +1,29 @@
+"""The last lines of a run: where its weights are, and which commands do something with them."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from hetmesh.data.mixture import MixtureSource
+from hetmesh.data.source import PromptSource, Source
+from hetmesh.recipe.recipe import Recipe
+
+
+def what_next(recipe: Recipe, folder: Path, step: int | None, held_out: Source | None = None) -> list[str]:
+    """Lines for people; commands as they can be typed.
+
+    Args:
+        step: of the last checkpoint.
+        held_out: the run's held-out samples, if it has some.
+    """
+    if not recipe.checkpoint.enable or step is None:
+        return ["its weights are not kept; [checkpoint] enable = true (--checkpoint.enable true) keeps them"]
+    lines = [f"its weights are in {folder / recipe.checkpoint.folder / f'step-{step}'}"]
+    run = shlex.quote(str(folder))
+    parts = held_out.parts.values() if isinstance(held_out, MixtureSource) else (held_out,)
+    if held_out is not None:
+        lines.append(f"ask it: hetmesh generate {run} --sample 0")
+    if held_out is None or any(isinstance(part, PromptSource) for part in parts):
+        lines.append(f"ask it: hetmesh generate {run} QUESTION --image FILE")
+    return [*lines, f"take it elsewhere: hetmesh export {run} DIR"]
