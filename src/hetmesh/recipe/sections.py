@@ -358,6 +358,8 @@ class Validation(Section):
 
     freq: Count = 0  # steps between two evaluations; 0: only after the last step
     samples: Size | None = None  # None: every held-out sample
+    free_running: Count = 0  # of them, how many are also answered without the right tokens before each guess
+    free_running_tokens: Size = 64  # most tokens of such an answer
 
 
 class Profiling(Section):

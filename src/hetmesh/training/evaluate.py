@@ -1,10 +1,15 @@
-"""Evaluation on held-out samples, on the layout that trains: which answers are right, whole and per kind."""
+"""Evaluation on held-out samples, on the layout that trains: which answers are right, whole and per kind.
+
+It is teacher-forced: each token is guessed after the true ones before it. An answer of which every token is right that
+way is the one that greedy decoding gives, and only that; of a wrong one, what is behind its first mistake is not what
+the model would say by itself (`free_running.py`).
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,11 +60,14 @@ class Evaluation:
         return {n: float(self.right[[k == n for k in self.kinds]].double().mean()) for n in names}
 
 
-def evaluate(job: Job, source: Source, limit: int | None = None) -> Evaluation:
+def evaluate(job: Job, source: Source, limit: int | None = None, silent: Collection[int] = ()) -> Evaluation:
     """Run `source` (or its first `limit` samples) through the modules without training. Collective over all ranks.
 
     Training goes on afterwards as if this had not been: modules are in evaluation mode for the duration (no dropout),
     and the random state is left as it was.
+
+    Args:
+        silent: tokens that are never guessed.
     """
     parts = (job.root, *job.runtime.modules.values())
     training = [module for part in parts for module in part.modules() if module.training]
@@ -67,13 +75,13 @@ def evaluate(job: Job, source: Source, limit: int | None = None) -> Evaluation:
         part.eval()
     try:
         with torch.random.fork_rng():
-            return _evaluate(job, source, limit)
+            return _evaluate(job, source, limit, silent)
     finally:
         for module in training:
             module.training = True
 
 
-def _evaluate(job: Job, source: Source, limit: int | None) -> Evaluation:
+def _evaluate(job: Job, source: Source, limit: int | None, silent: Collection[int]) -> Evaluation:
     batch = job.recipe.batch.global_batch_size
     known = job.loader.payloads.sources.made(VALIDATION) is source  # workers know the run's own sources
     payloads = job.loader.payloads if known else None
@@ -103,6 +111,8 @@ def _evaluate(job: Job, source: Source, limit: int | None) -> Evaluation:
             skipped |= {start + i: reason for i, reason in left_out.items()}
 
         def observe(m: int, logits: Tensor, batch: Mapping[str, Tensor], start: int = start, plan=plan) -> None:
+            if silent:
+                logits = logits.index_fill(-1, torch.tensor(list(silent), device=logits.device), -torch.inf)
             guesses = logits.argmax(-1)
             hits = (guesses == batch["targets"]).cpu()
             # Where ranks share the tokens of a lane, this one has some of its targets.
@@ -135,17 +145,22 @@ def _evaluate(job: Job, source: Source, limit: int | None) -> Evaluation:
     return Evaluation(mean, right, results[:, 1:] - 1, kinds, tuple(skipped.values()))
 
 
-def show(source: Source, evaluation: Evaluation, number: int = 5) -> list[str]:
+def show(source: Source, evaluation: Evaluation, number: int = 5, answers: Sequence[Sequence[int]] = ()) -> list[str]:
     """`number` of the questions as text, each with its picture, the model's answer and the right one.
+
+    With `answers`, those that the model gives by itself to the first questions, these are asked and told.
 
     The kinds take turns, each with its first questions whose picture fits a terminal of 80 columns (or any others).
     """
     if not isinstance(source, QuestionSource):
         return []
     shown = []
-    for i in _of_all_kinds(source, evaluation.kinds)[:number]:
-        guess = source.decode([t for t in evaluation.predicted[i].tolist() if t >= 0])
-        verdict = "right" if evaluation.right[i] else f"wrong, it is {source.answer(i)}"
+    kinds = evaluation.kinds[: len(answers)] if answers else evaluation.kinds
+    for i in _of_all_kinds(source, kinds)[:number]:
+        told = answers[i] if answers else [t for t in evaluation.predicted[i].tolist() if t >= 0]
+        guess, truth = source.decode(told), source.answer(i)
+        right = guess == truth if answers else bool(evaluation.right[i])
+        verdict = "right" if right else f"wrong, it is {truth}"
         lines = [source.picture(i), f"Q: {source.question(i)}", f"A: {guess}   ({verdict})"]
         shown.append("\n".join(filter(None, lines)) + "\n")
     return shown

@@ -21,8 +21,9 @@ def held_out_source(recipe: Recipe, sources: SplitSources | None = None) -> Sour
             one, or one of fewer samples.
     """
     keys = recipe.validation
-    key = f"validation.freq = {keys.freq}" if keys.freq else f"validation.samples = {keys.samples}"
-    asked = bool(keys.freq) or keys.samples is not None
+    given = {name: getattr(keys, name) for name in ("freq", "samples", "free_running")}
+    key = next((f"validation.{name} = {value}" for name, value in given.items() if value), "")
+    asked = bool(keys.freq) or keys.samples is not None or keys.free_running > 0
     try:
         if sources is not None:
             source = sources[VALIDATION]
@@ -38,6 +39,11 @@ def held_out_source(recipe: Recipe, sources: SplitSources | None = None) -> Sour
         if not asked:
             return None
         raise RecipeError(f"{key}: the validation split of {recipe.data.source!r} is empty")
+    if keys.free_running > len(source):
+        raise RecipeError(
+            f"validation.free_running = {keys.free_running}: the validation split has {len(source)} samples; valid are "
+            f"0 to {len(source)}"
+        )
     if keys.samples is not None and keys.samples > len(source):
         raise RecipeError(
             f"validation.samples = {keys.samples}: the validation split has {len(source)}; valid are 1 to "

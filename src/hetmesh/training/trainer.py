@@ -22,6 +22,8 @@ from hetmesh.schedule import Schedule
 from hetmesh.training.checkpoint import Checkpointer
 from hetmesh.training.dump_folder import SUMMARY_FILE, RunFolder, claim_folder
 from hetmesh.training.evaluate import Evaluation, evaluate, show
+from hetmesh.training.free_running import FreeRunning, free_running
+from hetmesh.training.generate import end_tokens
 from hetmesh.training.gradients import clip_factor, counted, reduce_over_ranks, scale, squared_norm
 from hetmesh.training.held_out import held_out_source
 from hetmesh.training.initial_load import load_initial_weights
@@ -98,6 +100,7 @@ class Trainer:
         self.notes = self.claimed.describe()
         self.skipped_steps = 0
         self.skipped = Skipped()
+        self.answered: FreeRunning | None = None
         try:
             self._build(payloads)
         except BaseException:
@@ -159,7 +162,7 @@ class Trainer:
                 self._export()
             summary = self._summary(metrics, evaluation, seconds)
             self.reporter.summary(summary)
-            for text in show(self.held_out, evaluation) if evaluation and self.held_out else ():
+            for text in self._shown(evaluation) if evaluation and self.held_out else ():
                 self.reporter.print(text)
             self.reporter.print("\n".join([self._results(), *self._what_next()]))
             return summary
@@ -278,11 +281,20 @@ class Trainer:
             return None
         evaluation = evaluate(self.job, self.held_out, self.recipe.validation.samples)
         scores = {"loss": evaluation.loss, "answer_accuracy": evaluation.accuracy, **evaluation.accuracy_by_kind}
+        keys = self.recipe.validation
+        if keys.free_running:
+            ends = end_tokens(self.held_out, self.recipe)
+            self.answered = free_running(self.job, self.held_out, keys.free_running, keys.free_running_tokens, ends)
+            scores["free_running_accuracy"] = self.answered.accuracy
         self.reporter.evaluation(self.step, scores)
         if evaluation.skipped:
             many, first = len(evaluation.skipped), evaluation.skipped[0]
             self.reporter.print(f"validation: {many} samples cannot be read and count as wrong; the first: {first}")
         return evaluation
+
+    def _shown(self, evaluation: Evaluation) -> list[str]:
+        assert self.held_out is not None
+        return show(self.held_out, evaluation, answers=() if self.answered is None else self.answered.answers)
 
     def save(self) -> None:
         """Write a checkpoint of the current step."""
@@ -341,6 +353,12 @@ class Trainer:
                 "answer_accuracy": evaluation.accuracy,
                 "answer_accuracy_by_kind": evaluation.accuracy_by_kind,
                 "questions": len(evaluation.right),
+            }
+        if self.answered is not None:
+            summary |= {
+                "free_running_accuracy": self.answered.accuracy,
+                "free_running_questions": len(self.answered.right),
+                "free_running_unended": self.answered.unended,
             }
         return summary
 

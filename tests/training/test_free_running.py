@@ -1,0 +1,71 @@
+"""Answers that a run gives by itself: on any layout those of one process, and right where teacher forcing is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hetmesh.boundary import World
+from hetmesh.data.digits import DigitsSource
+from hetmesh.errors import RecipeError
+from hetmesh.recipe.recipe import load_recipe
+from hetmesh.testing.sources import RandomMedia
+from hetmesh.training.checkpoint import Checkpointer
+from hetmesh.training.evaluate import evaluate
+from hetmesh.training.free_running import free_running
+from hetmesh.training.generate import answer_tokens
+from hetmesh.training.held_out import held_out_source
+from hetmesh.training.job import Job
+from hetmesh.training.one_process import OneProcess
+from hetmesh.training.saved_run import SavedRun
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+SAMPLES = 30
+LONGEST = 48  # tokens of a sequence
+
+
+def small(name):
+    local = {"digits_colocated": "4", "digits_cp_pp": "16"}.get(name, "8")
+    keys = ("--training.dtype", "float64", "--training.local_batch_size", local, "--training.seq_len", str(LONGEST))
+    media = ("--data.source", "hetmesh.testing.sources:RandomMedia", "--data.options.kinds", "{image = [1, 8, 8]}")
+    return load_recipe(RECIPES / f"{name}.toml", (*keys, *media))
+
+
+def held_out():
+    return RandomMedia({"image": (1, 8, 8)}, length=SAMPLES, seed=1)
+
+
+def answers(rank, recipe, folder):
+    """By itself: as many tokens as the data have, and up to an end token or six; and by teacher forcing."""
+    world = World.current()
+    job = Job.assemble(recipe, world)
+    Checkpointer(world, folder).save(0, job.root, None, {})
+    as_long = free_running(job, held_out(), SAMPLES, 6, ())
+    ended = free_running(job, held_out(), 5, 6, {3, 9})
+    return as_long, ended, evaluate(job, held_out()).right.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["digits_colocated", "digits_cp_pp"])
+def test_every_layout_answers_as_one_process_does_and_right_where_teacher_forcing_is(pool4, tmp_path, name):
+    recipe = small(name)
+    found = pool4.run(answers, recipe, tmp_path, timeout=120)
+    as_long, ended, right = found[0]
+    assert all(each == found[0] for each in found)
+    assert 0 < sum(right) < SAMPLES  # one or two tokens to guess among twelve
+    assert list(as_long.right) == right
+
+    model = OneProcess.load(recipe, SavedRun(recipe, tmp_path / "step-0"))
+    for index in range(5):
+        alone = answer_tokens(model, held_out(), index, most=6, ends={3, 9})
+        assert list(ended.answers[index]) == list(alone)
+    unended = sum(len(answer) == 6 and answer[-1] not in (3, 9) for answer in ended.answers)
+    assert ended.unended == unended
+
+
+def test_more_questions_than_there_are_held_out_are_refused():
+    keys = ("--validation.free_running", "999")
+    with pytest.raises(RecipeError, match=r"validation.free_running = 999: the validation split has 384 samples"):
+        held_out_source(load_recipe(RECIPES / "digits.toml", keys))
+    assert isinstance(held_out_source(load_recipe(RECIPES / "digits.toml")), DigitsSource)
