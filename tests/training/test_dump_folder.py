@@ -113,7 +113,8 @@ def test_a_finished_run_says_so_and_does_nothing(tmp_path, capsys):
     saved(tmp_path / "run", 2, steps=2, loss=1.5)
     enabled = recipe(tmp_path / "run", "--checkpoint.enable", "true")
     assert train(enabled) == {"steps": 2, "loss": 1.5}
-    (line,) = capsys.readouterr().out.splitlines()
+    line, weights, *_ = capsys.readouterr().out.splitlines()
+    assert weights == f"its weights are in {tmp_path / 'run' / 'checkpoint' / 'step-2'}"
     assert line.startswith(f"the run in {tmp_path / 'run'} is finished: step 2 of 2, results in ")
     assert "raise training.steps to go on" in line
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4  # untouched

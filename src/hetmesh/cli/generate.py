@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class _Media(argparse.Action):
     """Images and recordings in the order in which they are given."""
 
-    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
+    def __call__(self, parser, namespace, values, option_string=None):
         kind = str(option_string).lstrip("-")
         namespace.media = [*(namespace.media or ()), (kind, Path(str(values)))]
 

@@ -241,7 +241,7 @@ class ConversationsSource:
         asked = copy.copy(self)
         asked._known = None
         conversation = _Conversation(name, Encoded(ids, ()), blobs, 0)
-        asked._conversation = lambda _: conversation  # type: ignore[assignment,method-assign]
+        asked._conversation = lambda _: conversation  # type: ignore[assignment]
         return asked.meta(0), asked.load(0)
 
     def decode(self, tokens: Sequence[int]) -> str:
