@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from hetmesh.boundary import World
 from hetmesh.cli import main
@@ -273,3 +273,74 @@ def test_a_run_exports_its_last_checkpoint_if_the_recipe_says_so(tmp_path):
     alone = given.model_copy(update={"checkpoint": keys.model_copy(update={"last_save_in_hf": False})})
     with pytest.raises(RecipeError, match=r"checkpoint.export_dtype = 'bfloat16'.*set checkpoint.last_save_in_hf"):
         check_run(alone)
+
+
+@pytest.mark.slow
+def test_tied_and_unused_tensors_of_a_directory_are_accounted_for(pool, tmp_path):
+    path = tiny_vlms.save("gemma3", tmp_path)
+    given = load_file(path / "model.safetensors")
+    embedding = next(name for name in given if name.endswith("embed_tokens.weight"))
+    head, unused = "language_model.lm_head.weight", "language_model.model.layers.0.self_attn.rotary_emb.inv_freq"
+    given[head], given[unused] = given[embedding].clone(), torch.arange(3.0)  # as older versions saved them
+    save_file(given, path / "model.safetensors", metadata={"format": "pt"})
+    pool(1).run(save_now, recipe(path, tmp_path / "run"), 1, timeout=120)
+    export(saved_run(tmp_path / "run"), tmp_path / "out")
+
+    after = tensors(tmp_path / "out")
+    assert after.keys() == given.keys()
+    assert torch.equal(after[head], after[embedding])
+    assert not torch.equal(after[head], given[head].double())
+    assert torch.equal(after[unused], given[unused])
+
+
+BY_HAND = """
+[modules.vision]
+model = "clip"
+config = {{ feature_layer = -2 }}
+initial_load_path = "{path}"
+[modules.projector]
+model = "mlp"
+{projector}
+[modules.llm]
+model = "llama"
+initial_load_path = "{path}"
+[[boundaries]]
+from = "vision"
+to = "projector"
+[[boundaries]]
+from = "projector"
+to = "llm"
+at = "image"
+[data]
+source = "hetmesh.testing.sources:RandomMedia"
+options = {{ kinds = {{ image = [3, 8, 8] }} }}
+[training]
+local_batch_size = 2
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [True, False])
+def test_modules_that_are_named_by_hand_take_what_they_have_no_use_for_from_their_directory(pool, tmp_path, whole):
+    from transformers import CLIPVisionModel
+
+    path = tiny_vlms.save("llava", tmp_path)
+    projector = f'initial_load_path = "{path}"' if whole else ""
+    text = BY_HAND.format(path=path, projector=projector) + KEPT.format(steps=1, folder=tmp_path / "run", more="")
+    pool(1).run(save_now, parse_recipe(text), 1, timeout=120)
+    lines = export(saved_run(tmp_path / "run"), tmp_path / "out")
+
+    before = tensors(path)
+    if whole:  # the whole directory comes out again
+        after = tensors(tmp_path / "out")
+        assert after.keys() == before.keys()
+        behind = [key for key in before if ".encoder.layers.2." in key or ".post_layernorm." in key]
+        assert f"({len(behind)} that no module has" in lines[0]
+        assert all(torch.equal(after[key], before[key]) for key in behind)
+        assert not torch.equal(after["language_model.lm_head.weight"], before["language_model.lm_head.weight"])
+    else:
+        tower, told = CLIPVisionModel.from_pretrained(tmp_path / "out" / "vision", output_loading_info=True)
+        assert not any(told.values())
+        assert tower.config.num_hidden_layers == 2  # what the run has of it
+        norm = next(key for key in before if key.endswith("post_layernorm.weight"))
+        assert torch.equal(tower.post_layernorm.weight, before[norm])

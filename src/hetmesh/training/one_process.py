@@ -61,6 +61,11 @@ class OneProcess:
         alone = on_one_rank(recipe)
         source, adapters, graph = describe(alone)
         if run is None and recipe.checkpoint.initial_load_path:
+            if afresh := recipe.checkpoint.exclude_from_loading:
+                raise RecipeError(
+                    f"checkpoint.exclude_from_loading = {list(afresh)}: these have random weights before they are "
+                    "trained; give the folder of a run that kept a checkpoint"
+                )
             path = Path(recipe.checkpoint.initial_load_path)
             check_initial_path(path)
             run = SavedRun(alone, path)

@@ -141,7 +141,9 @@ def run_recipe(folder: Path) -> Recipe:
     except ValueError as error:
         raise RecipeError(f"{file} is no JSON: {error}") from error
     try:
-        return Recipe.model_validate(freeze(raw))
+        whole = Recipe.model_validate(freeze(raw))
+        # All defaults are in the file; what a recipe was given and what it was not makes a difference to some checks.
+        return Recipe.model_validate(freeze(whole.model_dump(mode="json", by_alias=True, exclude_defaults=True)))
     except ValidationError as error:
         first = error.errors()[0]
         raise RecipeError(

@@ -158,13 +158,13 @@ class Trainer:
                     self.validate()
             seconds = time.perf_counter() - started
             evaluation = self.validate()
-            if recipe.checkpoint.last_save_in_hf:
-                self._export()
             summary = self._summary(metrics, evaluation, seconds)
             self.reporter.summary(summary)
             for text in self._shown(evaluation) if evaluation and self.held_out else ():
                 self.reporter.print(text)
             self.reporter.print("\n".join([self._results(), *self._what_next()]))
+            if recipe.checkpoint.last_save_in_hf:
+                self._export()
             return summary
         finally:
             self.upcoming.close()
