@@ -60,13 +60,14 @@ def main() -> int:
         return 0
     recipes = args.recipes or [p for p in sorted(RECIPES.glob("digits*.toml")) if not _needs_another_run(p)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.at_once) as pool:
-        found = list(pool.map(lambda path: compare(path, args, Path(folder)), recipes))
+        found = []
+        for each in pool.map(lambda path: compare(path, args, Path(folder)), recipes):
+            found.append(each)
+            if not args.json:  # as they come: a machine may be lent for minutes
+                print(f"{each['recipe']}: {each['verdict']} ({each['seconds']:.0f} s)", flush=True)
     if args.json:
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         print(json.dumps({"gpu": gpu, "torch": torch.__version__, "recipes": found}, indent=1))
-    else:
-        for each in found:
-            print(f"{each['recipe']}: {each['verdict']}")
     return int(any(each["verdict"] != "equal" for each in found))
 
 
@@ -76,7 +77,7 @@ def _needs_another_run(path: Path) -> bool:
 
 def compare(path: Path, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Both runs of one recipe, at the same time."""
-    ranks = load_recipe(path, []).world_size
+    ranks, began = load_recipe(path, []).world_size, time.monotonic()
     with ThreadPoolExecutor(2) as pool:
         runs = [
             pool.submit(train, path, ranks, backend, args, folder / f"{path.stem}-{i}")
@@ -88,7 +89,11 @@ def compare(path: Path, args: argparse.Namespace, folder: Path) -> dict[str, Any
     if len(first) != args.steps or len(second) != args.steps:
         failed.append(f"{len(first)} and {len(second)} of {args.steps} steps")
     verdict = "; ".join(failed) or ("equal" if worst is not None and worst < AGREE else f"losses differ by {worst:.1e}")
-    return {"recipe": path.name, "ranks": ranks, "losses": [first, second], "worst": worst, "verdict": verdict}
+    seconds = time.monotonic() - began
+    return {
+        **{"recipe": path.name, "ranks": ranks, "losses": [first, second], "worst": worst, "verdict": verdict},
+        "seconds": seconds,
+    }
 
 
 def train(

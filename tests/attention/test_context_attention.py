@@ -127,6 +127,7 @@ def check(case, results):
             assert sizes == [mine.sum() * row_bytes, mine.sum() * row_bytes, given * row_bytes], case
 
 
+@pytest.mark.slow
 def test_one_process_applies_the_mask():
     for seed in range(30):
         case = dataclasses.replace(random_case(seed, 1), shares=())

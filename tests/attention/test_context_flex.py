@@ -37,6 +37,7 @@ def attention(kernel, q, works, terms):
     return running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 50])
 def test_the_forward(window):
     q, _, works, masks = pieces(window)
@@ -49,6 +50,7 @@ def test_the_forward(window):
     assert torch.allclose(found.logsumexp, right.logsumexp, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_compiled_kernel_serves_all_sizes(monkeypatch):
     # Past 8 graphs dynamo would give up; a limit that is met is an error here (fullgraph). Torch's kernel for short
     # queries, which compiles for CUDA alone, has no block size for 65 to 127 rows of heads that share keys.

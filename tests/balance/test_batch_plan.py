@@ -35,6 +35,7 @@ def metas(rows):
     return [SampleMeta(f"s{i}", 5 + n, targets=((4, 5),), rows={"vision": n}) for i, n in enumerate(rows)]
 
 
+@pytest.mark.slow
 @given(
     rows=st.lists(st.integers(0, 4), max_size=20),
     encoder_lanes=st.integers(1, 5),

@@ -68,6 +68,7 @@ def in_layout(layout, shape, space, rank):
     return [numbered[row] for a, b in layout.intervals(shape, rank)[0] for row in range(a, b)]
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(
     rows=st.lists(st.integers(0, 4), max_size=12),

@@ -56,6 +56,7 @@ def carry_out(world, plan, local):
     return {rank: tensor for rank, tensor in got.items() if tensor is not None}
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(pair=strategies.layout_pairs(SIZE))
 def test_ranks_do_what_plans_say(world, pair):

@@ -43,6 +43,7 @@ def test_a_slot_is_written_to_again_only_when_its_reader_is_done(ends):
     assert reader.read(second, 2, torch.float32).tolist() == [3.0, 4.0]
 
 
+@pytest.mark.slow
 def test_memory_grows_only_with_what_is_unread(ends):
     sender, reader = ends
     for _ in range(50):

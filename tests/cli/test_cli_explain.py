@@ -19,6 +19,7 @@ def test_text(capsys):
     assert "note: no module uses rank 0-1" in out
 
 
+@pytest.mark.slow
 def test_json_and_png(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "digits.png"

@@ -48,6 +48,7 @@ def test_no_fork_beside_a_thread():
         thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("status", "failure"), [(0, None), (7, "ended with exit status 7 and without an exception")])
 def test_the_exit_status_of_a_worker(status, failure):
     with Workers("spawn", 2, leave, (status,)) as started:
@@ -55,6 +56,7 @@ def test_the_exit_status_of_a_worker(status, failure):
     assert (found and (found.rank, found.message.partition(";")[0])) == (failure and (1, failure))
 
 
+@pytest.mark.slow
 def test_an_exception_ends_the_others():
     before = signal.getsignal(signal.SIGTERM)
     with Workers("spawn", 2, fail) as started:

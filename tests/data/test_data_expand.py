@@ -165,6 +165,7 @@ def from_arrays(metas):
     return replace(MetaArrays.of(metas), given=())
 
 
+@pytest.mark.slow
 @given(st.lists(samples(), max_size=8), st.one_of(st.none(), st.integers(1, 30)), st.booleans())
 def test_many_at_once_are_expanded_as_one_by_one(cases, seq_len, objects):
     metas = [replace(meta, id=f"s{i}") for i, (meta, _, _) in enumerate(cases)]
@@ -222,6 +223,7 @@ def test_malformed_metadata_is_an_error_that_names_the_sample(meta, message):
         expand(meta, ITEM_ROWS)
 
 
+@pytest.mark.slow
 @given(st.data(), st.lists(samples(), min_size=1, max_size=4))
 def test_malformed_metadata_is_found_among_others(data, cases):
     metas = [meta for meta, _, _ in cases]

@@ -91,6 +91,7 @@ def test_what_seq_len_drops_is_reported():
     assert [(d.dropped_media, d.dropped_tokens) for d in drawn] == [(0, 0), (1, 5)]
 
 
+@pytest.mark.slow
 @given(st.integers(0, 12), st.integers(0, 12))
 def test_a_restored_loader_continues_exactly(before, after):
     whole = Loader(Tiny(), 3, PREPARE, seed=5)
@@ -107,6 +108,7 @@ def test_a_restored_loader_continues_exactly(before, after):
     assert resumed.state_dict() == whole.state_dict()
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     st.integers(1, 30),

@@ -26,6 +26,7 @@ SAMPLES = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.lists(SAMPLES | st.builds(Unreadable, st.text()), max_size=5))
 def test_a_request_comes_out_of_its_buffer_as_it_went_in(payloads):

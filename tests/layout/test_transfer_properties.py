@@ -134,12 +134,14 @@ def one_per_replica(layout):
     return [ranks[0] for ranks in replicas(layout)]
 
 
+@pytest.mark.slow
 @settings(max_examples=800)
 @given(strategies.layout_pairs(8))
 def test_random_pairs(pair):
     check_everything(pair)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(strategies.layout_pairs(4, max_axes=2, max_side=5))
 def test_random_small_pairs(pair):
@@ -188,6 +190,7 @@ def test_named_pairs(case):
     check_everything(strategies.LayoutPair(shape, Layout(meshes[0], src), Layout(meshes[1], dst)))
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.data())
 def test_a_source_that_lacks_rows_is_refused_and_no_other(data):
@@ -231,6 +234,7 @@ def check_partial_gradient(pair):
         assert torch.equal(got[rank], expected), pair
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(strategies.layout_pairs(6))
 def test_a_gradient_that_is_partial_over_replicas_is_summed(pair):

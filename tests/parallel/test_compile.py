@@ -52,6 +52,7 @@ def graphs_and_gradients(mode: str, backend: str = "aot_eager"):
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), gradients[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_blocks_are_compiled_also_under_activation_checkpointing(mode):
     """As many graphs as without (the first block's input needs no gradient), none of them interrupted."""

@@ -91,6 +91,7 @@ class Growing(SyntheticSource):
         return super().meta(index)
 
 
+@pytest.mark.slow
 def test_a_recipes_own_data_do_not_drift_since_they_are_shuffled(monkeypatch):
     options = "{vocab_size = 64, image_token = 63, image_shape = [1, 8, 8], text_tokens = [4, 16], length = 4096}"
     keys = ("--data.source", f"{__name__}:Growing", f"--data.options={options}", "--training.steps=64")

@@ -43,6 +43,7 @@ def view(charts):
     return balance_view(given, lengths=charts, batches=2, machine="h100")
 
 
+@pytest.mark.slow
 def test_what_is_predicted_is_what_runs():
     """The row of the recipe's own policy, and that of none, are the steps that training has and `simulate` shows."""
     given = recipe("digits_balanced")
@@ -116,6 +117,7 @@ def test_lengths_become_what_modules_would_see(tmp_path):
     assert plan.num_tokens == 323
 
 
+@pytest.mark.slow
 def test_text_json_and_picture(view, tmp_path):
     text = balance_text(view)
     assert max(map(len, text.splitlines())) <= WIDTH == 120
@@ -158,6 +160,7 @@ def test_what_does_not_fit_is_named(charts, tmp_path, capsys):
         balance_view(recipe("digits"), lengths="nowhere")
 
 
+@pytest.mark.slow
 def test_a_policy_that_finds_no_way_is_named_and_the_others_are_compared(monkeypatch):
     def sorted_finds_none(loads, slots, policy):
         if policy == "sorted":

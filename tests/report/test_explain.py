@@ -136,6 +136,7 @@ def test_json_holds_everything(views):
     assert set(read["boundaries"][0]["forward"]) == {"bytes", "bound", "transport"}
 
 
+@pytest.mark.slow
 def test_the_picture_is_a_png(views, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "digits.png"
@@ -172,6 +173,7 @@ def test_eight_billion_parameters_without_a_weight(views):
     assert llm.flops.total > 6 * 6.9e9 * llm.work.rows
 
 
+@pytest.mark.slow
 def test_samples_that_a_run_leaves_out_keep_nobody_from_looking_at_it(monkeypatch):
     keys = ["--training.local_batch_size", "8", "--data.on_bad_sample"]
     at, meta = Loader(DigitsSource(), 8).indices(0)[0], DigitsSource.meta

@@ -69,6 +69,7 @@ def graphs(draw):
     return stage_graph(ModuleGraph((*modules, llm), tuple(BoundarySpec(*edge) for edge in edges)))
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(data=st.data(), stages=graphs(), policy=st.sampled_from(sorted(POLICIES)), training=st.booleans())
 def test_any_routes_have_an_order_under_every_policy(data, stages, policy, training):

@@ -117,6 +117,7 @@ def test_what_cannot_run_beside_others_is_refused():
         simulate(schedule, replace(costs, parts={}), beside=["vision"])
 
 
+@pytest.mark.slow
 def test_a_chain_of_streams_may_be_as_long_as_it_likes():
     """Each stage of the encoder waits for the one before, on a rank of its own: more than Python nests calls."""
     count = sys.getrecursionlimit() // 2
@@ -154,6 +155,7 @@ def pipelines(draw: st.DrawFn) -> tuple:
     return schedule, StepCosts(costs, parts=parts, lanes=Lanes(groups) if draw(st.booleans()) else None)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(case=pipelines())
 def test_nothing_is_counted_twice(case):

@@ -42,6 +42,7 @@ def lane_cases(draw: st.DrawFn):
     return schedule, replace(costs, lanes=Lanes(groups, flows, each))
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(case=lane_cases(), overlap=st.booleans())
 def test_lanes_keep_every_bound_and_no_slowdown_changes_nothing(case, overlap):
@@ -63,6 +64,7 @@ def test_lanes_keep_every_bound_and_no_slowdown_changes_nothing(case, overlap):
             assert late >= first.get(str(action), 0.0) - 1e-9
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(case=lane_cases())
 def test_lanes_never_end_later_than_all_together(case):

@@ -114,6 +114,7 @@ def test_every_schedule_runs_through_within_its_bounds(case, overlap):
     assert all(peak >= 100 for peak in timeline.peak_bytes)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(case=cases())
 def test_no_rank_does_two_things_at_a_time_and_inputs_come_first(case):
@@ -179,6 +180,7 @@ def test_classes_agree_with_looking_at_every_interval(case):
         assert sum(stop - start for _, start, stop in gaps) == pytest.approx(held.idle - held.tp)
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     case=cases(),
@@ -220,6 +222,7 @@ def test_every_action_gets_its_work_done_at_the_pace_that_its_busy_neighbours_le
         assert got == pytest.approx(seconds[key], abs=1e-9), s
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(case=cases(), overlap=st.booleans())
 def test_a_slowdown_of_one_leaves_every_second_as_it_is(case, overlap):

@@ -98,6 +98,7 @@ def test_a_partial_tensor_is_owned_along_the_longest_dim_that_divides_evenly():
     assert bounds.owned_ids((4, 4), layout)[1].shape == (1, 4)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(strategies.shapes().flatmap(lambda shape: st.tuples(st.just(shape), strategies.layouts(shape))))
 def test_every_element_has_one_owner(case):

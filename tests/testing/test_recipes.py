@@ -26,6 +26,7 @@ def fuzz(monkeypatch):
     return fuzz_recipes
 
 
+@pytest.mark.slow
 def test_drawn_recipes_pass_the_checks_and_hold_every_feature():
     found = set()
     for case in draw_recipes(120, 0, 8):
@@ -73,6 +74,7 @@ def test_drawn_recipes_equal_one_process(pool, fuzz, world, count, seed):
         assert error is None, f"{error}\n\n{case.text}"
 
 
+@pytest.mark.slow
 def test_few_recipes_hold_most_features():
     found = [case.features for case in varied(draw_recipes(80, 100, 4), 16)]
     assert len(set().union(*found)) >= len(FEATURES) - 8

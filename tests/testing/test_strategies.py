@@ -66,6 +66,7 @@ def _overlap(split):
     return any(b > c for (_, b), (c, _) in pairwise(intervals))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("corner", CORNERS.values(), ids=CORNERS)
 def test_every_corner_is_reached(corner):
     options = settings(max_examples=1000, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
@@ -101,6 +102,7 @@ def test_options(plain, alone):
     assert alone.src.mesh.ranks == alone.dst.mesh.ranks == (0,)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(
     st.tuples(st.integers(0, 9), st.integers(1, 4)).flatmap(

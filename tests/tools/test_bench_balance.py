@@ -46,6 +46,7 @@ def run(module, *given):
     return module.run(parser.parse_args(["--batches", "1", "--runs", "1", *given]))
 
 
+@pytest.mark.slow
 def test_the_chart_law_gains_in_every_module(small):
     result = run(small, "--only", "chart-4k", "--size", "4")
     assert result.keys() >= KEYS
@@ -60,6 +61,7 @@ def test_the_chart_law_gains_in_every_module(small):
     json.dumps(result, allow_nan=False)
 
 
+@pytest.mark.slow
 def test_lengths_of_a_file_of_any_modules(small, tmp_path):
     rng = np.random.default_rng(0)
     lines = [{"audio": int(n), "llm": int(n) // 2 + 9, "vision": int(m)} for n, m in rng.integers(0, 3000, (200, 2))]
@@ -116,6 +118,7 @@ def test_the_published_tiles_and_the_drift(load):
         assert [1 - image.mean() - sound.mean(), image.mean(), sound.mean()] == pytest.approx(shares, abs=0.01)
 
 
+@pytest.mark.slow
 def test_fitted_laws_vary_as_published_under_disttrain_and_less_under_auto(load):
     cases, fitted = load("benchmarks.balance.cases"), load("benchmarks.balance.fitted")
     for name, law in fitted.FITTED.items():

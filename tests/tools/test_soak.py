@@ -31,6 +31,7 @@ def test_counts_add_up(soak, monkeypatch, tmp_path, capsys):
     assert json.loads((tmp_path / "kept" / "soak.json").read_text()) == both
 
 
+@pytest.mark.slow
 def test_a_hang_is_found_ended_and_shown(soak, monkeypatch):
     monkeypatch.setattr(soak, "COMMAND", ("-c", "import time; print('begun', flush=True); time.sleep(600)"))
     problem = soak.launch(2.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,11 @@ class BatchLoads:
 
     def __len__(self) -> int:
         return len(self.work)
+
+    @property
+    def digest(self) -> tuple[Any, ...]:
+        """Equal for equal numbers and names, and hashable."""
+        return self.modules, self.work.tobytes(), self.tokens.tobytes(), self.keys.tobytes(), self.padding
 
     def name(self, sample: int) -> Any:
         """What messages call the sample at place `sample`."""
@@ -115,6 +120,12 @@ class Slots:
     deferral: bool = False
     lockstep: bool = False
     affinity: tuple[np.ndarray | None, ...] = ()
+
+    @property
+    def digest(self) -> tuple[Any, ...]:
+        """Equal for equal slots, and hashable."""
+        near = tuple(None if each is None else (each.shape, each.tobytes()) for each in self.affinity)
+        return near, *(getattr(self, f.name) for f in fields(self) if f.name != "affinity")
 
     def __post_init__(self) -> None:
         count = len(self.lanes)

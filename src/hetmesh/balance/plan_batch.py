@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hetmesh.balance.assign import assign
-from hetmesh.balance.assignment import check
+from hetmesh.balance.assignment import Assignment, check
 from hetmesh.balance.batch_plan import BatchPlan
 from hetmesh.balance.from_graph import UNBALANCED, BalanceOptions, batch_loads, batch_plan_of, graph_slots, within_range
 from hetmesh.balance.shares import shared_out
@@ -14,7 +14,12 @@ from hetmesh.graph import MetaArrays, ModuleGraph, SampleMeta
 
 
 def plan_batch(
-    graph: ModuleGraph, samples: Sequence[SampleMeta], microbatch_size: int, balance: BalanceOptions = UNBALANCED
+    graph: ModuleGraph,
+    samples: Sequence[SampleMeta],
+    microbatch_size: int,
+    balance: BalanceOptions = UNBALANCED,
+    *,
+    assign: Callable[..., Assignment] = assign,
 ) -> BatchPlan:
     """Which samples each lane and microbatch of each module handles; equal on every rank.
 
@@ -22,6 +27,7 @@ def plan_batch(
         samples: the metadata of the global batch, expanded, in the order in which the loader drew it.
         microbatch_size: samples per microbatch and lane of the sink, on average; every module has as many microbatches
             as that makes, unless their number is free or `balance` says otherwise.
+        assign: what runs the balancer; a search remembers what it made of equal loads.
 
     Raises:
         GraphError: the policy is unknown, a cap cannot be kept, or the batch cannot be planned.

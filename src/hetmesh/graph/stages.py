@@ -8,21 +8,24 @@ from functools import cached_property
 
 from hetmesh.graph.module_graph import ModuleGraph
 from hetmesh.graph.topology import BoundarySpec, output_key
+from hetmesh.layout.hashing import HashedOnce
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Stage:
+@dataclass(frozen=True, order=True)
+class Stage(HashedOnce):
     """Run `index` of the layers of `module`; 0 where the module is not split."""
 
     module: str
     index: int = 0
 
+    __hash__ = HashedOnce.__hash__
+
     def __str__(self) -> str:
         return f"{self.module}.{self.index}"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Edge:
+@dataclass(frozen=True, order=True)
+class Edge(HashedOnce):
     """What one stage sends to another. Rows go from producer to consumer, their gradients along the reversed edge.
 
     Attributes:
@@ -33,7 +36,9 @@ class Edge:
     destination: Stage
     output: str = ""
 
-    @property
+    __hash__ = HashedOnce.__hash__
+
+    @cached_property
     def reversed(self) -> Edge:
         """The edge that carries the gradient back."""
         return Edge(self.destination, self.source, self.output)

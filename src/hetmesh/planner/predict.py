@@ -9,6 +9,10 @@ from types import MappingProxyType
 import numpy as np
 
 from hetmesh.balance import plan_batch
+from hetmesh.balance.assign import assign
+from hetmesh.balance.assignment import Assignment
+from hetmesh.balance.loads import BatchLoads, Slots
+from hetmesh.balance.pipeline import Score
 from hetmesh.cost import StepCosts, Work, module_flops
 from hetmesh.planner.candidates import samples_of_batches
 from hetmesh.planner.fill_bubbles import fill_bubbles
@@ -53,6 +57,7 @@ class Predictor:
         lanes: of the sink that are simulated at least; all of them where there are fewer.
         quick: balances by the first candidate of `auto` alone, counts the bytes of fewer transfers, and lets all lanes
             of a stage start together.
+        assignments: what balancers made of batches, shared with other predictors; filled on the way.
     """
 
     def __init__(
@@ -63,8 +68,10 @@ class Predictor:
         layers: LayerCosts | None = None,
         *,
         quick: bool = False,
+        assignments: dict[tuple, Assignment] | None = None,
     ) -> None:
         self.problem, self.batches, self.lanes, self.quick = problem, batches, lanes, quick
+        self.assignments = {} if assignments is None else assignments
         policy = "two_dim" if quick and problem.balance.policy == "auto" else problem.balance.policy
         self.balance, self.sample = replace(problem.balance, policy=policy), 2 if quick else 8
         self.layers = layers or LayerCosts(problem.machine, problem.profile)
@@ -101,6 +108,15 @@ class Predictor:
         """The simulated step of each sampled batch, with as many lanes as stand for all."""
         return [simulate(schedule, costs) for schedule, costs in self.steps(plan)]
 
+    def _assign(self, loads: BatchLoads, slots: Slots, policy: str, *, score: Score | None = None) -> Assignment:
+        """`assign`, once per batch, lanes and numbers of microbatches."""
+        if score is not None:
+            return assign(loads, slots, policy, score=score)
+        key = loads.digest, slots.digest, policy
+        if key not in self.assignments:
+            self.assignments[key] = assign(loads, slots, policy)
+        return self.assignments[key]
+
     def steps(self, plan: LayoutPlan) -> Iterator[tuple[Schedule, StepCosts]]:
         """What is simulated: the schedule of each sampled batch, and what it costs."""
         problem = self.problem
@@ -119,7 +135,7 @@ class Predictor:
         )
         balance = replace(self.balance, microbatch_sizes=plan.encoder_sizes, microbatch_shares=plan.shares)
         for samples in samples_of_batches(problem, self.batches, share):
-            batch = plan_batch(graph, samples, plan.microbatch_size, balance)
+            batch = plan_batch(graph, samples, plan.microbatch_size, balance, assign=self._assign)
             if plan.schedule == "bubble_fill":
                 schedule = fill_bubbles(model, batch, True, PolicyOptions())
             else:

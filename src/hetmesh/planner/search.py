@@ -81,10 +81,14 @@ class _Search:
         self.problem = problem
         layers = LayerCosts(problem.machine, problem.profile)
         self.estimator = Estimator(problem, layers)
-        self.quick = Predictor(problem, layers=layers, quick=True)
-        self.exact = Predictor(problem, batches, LANES, layers)
+        assignments: dict = {}  # many layouts have the same lanes, and so the same balanced batches
+        self.predictors = {
+            "quick": Predictor(problem, layers=layers, quick=True, assignments=assignments),
+            "one batch": Predictor(problem, 1, LANES, layers, assignments=assignments),
+            "exact": Predictor(problem, batches, LANES, layers, assignments=assignments),
+        }
         self.refused: Counter[str] = Counter()
-        self.known: dict[tuple[bool, tuple], Prediction | None] = {}
+        self.known: dict[tuple[str, tuple], Prediction | None] = {}
         self.estimated: dict[tuple, float] = {}
 
     def run(self, shown: int) -> Found:
@@ -98,16 +102,17 @@ class _Search:
             promising = self._promising(candidates(self.problem, placement), or_least=True)
             final = self._filled(self._near(self._simulated(promising, _FITTING)[: max(_FINALISTS, shown)]))
             best[placement] = tuple(final[:shown])
-        asked = [found for found in self.known.values() if found is not None]
-        too_large = sum(not found.fits for found in asked)
-        least = min((found.peak_bytes for found in asked), default=None)
-        return Found(best, len(self.estimated), len(self.known), too_large, dict(self.refused), least)
+        asked = {key: found for (_, key), found in self.known.items()}
+        found = [each for each in asked.values() if each is not None]
+        too_large = sum(not each.fits for each in found)
+        least = min((each.peak_bytes for each in found), default=None)
+        return Found(best, len(self.estimated), len(asked), too_large, dict(self.refused), least)
 
-    def _predict(self, plan: LayoutPlan, exact: bool = False) -> Prediction | None:
-        key = exact, plan.key()
+    def _predict(self, plan: LayoutPlan, how: str = "quick") -> Prediction | None:
+        key = how, plan.key()
         if key not in self.known:
             try:
-                self.known[key] = (self.exact if exact else self.quick).predict(plan)
+                self.known[key] = self.predictors[how].predict(plan)
             except HetmeshError as error:
                 self.refused[str(error).partition("\n")[0]] += 1
                 self.known[key] = None
@@ -155,7 +160,7 @@ class _Search:
             leader = found[0]
             near = [plan for plan in neighbours(self.problem, leader.plan) if plan.key() not in pool]
             pool |= dict.fromkeys(plan.key() for plan in near)
-            near = [plan for plan in near if (False, plan.key()) not in self.known]
+            near = [plan for plan in near if ("quick", plan.key()) not in self.known]
             for plan in near:
                 self.estimated.pop(plan.key(), None)
             better = self._measured(self._simulated(self._promising(near), _NEAR)[:2])
@@ -179,7 +184,7 @@ class _Search:
         return sorted([*more, *found], key=lambda each: (each.step_s, str(each.plan)))
 
     def _uneven(self, plan: LayoutPlan) -> Iterator[LayoutPlan]:
-        """`plan` with the best split of microbatches over the lanes of each encoder in turn."""
+        """`plan` with the best split of microbatches over the lanes of each encoder in turn, as one batch has it."""
         sink = plan.modules[self.problem.graph.sink.name]
         microbatches = self.problem.global_batch_size // (sink.lanes * plan.microbatch_size)
         for name in self.problem.own[:-1]:
@@ -191,7 +196,7 @@ class _Search:
 
             def seconds(shares: Split, split: Callable[[Split], LayoutPlan] = split) -> float:
                 self.estimated.setdefault(split(shares).key(), 0.0)
-                found = self._predict(split(shares), exact=True)
+                found = self._predict(split(shares), "one batch")
                 return found.step_s if found is not None and found.fits else math.inf
 
             shares = best_split(microbatches, pipelines, seconds, _UNEVEN)
@@ -200,7 +205,7 @@ class _Search:
                 yield plan
 
     def _measured(self, plans: Iterable[LayoutPlan]) -> list[Prediction]:
-        found = [each for plan in plans if (each := self._predict(plan, exact=True)) is not None and each.fits]
+        found = [each for plan in plans if (each := self._predict(plan, "exact")) is not None and each.fits]
         return sorted(found, key=lambda each: (each.step_s, str(each.plan)))
 
 

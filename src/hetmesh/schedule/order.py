@@ -103,6 +103,7 @@ class _Scheduler:
         self.stages, self.routes, self.groups, self.durations, self.split = stages, routes, groups, durations, split
         self.finish: dict[Action, float] = dict.fromkeys(given, 0.0)
         self.free: dict[int, float] = {}
+        self.before: dict[Action, tuple[Action, ...]] = {}
         ranks = [frozenset(r for s in g.stages for r in stages.ranks_of(s)) for g in groups]
         near: list[set[int]] = [set() for _ in groups]
         home = {stage: i for i, g in enumerate(groups) for stage in g.stages}
@@ -157,9 +158,9 @@ class _Scheduler:
         return best
 
     def _ready(self, action: Action) -> float | None:
-        times = [
-            self.finish.get(before) for before in compute_dependencies(action, self.stages, self.routes, self.split)
-        ]
+        if action not in self.before:  # asked again whenever something near it ends
+            self.before[action] = tuple(compute_dependencies(action, self.stages, self.routes, self.split))
+        times = [self.finish.get(before) for before in self.before[action]]
         known = [time for time in times if time is not None]
         return max(known, default=0.0) if len(known) == len(times) else None
 

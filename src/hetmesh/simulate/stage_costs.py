@@ -257,7 +257,7 @@ class StageCosts:
         """Elements of what FSDP gathers at once, by block; empty for the root."""
         return self.contents.held if self._size("dp_shard") > 1 else {}
 
-    @property
+    @cached_property
     def _gathering(self) -> int:
         """Bytes of the block that is computed, where it is let go after that, and of the one that comes meanwhile."""
         return (
@@ -266,12 +266,12 @@ class StageCosts:
             * (1 if self.options.reshard_after_forward == "never" else 2)
         )
 
-    @property
+    @cached_property
     def _scattering(self) -> int:
         """Bytes of whole gradients of a block that are being summed to shards."""
         return self._largest_block * self.options.parameter_dtype.itemsize
 
-    @property
+    @cached_property
     def _largest_block(self) -> int:
         """Elements; of the root only where there is nothing else."""
         together = self._gathered_together

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 from hetmesh.balance import BatchPlan, edge_layouts
 from hetmesh.cost import Machine, TransferCost
 from hetmesh.cost.collectives import Link
 from hetmesh.graph import Edge, Route
 from hetmesh.layout import Layout
-from hetmesh.layout.intervals import extent
+from hetmesh.layout.intervals import Intervals, extent
 from hetmesh.schedule import Schedule
 from hetmesh.simulate.rank_work import overlap
 
@@ -81,7 +82,7 @@ def _busiest(
     received = {rank: _lacking(shape, src, dst, rank) for rank in ranks}
     rank = max(received, key=lambda r: received[r])
     # Each sends as large a part of all as it holds: one rank in front of four replicas sends four times what each gets.
-    held = [math.prod(extent(rows) for rows in src.intervals(shape, r)) for r in _sample(src, sample)]
+    held = [math.prod(map(extent, _intervals(src, shape, r))) for r in _sample(src, sample)]
     total = sum(received.values()) / len(ranks) * dst.mesh.size
     mean = sum(held) / len(held)
     sent = total / src.mesh.size * max(held) / mean if mean else 0.0
@@ -97,12 +98,16 @@ def _sample(layout: Layout, sample: int) -> tuple[int, ...]:
 
 
 def _lacking(shape: tuple[int, int], src: Layout, dst: Layout, rank: int) -> int:
-    kept = [sorted(rows) for rows in dst.intervals(shape, rank)]
-    whole = math.prod(sum(b - a for a, b in rows) for rows in kept)
+    kept = _intervals(dst, shape, rank)
+    whole = math.prod(map(extent, kept))
     if rank not in src.mesh:
         return whole
-    held = [sorted(rows) for rows in src.intervals(shape, rank)]
-    return whole - math.prod(overlap(tuple(a), tuple(b)) for a, b in zip(kept, held, strict=True))
+    return whole - math.prod(map(overlap, kept, _intervals(src, shape, rank)))
+
+
+@lru_cache(maxsize=4096)  # a route is looked at once each way, and both ways at senders and receivers
+def _intervals(layout: Layout, shape: tuple[int, int], rank: int) -> tuple[Intervals, ...]:
+    return tuple(tuple(sorted(rows)) for rows in layout.intervals(shape, rank))
 
 
 def _on_node(shape: tuple[int, int], src: Layout, dst: Layout, rank: int, per_node: int) -> bool:
@@ -111,6 +116,6 @@ def _on_node(shape: tuple[int, int], src: Layout, dst: Layout, rank: int, per_no
         return True
     start = rank // per_node * per_node
     near: Sequence[int] = [r for r in range(start, start + per_node) if r in src.mesh]
-    kept = tuple(sorted(dst.intervals(shape, rank)[0]))
-    shares = {tuple(sorted(src.intervals(shape, r)[0])) for r in near}  # replicas hold equal rows
+    kept = _intervals(dst, shape, rank)[0]
+    shares = {_intervals(src, shape, r)[0] for r in near}  # replicas hold equal rows
     return sum(overlap(kept, rows) for rows in shares) >= sum(b - a for a, b in kept)
