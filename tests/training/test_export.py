@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from hetmesh.boundary import World
 from hetmesh.cli import main
+from hetmesh.data.digits import DigitsSource
 from hetmesh.errors import CheckpointError, OutputError, RecipeError
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.testing import tiny_vlms
@@ -178,7 +179,7 @@ def test_adapters_are_merged_or_a_directory_for_peft(tmp_path):
 
 
 @pytest.mark.slow
-def test_modules_of_no_one_directory_are_directories_of_their_own(tmp_path, capsys):
+def test_modules_of_no_one_directory_are_directories_of_their_own_and_can_be_asked(tmp_path, capsys):
     from transformers import Qwen3ForCausalLM, SiglipVisionModel
 
     small = ("--training.steps", "1", "--training.local_batch_size", "4", "--validation.samples", "4")
@@ -195,9 +196,18 @@ def test_modules_of_no_one_directory_are_directories_of_their_own(tmp_path, caps
         assert not any(told.values())
         saved = run.read(key for key in run.names if key.startswith(f"{name}."))
         assert all(torch.equal(value, saved[f"{name}.{key}"]) for key, value in found.state_dict().items())
-    assert set(tensors(tmp_path / "out" / "projector")) == {
-        f"linear_{i}.{k}" for i in (1, 2) for k in ("weight", "bias")
-    }
+    names = {f"linear_{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")}
+    assert set(tensors(tmp_path / "out" / "projector")) == names
+
+    source = DigitsSource("validation")
+    assert main(["generate", str(tmp_path / "run"), "--sample", "7", "--max-new-tokens", "9"]) == 0
+    said = capsys.readouterr().out
+    assert f"Q: {source.question(7)}\nA: " in said
+    assert source.picture(7) in said
+    assert main(["generate", str(tmp_path / "run"), "--sample", "999"]) == 2
+    assert "there are held-out samples 0 to 383" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path / "run"), "who are you?"]) == 1
+    assert "no question has the character" in capsys.readouterr().err
 
 
 @pytest.mark.slow
