@@ -220,20 +220,20 @@ def _check_config(recipe: Recipe, name: str, whole: Pretrained) -> None:
 
 
 def _as_module(recipe: Recipe, name: str, part: _Part) -> Directory:
-    from transformers import PreTrainedModel
+    import transformers
 
     pretrained = pretrained_of(name, recipe.modules[name])
     if recipe.modules[name].model.startswith("hf_"):  # a piece of a class, which nothing loads alone
         assert pretrained is not None
         found = check_weights(part.adapter, part.module, pretrained)
         return Directory(name, {found[own]: origin for own, origin in part.names.items()})
-    if not isinstance(part.module, PreTrainedModel) or isinstance(part.adapter, CustomAdapter):
+    if not isinstance(part.module, transformers.PreTrainedModel) or isinstance(part.adapter, CustomAdapter):
         return Directory(name, part.names)
     kind: Any = type(part.module)
     config: Any = part.module.config
     told = {**config.to_diff_dict(), "architectures": [kind.__name__]}
     absent = sorted(_all_names(kind, config) - set(part.names))
-    package = "transformers" if kind.__module__.startswith("transformers.") else kind.__module__
+    package = "transformers" if hasattr(transformers, kind.__name__) else kind.__module__
     tensors = dict(part.names)
     if absent and pretrained is not None:  # which the module has no use for
         known = pretrained.named(own_tensors(part.module)[0], part.adapter.checkpoint_names)
