@@ -88,7 +88,7 @@ def check_run(recipe: Recipe) -> None:
         )
     for key in ("last_save_in_hf", "export_dtype"):
         needed = "enable" if key == "last_save_in_hf" else "last_save_in_hf"
-        if (value := getattr(keys, key)) and not getattr(keys, needed):
+        if (value := getattr(keys, key)) not in (None, False, "float32") and not getattr(keys, needed):
             refusals.add(f"checkpoint.{key} = {value!r}: it is of the last checkpoint; set checkpoint.{needed} = true")
     saved = Path(recipe.job.dump_folder, keys.folder)
     if keys.initial_load_path and not any(saved.glob(f"step-*/{COMPLETE}")):  # a run that goes on has its own weights
