@@ -88,6 +88,7 @@ def test_validation_without_a_validation_split_is_refused(text, capsys, key):
     assert "has no validation split" in capsys.readouterr().err
     assert held_out_source(small(text)) is None  # nobody asked
     assert main(["check", str(text), *SOURCE]) == 0
+    assert held_out_source(small(text, *key, "--validation.enable", "false")) is None
 
 
 def test_u14_what_seq_len_cuts_is_counted_in_whole_media_items(text, world):

@@ -52,6 +52,7 @@ class Recipe(sections.Section):
     profiling: sections.Profiling = sections.Profiling()
     comm: sections.Comm = sections.Comm()
     debug: sections.Debug = sections.Debug()
+    without_effect: Annotated[tuple[str, ...], Field(exclude=True)] = ()  # keys that are taken but do nothing, in words
 
     @cached_property
     def wiring(self) -> Wiring:
@@ -151,7 +152,7 @@ def parse_recipe(text: str, overrides: Sequence[str] = ()) -> Recipe:
     raw = expand_hf_path(raw)
     for path, value in changes:  # also of what the directory expands to
         raw = apply_override(raw, path, value)
-    raw = check_keys(raw, refusals)
+    raw, without_effect = check_keys(raw, refusals)
     modules = raw.get("modules")
     if not modules:
         refusals.add(
@@ -163,7 +164,7 @@ def parse_recipe(text: str, overrides: Sequence[str] = ()) -> Recipe:
     _check_module_names(raw, refusals)
     raw["parallelism"] = _merge_flat(raw.get("parallelism", {}), modules)
     try:
-        recipe = Recipe.model_validate(sections.freeze(raw))
+        recipe = Recipe.model_validate(sections.freeze({**raw, "without_effect": without_effect}))
     except ValidationError as error:
         refusals.said += _messages(error)
         raise RecipeError("\n".join(refusals.said)) from error

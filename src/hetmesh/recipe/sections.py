@@ -1,7 +1,7 @@
 """The tables of a recipe and their keys, with types and defaults: one frozen class per table, one line per key.
 
-Names and meanings are torchtitan's wherever torchtitan has them. A key whose further values come later is limited in
-`hetmesh.recipe.keys.NOT_IMPLEMENTED`; here it already has its final type.
+Names and meanings are torchtitan's wherever torchtitan has them. Which of torchtitan's further keys and values are
+taken is in `hetmesh.recipe.torchtitan_keys`.
 """
 
 from __future__ import annotations
@@ -93,12 +93,13 @@ CheckpointMode = Literal["none", "selective", "full"]
 ComputeDtype = Literal["float32", "bfloat16"]
 
 
-def name_in(registry: Callable[[], Iterable[str]]) -> AfterValidator:
+def name_in(registry: Callable[[], Iterable[str]], spelling: Callable[[str], str] = str) -> AfterValidator:
     """A validator of values that are names in a registry of a room above; imported where such a key is read, for a
-    mistyped recipe should not wait for torch."""
+    mistyped recipe should not wait for torch. `spelling` is how recipes write a name."""
 
     def check(value: str) -> str:
-        if value not in (names := sorted(registry())):
+        if value not in (known := registry()):
+            names = sorted(map(spelling, known))
             raise ValueError(f"should be {', '.join(map(repr, names[:-1]))} or {names[-1]!r}")
         return value
 
@@ -129,9 +130,26 @@ def _balancers() -> Iterable[str]:
     return POLICIES
 
 
+SCHEDULE_NAMES: Mapping[str, str] = {"1F1B": "1f1b", "Interleaved1F1B": "interleaved"}
+"""Schedules that torch has too, as recipes write them -> their names in `hetmesh.schedule.POLICIES`, also taken."""
+
+
+def schedule_name(value: Any) -> Any:
+    """The name of a policy in `hetmesh.schedule`, in whatever case torch's name of it is written, as torch has it."""
+    return (
+        {k.lower(): v for k, v in SCHEDULE_NAMES.items()}.get(value.lower(), value) if isinstance(value, str) else value
+    )
+
+
+def schedule_spelling(name: str) -> str:
+    """A policy as recipes write it: torch's name where it has one."""
+    return {v: k for k, v in SCHEDULE_NAMES.items()}.get(name, name)
+
+
 TokenAssignment = Annotated[str, name_in(_assignments)]
 AttentionMask = Annotated[str, name_in(_masks)]
-SchedulePolicy = Annotated[str, name_in(_schedules)]
+SchedulePolicy = Annotated[str, BeforeValidator(schedule_name), name_in(_schedules, schedule_spelling)]
+InnerSchedule = Annotated[Literal["1f1b", "interleaved", "zero_bubble"], BeforeValidator(schedule_name)]
 BalancePolicy = Annotated[str, name_in(_balancers)]
 
 
@@ -213,7 +231,7 @@ class ScheduleKeys(Section):
     three_phase_window: Size | None = None  # microbatches whose encoder forwards come together; None: all of the step
     three_phase_recompute: bool | None = None  # encoders keep inputs only, and compute again before their backward
     three_phase_offload: bool | None = None  # encoders' waiting activations are kept in the memory of the host
-    bubble_fill_schedule: Literal["1f1b", "interleaved", "zero_bubble"] | None = None  # the LLM's own; None: "1f1b"
+    bubble_fill_schedule: InnerSchedule | None = None  # the LLM's own; None: "1F1B"
     bubble_fill_in_flight: Size | None = None  # microbatches that an encoder may hold; None: twice what it must
     bubble_fill_layers_per_slice: Size | None = None  # blocks of an encoder; None: by what they cost
     interleaved_early_warmup: bool | None = None  # warm up as Megatron-LM does: more in flight, messages better hidden
@@ -303,7 +321,7 @@ class Compile(Section):
     """`[compile]`: torch.compile of every block; without a compiler the run goes on uncompiled, and says so."""
 
     enable: bool = False
-    components: tuple[Literal["model"], ...] = ("model",)
+    components: tuple[Literal["model", "loss"], ...] = ("model",)  # the loss is never compiled
     backend: str = "inductor"
 
 
@@ -323,6 +341,7 @@ class LRScheduler(Section):
     """`[lr_scheduler]`: linear warm-up, then stable, then decay. One-cycle = warm-up and cosine decay."""
 
     warmup_steps: Count = 0
+    total_steps: Size | None = None  # of the schedule, where the run is to end before it; None: training.steps
     decay_ratio: Fraction | None = None  # share of the steps that decays; None: all after the warm-up
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     min_lr_factor: Fraction = 0.0  # the last step's learning rate over the highest
@@ -354,6 +373,7 @@ class Metrics(Section):
 class Validation(Section):
     """`[validation]`: evaluation on held-out samples."""
 
+    enable: bool = True  # false: none, whatever the keys below say
     freq: Count = 0  # steps between two evaluations; 0: only after the last step
     samples: Size | None = None  # None: every held-out sample
 

@@ -11,7 +11,8 @@ from hetmesh.recipe.recipe import Recipe
 
 
 def held_out_source(recipe: Recipe, sources: SplitSources | None = None) -> Source | None:
-    """The validation split of the recipe's data source; None if it has none and `[validation]` does not ask for one.
+    """The validation split of the recipe's data source; None if it has none and `[validation]` does not ask for one,
+    or if it is not enabled.
 
     Args:
         sources: the run's sources, if there are some already.
@@ -21,6 +22,8 @@ def held_out_source(recipe: Recipe, sources: SplitSources | None = None) -> Sour
             one, or one of fewer samples.
     """
     keys = recipe.validation
+    if not keys.enable:
+        return None
     key = f"validation.freq = {keys.freq}" if keys.freq else f"validation.samples = {keys.samples}"
     asked = bool(keys.freq) or keys.samples is not None
     try:

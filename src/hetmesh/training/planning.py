@@ -19,6 +19,7 @@ from hetmesh.recipe.module_options import packs_anyway
 from hetmesh.recipe.overrides import parse_overrides
 from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.recipe.rewrite import rewritten
+from hetmesh.recipe.sections import schedule_spelling
 from hetmesh.schedule import POLICIES
 from hetmesh.training.balance import recipe_balance
 from hetmesh.training.describe import describe, make_loader
@@ -178,7 +179,7 @@ def plan_keys(recipe: Recipe, plan: LayoutPlan, global_batch_size: int) -> dict[
                 table[key] = own.degree(axis)
         tables[name] = table
         keys["modules", name, "activation_checkpoint"] = own.activation_checkpoint
-    keys["parallelism",] = {"pipeline_parallel_schedule": plan.schedule, **tables}
+    keys["parallelism",] = {"pipeline_parallel_schedule": schedule_spelling(plan.schedule), **tables}
     return keys
 
 
