@@ -169,22 +169,22 @@ BAD: dict[str, tuple[str, str, str]] = {
     "torchtitan's table": (
         "[data]",
         "[fault_tolerance]\nenable = true\n[data]",
-        "fault_tolerance.enable = True: hetmesh has nothing of this key of torchtitan's but False; leave it out; a run",
+        "fault_tolerance.enable = True: of torchtitan's values hetmesh has only False; leave it out; a run that",
     ),
     "torchtitan's model table": (
         "[data]",
         '[model]\nname = "llama3"\n[data]',
-        "model.name = 'llama3': hetmesh has nothing of this key of torchtitan's; describe each module in [modules.",
+        "model.name = 'llama3': a key of torchtitan's that hetmesh does not have; describe each module in [modules.",
     ),
     "torchtitan's key": (
         "steps =",
         'dataset = "c4"\nsteps =',
-        "training.dataset = 'c4': hetmesh has nothing of this key of torchtitan's; write [data] source and",
+        "training.dataset = 'c4': a key of torchtitan's that hetmesh does not have; write [data] source and",
     ),
     "a degree to come": (
         "tensor_parallel_degree = 2",
         "expert_parallel_degree = 2",
-        "parallelism.llm.expert_parallel_degree = 2: hetmesh has nothing of this key of torchtitan's but 1; leave it",
+        "parallelism.llm.expert_parallel_degree = 2: of torchtitan's values hetmesh has only 1; leave it",
     ),
     "freezing": ("lr = 2e-3", "trainable = 0", "modules.llm.trainable = 0: should be a valid boolean"),
     "a key with another home": (
@@ -297,7 +297,7 @@ BAD: dict[str, tuple[str, str, str]] = {
     "async checkpoint": (
         "[data]",
         '[checkpoint]\nenable = true\nasync_mode = "async"\n[data]',
-        "checkpoint.async_mode = 'async': hetmesh has nothing of this key of torchtitan's but 'disabled'; write",
+        "checkpoint.async_mode = 'async': of torchtitan's values hetmesh has only 'disabled'; write",
     ),
     "TOML syntax": ("steps = 800", "steps = = 800", "not valid TOML: Invalid value (at line 34, column 9)"),
 }

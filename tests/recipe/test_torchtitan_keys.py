@@ -20,7 +20,7 @@ REFUSED = {
     "training.dataset": "[data] source",
     "activation_checkpoint.selective_ac_option": "write 'op'",
 }
-"""Keys whose defaults hetmesh has nothing of -> what to write instead."""
+"""Keys whose defaults hetmesh does not have -> what to write instead."""
 
 
 def without_none(value):
@@ -101,7 +101,7 @@ def test_keys_of_what_is_on_are_said_or_refused():
     }
     with pytest.raises(RecipeError) as caught:
         parse_recipe(dumped({"validation.enable": True}, REFUSED))
-    assert str(caught.value).startswith("validation.dataset = 'c4_validation': hetmesh has nothing of this key")
+    assert str(caught.value).startswith("validation.dataset = 'c4_validation': a key of torchtitan's that")
 
 
 @pytest.mark.parametrize(
@@ -165,5 +165,7 @@ def test_overrides_in_the_form_of_torchtitans_command_line(overrides, read, expe
     )
     with pytest.raises(RecipeError, match="give it a value"):
         parse_recipe(MODULE, ["--training.steps"])
-    with pytest.raises(RecipeError, match=r"profiling\.enable_profiling = True: hetmesh has nothing"):
+    with pytest.raises(
+        RecipeError, match=r"profiling\.enable_profiling = True: of torchtitan's values hetmesh has only False"
+    ):
         parse_recipe(MODULE, ["--profiling.enable_profiling"])

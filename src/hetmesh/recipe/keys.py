@@ -139,10 +139,12 @@ class _Check:
             self.without_effect.append(f"{key} = {value!r}: {foreign.note}")
             return True
         accepted = foreign.accepted if isinstance(foreign.accepted, tuple) else ()
-        values = f" but {' or '.join(map(repr, accepted))}" if accepted else ""
-        self.refusals.add(
-            f"{key} = {value!r}: hetmesh has nothing of this key of torchtitan's{values}; {foreign.instead}"
+        which = (
+            f"of torchtitan's values hetmesh has only {' and '.join(map(repr, accepted))}"
+            if accepted
+            else "a key of torchtitan's that hetmesh does not have"
         )
+        self.refusals.add(f"{key} = {value!r}: {which}; {foreign.instead}")
         return False
 
 

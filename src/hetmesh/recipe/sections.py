@@ -288,6 +288,7 @@ class Data(Section):
     on_bad_sample: Literal["stop", "skip"] = (
         "stop"  # one that cannot be read: end the run, or leave it out and count it
     )
+    on_no_target: Literal["count", "stop"] = "count"  # a sample that adds nothing to the loss: name the first, or end
 
     @property
     def options(self) -> dict[str, Any]:

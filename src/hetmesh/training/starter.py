@@ -169,7 +169,12 @@ def _draft(directory: str, data: Conversations | None, gpu: bool, machine: str |
     if data.validation_path:
         options["validation_path"] = data.validation_path
         tables["validation"] = {"freq": 100}
-    tables["data"] = {"num_workers": 4 if gpu else 0, "on_bad_sample": "stop", "options": options}
+    tables["data"] = {
+        "num_workers": 4 if gpu else 0,
+        "on_bad_sample": "stop",
+        "on_no_target": "count",
+        "options": options,
+    }
     return tables
 
 
@@ -177,7 +182,7 @@ def _dumped(tables: Mapping[str, Any], overrides: Sequence[str]) -> str:
     """The tables as TOML, with the overrides in them."""
     raw = {section: table for section, table in tables.items() if table}
     given = list(parse_overrides(overrides))
-    modules = {path[1]: {} for path, _ in given if path[0] == "modules" and len(path) > 1}
+    modules: dict[str, Any] = {path[1]: {} for path, _ in given if path[0] == "modules" and len(path) > 1}
     raw = {**raw, "modules": modules} if modules else raw
     for path, value in given:
         raw = apply_override(raw, path, value)
