@@ -10,6 +10,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.recipe.keys import SECTIONS, valid_keys
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.recipe.torchtitan_keys import FOREIGN
+from hetmesh.training.refusals import check_recipe, check_run
 
 DEFAULTS = json.loads((Path(__file__).parent / "torchtitan_0_2_2.json").read_text())["defaults"]
 MODULE = '[modules.llm]\nmodel = "qwen3"\n'
@@ -75,6 +76,8 @@ def test_all_other_defaults_are_taken_and_what_does_nothing_is_said():
     assert (recipe.training.mixed_precision_param, recipe.lr_scheduler.warmup_steps) == ("bfloat16", 200)
     assert (recipe.validation.enable, recipe.activation_checkpoint.mode) == (False, "selective")
     assert [line.split(" = ")[0] for line in recipe.without_effect] == ["training.gc_freq", "comm.trace_buf_size"]
+    check_recipe(recipe)
+    check_run(recipe)
 
 
 def test_keys_of_what_is_on_are_said_or_refused():

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hetmesh.errors import RecipeError
 
@@ -34,8 +35,12 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.ranks is not None and args.ranks < 1:
         raise RecipeError(f"--ranks {args.ranks}: must be above 0")
     from hetmesh.recipe.hf_path import expand_hf_path
+    from hetmesh.recipe.overrides import apply_override, parse_overrides
 
-    expand_hf_path({"model": {"hf_path": args.directory}})  # whatever is wrong with it, before torch is imported
+    raw: dict[str, Any] = {"model": {"hf_path": args.directory}, "data": {} if args.data else {"source": "synthetic"}}
+    for path, value in parse_overrides(overrides):
+        raw = apply_override(raw, path, value) if path[0] == "data" else raw
+    expand_hf_path(raw)  # whatever is wrong with the directory is said before torch is imported
     from hetmesh.cli.check import checked
     from hetmesh.data.find_conversations import find_conversations
     from hetmesh.files import writing
