@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -98,14 +100,22 @@ def test_without_data_it_takes_random_ones(written):
 
 
 @pytest.mark.slow
-def test_from_a_directory_and_a_folder_of_images_to_a_trained_model(root, written, capsys):
-    """The commands of README's first lines about one's own model."""
-    assert written("--data", "pets", "--write", "pets.toml") == ""
-    assert main(["train", "pets.toml", "--job.dump_folder", "run"]) == 0
-    assert "weights: logits differ from transformers' own by at most" in capsys.readouterr().out
+def test_the_commands_from_a_directory_and_a_folder_of_images(root):
+    """As README has them, on two ranks."""
+
+    def hetmesh(*arguments):
+        command = [sys.executable, "-m", "hetmesh", *arguments]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    recipe = hetmesh("init", "qwen3_vl", "--data", "pets", "--ranks", "2", "--job.dump_folder", "run").stdout
+    (root / "pets.toml").write_text(recipe)
+    trained = hetmesh("train", "pets.toml")
+    assert "weights: logits differ from transformers' own by at most" in trained.stdout
+    assert "workers start anew" not in trained.stderr  # which takes three times as long
     lines = [json.loads(line) for line in (root / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line["step"] for line in lines if "grad_norm" in line]
-    assert steps == [1, 2, 3]
+    assert [line["step"] for line in lines if "grad_norm" in line] == [1, 2, 3]
     assert (root / "run" / "checkpoint" / "step-3").is_dir()
 
 

@@ -10,7 +10,7 @@ from hetmesh.planner import Found, MacroBatch, Prediction, Problem
 from hetmesh.planner.macro_batch import SHARE
 from hetmesh.planner.search import BATCHES
 from hetmesh.recipe.meshes import DEGREE_OF_AXIS
-from hetmesh.recipe.sections import schedule_spelling
+from hetmesh.recipe.schedule_names import schedule_spelling
 from hetmesh.simulate import CLASSES
 from hetmesh.training.metrics import amount
 from hetmesh.training.wording import counted, table

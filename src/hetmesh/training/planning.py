@@ -19,7 +19,7 @@ from hetmesh.recipe.module_options import packs_anyway
 from hetmesh.recipe.overrides import parse_overrides
 from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.recipe.rewrite import rewritten
-from hetmesh.recipe.sections import schedule_name, schedule_spelling
+from hetmesh.recipe.schedule_names import schedule_name, schedule_spelling
 from hetmesh.schedule import POLICIES
 from hetmesh.training.balance import recipe_balance
 from hetmesh.training.describe import describe, make_loader
