@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import re
@@ -287,27 +286,6 @@ def test_an_image_without_a_processor_and_padding_that_is_no_placeholder(root):
     ):
         source(root, talk([image()], "a cat"), image_processor=None).meta(0)
     assert source(root, talk("what"), placeholders={"image": "</s>"}).pad_id == 1  # <s>: </s> is taken
-
-
-def test_images_in_the_record_and_addresses(root):
-    data = base64.b64encode((root / "wide.png").read_bytes()).decode()
-    asked = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
-    own = source(root, talk([asked, text("what")], "a cat"), talk([image(), text("what")], "a cat"))
-    (given,), (expected,) = (own.load(i).media["image"] for i in range(2))
-    assert torch.equal(given, expected)
-    assert said(own) == said(own, 1)
-    file = {"type": "image_url", "image_url": {"url": (root / "wide.png").as_uri()}}
-    assert torch.equal(source(root, talk([file], "a cat")).load(0).media["image"][0], expected)
-    asked["image_url"]["url"] = "https://example.org/cat.png"
-    with pytest.raises(SampleError, match=r"sample 't': 'https://example.org/cat.png' is an address, and nothing is"):
-        source(root, talk([asked], "a cat")).meta(0)
-
-
-def test_conversations_in_which_nobody_answers_have_no_target(root):
-    """They are counted, or end the run, as [data] on_no_target says; a batch of nothing else is an error."""
-    turns = [{"from": "human", "value": "what is this"}, {"from": "human", "value": "and this"}]
-    data = source(root, {"id": "h", "conversations": turns}, talk("what", "a cat"))
-    assert [data.meta(i).targets == () for i in range(2)] == [True, False]
 
 
 def test_validation_has_its_own_file(root):

@@ -7,12 +7,14 @@ import io
 import json
 
 import pytest
+import torch
 from PIL import Image
+from test_data_conversations import image, root, said, source, talk, text  # noqa: F401
 
 from hetmesh.data.find_conversations import Conversations, find_conversations
 from hetmesh.data.inline import inline
 from hetmesh.data.turns import turns_of
-from hetmesh.errors import RecipeError
+from hetmesh.errors import RecipeError, SampleError
 
 ASK, SAY = {"type": "text", "text": "what"}, ("assistant", "a cat")
 CAT = {"type": "image", "image": "cat.png"}
@@ -100,6 +102,27 @@ def test_media_in_a_record():
         inline("data:,hello", str)
     with pytest.raises(OSError, match="is no base64"):
         inline("data:image/png;base64,A", lambda: "data:image/png;base64,A").read()
+
+
+def test_images_in_the_record_and_addresses(root):  # noqa: F811
+    data = base64.b64encode((root / "wide.png").read_bytes()).decode()
+    asked = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    own = source(root, talk([asked, text("what")], "a cat"), talk([image(), text("what")], "a cat"))
+    (given,), (expected,) = (own.load(i).media["image"] for i in range(2))
+    assert torch.equal(given, expected)
+    assert said(own) == said(own, 1)
+    file = {"type": "image_url", "image_url": {"url": (root / "wide.png").as_uri()}}
+    assert torch.equal(source(root, talk([file], "a cat")).load(0).media["image"][0], expected)
+    asked["image_url"]["url"] = "https://example.org/cat.png"
+    with pytest.raises(SampleError, match=r"sample 't': 'https://example.org/cat.png' is an address, and nothing is"):
+        source(root, talk([asked], "a cat")).meta(0)
+
+
+def test_conversations_in_which_nobody_answers_have_no_target(root):  # noqa: F811
+    """They are counted, or end the run, as [data] on_no_target says; a batch of nothing else is an error."""
+    turns = [{"from": "human", "value": "what is this"}, {"from": "human", "value": "and this"}]
+    data = source(root, {"id": "h", "conversations": turns}, talk("what", "a cat"))
+    assert [data.meta(i).targets == () for i in range(2)] == [True, False]
 
 
 @pytest.fixture

@@ -10,10 +10,9 @@ SCHEDULE_NAMES: Mapping[str, str] = {"1F1B": "1f1b", "Interleaved1F1B": "interle
 
 
 def schedule_name(value: Any) -> Any:
-    """The name of a policy in `hetmesh.schedule`, in whatever case torch's name of it is written, as torch has it."""
-    return (
-        {k.lower(): v for k, v in SCHEDULE_NAMES.items()}.get(value.lower(), value) if isinstance(value, str) else value
-    )
+    """The name of a policy in `hetmesh.schedule` for torch's, whose case does not count, as for torch; else `value`."""
+    policies = {name.lower(): policy for name, policy in SCHEDULE_NAMES.items()}
+    return policies.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def schedule_spelling(name: str) -> str:

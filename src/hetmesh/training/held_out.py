@@ -21,9 +21,9 @@ def held_out_source(recipe: Recipe, sources: SplitSources | None = None) -> Sour
         RecipeError: `[validation]` has a freq or a number of samples, and the source has no validation split, an empty
             one, or one of fewer samples.
     """
-    keys = recipe.validation
-    if not keys.enable:
+    if not recipe.validation.enable:
         return None
+    keys = recipe.validation
     key = f"validation.freq = {keys.freq}" if keys.freq else f"validation.samples = {keys.samples}"
     asked = bool(keys.freq) or keys.samples is not None
     try:
