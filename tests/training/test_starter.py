@@ -37,7 +37,7 @@ def root(tmp_path_factory):
     for i in range(8):
         Image.fromarray(draw.integers(0, 256, (9 + i, 14, 3), dtype=np.uint8)).save(root / f"pets/images/{i}.png")
         turns = [{"from": "human", "value": "<image>\nwhat is this"}, {"from": "gpt", "value": "a cat"}]
-        talks.append({"id": str(i), "image": f"{i}.png", "conversations": turns})
+        talks.append({"id": str(i), "image": f"{i}.png", "conversations": turns[: 1 if i == 3 else 2]})
     (root / "pets" / "train.json").write_text(json.dumps(talks[:6]))
     (root / "pets" / "val.json").write_text(json.dumps(talks[6:]))
     (root / "pets" / "notes.json").write_text('{"by": "nobody"}')
@@ -69,6 +69,7 @@ def test_it_prints_a_commented_recipe_that_passes_check(root, written, capsys):
     assert options["media_folder"] == "pets/images"
     assert recipe.training.seq_len == 32  # 21 tokens and rows in the longest sample
     assert (recipe.batch.global_batch_size, recipe.training.steps, recipe.validation.freq) == (6, 3, 100)
+    assert "# 1 of 6 samples looked at add nothing to the loss; or stop" in text
     assert "# Layout: the fastest of " in text
     for placement in ("homogeneous", "colocated", "disjoint"):
         assert any(line.startswith("#") and f" {placement} " in line for line in text.splitlines())
@@ -126,7 +127,10 @@ def test_what_is_wrong_with_directory_or_data_is_said_as_check_says_it(root, wri
     refused = capsys.readouterr().err
     assert main(["check", str(tmp_path / "recipe.toml")]) == 2
     assert capsys.readouterr().err == refused.replace("error: ", f"error: {tmp_path}/recipe.toml: ")
+    asked = [{"from": "human", "value": "what is this"}]
+    (root / "asked.json").write_text(json.dumps([{"id": "a", "conversations": asked}]))
     for arguments, says in (
+        (["--data", "asked.json"], "none of 1 samples of the data that were looked at has a target: nothing in them"),
         (["--data", "qwen3_vl"], "--data = 'qwen3_vl': no conversations in it: one conversation per line of a .jsonl"),
         (["--data", "nowhere"], "--data = 'nowhere': there is no such file"),
         (["--data", "pets", "--ranks", "0"], "--ranks 0: must be above 0"),

@@ -147,6 +147,8 @@ def _comment(path: Sequence[str], starter: Starter) -> str:
         return (
             f"tokens of the longest sample allowed, with images; the longest of those looked at has {starter.longest:,}"
         )
+    if key == "data.on_no_target" and starter.without_target:
+        return f"{starter.without_target} of {starter.looked_at} samples looked at add nothing to the loss; or stop"
     if key == "training.steps":
         steps, size = (starter.tables["training"][name] for name in ("steps", "global_batch_size"))
         return f"so often through {starter.samples:,} samples: {steps * size / starter.samples:.2g}"

@@ -18,6 +18,7 @@ from hetmesh.cost import Machine, find_machine, load_machine
 from hetmesh.data.find_conversations import Conversations
 from hetmesh.data.source import Source
 from hetmesh.errors import RecipeError
+from hetmesh.graph import MetaArrays
 from hetmesh.models import Adapter
 from hetmesh.planner import Found, Problem, search
 from hetmesh.recipe.hf_path import positions_of, synthetic_options
@@ -48,14 +49,18 @@ class Starter:
     Attributes:
         tables: the recipe, as TOML has it.
         samples: in the data.
-        longest: tokens of the longest of those looked at, media expanded.
+        looked_at: those that say how samples are.
+        longest: tokens of the longest of them, media expanded.
+        without_target: how many of them add nothing to the loss.
         problem, found: the search for its layout.
         tried: numbers of ranks that do not hold it.
     """
 
     tables: Mapping[str, Any]
     samples: int
+    looked_at: int
     longest: int
+    without_target: int
     problem: Problem
     found: Found
     tried: tuple[int, ...] = ()
@@ -83,7 +88,8 @@ def starter(
     device = _machine(machine)
     gpu = device.name != "cpu"
     tables = _draft(directory, data, gpu, machine)
-    recipe, source, longest = _measured(tables, overrides)
+    recipe, source, metas = _measured(tables, overrides)
+    longest, without = int(metas.tokens.max()), int((metas.num_targets == 0).sum())
     tables["training"]["seq_len"] = min(_up_to(longest, 16), positions_of(directory) or LONGEST)
     given = range_of_ranks(machine, ranks)
     tried: list[int] = []
@@ -95,7 +101,8 @@ def starter(
         found = search(problem, shown=1)
         if found.fastest is not None:
             planned = planned_text(recipe, text, (), problem, found.fastest.plan)
-            return Starter(tomli.loads(planned), len(source), longest, problem, found, tuple(tried))
+            seen = len(source), len(metas), longest, without
+            return Starter(tomli.loads(planned), *seen, problem, found, tuple(tried))
         tried.append(count)
         least = found.least_bytes
     raise RecipeError(
@@ -189,14 +196,19 @@ def _dumped(tables: Mapping[str, Any], overrides: Sequence[str]) -> str:
     return tomlkit.dumps(raw)
 
 
-def _measured(tables: Mapping[str, Any], overrides: Sequence[str]) -> tuple[Recipe, Source, int]:
-    """The recipe, its data, and the tokens of the longest sample."""
+def _measured(tables: Mapping[str, Any], overrides: Sequence[str]) -> tuple[Recipe, Source, MetaArrays]:
+    """The recipe, its data, and expanded metadata of samples from all of them."""
     recipe = parse_recipe(_dumped(tables, overrides))
     source, adapters, graph = describe(recipe)
     loader = make_loader(recipe, source, graph, adapters)
     step = max(len(source) // LOOKED_AT, 1)
     metas = loader.drawn(list(range(0, len(source), step))[:LOOKED_AT]).metas
-    return recipe, source, int(metas.tokens.max())
+    if not metas.num_targets.any():
+        raise RecipeError(
+            f"none of {len(metas)} samples of the data that were looked at has a target: nothing in them is the "
+            "assistant's (`role` assistant, `from` gpt), or the chat template leaves it out"
+        )
+    return recipe, source, metas
 
 
 def _steps(samples: int, ranks: int, steps: int | None) -> dict[str, int]:
