@@ -6,6 +6,7 @@ What no file says (batch size, steps, learning rate) are usual values of full fi
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +146,7 @@ def _machine(name: str | None) -> Machine:
 
 def _draft(directory: str, data: Conversations | None, gpu: bool, machine: str | None) -> dict[str, Any]:
     """The tables without a layout. Samples may be of any length, and come one at a time."""
-    name = Path(directory).expanduser().resolve().name
+    name = _name(directory)
     tables: dict[str, Any] = {
         "job": {"description": f"{name}: fine-tuning", "dump_folder": f"./outputs/{name}"},
         "model": {"hf_path": directory},
@@ -183,6 +184,12 @@ def _draft(directory: str, data: Conversations | None, gpu: bool, machine: str |
         "options": options,
     }
     return tables
+
+
+def _name(directory: str) -> str:
+    """What the model is called: its folder, or of a snapshot in the cache of Hugging Face's hub its repository."""
+    path = Path(os.path.abspath(Path(directory).expanduser()))
+    return path.parents[1].name.rpartition("--")[2] if path.parent.name == "snapshots" else path.name
 
 
 def _dumped(tables: Mapping[str, Any], overrides: Sequence[str]) -> str:
