@@ -155,6 +155,7 @@ def test_what_is_not_there_is_said(folder):
     (folder / "pictures" / "cat.png").unlink()
     with pytest.raises(RecipeError, match=r"talks.jsonl names 'cat.png', which is neither beside it nor in a folder"):
         find_conversations(str(folder))
+    assert find_conversations(str(folder), "elsewhere").media_folder == "elsewhere"
     with pytest.raises(RecipeError, match=r"--data = '.*pictures': no conversations in it: one conversation per line"):
         find_conversations(str(folder / "pictures"))
     with pytest.raises(RecipeError, match="--data = 'nowhere': there is no such file"):

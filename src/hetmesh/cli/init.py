@@ -48,7 +48,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from hetmesh.report.starter_text import starter_text
     from hetmesh.training.starter import starter
 
-    data = None if args.data is None else find_conversations(args.data)
+    folder = raw["data"].get("options", {}).get("media_folder")
+    data = None if args.data is None else find_conversations(args.data, folder)
     found = starter(args.directory, data, machine=args.machine, ranks=args.ranks, overrides=overrides)
     text = starter_text(found)
     checked(parse_recipe(text))

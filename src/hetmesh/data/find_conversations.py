@@ -39,8 +39,12 @@ class Conversations:
     media_folder: str = ""
 
 
-def find_conversations(given: str, key: str = "--data") -> Conversations:
+def find_conversations(given: str, media_folder: str | None = None, key: str = "--data") -> Conversations:
     """The conversations that `given` names: a file, a pattern of files, or a folder that has them.
+
+    Args:
+        media_folder: where relative names of media start, if it is known.
+        key: what errors begin with.
 
     Raises:
         RecipeError: there are none, or several; none in a form that is read; media files that they name are not there.
@@ -48,8 +52,8 @@ def find_conversations(given: str, key: str = "--data") -> Conversations:
     root = Path(given).expanduser()
     if not root.is_dir() or (root / "dataset_info.json").is_file():
         store = open_store(str(root), None, key)
-        path = Path(store.files[0])
-        return Conversations(str(root), "", _media_folder(store, path.parent, [path.parent], key))
+        start = Path(store.files[0]).parent
+        return Conversations(str(root), "", media_folder or _media_folder(store, start, [start], key))
     groups = dict(_groups(root, key))
     held_out = [name for name in groups if _is_held_out(name)]
     train = [name for name in groups if name not in held_out]
@@ -61,7 +65,7 @@ def find_conversations(given: str, key: str = "--data") -> Conversations:
     validation = held_out[0] if train and len(held_out) == 1 else ""
     store = groups[name]
     start = Path(name).parent
-    folder = _media_folder(store, start, [start, root, *_folders(root)], key)
+    folder = media_folder or _media_folder(store, start, [start, root, *_folders(root)], key)
     return Conversations(name, validation, folder)
 
 
@@ -123,7 +127,7 @@ def _media_folder(store: Store, start: Path, candidates: Iterable[Path], key: st
             return "" if folder == start else str(folder)
     raise RecipeError(
         f"{key}: {store.path} names {relative[0]!r}, which is neither beside it nor in a folder there; keep media "
-        "files in the folder that --data names, or give [data.options] media_folder as --data.options.media_folder"
+        "files in the folder that it names, or say where names start: --data.options.media_folder FOLDER"
     )
 
 
