@@ -41,6 +41,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from hetmesh.cli.launch import launch, threads_per_worker
 
     torch.set_num_threads(1)  # workers are forked from this process: it must not have started a thread by then
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers start threads with their first batch of texts
     _announce(recipe, [*checked(recipe), *_self_checked(recipe, args, overrides)])
     if recipe.world_size > 1:
         return launch(recipe)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import torch
@@ -18,13 +19,14 @@ from torch import Tensor
 from hetmesh.data.chat import FILES, Chat, Encoded
 from hetmesh.data.images import COMBINED, FILE, ImageProcessor
 from hetmesh.data.index import SUFFIX, content_hash, file_states, load_index
+from hetmesh.data.inline import inline
 from hetmesh.data.metas import metas_one_by_one
 from hetmesh.data.open_store import find_files, open_store
 from hetmesh.data.recordings import RecordingProcessor
 from hetmesh.data.source import Sample, wants
 from hetmesh.data.spans import FileSpan
 from hetmesh.data.stores import Blob
-from hetmesh.data.turns import MARKS, turns_of
+from hetmesh.data.turns import DATA_URL, MARKS, is_file_name, media_of, turns_of
 from hetmesh.errors import HetmeshError, RecipeError, Refusals, SampleError
 from hetmesh.graph.meta_arrays import MetaArrays
 from hetmesh.graph.sample import MediaItem, SampleMeta
@@ -51,7 +53,8 @@ class ConversationsSource:
     `{"id": ..., "image": FILE, "conversations": [{"from": "human", "value": "<image>..."}, {"from": "gpt", ...}]}`.
 
     `content` is a text, or a list of parts: `{"type": "text", "text": ...}`, `{"type": "image", "image": FILE}`,
-    `{"type": "audio", "audio": FILE}`. Roles are those that the tokenizer's chat template knows. The assistant's turns
+    `{"type": "audio", "audio": FILE}`, or as OpenAI and transformers write them (`turns.py`); media may be data URLs,
+    and are never downloaded. Roles are those that the tokenizer's chat template knows. The assistant's turns
     are the targets. In the text an item becomes its placeholder token, right where its part stands.
 
     Metadata needs the text alone; an image's header is read only where the size of the result depends on it. With an
@@ -269,7 +272,7 @@ class ConversationsSource:
         for at, (kind, value) in enumerate(named):
             before = sum(other == kind for other, _ in named[:at])
             try:
-                media.append((kind, self._store.media(index, kind, value, before)))
+                media.append((kind, self._blob(index, at, kind, value, before)))
             except OSError as error:
                 raise SampleError(f"sample {name!r}: {error}") from error
         for kind, held in self._store.held(index).items():
@@ -291,6 +294,16 @@ class ConversationsSource:
                 "does the chat template drop some, or add its own?"
             )
         return _Conversation(name, encoded, tuple(media), stored.size)
+
+    def _blob(self, index: int, at: int, kind: str, value: str | None, before: int) -> Blob:
+        """Media item `at` of a record: a file, or in the record itself. Raises OSError if there is none."""
+        if value is None or is_file_name(value):
+            return self._store.media(index, kind, value, before)
+        if value.startswith(DATA_URL):
+            return inline(value, lambda: list(media_of(turns_of(self._store.record(index).value)))[at][1])
+        if value.startswith("file://"):
+            return self._store.media(index, kind, unquote(urlsplit(value).path), before)
+        raise OSError(f"{value!r} is an address, and nothing is downloaded: save it, and name the file")
 
     def _text(self, name: str, content: Any, media: list[tuple[str, str | None]]) -> str:
         """The text of one turn; its media are appended to `media`."""

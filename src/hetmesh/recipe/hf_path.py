@@ -162,6 +162,33 @@ def _template(path: str, tokenizer: str) -> str | None:
     return "" if of_tokenizer or _is_file(tokenizer, "chat_template.jinja") else None
 
 
+def positions_of(path: str) -> int | None:
+    """The longest sequence that the LLM of a directory is made for; None where its config.json does not say."""
+    text = _table(_read(path, "config.json") or {}, "text_config")
+    found = text.get("max_position_embeddings")
+    return found if isinstance(found, int) else None
+
+
+def synthetic_options(path: str) -> dict[str, Any]:
+    """Options of the source `synthetic` that suit the LLM and the tower of a directory.
+
+    Raises:
+        RecipeError: its config.json does not say enough.
+    """
+    config = _read(path, "config.json") or {}
+    text, vision = _table(config, "text_config"), _table(config, "vision_config")
+    token = next((config[key] for key in PLACEHOLDER_KEYS["image"] if isinstance(config.get(key), int)), None)
+    vocabulary = text.get("vocab_size", config.get("vocab_size"))
+    if not vision or token is None or not isinstance(vocabulary, int):
+        raise RecipeError(
+            f"{SECTION}.{KEY} = {path!r}: its config.json does not say what random data should be like (vision_config, "
+            "image_token_id and vocab_size); give --data"
+        )
+    size = vision.get("image_size", 16 * vision.get("patch_size", 14) * vision.get("spatial_merge_size", 1))
+    height, width = (size, size) if isinstance(size, int) else tuple(size)[:2]
+    return {"vocab_size": vocabulary, "image_token": token, "image_shape": [3, height, width]}
+
+
 def check_placeholders(recipe: Recipe, placeholders: Mapping[str, int], vocabulary: int) -> None:
     """That a directory's config.json and the data agree on which token stands for an item: transformers, which an
     exported model goes back to, looks for the config's.

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from hetmesh.errors import RecipeError, Refusals
 from hetmesh.recipe import sections as sections
 from hetmesh.recipe.batch_sizes import BatchSizes, batch_sizes
+from hetmesh.recipe.frozen import freeze
 from hetmesh.recipe.hf_path import expand_hf_path
 from hetmesh.recipe.keys import check_keys, unknown, valid_keys
 from hetmesh.recipe.overrides import apply_override, parse_overrides
@@ -34,7 +35,7 @@ class Recipe(sections.Section):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, ignored_types=(cached_property,))
 
-    modules: Annotated[Mapping[str, sections.Module], Field(min_length=1), AfterValidator(sections.freeze)]
+    modules: Annotated[Mapping[str, sections.Module], Field(min_length=1), AfterValidator(freeze)]
     job: sections.JobKeys = sections.JobKeys()
     model: sections.ModelKeys = sections.ModelKeys()
     boundaries: tuple[sections.Boundary, ...] = ()
@@ -52,6 +53,7 @@ class Recipe(sections.Section):
     profiling: sections.Profiling = sections.Profiling()
     comm: sections.Comm = sections.Comm()
     debug: sections.Debug = sections.Debug()
+    without_effect: Annotated[tuple[str, ...], Field(exclude=True)] = ()  # keys that are taken but do nothing, in words
 
     @cached_property
     def wiring(self) -> Wiring:
@@ -151,7 +153,7 @@ def parse_recipe(text: str, overrides: Sequence[str] = ()) -> Recipe:
     raw = expand_hf_path(raw)
     for path, value in changes:  # also of what the directory expands to
         raw = apply_override(raw, path, value)
-    raw = check_keys(raw, refusals)
+    raw, without_effect = check_keys(raw, refusals)
     modules = raw.get("modules")
     if not modules:
         refusals.add(
@@ -163,7 +165,7 @@ def parse_recipe(text: str, overrides: Sequence[str] = ()) -> Recipe:
     _check_module_names(raw, refusals)
     raw["parallelism"] = _merge_flat(raw.get("parallelism", {}), modules)
     try:
-        recipe = Recipe.model_validate(sections.freeze(raw))
+        recipe = Recipe.model_validate(freeze({**raw, "without_effect": without_effect}))
     except ValidationError as error:
         refusals.said += _messages(error)
         raise RecipeError("\n".join(refusals.said)) from error

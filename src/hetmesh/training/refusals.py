@@ -47,7 +47,16 @@ def check_recipe(
         RecipeError: all that is wrong, a line each: key, what was given, what is valid.
     """
     refusals = Refusals()
-    for check in (_precision, _offload, _compile, _freezing, _optimizer, _schedule_keys, _bubble_fill):
+    for check in (
+        _precision,
+        _offload,
+        _compile,
+        _freezing,
+        _optimizer,
+        _learning_rates,
+        _schedule_keys,
+        _bubble_fill,
+    ):
         check(recipe, refusals)
     if placeholders is not None:
         _placeholders(recipe, placeholders, refusals)
@@ -134,8 +143,17 @@ def _offload(recipe: Recipe, refusals: Refusals) -> None:
 
 def _compile(recipe: Recipe, refusals: Refusals) -> None:
     keys = recipe.compile
-    if keys.enable and keys.components and (valid := unknown_backend(keys.backend)):
+    if keys.enable and "model" in keys.components and (valid := unknown_backend(keys.backend)):
         refusals.add(f"compile.backend = {keys.backend!r}: torch knows no such backend; valid are {', '.join(valid)}")
+
+
+def _learning_rates(recipe: Recipe, refusals: Refusals) -> None:
+    total, steps = recipe.lr_scheduler.total_steps, recipe.training.steps
+    if total is not None and total < steps:
+        refusals.add(
+            f"lr_scheduler.total_steps = {total}: the schedule would end before the run, which has training.steps = "
+            f"{steps}; valid are {steps} and more"
+        )
 
 
 def _placeholders(recipe: Recipe, placeholders: Collection[str], refusals: Refusals) -> None:

@@ -243,6 +243,11 @@ class Trainer:
             text = describe_without_targets(drawn, without, self.recipe.training.seq_len)
             if len(without) + len(left_out) == len(drawn):
                 raise SampleError(f"step {step}: no sample of the global batch has a target token: {text}")
+            if self.recipe.data.on_no_target == "stop":
+                raise SampleError(
+                    f"step {step}: {len(without)} of {len(drawn)} samples add nothing to the loss: {text}; mend or "
+                    'remove them, or let them be counted: data.on_no_target = "count"'
+                )
             self.reporter.warn_once(
                 "samples_without_target",
                 f"step {step}: {len(without)} of {len(drawn)} samples add nothing to the loss: {text}; from here on "
