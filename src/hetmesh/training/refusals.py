@@ -14,6 +14,7 @@ from hetmesh.errors import HetmeshError, RecipeError, Refusals
 from hetmesh.models import Adapter, add_lora, build_empty, check_weights, pretrained_of
 from hetmesh.models.batch_statistics import check_batch_statistics
 from hetmesh.models.build import build_on_meta
+from hetmesh.models.own.adapters import OwnAdapter
 from hetmesh.parallel.compile import unknown_backend
 from hetmesh.parallel.tensor_parallel import check_plan
 from hetmesh.recipe.batch_sizes import divisors
@@ -69,6 +70,7 @@ def check_recipe(
             with refusals.collect():
                 check_batch_statistics(name, recipe.modules[name].model, module)
             _plan(recipe, name, module, refusals)
+            _frozen_inside(recipe, name, module, refusals)
             with refusals.collect():
                 _lora(recipe, name, adapter, module)
     refusals.finish()
@@ -172,6 +174,11 @@ def _sequence_parallel(recipe: Recipe, name: str, adapter: Adapter, refusals: Re
         refusals.add(f"{key}: this {recipe.modules[name].model} cannot split its tokens{why}{hint}")
     elif recipe.modules[name].lora is not None:
         refusals.add(f"{key}: not together with modules.{name}.lora")
+    elif isinstance(adapter, OwnAdapter) and recipe.wiring.meshes[name].axis_size("pp") > 1:
+        refusals.add(
+            f"{key}: not together with the pipeline stages of a module of your own; make its "
+            "pipeline_parallel_degree 1, or leave the key out"
+        )
 
 
 def _packing_key(recipe: Recipe, name: str) -> str:
@@ -327,6 +334,18 @@ def _plan(recipe: Recipe, name: str, module: nn.Module, refusals: Refusals) -> N
             check_plan(module, {pattern: style})
         except RecipeError as error:
             refusals.add(f"modules.{name}.plan: {error}")
+
+
+def _frozen_inside(recipe: Recipe, name: str, module: nn.Module, refusals: Refusals) -> None:
+    """A module that has frozen all of its weights by itself: the graph would send gradients back for nothing."""
+    own, encoder = recipe.modules[name], not recipe.wiring.topology.inputs(name) and name != recipe.sink
+    if not own.trainable or own.lora is not None or any(p.requires_grad for p in module.parameters()):
+        return
+    if encoder or any(True for _ in module.parameters()):
+        refusals.add(
+            f"modules.{name}.trainable = true, but {type(module).__name__} has no parameter with requires_grad = True: "
+            f"write trainable = false in [modules.{name}], or let the class leave something to train"
+        )
 
 
 def _lora(recipe: Recipe, name: str, adapter: Adapter, module: nn.Module) -> None:
