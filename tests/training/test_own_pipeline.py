@@ -1,5 +1,7 @@
 """Modules that one has parallelised oneself, through a schedule: gradients equal one process, or are refused."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -135,8 +137,21 @@ def other_weights(name, module):
         nn.init.zeros_(module.bias)
 
 
-def mean(output, batch):
-    return (output - batch["targets"]).square()
+def partial_gradients(name, module):
+    """A part with tensor parallelism whose ranks each compute a share of a parameter's gradient."""
+    if name == "decoder":
+        module.append(Share())
+
+
+class Share(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, output):
+        own = torch.zeros(3, dtype=torch.float64)
+        own[World.current().rank % 2 :: 2] = 1
+        return output * (own * self.scale + (1 - own) * self.scale.detach())
 
 
 def says(rank, steps, meshes, more):
@@ -151,34 +166,83 @@ def says(rank, steps, meshes, more):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("meshes", "more", "ranks", "message"),
+    ("meshes", "more", "message"),
     [
-        (MESHES, {"summed": False}, (0, 1), r"GradientError: part 'encoder': fully_shard of the whole module divides"),
-        (MESHES, {"spoil": halve_middle}, (0, 1, 2, 3), r"those of 'middle' are 0\.5 times what they should be"),
-        (MESHES, {"spoil": halve_middle, "dtype": torch.float32}, (0, 1, 2, 3), r"those of 'middle' are 0\.5 times"),
-        (MESHES, {"spoil": other_weights}, (0, 1, 2, 3), r"ReplicaError: .*middle\.bias"),
-        (COLOCATED, {"schedule": "zero_bubble"}, (0, 1, 2, 3), r"GraphError: schedule = 'zero_bubble' splits the back"),
-        (MESHES, {"schedule": "gpipe"}, (0, 1, 2, 3), r"GraphError: schedule = 'gpipe': valid are sequential, 1f1b"),
+        (MESHES, {"summed": False}, r"GradientError: part 'encoder': fully_shard of the whole module divides"),
+        (MESHES, {"spoil": halve_middle}, r"those of 'middle' are 0\.5 times what they should be"),
+        (MESHES, {"spoil": halve_middle, "dtype": torch.float32}, r"those of 'middle' are 0\.5 times"),
+        (MESHES, {"spoil": partial_gradients}, r"GradientError: ranks .*: decoder\.3\.scale \(along tp\)"),
+        (MESHES, {"spoil": other_weights}, r"ReplicaError: .*middle\.bias"),
+        (COLOCATED, {"schedule": "zero_bubble"}, r"GraphError: schedule = 'zero_bubble' splits the back"),
+        (MESHES, {"schedule": "gpipe"}, r"GraphError: schedule = 'gpipe': valid are sequential, 1f1b"),
     ],
 )
-def test_what_would_not_be_a_sum_is_refused(pool4, meshes, more, ranks, message):
-    constructed = "summed" not in more
-    found = pool4.run(says, 1, meshes, more) if constructed else pool4.run(alone, more)
-    for rank in ranks:
-        assert __import__("re").search(message, found[rank]), found[rank]
+def test_what_would_not_be_a_sum_is_refused(pool4, meshes, more, message):
+    for found in pool4.run(says, 1, meshes, more):
+        assert re.search(message, found), found
 
 
-def alone(rank, more):
-    """Of a part that refuses on its own ranks before the others are waited for."""
-    from hetmesh.parallel import AdaptedModule, own_parallel_module
+@pytest.fixture
+def world():
+    world = hetmesh.init()
+    yield world
+    world.close()
 
-    spec, own = MESHES["encoder"], modules()["encoder"]
-    mesh = hetmesh.device_mesh(spec)
-    if mesh is None:
-        return ""
-    fully_shard(own, mesh=mesh)
-    try:
-        own_parallel_module("encoder", own, AdaptedModule(None, own, torch.float64), spec, mesh)
-    except GradientError as error:
-        return f"GradientError: {error}"
-    return ""
+
+ONE = MeshSpec.make([0], dp_shard=1)
+
+
+@pytest.mark.parametrize(
+    ("parts", "edges", "more", "message"),
+    [
+        (
+            {"a": Part(nn.Linear(8, 3), MeshSpec.make([0], dp=1))},
+            [],
+            {},
+            r"'a': the axes of its mesh are \['dp'\]; valid",
+        ),
+        (
+            {"a": Part(None, ONE)},
+            [],
+            {},
+            r"'a': rank 0 needs its module, and \(dp_shard=1\) on ranks \[0\] is its mesh",
+        ),
+        (
+            {"a": Part(nn.Linear(8, 3), ONE), "b": Part(nn.Linear(3, 3), ONE)},
+            [("a", "b")],
+            {},
+            r"give the shape of its out",
+        ),
+        (
+            {"a": Part(nn.Linear(8, 3), ONE, trainable=False)},
+            [],
+            {},
+            r"trainable = False, but it has parameters with req",
+        ),
+        ({"a": Part(nn.Linear(8, 3), ONE, (4,))}, [], {}, r"'a': must return shape \('samples', 4,\), got \(16, 3\)"),
+        (
+            {"a": Part(nn.Linear(8, 3), ONE)},
+            [],
+            {"loss": lambda o, b: o},
+            r"must return the sum over its samples, a sca",
+        ),
+        ({"a": Part(nn.parallel.DistributedDataParallel, ONE)}, [], {}, "is a DistributedDataParallel, which averages"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(world, parts, edges, more, message):
+    first = parts["a"]
+    if first.module is nn.parallel.DistributedDataParallel:
+        parts = {"a": Part(first.module(nn.Linear(8, 3)), ONE)}
+    options = {"loss": lambda output, batch: output.square().sum(), "microbatch": 16} | more
+    with pytest.raises((GraphError, BoundaryError, GradientError, LossError), match=message):
+        Pipeline(parts, edges, **options).step(lambda name, samples: {"input": torch.ones(len(samples), 8)}, SAMPLES)
+
+
+def test_a_frozen_part_and_a_flat_loss(world):
+    """Nothing is told about gradients that are zero."""
+    frozen = nn.Linear(8, 6).requires_grad_(False)
+    parts = {"a": Part(frozen, ONE, (6,), trainable=False), "b": Part(nn.Linear(6, 2), ONE)}
+    pipeline = Pipeline(parts, [("a", "b")], loss=lambda output, batch: 0 * output.sum() + 1)
+    assert pipeline.step(lambda name, samples: {"input": torch.ones(len(samples), 8)}, 4, divide_by=4) == 1
+    assert pipeline.checked == {"b": None}
+    assert pipeline.grad_norm() == 0

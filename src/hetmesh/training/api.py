@@ -50,6 +50,7 @@ def train(
         NonFiniteError: a loss or gradient is not finite, and `[training] on_non_finite` says stop.
         SelfCheckError, SampleError, OutputError: weights, a sample or a file are not as they must be.
     """
+    _check_type(recipe)
     check_run(recipe)
     _check_forks(recipe)
     with open_payloads(recipe) as payloads, world_of(recipe) as world:
@@ -78,6 +79,7 @@ def open_job(recipe: Recipe, *, loss: OwnLoss | None = None, self_check: bool = 
     Raises:
         As `train`.
     """
+    _check_type(recipe)
     _check_forks(recipe)
     with open_payloads(recipe) as payloads, world_of(recipe) as world:
         if self_check:
@@ -90,6 +92,13 @@ def open_job(recipe: Recipe, *, loss: OwnLoss | None = None, self_check: bool = 
             yield job
         finally:
             job.upcoming.close()
+
+
+def _check_type(recipe: object) -> None:
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"a hetmesh.Recipe is needed: hetmesh.load_recipe(path), or parse_recipe(...); got {recipe!r:.80}"
+        )
 
 
 def _check_forks(recipe: Recipe) -> None:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from hetmesh.boundary import World
 from hetmesh.errors import GradientError
@@ -18,8 +20,55 @@ _TOLERANCE = 0.2
 _CHANGE = {torch.float64: 1e-4, torch.float32: 1e-2}
 """By which share of itself the loss shall change: rounding is then below a hundredth of the change."""
 
+_ALIKE = 1e-2
+"""Of a gradient's norm: how far apart replicas may compute it."""
+
 _STEP = 0.02
 """Most that parameters may change, of their norm: a larger step might not be along a line."""
+
+
+def check_replica_gradients(parts: Mapping[str, ParallelModule], world: World) -> None:
+    """Compare the gradients of replicas of a parameter, by their norm and their sum. Collective over all ranks.
+
+    Args:
+        parts: those of this rank, in the order of the graph.
+
+    Raises:
+        GradientError: on all ranks: some differ by more than rounding; a part with tensor parallelism has left
+            gradients partial, say.
+    """
+    wrong: list[str] = []
+    for name, part in parts.items():
+        named = {fqn: p for fqn, p in part.module.named_parameters() if p.requires_grad}
+        for axis in part.spec.axes:
+            compared = [fqn for fqn in named if axis not in part.axes[fqn].sharded]
+            if not compared or part.spec.axis_size(axis) == 1:
+                continue
+            own = torch.stack([_summary(named[fqn]) for fqn in compared]).to(world.device)
+            every = [torch.empty_like(own) for _ in range(part.spec.axis_size(axis))]
+            with world.waiting("comparison of gradients"):
+                dist.all_gather(every, own, group=part.device_mesh.get_group(axis))
+            table = torch.stack(every).cpu()
+            off = (table - table[0]).abs().amax((0, 2)) > _ALIKE * table[..., 0].amax(0)
+            wrong += [f"{name}.{compared[i]} (along {axis})" for i in off.nonzero().flatten().tolist()]
+    found: list[list[str] | None] = [None] * world.size
+    with world.waiting("comparison of gradients"):
+        dist.all_gather_object(found, wrong, group=world.group(range(world.size)))
+    if everything := list(dict.fromkeys(text for each in found for text in each or ())):
+        raise GradientError(
+            f"ranks that hold the same parameter have different gradients of it: {', '.join(everything[:8])}"
+            f"{' and more' if len(everything) > 8 else ''}; what each rank computed of it must be summed over that "
+            "axis, or be the same on all of its ranks"
+        )
+
+
+def _summary(parameter: nn.Parameter) -> Tensor:
+    """Norm of a gradient, and its sum over the root of its size, which is no larger."""
+    gradient = local_gradient(parameter)
+    if gradient is None or not gradient.numel():
+        return torch.zeros(2, dtype=torch.float64)
+    gradient = gradient.double()
+    return torch.stack([gradient.norm(), gradient.sum() / gradient.numel() ** 0.5]).cpu()
 
 
 def check_gradients(

@@ -10,11 +10,13 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from hetmesh.balance import BatchPlan, plan_batch
 from hetmesh.boundary import World
-from hetmesh.errors import BoundaryError, GraphError, LossError
+from hetmesh.errors import BoundaryError, GraphError, HetmeshError, LossError
 from hetmesh.graph import (
     LANE_AXES,
     BoundarySpec,
@@ -30,7 +32,7 @@ from hetmesh.parallel import AdaptedModule, ParallelModule, check_replicas, own_
 from hetmesh.parallel.fully_shard import sharded_modules
 from hetmesh.runtime import Runtime
 from hetmesh.schedule import POLICIES, Schedule
-from hetmesh.training.gradient_check import check_gradients
+from hetmesh.training.gradient_check import check_gradients, check_replica_gradients
 from hetmesh.training.gradients import counted, reduce_over_ranks, scale, squared_norm
 
 SCHEDULES = ("sequential", "1f1b", "zero_bubble")
@@ -71,8 +73,8 @@ class Pipeline:
 
     Gradients are SUMS over the whole batch, whatever the meshes: `step` divides them once, by `divide_by`. Over the
     lanes of a part they are summed by FSDP where it has the parameter (`hetmesh.sum_over_shards` tells it to sum, which
-    is checked), else here. In the first step they are compared with differences of the loss, which finds anything else
-    that does not sum.
+    is checked), else here. In the first step those of replicas are compared with each other, and all of them with
+    differences of the loss: that finds what else does not sum.
 
     Args:
         parts: by name. A pipeline stage is a part.
@@ -81,7 +83,7 @@ class Pipeline:
             `load` gave for it: the SUM of the loss over these samples, a scalar.
         schedule: one of `SCHEDULES`.
         microbatch: samples per microbatch and lane of the last part.
-        check: whether to compare gradients with differences of the loss in the first step: two more forwards per part.
+        check: whether to compare gradients in the first step; it takes two more forwards per part.
 
     Attributes:
         checked: after the first step, per part the ratio of both, near 1; None where rounding hides it.
@@ -89,7 +91,7 @@ class Pipeline:
     Raises:
         GraphError: parts, boundaries, meshes and modules do not fit each other.
         GradientError: something in a part averages gradients; in the first step also: they are no sums.
-        ReplicaError: lanes start from different weights.
+        ReplicaError: lanes start from different weights. All of these on all ranks.
     """
 
     def __init__(
@@ -154,6 +156,7 @@ class Pipeline:
             parameter.grad = None
         total = self._run(load, samples, training=True)
         if self.checked is None:
+            check_replica_gradients(self.parallel, self.world)
             self.checked = check_gradients(
                 {name: self.parallel.get(name) for name in self.graph.order if self.parts[name].trainable},
                 lambda: self._run(load, samples, training=False),
@@ -201,10 +204,23 @@ class Pipeline:
         return plan, POLICIES[self.schedule](stage_graph(self.graph), plan.routes, training)
 
     def _parallel_modules(self) -> dict[str, ParallelModule]:
+        meshes = {name: self.world.device_mesh(self.parts[name].mesh) for name in self.graph.order}
+        found, error = dict[str, ParallelModule](), None
+        try:
+            found = self._own_modules(meshes)
+        except HetmeshError as own:
+            error = own
+        told: list[HetmeshError | None] = [None] * self.world.size
+        with self.world.waiting("whether every rank has its parts"):
+            dist.all_gather_object(told, error, group=self.world.group(range(self.world.size)))
+        if first := next((each for each in told if each is not None), None):
+            raise first
+        return found
+
+    def _own_modules(self, meshes: Mapping[str, DeviceMesh | None]) -> dict[str, ParallelModule]:
         found: dict[str, ParallelModule] = {}
-        for name in self.graph.order:
+        for name, mesh in meshes.items():
             part, member = self.parts[name], self.world.rank in self.parts[name].mesh
-            mesh = self.world.device_mesh(part.mesh)
             if member != (part.module is not None):
                 what = "needs its module" if member else "has a module"
                 raise GraphError(f"part {name!r}: rank {self.world.rank} {what}, and {part.mesh} is its mesh")

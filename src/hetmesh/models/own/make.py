@@ -19,7 +19,7 @@ from hetmesh.models.own.packing_probe import check_packing
 from hetmesh.models.own.stage_probe import first_layers
 from hetmesh.models.own.token_probe import check_tokenwise
 
-_PROTOCOL = tuple(name for name in dir(Adapter) if not name.startswith("_"))
+_PROTOCOL = frozenset(name for name in dir(Adapter) if not name.startswith("_"))
 
 
 def make_own(model: str, request: AdapterRequest) -> Adapter | None:
@@ -42,7 +42,7 @@ def _of_adapter(found: type, model: str, request: AdapterRequest) -> Adapter | N
             "classmethod make(request), which gets a hetmesh.models.AdapterRequest and returns the adapter"
         )
     adapter = make(request)
-    missing = [name for name in _PROTOCOL if not hasattr(adapter, name)] if adapter is not None else []
+    missing = sorted(_PROTOCOL - set(dir(adapter))) if adapter is not None else []
     if missing:
         raise RecipeError(
             f"{request.key}.model: {model!r}: what its make(request) returned, a {type(adapter).__name__}, is not a "
