@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,7 +79,7 @@ LAYOUTS = {
         ranks = [2, 3]
         tensor_parallel_degree = 2
         enable_sequence_parallel = true""",
-    "tower FSDP 4, LLM CP 2 x PP 2 packed": """
+    "tower FSDP 4, LLM CP 2 x PP 2, media that see all of themselves": """
         [parallelism.vision]
         ranks = "0-3"
         data_parallel_shard_degree = 4
@@ -103,7 +104,16 @@ def laid_out(example, name, *overrides):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_example_equals_one_process_in_every_layout(pool4, example, name):
-    parity.check(pool4, laid_out(example, name))
+    mask = ("--modules.llm.attention_mask", "bidirectional_media") if "see all" in name else ()
+    parity.check(pool4, laid_out(example, name, *mask))
+
+
+@pytest.mark.slow
+def test_the_command_of_the_page_trains_from_any_folder(example, tmp_path):
+    command = [sys.executable, "-m", "hetmesh", "train", str(example), "--job.dump_folder", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 class Chain(nn.Module):

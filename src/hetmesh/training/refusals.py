@@ -14,7 +14,6 @@ from hetmesh.errors import HetmeshError, RecipeError, Refusals
 from hetmesh.models import Adapter, add_lora, build_empty, check_weights, pretrained_of
 from hetmesh.models.batch_statistics import check_batch_statistics
 from hetmesh.models.build import build_on_meta
-from hetmesh.models.own.adapters import OwnAdapter
 from hetmesh.parallel.compile import unknown_backend
 from hetmesh.parallel.tensor_parallel import check_plan
 from hetmesh.recipe.batch_sizes import divisors
@@ -174,11 +173,6 @@ def _sequence_parallel(recipe: Recipe, name: str, adapter: Adapter, refusals: Re
         refusals.add(f"{key}: this {recipe.modules[name].model} cannot split its tokens{why}{hint}")
     elif recipe.modules[name].lora is not None:
         refusals.add(f"{key}: not together with modules.{name}.lora")
-    elif isinstance(adapter, OwnAdapter) and recipe.wiring.meshes[name].axis_size("pp") > 1:
-        refusals.add(
-            f"{key}: not together with the pipeline stages of a module of your own; make its "
-            "pipeline_parallel_degree 1, or leave the key out"
-        )
 
 
 def _packing_key(recipe: Recipe, name: str) -> str:
