@@ -1,6 +1,7 @@
 """Users' own models: the example of their page in many layouts, code beside recipes, declarations that do not hold."""
 
 import pickle
+import random
 import re
 import subprocess
 import sys
@@ -106,6 +107,95 @@ def laid_out(example, name, *overrides):
 def test_the_example_equals_one_process_in_every_layout(pool4, example, name):
     mask = ("--modules.llm.attention_mask", "bidirectional_media") if "see all" in name else ()
     parity.check(pool4, laid_out(example, name, *mask))
+
+
+def drawn(rng):
+    """Tables of a layout on four ranks, and what else a recipe says."""
+    colocated = rng.random() < 0.6
+    tables = {"vision": {"ranks": "0-3" if colocated else "0-1"}, "llm": {"ranks": "0-3" if colocated else "2-3"}}
+    for name, table in tables.items():
+        left, axes = (4 if colocated else 2), ["pipeline", "tensor", "data_parallel_shard", "context"]
+        rng.shuffle(axes)
+        for axis in axes[: None if name == "llm" else 3]:
+            degree = rng.choice([1, 2, left]) if axis != "tensor" else min(rng.choice([1, 2]), left)
+            if degree > 1 and left % degree == 0 and (axis, name) != ("context", "vision"):
+                table[axis if axis.endswith("shard") else f"{axis}_parallel"] = degree
+                left //= degree
+        if "tensor_parallel" in table and rng.random() < 0.6:
+            table["enable_sequence_parallel"] = "true"
+    return tables, {
+        "parallelism.pipeline_parallel_schedule": rng.choice(SCHEDULES),
+        "parallelism.pipeline_parallel_microbatch_size": rng.choice([1, 2]),
+        "training.pack_samples": str(rng.random() < 0.3).lower(),
+        "activation_checkpoint.mode": rng.choice(["none", "full", "selective"]),
+        "modules.vision.trainable": str(rng.random() < 0.8).lower(),
+        "modules.llm.model": f"my_model:{rng.choice(['Decoder', 'Tied', 'HalfFrozen'])}",
+    }
+
+
+SCHEDULES = ["sequential", "1f1b", "interleaved", "zero_bubble", "three_phase", "bubble_fill"]
+MORE = """
+
+class Tied(Decoder):
+    def __init__(self, vocab_size, **more):
+        super().__init__(vocab_size, **more)
+        self.head.weight = self.tokens.weight
+
+
+class HalfFrozen(Decoder):
+    def __init__(self, vocab_size, **more):
+        super().__init__(vocab_size, **more)
+        self.tokens.requires_grad_(False)
+        self.blocks[0].requires_grad_(False)
+"""
+
+
+@pytest.mark.exhaustive
+def test_drawn_layouts_equal_one_process(pool4, example, tmp_path):
+    (tmp_path / "my_model.py").write_text(block("python") + MORE)
+    modules, _, _ = example.read_text().partition("[parallelism.vision]")
+    equal = 0
+    for seed in range(60):
+        tables, keys = drawn(random.Random(seed))
+        text = modules
+        for name, table in tables.items():
+            degrees = {k if k in ("ranks", "enable_sequence_parallel") else f"{k}_degree": v for k, v in table.items()}
+            text += f"[parallelism.{name}]\n" + "".join(
+                f"{k} = {v!r}\n" if k == "ranks" else f"{k} = {v}\n" for k, v in degrees.items()
+            )
+        (tmp_path / "recipe.toml").write_text(text + SMALL)
+        overrides = [part for key, value in keys.items() for part in (f"--{key}", str(value))]
+        try:
+            given = load_recipe(tmp_path / "recipe.toml", overrides)
+            describe(given)
+        except RecipeError:
+            continue
+        try:
+            parity.check(pool4, given)
+        except Exception as error:
+            error.add_note(f"seed {seed}: {text}{keys}")
+            raise
+        equal += 1
+    assert equal > 30
+
+
+SMALL = """
+[data]
+source = "hetmesh.testing.sources:RandomMedia"
+options = { kinds = { image = [1, 8, 8] }, text_only = 0.4 }
+[training]
+local_batch_size = 4
+dtype = "float64"
+"""
+
+
+def test_shares_of_the_tokens_of_a_stage_are_refused(example):
+    keys = ("ranks", "0-3", "tensor_parallel_degree", "2", "enable_sequence_parallel", "true")
+    overrides = [part for k, v in zip(keys[::2], keys[1::2], strict=True) for part in (f"--parallelism.vision.{k}", v)]
+    with pytest.raises(
+        RecipeError, match=r"parallelism\.vision\.enable_sequence_parallel: not together with the pipel"
+    ):
+        describe(load_recipe(example, overrides))
 
 
 @pytest.mark.slow

@@ -87,7 +87,6 @@ def open_job(recipe: Recipe, *, loss: OwnLoss | None = None, self_check: bool = 
         torch.manual_seed(recipe.debug.seed)
         choose_kernels(recipe, world)
         job = Job.assemble(recipe, world, payloads, loss)
-        world.set_timeout(recipe.comm.init_timeout_seconds)
         try:
             yield job
         finally:

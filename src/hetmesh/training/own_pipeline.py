@@ -53,7 +53,7 @@ class Part:
             `tp`, in that order; `hetmesh.device_mesh(mesh)` is what to parallelise over.
         output: the shape of what it returns for one sample; of the last part, which computes the loss, it may be left
             out.
-        dtype: of what it returns to other parts.
+        dtype: of what it gets from other parts, and of what it returns to them.
         trainable: whether anything in it is trained; equal on all ranks.
         call: `call(module, batch, inputs)` runs it, `batch` being what `load` gave and `inputs` what the parts before
             returned, by name, `[samples, *output]`; returns `[samples, *output]`. By default a part with parts before
