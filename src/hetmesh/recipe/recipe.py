@@ -134,18 +134,28 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         reason = error.strerror.lower() if isinstance(error, OSError) and error.strerror else error
         raise RecipeError(f"recipe {path} cannot be read: {reason}") from error
     try:
-        return parse_recipe(text, overrides)
+        recipe = parse_recipe(text, overrides)
     except RecipeError as error:
         raise RecipeError("\n".join(f"{path}: {line}" for line in str(error).split("\n"))) from error.__cause__
+    folder = str(Path(path).resolve().parent)
+    for module in recipe.modules.values():
+        if ":" in module.model:
+            module.beside(folder)
+    if any(":" in source for source in (recipe.data.source, *(each.source for each in recipe.data.mixture))):
+        recipe.data.beside(folder)
+    return recipe
 
 
-def parse_recipe(text: str, overrides: Sequence[str] = ()) -> Recipe:
-    """`load_recipe` of a recipe's text: keys and values first, then how they fit together."""
+def parse_recipe(given: str | Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+    """`load_recipe` of a recipe's text, or of its tables as a mapping: `{"modules": {"llm": {"model": "qwen3"}}}`.
+
+    Keys and values are checked first, then how they fit together.
+
+    Raises:
+        RecipeError: it does not describe a run; the message names the key, what was given and what is valid.
+    """
     refusals = Refusals()
-    try:
-        raw: dict[str, Any] = tomli.loads(text)
-    except tomli.TOMLDecodeError as error:
-        raise RecipeError(f"not valid TOML: {error}") from error
+    raw = _tables(given)
     changes = list(parse_overrides(overrides))
     for path, value in changes:
         if path[0] == "model":
@@ -176,6 +186,15 @@ def parse_recipe(text: str, overrides: Sequence[str] = ()) -> Recipe:
     _check_balance(recipe, refusals)
     refusals.finish()
     return recipe
+
+
+def _tables(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(given, Mapping):
+        return sections.thaw(given)
+    try:
+        return tomli.loads(given)
+    except tomli.TOMLDecodeError as error:
+        raise RecipeError(f"not valid TOML: {error}") from error
 
 
 def _check_schedule_keys(recipe: Recipe, refusals: Refusals) -> None:

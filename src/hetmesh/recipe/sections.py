@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from hetmesh.recipe.frozen import FrozenDict, freeze, thaw
 from hetmesh.recipe.schedule_names import schedule_name, schedule_spelling
@@ -142,7 +142,22 @@ class LoRA(Section):
     target_modules: tuple[str, ...] | None = None
 
 
-class Module(Section):
+class NamesCode(Section):
+    """A table that may name code of its own, `"package.module:Class"`, which may lie beside the recipe's file."""
+
+    _folder: str | None = PrivateAttr(default=None)  # no key: it says where the file was, not what it says
+
+    @property
+    def folder(self) -> str | None:
+        """The folder of the file that the recipe was read from, if it names code."""
+        return self._folder
+
+    def beside(self, folder: str) -> None:
+        """Say where the recipe's file lies."""
+        self._folder = folder
+
+
+class Module(NamesCode):
     """`[modules.<name>]`: one module of the model.
 
     `initial_load_path` is a local directory with config.json and safetensors: the model's sizes and weights come from
@@ -233,7 +248,7 @@ class Mixed(Section):
         return thaw(self.frozen_options)
 
 
-class Data(Section):
+class Data(NamesCode):
     """`[data]`: where samples come from, and who loads them; `options` are the source's own. With `[[data.mixture]]`
     they come from several sources instead."""
 

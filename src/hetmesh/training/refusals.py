@@ -78,6 +78,7 @@ def check_recipe(
             with refusals.collect():
                 check_batch_statistics(name, recipe.modules[name].model, module)
             _plan(recipe, name, module, refusals)
+            _frozen_inside(recipe, name, module, refusals)
             with refusals.collect():
                 _lora(recipe, name, adapter, module)
     refusals.finish()
@@ -349,6 +350,18 @@ def _plan(recipe: Recipe, name: str, module: nn.Module, refusals: Refusals) -> N
             check_plan(module, {pattern: style})
         except RecipeError as error:
             refusals.add(f"modules.{name}.plan: {error}")
+
+
+def _frozen_inside(recipe: Recipe, name: str, module: nn.Module, refusals: Refusals) -> None:
+    """A module that has frozen all of its weights by itself: the graph would send gradients back for nothing."""
+    own, encoder = recipe.modules[name], not recipe.wiring.topology.inputs(name) and name != recipe.sink
+    if not own.trainable or own.lora is not None or any(p.requires_grad for p in module.parameters()):
+        return
+    if encoder or any(True for _ in module.parameters()):
+        refusals.add(
+            f"modules.{name}.trainable = true, but {type(module).__name__} has no parameter with requires_grad = True: "
+            f"write trainable = false in [modules.{name}], or let the class leave something to train"
+        )
 
 
 def _lora(recipe: Recipe, name: str, adapter: Adapter, module: nn.Module) -> None:
