@@ -23,6 +23,11 @@ NAMED = {  # unlike the defaults, where a tokenizer may say so
         "video_token": "<video>",
     },
     "Gemma3Processor": {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<image>"},
+    "Qwen2_5OmniProcessor": {
+        "image_token": "<image>",
+        **{f"{kind}_token": f"<{kind}>" for kind in ("audio", "video")},
+        **{f"{kind}_{end}_token": f"<{kind}_{end}>" for kind in ("vision", "audio") for end in ("bos", "eos")},
+    },
     "SmolVLMProcessor": {"fake_image_token": "<fake>", "global_image_token": "<whole>", "image_token": "<image>"},
 }
 MODELS = {name: model for model, name in reversed(PROCESSORS.items()) if name != "Qwen2AudioProcessor"}

@@ -19,7 +19,7 @@ from hetmesh.training.summary import summary
 from hetmesh.training.whole_directory import why_not_compared
 
 FAST = ("gemma3",)
-REST = [name for name in tiny_vlms.MODELS if name not in (*FAST, "paligemma2", "qwen2_audio")]
+REST = [name for name in tiny_vlms.MODELS if name not in (*FAST, "paligemma2")]
 
 
 @pytest.fixture(scope="module")

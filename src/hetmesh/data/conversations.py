@@ -19,7 +19,7 @@ from hetmesh.data.images import COMBINED, FILE, ImageProcessor
 from hetmesh.data.index import SUFFIX, content_hash, file_states, load_index
 from hetmesh.data.metas import metas_one_by_one
 from hetmesh.data.open_store import find_files, open_store
-from hetmesh.data.recordings import RecordingProcessor
+from hetmesh.data.recordings import FRAMES, RecordingProcessor
 from hetmesh.data.source import Sample, wants
 from hetmesh.data.stores import Blob
 from hetmesh.data.turns import turns_of
@@ -62,6 +62,8 @@ class ConversationsSource:
         image_processor: a Hugging Face directory whose preprocessor_config.json (or processor_config.json) says how
             to prepare images.
         audio_processor: the same for `.wav` files (WhisperFeatureExtractor); `.npy` files hold features.
+        audio_frames: how many frames a `.wav` file has: `"padded"` to the extractor's length, `"counted"` (the same,
+            and how many it had before is known to the model), or its `"own"`.
         placeholders: kind of media -> a token of the vocabulary that texts do not use.
         media_folder: where relative file names start; the folder of `path` if absent.
         chat_template: a Jinja template instead of the tokenizer's own (without either: Vicuna's form).
@@ -92,10 +94,13 @@ class ConversationsSource:
         index: bool = True,
         replacements: Mapping[str, str] | None = None,
         special_tokens: bool = False,
+        audio_frames: str = "padded",
     ) -> None:
         placeholders = {"image": "<image>"} if placeholders is None else placeholders
         if unknown := sorted(set(placeholders) - set(KINDS)):
             raise RecipeError(f"{KEY} placeholders: unknown kinds of media {unknown}; valid are {list(KINDS)}")
+        if audio_frames not in FRAMES:
+            raise RecipeError(f"{KEY} audio_frames: must be one of {list(FRAMES)}, got {audio_frames!r}")
         if split not in ("train", "validation") or (split == "validation" and validation_path is None):
             held_out = "" if validation_path else ", 'validation' needs validation_path"
             raise RecipeError(f"{KEY} split: must be 'train' or 'validation'{held_out}, got {split!r}")
@@ -118,10 +123,14 @@ class ConversationsSource:
             key = f"{KEY} image_processor"
             self._images = ImageProcessor.from_directory(Path(image_processor).expanduser(), key, pad_to_square)
         self._recordings = RecordingProcessor(
-            None if audio_processor is None else Path(audio_processor).expanduser(), f"{KEY} audio_processor"
+            None if audio_processor is None else Path(audio_processor).expanduser(),
+            f"{KEY} audio_processor",
+            audio_frames,
         )
         options = {"placeholders": placeholders, "chat_template": chat_template, "pad_to_square": pad_to_square}
         options |= {"replacements": replacements, "special_tokens": special_tokens}
+        if audio_frames != "padded":  # older indices do not name it
+            options["audio_frames"] = audio_frames
         read = [Path(each).expanduser() for each in folders.values() if each is not None]
         self._small = {
             "the options of [data]": options,
@@ -181,7 +190,7 @@ class ConversationsSource:
         kinds = {token: kind for kind, token in self.placeholders.items()}
         positions = [i for i, token in enumerate(conversation.encoded.ids) if token in kinds]
         items = tuple(
-            MediaItem(kind, self._shape(conversation.id, kind, file), position)
+            self._item(conversation.id, kind, file, position)
             for position, (kind, file) in zip(positions, conversation.media, strict=True)
         )
         return SampleMeta(conversation.id, len(conversation.encoded.ids), items, conversation.encoded.targets)
@@ -275,18 +284,19 @@ class ConversationsSource:
             media.append((kind, value))
         return text
 
-    def _shape(self, name: str, kind: str, span: Blob) -> tuple[int, ...]:
+    def _item(self, name: str, kind: str, span: Blob, position: int) -> MediaItem:
         from PIL import Image
 
         with _reading(name, span):
             if kind == "audio":
                 with span.open() as file:
-                    return tuple(self._recordings.shape(span.name, file))
+                    shape, size = self._recordings.shape(span.name, file)
+                    return MediaItem(kind, tuple(shape), position, size=size)
             processor = self._image_processor(name)
             if processor.fixed_shape is not None:
-                return processor.fixed_shape
+                return MediaItem(kind, processor.fixed_shape, position)
             with span.open() as file, Image.open(file) as image:  # reads the header only
-                return processor.shape(*image.size)
+                return MediaItem(kind, processor.shape(*image.size), position)
 
     def _load(self, name: str, kind: str, span: Blob) -> tuple[Tensor, int]:
         """One media item, and the bytes that were read for it."""

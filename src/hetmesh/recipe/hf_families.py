@@ -48,6 +48,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen2_5_vl": MROPE,
         "qwen3_vl": MROPE,
         "glm4v": MROPE,
+        "qwen2_audio": Family(calls={"audio": "padded_frames"}),
         "mllama": Family(refused=CROSS),
         "idefics": Family(refused=CROSS),
         "chameleon": Family(refused=DISCRETE),

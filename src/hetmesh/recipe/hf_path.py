@@ -84,6 +84,8 @@ def _data(path: str, config: Mapping[str, Any], kinds: list[str], given: Any) ->
         options["image_processor"] = path
     if "audio" in kinds:
         options["audio_processor"] = path
+        way = family_of(str(config.get("model_type"))).calls.get("audio")
+        options["audio_frames"] = "counted" if way == "padded_frames" else "own"
     tokens = {kind: _token(path, config, kind) for kind in kinds}
     if found := {kind: token for kind, token in tokens.items() if token is not None}:
         options["placeholders"] = found
@@ -132,17 +134,17 @@ def _prompt_options(path: str, model_type: str, options: Mapping[str, Any]) -> d
         raise RecipeError(f"{what}: hetmesh does not know what it writes around an item; {write}")
     if prompt.refused:
         raise RecipeError(f"{what}: {prompt.refused}; to train on another form, {write}")
-    template = _template(path, str(options["tokenizer"]))
+    template = _template(path, None if prompt.default else str(options["tokenizer"]))
     if prompt.template and template is not None:
         raise RecipeError(f"{what}: it has a form of its own, and there is a chat template in the directory; {write}")
-    if template is None and not prompt.template:
+    if template is None and not (prompt.template or prompt.default):
         raise RecipeError(f"{what}: there is no chat template in the directory; {write}")
     image = _table(options, "placeholders").get("image", "<image>")
     found: dict[str, Any] = {}
     if prompt.template:
         found["chat_template"] = prompt.template.replace("<image>", image)
-    elif template:
-        found["chat_template"] = template
+    elif chosen := prompt.default if template is None else template:
+        found["chat_template"] = chosen
     if replacements := prompt.replacements(image, _read(path, "tokenizer_config.json") or {}):
         found["replacements"] = replacements
     return {**found, "special_tokens": True} if prompt.special_tokens else found
@@ -153,11 +155,18 @@ def _tokens_around(options: Mapping[str, Any]) -> str:
     return f"with {tokens} for an item and the tokens around it" if tokens else "with the tokens around an item"
 
 
-def _template(path: str, tokenizer: str) -> str | None:
-    """The chat template that the tokenizer does not read by itself; empty where it does, None where there is none."""
+def _template(path: str, tokenizer: str | None) -> str | None:
+    """The chat template that the tokenizer does not read by itself; empty where it does, None where there is none.
+
+    Args:
+        tokenizer: the tokenizer's directory; None where the processor looks at no template of it.
+    """
     of_processor = (_read(path, "chat_template.json") or {}).get("chat_template")
     if isinstance(of_processor, str) and not _is_file(path, "chat_template.jinja"):
         return of_processor
+    if tokenizer is None:
+        own = Path(path).expanduser() / "chat_template.jinja"
+        return own.read_text(encoding="utf-8") if own.is_file() else None
     of_tokenizer = (_read(tokenizer, "tokenizer_config.json") or {}).get("chat_template")
     return "" if of_tokenizer or _is_file(tokenizer, "chat_template.jinja") else None
 

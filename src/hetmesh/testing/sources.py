@@ -26,6 +26,7 @@ class RandomMedia:
         items: exactly so many instead, for runs where every sample must have the same rows.
         text_only: share of samples without media.
         max_text: most text tokens; each sample has at least 2.
+        sizes: kind -> the sizes (`MediaItem.size`) of its items, each of which has one of them.
         largest: kind -> raw shape of its largest items; each side of an item is then a random multiple, up to that, of
             the one in `kinds`.
         without_targets: share of samples without a target.
@@ -49,6 +50,7 @@ class RandomMedia:
         text_only: float = 0.3,
         max_text: int = 9,
         largest: Mapping[str, Sequence[int]] | None = None,
+        sizes: Mapping[str, Sequence[Sequence[int]]] | None = None,
         without_targets: float = 0.0,
         apart: bool = False,
         length: int = 1000,
@@ -57,7 +59,7 @@ class RandomMedia:
         _check_options(kinds, text_only, {"max_items": max_items, "max_text": max_text, "length": length, "seed": seed})
         self.kinds = {name: tuple(shape) for name, shape in kinds.items()}
         self.same = dict(same or {})
-        self.largest = dict(largest or {})
+        self.largest, self.sizes = dict(largest or {}), dict(sizes or {})
         self.max_items, self.items, self.text_only, self.max_text = max_items, items, text_only, max_text
         self.without_targets, self.apart, self.length, self.seed = without_targets, apart, length, seed
         self.placeholders = {name: 1 + i for i, name in enumerate([*self.kinds, *self.same])}
@@ -93,7 +95,8 @@ class RandomMedia:
         shapes = {name: [self._shape(name, rng) for _ in range(counts[name])] for name in self.kinds}
         shapes |= {name: shapes[other] for name, other in self.same.items()}
         left = {name: iter(each) for name, each in shapes.items()}
-        media = tuple(MediaItem(name, next(left[name]), at) for at, name in enumerate(sequence) if name)
+        placed = [(at, name) for at, name in enumerate(sequence) if name]
+        media = tuple(MediaItem(name, next(left[name]), at, size=self._size(name, rng)) for at, name in placed)
         stop = len(sequence)
         targets: tuple[tuple[int, int], ...] = ((max(1, stop - rng.randint(1, 2)), stop),)
         if random.Random(f"{self.seed}:{index}:targets").random() < self.without_targets:
@@ -109,6 +112,9 @@ class RandomMedia:
         if name not in self.largest:
             return shape
         return tuple(n * rng.randint(1, most // n) for n, most in zip(shape, self.largest[name], strict=True))
+
+    def _size(self, name: str, rng: random.Random) -> tuple[int, ...]:
+        return tuple(rng.choice(self.sizes[name])) if name in self.sizes else ()
 
     def _count(self, rng: random.Random) -> int:
         return rng.randint(0, self.max_items) if self.items is None else self.items

@@ -204,6 +204,19 @@ MODELS: Mapping[str, Callable[[], Any]] = {
 """Builders by name; where several have one `model_type`, they differ in what was once wrong for one of them."""
 
 
+IMAGES = "kinds = { image = [3, 8, 8] }"
+CELLS = "kinds = { image = [3, 4, 4] }, largest = { image = [3, 12, 8] }"
+ITEMS: Mapping[str, str] = {
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "glm4v"), CELLS),
+    "mistral3": "kinds = { image = [3, 4, 8] }, largest = { image = [3, 12, 16] }",
+    "qwen2_audio": "kinds = { audio = [6, 16] }, sizes = { audio = [[7], [10], [16]] }",
+}
+"""Options of `RandomMedia` whose items a model takes, where these are not `IMAGES`."""
+
+TOWERS: Mapping[str, tuple[str, ...]] = {"qwen2_audio": ("audio",)}
+"""Modules beside the LLM, of models that have others than one for images."""
+
+
 def build(name: str, scale: float = 0.2) -> Any:
     """The model `name` with random weights, the same ones every time."""
     torch.manual_seed(7)
@@ -228,19 +241,13 @@ def recipe_text(path: Path, more: str = "", items: str = "", **data: Any) -> str
         more: further tables.
         items: a TOML value of `RandomMedia`'s `kinds` and `largest`; by default those of the directory's name.
     """
-    any_size = path.name in ("qwen2_5_vl", "qwen3_vl", "glm4v")
-    sizes = "kinds = { image = [3, 8, 8] }"
-    if any_size:
-        sizes = "kinds = { image = [3, 4, 4] }, largest = { image = [3, 12, 8] }"
-    elif path.name == "mistral3":
-        sizes = "kinds = { image = [3, 4, 8] }, largest = { image = [3, 12, 16] }"
     given = "".join(f", {key} = {value}" for key, value in data.items())
     return f"""
 [model]
 hf_path = '{path}'
 [data]
 source = "hetmesh.testing.sources:RandomMedia"
-options = {{ {items or sizes}, apart = true, max_text = 12{given} }}
+options = {{ {items or ITEMS.get(path.name, IMAGES)}, apart = true, max_text = 12{given} }}
 [training]
 local_batch_size = 2
 global_batch_size = 8

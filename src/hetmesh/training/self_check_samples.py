@@ -17,15 +17,18 @@ TEXT = 7
 """Text tokens before, between and behind items."""
 
 Shapes = Mapping[str, Sequence[tuple[int, ...]]]
-"""By placeholder the raw shapes of a small and a larger item."""
+"""By placeholder the extents (`MediaItem.extent`) of a small and a larger item."""
 
 
-def self_check_source(config: Any, shapes: Shapes, placeholders: Mapping[str, int], seed: int = 0) -> MemorySource:
+def self_check_source(
+    config: Any, shapes: Shapes, placeholders: Mapping[str, int], size_dims: Mapping[str, int], seed: int = 0
+) -> MemorySource:
     """One sample of each of `KINDS`, random: every token behind the first two is a target, media aside.
 
     Args:
         config: the whole model's; tokens that mean something to it are left out of the text.
         placeholders: token id by placeholder.
+        size_dims: by placeholder how many numbers of an extent are the size.
     """
     draw = torch.Generator().manual_seed(seed)
     vocabulary = config.get_text_config().vocab_size
@@ -38,7 +41,8 @@ def self_check_source(config: Any, shapes: Shapes, placeholders: Mapping[str, in
         [(kinds[0], shape) for shape in (*shapes[kinds[0]], shapes[kinds[0]][0])],
         [(kind, shape) for kind in reversed(kinds) for shape in shapes[kind]],
     ]
-    made = [_sample(name, items, placeholders, text, draw) for name, items in zip(KINDS, wanted, strict=True)]
+    kinds_of = zip(KINDS, wanted, strict=True)
+    made = [_sample(name, items, placeholders, size_dims, text, draw) for name, items in kinds_of]
     pad = next(i for i in range(vocabulary) if i not in placeholders.values())
     return MemorySource(made, vocabulary, placeholders, pad)
 
@@ -47,6 +51,7 @@ def _sample(
     name: str,
     items: Sequence[tuple[str, tuple[int, ...]]],
     placeholders: Mapping[str, int],
+    size_dims: Mapping[str, int],
     text: Tensor,
     draw: torch.Generator,
 ) -> tuple[SampleMeta, Sample]:
@@ -55,8 +60,9 @@ def _sample(
 
     tokens, media = words(), []
     payload: dict[str, list[Tensor]] = {}
-    for kind, shape in items:
-        media.append(MediaItem(kind, shape, len(tokens)))
+    for kind, extent in items:
+        shape, size = extent[: len(extent) - size_dims[kind]], extent[len(extent) - size_dims[kind] :]
+        media.append(MediaItem(kind, shape, len(tokens), size=size))
         payload.setdefault(kind, []).append(torch.randn(shape, generator=draw))
         tokens += [placeholders[kind], *words()]
     start = len(tokens)

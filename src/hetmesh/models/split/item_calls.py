@@ -16,10 +16,17 @@ from torch import Tensor
 
 from hetmesh.errors import SampleError
 from hetmesh.models.collate import stacked
+from hetmesh.models.split.audio_calls import AUDIO_CALLS
 
 
 class ItemCall(Protocol):
-    """One way. `shape` is always the raw shape of an item."""
+    """One way. `shape` is always the extent of an item: the shape of its tensor, and behind it its size if it has one
+    (`hetmesh.graph.MediaItem`)."""
+
+    @property
+    def size_dims(self) -> int:
+        """How many numbers of an extent are the size."""
+        ...
 
     @property
     def blank(self) -> tuple[int, ...]:
@@ -44,8 +51,8 @@ class ItemCall(Protocol):
         """Raise SampleError for an item that it cannot hand over."""
         ...
 
-    def collate(self, items: Sequence[Tensor]) -> dict[str, Tensor]:
-        """At least one item -> tensors."""
+    def collate(self, items: Sequence[Tensor], sizes: Sequence[tuple[int, ...]] = ()) -> dict[str, Tensor]:
+        """At least one item, and their sizes if they have some -> tensors."""
         ...
 
     def arguments(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -63,6 +70,7 @@ class Pixels:
 
     size: tuple[int, int, int]
     fewest = 1
+    size_dims = 0
 
     @property
     def blank(self) -> tuple[int, ...]:
@@ -79,7 +87,7 @@ class Pixels:
         if shape[-3:] != self.size or len(shape) not in (3, 4) or shape[0] < 1:
             raise SampleError(f"images must be of shape {self.size}, or tiles of that shape, got {shape}")
 
-    def collate(self, items: Sequence[Tensor]) -> dict[str, Tensor]:
+    def collate(self, items: Sequence[Tensor], sizes: Sequence[tuple[int, ...]] = ()) -> dict[str, Tensor]:
         if all(item.shape == self.size for item in items):
             return {"media": stacked(items)}
         return {"media": torch.cat([item.reshape(-1, *self.size) for item in items])}
@@ -133,6 +141,7 @@ class Sized:
     channels: int
     step: int
     fewest = 1
+    size_dims = 0
 
     @property
     def blank(self) -> tuple[int, ...]:
@@ -150,12 +159,12 @@ class Sized:
         if self.units(shape) < 2:
             raise SampleError(f"images must be of more than one cell of {self.step} x {self.step} pixels, got {shape}")
 
-    def collate(self, items: Sequence[Tensor]) -> dict[str, Tensor]:
-        sizes = torch.tensor([item.shape[1:] for item in items])
-        media = items[0].new_zeros(len(items), self.channels, *sizes.amax(dim=0).tolist())
+    def collate(self, items: Sequence[Tensor], sizes: Sequence[tuple[int, ...]] = ()) -> dict[str, Tensor]:
+        shapes = torch.tensor([item.shape[1:] for item in items])
+        media = items[0].new_zeros(len(items), self.channels, *shapes.amax(dim=0).tolist())
         for row, item in zip(media, items, strict=True):
             row[:, : item.shape[1], : item.shape[2]] = item
-        return {"media": media, "sizes": sizes}
+        return {"media": media, "sizes": shapes}
 
     def arguments(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         return {"pixel_values": batch["media"], "image_sizes": batch["sizes"]}
@@ -174,6 +183,7 @@ class Patches:
     merge: int
     frames: int
     fewest = 1
+    size_dims = 0
 
     @property
     def blank(self) -> tuple[int, ...]:
@@ -194,7 +204,7 @@ class Patches:
         step = self.patch * self.merge
         return 1, shape[1] // step, shape[2] // step
 
-    def collate(self, items: Sequence[Tensor]) -> dict[str, Tensor]:
+    def collate(self, items: Sequence[Tensor], sizes: Sequence[tuple[int, ...]] = ()) -> dict[str, Tensor]:
         grids = [(1, item.shape[1] // self.patch, item.shape[2] // self.patch) for item in items]
         return {"media": torch.cat([self._patches(item) for item in items]), "grids": torch.tensor(grids)}
 
@@ -217,13 +227,21 @@ def _check_cells(shape: tuple[int, ...], channels: int, step: int) -> None:
         )
 
 
-def image_call(name: str | None, model: Any, config: Any) -> ItemCall:
-    """How images are handed to `model`.
+def apart(call: ItemCall, extent: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of an item's tensor, and its size."""
+    end = len(extent) - call.size_dims
+    return extent[:end], extent[end:]
+
+
+def item_call(media: str, name: str | None, model: Any, config: Any) -> ItemCall:
+    """How items of a kind of media are handed to `model`.
 
     Args:
-        name: a key of `CALLS`; None: by the signature of its `get_image_features`.
+        name: a key of `CALLS`, or of `AUDIO_CALLS`; None: for images by the signature of its `get_image_features`.
         config: the whole model's.
     """
+    if media == "audio":
+        return AUDIO_CALLS[name or "frames"](config.audio_config)
     vision = config.vision_config
     if name is None:
         parameters = inspect.signature(model.get_image_features).parameters
@@ -266,4 +284,4 @@ CALLS: Mapping[str, Callable[[Any, Any], ItemCall]] = MappingProxyType(
         "patches": _patches,
     }
 )
-"""Ways by name, made from the whole model's config and that of its tower."""
+"""Ways for images by name, made from the whole model's config and that of its tower."""

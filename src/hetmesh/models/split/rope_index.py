@@ -55,7 +55,7 @@ def _by_model(whole: WholeModel, meta: SampleMeta, grids: Mapping[str, ItemGrid]
             )
         kinds[0, item.position : item.position + item.rows] = IMAGE_TYPE
         end = item.position + item.rows
-        frames, height, width = grids[item.name](item.shape)
+        frames, height, width = grids[item.name](item.extent)
         found.append((frames, height * merge, width * merge))
     inner: Any = whole.model.get_submodule(whole.decoder.rpartition(".")[0])
     positions, _ = inner.get_rope_index(

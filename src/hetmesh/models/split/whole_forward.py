@@ -48,7 +48,8 @@ def whole_logits(
         items = sample.media.get(kind, ())
         if not items:
             continue
-        batch = encoder.call.collate([item.to(dtype) for item in items])
+        sizes = [item.size for item in meta.media if item.name == kind]
+        batch = encoder.call.collate([item.to(dtype) for item in items], sizes)
         given = encoder.call.arguments(batch)
         if len(items) < encoder.call.fewest:  # called with one more item, whose rows nobody waits for
             out = getattr(model, f"get_{kind}_features")(**given, return_dict=True)
@@ -62,7 +63,8 @@ def whole_logits(
     elif whole.family.mask == "prefix":
         first = min((start for start, _ in meta.targets), default=meta.tokens)
         arguments["token_type_ids"] = (torch.arange(meta.tokens) >= first).long()[None]
-    logits = model(input_ids=sample.tokens[None], use_cache=False, **arguments).logits[0]
+    ids = sample.tokens[None]
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **arguments).logits[0]
     return torch.cat([logits[start - 1 : stop - 1] for start, stop in meta.targets])
 
 

@@ -92,7 +92,7 @@ class WholeModel:
         found = {}
         for media, part in TOWERS.items():
             tower = self.model.get_encoder(media)
-            if tower is not self.model and hasattr(self.model, f"get_{media}_features"):
+            if tower is not self.model and (hasattr(self.model, f"get_{media}_features") or media in self.family.calls):
                 found[part] = self.fqn(tower)
         return found
 
