@@ -51,6 +51,8 @@ def directory(folder, model, template=None):
     extractor = WhisperFeatureExtractor(feature_size=6, hop_length=1000, chunk_length=1)
     extractor.save_pretrained(folder)
     config = {"model_type": model, "audio_config": {}, "text_config": {}, "audio_token_id": 0}
+    if model == "qwen2_5_omni":
+        config = {"model_type": model, "thinker_config": {**config, "model_type": f"{model}_thinker"}}
     (folder / "config.json").write_text(json.dumps(config))
     sounds = []
     for i, count in enumerate(SAMPLES):

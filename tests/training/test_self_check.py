@@ -37,6 +37,12 @@ def test_the_parts_compute_what_transformers_computes(directory, name):
     assert self_check(parse_recipe(tiny_vlms.recipe_text(directory(name)))) < TOLERANCE
 
 
+@pytest.mark.slow
+def test_a_directory_with_further_parts_is_compared_by_the_part_that_is_trained(tmp_path):
+    path = tiny_vlms.save_inside("qwen2_5_omni", "thinker_config", tmp_path)
+    assert self_check(parse_recipe(tiny_vlms.recipe_text(path))) < TOLERANCE
+
+
 BY_HAND = """
 [modules.vision]
 model = "{tower}"

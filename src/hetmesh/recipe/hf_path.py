@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetmesh.errors import RecipeError
-from hetmesh.recipe.hf_families import MEDIA, family_of
+from hetmesh.recipe.hf_families import MEDIA, family_of, part_of
 from hetmesh.recipe.hf_prompts import PROCESSORS, PROMPTS
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def expand_hf_path(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise RecipeError(
             f"{SECTION}.{KEY} = {path!r}: there is no config.json in it; give a local Hugging Face directory"
         )
+    whole, config = str(config.get("model_type")), part_of(config)
     model_type = config.get("model_type")
     family = family_of(str(model_type))
     if family.refused:
@@ -70,11 +71,11 @@ def expand_hf_path(raw: Mapping[str, Any]) -> dict[str, Any]:
     modules = {name: {**keys, **_table(given, name)} for name, keys in parts.items()}
     modules |= {name: value for name, value in given.items() if name not in modules}
     out = {**raw, "modules": modules, "boundaries": raw.get("boundaries", boundaries)}
-    out["data"] = _data(path, config, [MEDIA[part] for part in towers], raw.get("data", {}))
+    out["data"] = _data(path, config, whole, [MEDIA[part] for part in towers], raw.get("data", {}))
     return out
 
 
-def _data(path: str, config: Mapping[str, Any], kinds: list[str], given: Any) -> Any:
+def _data(path: str, config: Mapping[str, Any], whole: str, kinds: list[str], given: Any) -> Any:
     """`[data]` with the directory's tokenizer, processors and placeholders, where it reads conversations."""
     if not isinstance(given, Mapping) or given.get("source", "conversations") != "conversations" or "mixture" in given:
         return given
@@ -92,7 +93,7 @@ def _data(path: str, config: Mapping[str, Any], kinds: list[str], given: Any) ->
     own = given.get("options", {})
     if not isinstance(own, Mapping):  # which is refused
         return {"source": "conversations", **given}
-    options |= _prompt_options(path, str(config.get("model_type")), {**options, **own})
+    options |= _prompt_options(path, whole, {**options, **own})
     return {"source": "conversations", **given, "options": {**options, **own}}
 
 
@@ -183,8 +184,8 @@ def check_placeholders(recipe: Recipe, placeholders: Mapping[str, int], vocabula
         RecipeError: they differ, or there is no such token.
     """
     path = recipe.model.hf_path
-    config = None if path is None else _read(path, "config.json")
-    if config is None or any(each.source != "conversations" for each in recipe.data.mixture or (recipe.data,)):
+    config = None if path is None else part_of(_read(path, "config.json") or {})
+    if not config or any(each.source != "conversations" for each in recipe.data.mixture or (recipe.data,)):
         return
     for kind, keys in PLACEHOLDER_KEYS.items():
         key, number = next(((key, config[key]) for key in keys if isinstance(config.get(key), int)), ("", None))

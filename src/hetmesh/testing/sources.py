@@ -31,6 +31,7 @@ class RandomMedia:
             the one in `kinds`.
         without_targets: share of samples without a target.
         apart: every item has a text token behind it, as chat templates have it.
+        around: kind -> tokens right before and behind each of its items.
         length: samples in the source.
         seed: another seed gives other samples.
 
@@ -53,6 +54,7 @@ class RandomMedia:
         sizes: Mapping[str, Sequence[Sequence[int]]] | None = None,
         without_targets: float = 0.0,
         apart: bool = False,
+        around: Mapping[str, Sequence[int]] | None = None,
         length: int = 1000,
         seed: int = 0,
     ) -> None:
@@ -63,7 +65,9 @@ class RandomMedia:
         self.max_items, self.items, self.text_only, self.max_text = max_items, items, text_only, max_text
         self.without_targets, self.apart, self.length, self.seed = without_targets, apart, length, seed
         self.placeholders = {name: 1 + i for i, name in enumerate([*self.kinds, *self.same])}
-        self.vocab_size = 12 + len(self.placeholders)
+        self.around = {name: tuple(tokens) for name, tokens in (around or {}).items()}
+        self.words = 12 + len(self.placeholders)
+        self.vocab_size = max([self.words, *(1 + token for tokens in self.around.values() for token in tokens)])
 
     def __len__(self) -> int:
         return self.length
@@ -82,20 +86,24 @@ class RandomMedia:
         without = self.items is None and rng.random() < self.text_only
         counts = {name: 0 if without else self._count(rng) for name in self.kinds}
         counts |= {name: counts[other] for name, other in self.same.items()}
-        sequence: list[str | None] = [name for name, n in counts.items() for _ in range(n)]
+        sequence: list[str | int | None] = [name for name, n in counts.items() for _ in range(n)]
         sequence += [None] * rng.randint(0, self.max_text - 2)
         rng.shuffle(sequence)
         if self.apart:
             sequence = [each for name in sequence for each in ([name, None] if name else [None])]
+        if self.around:
+            sequence = [each for name in sequence for each in self._with_around(name)]
         sequence += [None, None]
         tokens = [
-            self.placeholders[name] if name else rng.randint(len(self.placeholders) + 1, self.vocab_size - 1)
-            for name in sequence
+            self.placeholders[each]
+            if isinstance(each, str)
+            else each or rng.randint(len(self.placeholders) + 1, self.words - 1)
+            for each in sequence
         ]
         shapes = {name: [self._shape(name, rng) for _ in range(counts[name])] for name in self.kinds}
         shapes |= {name: shapes[other] for name, other in self.same.items()}
         left = {name: iter(each) for name, each in shapes.items()}
-        placed = [(at, name) for at, name in enumerate(sequence) if name]
+        placed = [(at, name) for at, name in enumerate(sequence) if isinstance(name, str)]
         media = tuple(MediaItem(name, next(left[name]), at, size=self._size(name, rng)) for at, name in placed)
         stop = len(sequence)
         targets: tuple[tuple[int, int], ...] = ((max(1, stop - rng.randint(1, 2)), stop),)
@@ -106,6 +114,10 @@ class RandomMedia:
         payload |= {name: payload[other] for name, other in self.same.items()}
         identity = f"random-{self.seed}-{index}"
         return SampleMeta(identity, stop, media, targets), Sample(identity, torch.tensor(tokens), payload)
+
+    def _with_around(self, name: str | int | None) -> tuple[str | int | None, ...]:
+        before, behind = self.around.get(name, (None, None)) if isinstance(name, str) else (None, None)
+        return (name,) if before is None else (before, name, behind)
 
     def _shape(self, name: str, rng: random.Random) -> tuple[int, ...]:
         shape = self.kinds[name]

@@ -68,13 +68,14 @@ def self_check(recipe: Recipe) -> float:
     encoders = _encoders(recipe, whole)
     placeholders = {at: _placeholder(whole, each.media) for at, each in encoders.items()}
     shapes: dict[str, Sequence[tuple[int, ...]]] = {at: [each.call.blank] for at, each in encoders.items()}
+    around = {at: whole.around[each.media] for at, each in encoders.items() if each.media in whole.around}
     dims = {at: each.call.size_dims for at, each in encoders.items()}
-    source = self_check_source(whole.config, shapes, placeholders, dims)
+    source = self_check_source(whole.config, shapes, placeholders, dims, around)
     alone = _on_one_rank(recipe, len(source))
     _, adapters, graph = describe(alone, source)
     for at, rows in placeholder_rows(graph, adapters).items():
         shapes[at] = _compare_rows_of_items(whole, encoders[at], rows, f"{_chain(graph, at)}: ")
-    source = self_check_source(whole.config, shapes, placeholders, dims)
+    source = self_check_source(whole.config, shapes, placeholders, dims, around)
     _, adapters, graph = describe(alone, source)
     loader = Loader(source, len(source), make_prepare(alone, graph, adapters), shuffle=False)
     drawn = loader.batch(0)

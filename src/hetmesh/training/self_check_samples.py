@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,12 @@ Shapes = Mapping[str, Sequence[tuple[int, ...]]]
 
 
 def self_check_source(
-    config: Any, shapes: Shapes, placeholders: Mapping[str, int], size_dims: Mapping[str, int], seed: int = 0
+    config: Any,
+    shapes: Shapes,
+    placeholders: Mapping[str, int],
+    size_dims: Mapping[str, int],
+    around: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+    seed: int = 0,
 ) -> MemorySource:
     """One sample of each of `KINDS`, random: every token behind the first two is a target, media aside.
 
@@ -29,6 +35,7 @@ def self_check_source(
         config: the whole model's; tokens that mean something to it are left out of the text.
         placeholders: token id by placeholder.
         size_dims: by placeholder how many numbers of an extent are the size.
+        around: by placeholder the tokens before and behind an item, where the model wants some.
     """
     draw = torch.Generator().manual_seed(seed)
     vocabulary = config.get_text_config().vocab_size
@@ -42,7 +49,7 @@ def self_check_source(
         [(kind, shape) for kind in reversed(kinds) for shape in shapes[kind]],
     ]
     kinds_of = zip(KINDS, wanted, strict=True)
-    made = [_sample(name, items, placeholders, size_dims, text, draw) for name, items in kinds_of]
+    made = [_sample(name, items, placeholders, size_dims, around, text, draw) for name, items in kinds_of]
     pad = next(i for i in range(vocabulary) if i not in placeholders.values())
     return MemorySource(made, vocabulary, placeholders, pad)
 
@@ -52,6 +59,7 @@ def _sample(
     items: Sequence[tuple[str, tuple[int, ...]]],
     placeholders: Mapping[str, int],
     size_dims: Mapping[str, int],
+    around: Mapping[str, tuple[int, int]],
     text: Tensor,
     draw: torch.Generator,
 ) -> tuple[SampleMeta, Sample]:
@@ -61,10 +69,12 @@ def _sample(
     tokens, media = words(), []
     payload: dict[str, list[Tensor]] = {}
     for kind, extent in items:
+        before, behind = ([token] for token in around[kind]) if kind in around else ([], [])
+        tokens += before
         shape, size = extent[: len(extent) - size_dims[kind]], extent[len(extent) - size_dims[kind] :]
         media.append(MediaItem(kind, shape, len(tokens), size=size))
         payload.setdefault(kind, []).append(torch.randn(shape, generator=draw))
-        tokens += [placeholders[kind], *words()]
+        tokens += [placeholders[kind], *behind, *words()]
     start = len(tokens)
     tokens += words()  # the answer
     return SampleMeta(name, len(tokens), tuple(media), ((start, len(tokens)),)), Sample(

@@ -167,7 +167,7 @@ class HfEncoderAdapter:
                 return False
             return True
 
-        return tower_plan(self._hollow(1), works)
+        return tower_plan(self._hollow(1).eval(), works)
 
     @cached_property
     def _flat(self) -> nn.Module:
@@ -176,9 +176,9 @@ class HfEncoderAdapter:
     def _hollow(self, blocks: int) -> nn.Module:
         """The module with zeros that take no memory for weights, of whose blocks only the first so many compute."""
         module = build_empty(self)
+        tuples: dict[type, bool] = {}
         for name in tower_blocks(module)[blocks:]:
-            block: Any = module.get_submodule(name)
-            block.forward = lambda hidden, *_, **__: hidden
+            _hand_on(module.get_submodule(name), tuples)
         for part in module.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None:
@@ -265,6 +265,22 @@ class HfEncoderAdapter:
         rows = len(batch["rows"])
         found = {name: each[:rows] for name, each in self.encode(module, batch).items()}
         return found if len(found) > 1 else found[""]
+
+
+def _hand_on(block: Any, tuples: dict[type, bool]) -> None:
+    """Let a block return what it gets, in a tuple if it is one that returns a tuple, which is seen by its first run.
+
+    Args:
+        tuples: what is known of kinds of blocks.
+    """
+    own = block.forward
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if type(block) not in tuples:
+            tuples[type(block)] = isinstance(own(hidden, *args, **kwargs), tuple)
+        return (hidden,) if tuples[type(block)] else hidden
+
+    block.forward = forward
 
 
 def _joined(rows: Any) -> Tensor:

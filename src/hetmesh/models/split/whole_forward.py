@@ -56,7 +56,8 @@ def whole_logits(
             out.pooler_output = out.pooler_output[: len(items)]
             given = {"mm_encoder_outputs": {kind: out}}
         arguments |= given
-    if "mm_token_type_ids" in parameters or any("grid_thw" in name for name in arguments):
+    by_type = "mm_token_type_ids" in parameters or any("grid_thw" in name for name in arguments)
+    if by_type and not whole.around:
         arguments["mm_token_type_ids"] = _media_tokens(meta)
     if whole.family.mask == "bidirectional_runs":
         arguments["token_type_ids"] = _media_tokens(meta)
