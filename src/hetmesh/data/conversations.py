@@ -43,6 +43,11 @@ class _Conversation:
     media: tuple[tuple[str, Blob], ...]
     size: int  # of its text
 
+    @property
+    def alone(self) -> bool:
+        """Whether it has one image at most."""
+        return sum(kind == "image" for kind, _ in self.media) < 2
+
 
 class ConversationsSource:
     """One conversation per record: `{"id": ..., "messages": [{"role": ..., "content": ...}, ...]}`, or as LLaVA has it:
@@ -62,6 +67,8 @@ class ConversationsSource:
         image_processor: a Hugging Face directory whose preprocessor_config.json (or processor_config.json) says how
             to prepare images.
         audio_processor: the same for `.wav` files (WhisperFeatureExtractor); `.npy` files hold features.
+        image_tiles: whether images are cut into tiles, as many as suit their size, by the processors of which hetmesh
+            knows it (LLaVA-OneVision's, InternVL's); absent: as the directory says.
         audio_frames: how many frames a `.wav` file has: `"padded"` to the extractor's length, `"counted"` (the same,
             and how many it had before is known to the model), or its `"own"`.
         placeholders: kind of media -> a token of the vocabulary that texts do not use.
@@ -95,6 +102,7 @@ class ConversationsSource:
         replacements: Mapping[str, str] | None = None,
         special_tokens: bool = False,
         audio_frames: str = "padded",
+        image_tiles: bool | None = None,
     ) -> None:
         placeholders = {"image": "<image>"} if placeholders is None else placeholders
         if unknown := sorted(set(placeholders) - set(KINDS)):
@@ -121,7 +129,9 @@ class ConversationsSource:
         self._images = None
         if image_processor is not None:
             key = f"{KEY} image_processor"
-            self._images = ImageProcessor.from_directory(Path(image_processor).expanduser(), key, pad_to_square)
+            self._images = ImageProcessor.from_directory(
+                Path(image_processor).expanduser(), key, pad_to_square, image_tiles
+            )
         self._recordings = RecordingProcessor(
             None if audio_processor is None else Path(audio_processor).expanduser(),
             f"{KEY} audio_processor",
@@ -131,6 +141,8 @@ class ConversationsSource:
         options |= {"replacements": replacements, "special_tokens": special_tokens}
         if audio_frames != "padded":  # older indices do not name it
             options["audio_frames"] = audio_frames
+        if image_tiles is not None:
+            options["image_tiles"] = image_tiles
         read = [Path(each).expanduser() for each in folders.values() if each is not None]
         self._small = {
             "the options of [data]": options,
@@ -190,7 +202,7 @@ class ConversationsSource:
         kinds = {token: kind for kind, token in self.placeholders.items()}
         positions = [i for i, token in enumerate(conversation.encoded.ids) if token in kinds]
         items = tuple(
-            self._item(conversation.id, kind, file, position)
+            self._item(conversation, kind, file, position)
             for position, (kind, file) in zip(positions, conversation.media, strict=True)
         )
         return SampleMeta(conversation.id, len(conversation.encoded.ids), items, conversation.encoded.targets)
@@ -206,7 +218,7 @@ class ConversationsSource:
         read = conversation.size
         for kind, blob in conversation.media:
             if wants(kinds, kind):
-                tensor, size = self._load(conversation.id, kind, blob)
+                tensor, size = self._load(conversation, kind, blob)
                 media.setdefault(kind, []).append(tensor)
                 read += size
         needed = conversation.size + sum(blob.length for kind, blob in conversation.media if wants(kinds, kind))
@@ -284,9 +296,10 @@ class ConversationsSource:
             media.append((kind, value))
         return text
 
-    def _item(self, name: str, kind: str, span: Blob, position: int) -> MediaItem:
+    def _item(self, conversation: _Conversation, kind: str, span: Blob, position: int) -> MediaItem:
         from PIL import Image
 
+        name = conversation.id
         with _reading(name, span):
             if kind == "audio":
                 with span.open() as file:
@@ -296,18 +309,20 @@ class ConversationsSource:
             if processor.fixed_shape is not None:
                 return MediaItem(kind, processor.fixed_shape, position)
             with span.open() as file, Image.open(file) as image:  # reads the header only
-                return MediaItem(kind, processor.shape(*image.size), position)
+                shape, size = processor.extent(*image.size, conversation.alone)
+                return MediaItem(kind, shape, position, size=size)
 
-    def _load(self, name: str, kind: str, span: Blob) -> tuple[Tensor, int]:
+    def _load(self, conversation: _Conversation, kind: str, span: Blob) -> tuple[Tensor, int]:
         """One media item, and the bytes that were read for it."""
         from PIL import Image
 
+        name = conversation.id
         with _reading(name, span):
             data = span.read()
             if kind == "audio":
                 return self._recordings(span.name, io.BytesIO(data)), len(data)
             with Image.open(io.BytesIO(data)) as image:
-                return self._image_processor(name)(image), len(data)
+                return self._image_processor(name)(image, conversation.alone), len(data)
 
     def _image_processor(self, name: str) -> ImageProcessor:
         if self._images is None:

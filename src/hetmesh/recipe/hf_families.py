@@ -49,7 +49,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "paligemma": Family(mask="prefix", positions="from_1"),
         "idefics3": TILES,
         "smolvlm": TILES,
-        "llava_onevision": Family(calls={"image": "base_tile"}),
+        "llava_onevision": Family(calls={"image": "any_resolution"}),
         "qwen2_vl": MROPE,
         "qwen2_5_vl": MROPE,
         "qwen3_vl": MROPE,

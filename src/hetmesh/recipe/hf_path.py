@@ -83,6 +83,9 @@ def _data(path: str, config: Mapping[str, Any], whole: str, kinds: list[str], gi
     combined = _read(path, "processor_config.json") or {}  # as transformers 5 saves processors
     if "image" in kinds and ("image_processor" in combined or _is_file(path, "preprocessor_config.json")):
         options["image_processor"] = path
+        prompt = PROMPTS.get(processor_of(path, whole))
+        if prompt is not None and prompt.tiles:
+            options["image_tiles"] = True
     if "audio" in kinds:
         options["audio_processor"] = path
         way = family_of(str(config.get("model_type"))).calls.get("audio")
@@ -115,8 +118,12 @@ def prompt_note(recipe: Recipe) -> str:
     if recipe.data.source != "conversations":
         return ""
     config = _read(path, "config.json") or {}
-    prompt = PROMPTS.get(processor_of(path, str(config.get("model_type"))))
-    return "" if prompt is None else prompt.note
+    name = processor_of(path, str(config.get("model_type")))
+    if name in PROMPTS and PROMPTS[name].tiles and recipe.data.options.get("image_tiles") is False:
+        return (
+            f"data.options.image_tiles = false: images are one tile each; transformers' {name} cuts them into several"
+        )
+    return ""
 
 
 def _prompt_options(path: str, model_type: str, options: Mapping[str, Any]) -> dict[str, Any]:

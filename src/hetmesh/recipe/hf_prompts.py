@@ -26,7 +26,7 @@ class Prompt:
         default: the chat template of a processor that takes its own where none is beside it, whatever the tokenizer's.
         special_tokens: whether the tokenizer adds its own (a BOS) to a text that does not begin with one.
         refused: why its prompts cannot be followed.
-        note: what else it does that prompts here do not have.
+        tiles: whether it has images cut into tiles, whatever its image processor says by itself.
     """
 
     written: str = "{image}"
@@ -36,7 +36,7 @@ class Prompt:
     default: str = ""
     special_tokens: bool = True
     refused: str = ""
-    note: str = ""
+    tiles: bool = False
 
     def replacements(self, image: str, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
         """What a template writes -> what is put in its place; empty where that is the same."""
@@ -83,14 +83,15 @@ _PLAIN = Prompt()
 
 PROMPTS: Mapping[str, Prompt] = MappingProxyType(
     {
-        **dict.fromkeys(("LlavaProcessor", "LlavaNextProcessor", "LlavaOnevisionProcessor"), _PLAIN),
+        **dict.fromkeys(("LlavaProcessor", "LlavaNextProcessor"), _PLAIN),
+        "LlavaOnevisionProcessor": Prompt(tiles=True),
         **dict.fromkeys(("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor"), _PLAIN),
         **dict.fromkeys(("Glm4vProcessor", "Glm46VProcessor", "Qwen2_5OmniProcessor"), _PLAIN),
         "Qwen2AudioProcessor": Prompt(default=_QWEN2_AUDIO),
         "InternVLProcessor": Prompt(
             image="{start_image_token}{image}{end_image_token}",
             tokens={"start_image_token": "<img>", "end_image_token": "</img>"},
-            note="InternVL's images are one tile each; transformers' processor cuts large ones into several",
+            tiles=True,
         ),
         "Gemma3Processor": Prompt(
             written="{boi_token}",

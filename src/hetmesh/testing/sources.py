@@ -26,7 +26,7 @@ class RandomMedia:
         items: exactly so many instead, for runs where every sample must have the same rows.
         text_only: share of samples without media.
         max_text: most text tokens; each sample has at least 2.
-        sizes: kind -> the sizes (`MediaItem.size`) of its items, each of which has one of them.
+        choices: kind -> shapes and sizes (`MediaItem.size`), one of which each item has instead of that in `kinds`.
         largest: kind -> raw shape of its largest items; each side of an item is then a random multiple, up to that, of
             the one in `kinds`.
         without_targets: share of samples without a target.
@@ -51,7 +51,7 @@ class RandomMedia:
         text_only: float = 0.3,
         max_text: int = 9,
         largest: Mapping[str, Sequence[int]] | None = None,
-        sizes: Mapping[str, Sequence[Sequence[int]]] | None = None,
+        choices: Mapping[str, Sequence[Sequence[Sequence[int]]]] | None = None,
         without_targets: float = 0.0,
         apart: bool = False,
         around: Mapping[str, Sequence[int]] | None = None,
@@ -61,7 +61,7 @@ class RandomMedia:
         _check_options(kinds, text_only, {"max_items": max_items, "max_text": max_text, "length": length, "seed": seed})
         self.kinds = {name: tuple(shape) for name, shape in kinds.items()}
         self.same = dict(same or {})
-        self.largest, self.sizes = dict(largest or {}), dict(sizes or {})
+        self.largest, self.choices = dict(largest or {}), dict(choices or {})
         self.max_items, self.items, self.text_only, self.max_text = max_items, items, text_only, max_text
         self.without_targets, self.apart, self.length, self.seed = without_targets, apart, length, seed
         self.placeholders = {name: 1 + i for i, name in enumerate([*self.kinds, *self.same])}
@@ -100,17 +100,18 @@ class RandomMedia:
             else each or rng.randint(len(self.placeholders) + 1, self.words - 1)
             for each in sequence
         ]
-        shapes = {name: [self._shape(name, rng) for _ in range(counts[name])] for name in self.kinds}
-        shapes |= {name: shapes[other] for name, other in self.same.items()}
-        left = {name: iter(each) for name, each in shapes.items()}
+        extents = {name: [self._extent(name, rng) for _ in range(counts[name])] for name in self.kinds}
+        extents |= {name: extents[other] for name, other in self.same.items()}
+        left = {name: iter(each) for name, each in extents.items()}
         placed = [(at, name) for at, name in enumerate(sequence) if isinstance(name, str)]
-        media = tuple(MediaItem(name, next(left[name]), at, size=self._size(name, rng)) for at, name in placed)
+        drawn = [(at, name, next(left[name])) for at, name in placed]
+        media = tuple(MediaItem(name, shape, at, size=size) for at, name, (shape, size) in drawn)
         stop = len(sequence)
         targets: tuple[tuple[int, int], ...] = ((max(1, stop - rng.randint(1, 2)), stop),)
         if random.Random(f"{self.seed}:{index}:targets").random() < self.without_targets:
             targets = ()
         generator = torch.Generator().manual_seed(rng.randrange(2**31))
-        payload = {name: [torch.randn(shape, generator=generator) for shape in shapes[name]] for name in self.kinds}
+        payload = {name: [torch.randn(shape, generator=generator) for shape, _ in extents[name]] for name in self.kinds}
         payload |= {name: payload[other] for name, other in self.same.items()}
         identity = f"random-{self.seed}-{index}"
         return SampleMeta(identity, stop, media, targets), Sample(identity, torch.tensor(tokens), payload)
@@ -119,14 +120,14 @@ class RandomMedia:
         before, behind = self.around.get(name, (None, None)) if isinstance(name, str) else (None, None)
         return (name,) if before is None else (before, name, behind)
 
-    def _shape(self, name: str, rng: random.Random) -> tuple[int, ...]:
+    def _extent(self, name: str, rng: random.Random) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if name in self.choices:
+            shape, size = rng.choice(self.choices[name])
+            return tuple(shape), tuple(size)
         shape = self.kinds[name]
-        if name not in self.largest:
-            return shape
-        return tuple(n * rng.randint(1, most // n) for n, most in zip(shape, self.largest[name], strict=True))
-
-    def _size(self, name: str, rng: random.Random) -> tuple[int, ...]:
-        return tuple(rng.choice(self.sizes[name])) if name in self.sizes else ()
+        if name in self.largest:
+            shape = tuple(n * rng.randint(1, most // n) for n, most in zip(shape, self.largest[name], strict=True))
+        return tuple(shape), ()
 
     def _count(self, rng: random.Random) -> int:
         return rng.randint(0, self.max_items) if self.items is None else self.items

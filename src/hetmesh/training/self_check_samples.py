@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +25,7 @@ def self_check_source(
     config: Any,
     shapes: Shapes,
     placeholders: Mapping[str, int],
-    size_dims: Mapping[str, int],
+    size_dims: Mapping[str, Callable[[tuple[int, ...]], int]],
     around: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     seed: int = 0,
 ) -> MemorySource:
@@ -58,7 +58,7 @@ def _sample(
     name: str,
     items: Sequence[tuple[str, tuple[int, ...]]],
     placeholders: Mapping[str, int],
-    size_dims: Mapping[str, int],
+    size_dims: Mapping[str, Callable[[tuple[int, ...]], int]],
     around: Mapping[str, tuple[int, int]],
     text: Tensor,
     draw: torch.Generator,
@@ -71,7 +71,8 @@ def _sample(
     for kind, extent in items:
         before, behind = ([token] for token in around[kind]) if kind in around else ([], [])
         tokens += before
-        shape, size = extent[: len(extent) - size_dims[kind]], extent[len(extent) - size_dims[kind] :]
+        end = len(extent) - size_dims[kind](extent)
+        shape, size = extent[:end], extent[end:]
         media.append(MediaItem(kind, shape, len(tokens), size=size))
         payload.setdefault(kind, []).append(torch.randn(shape, generator=draw))
         tokens += [placeholders[kind], *behind, *words()]

@@ -21,8 +21,6 @@ class Frames:
     """Recordings of any length, padded to the longest of a call, with a mask of their frames."""
 
     mel: int
-    fewest = 1
-    size_dims = 0
 
     @property
     def blank(self) -> tuple[int, ...]:
@@ -53,6 +51,9 @@ class Frames:
     def grid(self, shape: tuple[int, ...]) -> None:
         return None
 
+    def size_dims(self, shape: tuple[int, ...]) -> int:
+        return 0
+
 
 @dataclass(frozen=True)
 class PaddedFrames(Frames):
@@ -60,7 +61,6 @@ class PaddedFrames(Frames):
     tower's convolutions see some of the silence behind."""
 
     frames: int
-    size_dims = 1
 
     @property
     def blank(self) -> tuple[int, ...]:
@@ -76,6 +76,9 @@ class PaddedFrames(Frames):
                 f"recordings must be of shape ({self.mel}, {self.frames}), padded to that by the feature extractor, "
                 f"with 3 to {self.frames} frames before that as their size (MediaItem.size), got {shape}"
             )
+
+    def size_dims(self, shape: tuple[int, ...]) -> int:
+        return 1
 
     def collate(self, items: Sequence[Tensor], sizes: Sequence[tuple[int, ...]] = ()) -> dict[str, Tensor]:
         return {"media": torch.stack(list(items)), "mask": _mask([n for (n,) in sizes], self.frames)}

@@ -202,7 +202,7 @@ class HfEncoderAdapter:
     def _rows(self, module: nn.Module, shape: tuple[int, ...]) -> dict[str, Tensor]:
         with torch.no_grad():
             found = self.encode(module, self._collated(shape))
-        return {name: rows[: len(rows) // self.call.fewest].to("meta") for name, rows in found.items()}
+        return {name: rows.to("meta") for name, rows in found.items()}
 
     def _collated(self, extent: tuple[int, ...]) -> dict[str, Tensor]:
         """An item of ones."""
@@ -218,7 +218,8 @@ class HfEncoderAdapter:
             return {"": features_of_padded(module, **arguments)}
         out = method(**arguments, return_dict=True)
         features = getattr(out, "deepstack_features", None) or ()
-        return {"": _joined(out.pooler_output)} | {f"{FEATURE}{i}": _joined(each) for i, each in enumerate(features)}
+        rows = out.pooler_output if "kept" not in batch else kept_rows(out.pooler_output, batch["kept"])
+        return {"": _joined(rows)} | {f"{FEATURE}{i}": _joined(each) for i, each in enumerate(features)}
 
     def _grid(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         self.call.check(shape)
@@ -263,7 +264,10 @@ class HfEncoderAdapter:
         self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> Tensor | Mapping[str, Tensor]:
         rows = len(batch["rows"])
-        found = {name: each[:rows] for name, each in self.encode(module, batch).items()}
+        found = self.encode(module, batch)
+        if rows and len(found[""]) != rows:
+            raise SampleError(f"{self.whole.model_class.__name__} made {len(found[''])} rows, {rows} were planned")
+        found = {name: each[:rows] for name, each in found.items()}  # none of a blank item
         return found if len(found) > 1 else found[""]
 
 
@@ -281,6 +285,11 @@ def _hand_on(block: Any, tuples: dict[type, bool]) -> None:
         return (hidden,) if tuples[type(block)] else hidden
 
     block.forward = forward
+
+
+def kept_rows(rows: Sequence[Tensor], kept: Tensor) -> list[Tensor]:
+    """The rows of items in their order, of those of all items that a model was called with."""
+    return [rows[i] for i in kept.tolist()]
 
 
 def _joined(rows: Any) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import SampleLike
-from hetmesh.models.split.encoder_half import HfEncoderAdapter
+from hetmesh.models.split.encoder_half import HfEncoderAdapter, kept_rows
 from hetmesh.models.split.whole_model import WholeModel
 
 IMAGE_TYPE = 1
@@ -51,9 +51,9 @@ def whole_logits(
         sizes = [item.size for item in meta.media if item.name == kind]
         batch = encoder.call.collate([item.to(dtype) for item in items], sizes)
         given = encoder.call.arguments(batch)
-        if len(items) < encoder.call.fewest:  # called with one more item, whose rows nobody waits for
+        if "kept" in batch:  # called with items in another order, or one more
             out = getattr(model, f"get_{kind}_features")(**given, return_dict=True)
-            out.pooler_output = out.pooler_output[: len(items)]
+            out.pooler_output = kept_rows(out.pooler_output, batch["kept"])
             given = {"mm_encoder_outputs": {kind: out}}
         arguments |= given
     by_type = "mm_token_type_ids" in parameters or any("grid_thw" in name for name in arguments)
