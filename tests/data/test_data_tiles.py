@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 
 import numpy as np
@@ -55,6 +56,23 @@ def test_internvls_tiles_are_those_of_transformers(tmp_path, size):
     assert ours.extent(image.width, image.height, False) == (tuple(expected.shape), ())
     torch.testing.assert_close(ours(image, False), expected, rtol=0, atol=1e-5)
     assert ImageProcessor.from_directory(tmp_path, "key", tiles=False).fixed_shape == (3, 8, 8)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("family", ["idefics3.Idefics3", "smolvlm.SmolVLM"])
+def test_idefics_3s_images_of_one_tile_are_those_of_transformers(tmp_path, family, size):
+    folder, name = family.split(".")
+    module = importlib.import_module(f"transformers.models.{folder}.image_processing_pil_{folder}")
+    theirs = getattr(module, f"{name}ImageProcessorPil")(size={"longest_edge": 20}, max_image_size={"longest_edge": 8})
+    with pytest.raises(
+        RecipeError, match=r"do_image_splitting'\], which .*; with \[data.options\] image_tiles = false"
+    ):
+        saved(theirs, tmp_path)
+    ours = ImageProcessor.from_directory(tmp_path, "key", tiles=False)
+    image = picture(*size)
+    expected = theirs(images=[image], do_image_splitting=False, return_tensors="pt")["pixel_values"][0, 0]
+    assert ours.fixed_shape == tuple(expected.shape) == (3, 8, 8)
+    torch.testing.assert_close(ours(image), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

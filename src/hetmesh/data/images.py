@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hetmesh.data.pixel_budget import PixelBudget
-from hetmesh.data.tiles import ANY_RESOLUTION, CROPS, Extent, Tiling, tiling_of
+from hetmesh.data.tiles import ANY_RESOLUTION, CROPS, SPLITS, Extent, LongestEdge, Tiling, one_tile, tiling_of
 from hetmesh.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -33,9 +33,16 @@ UNSUPPORTED = ("image_grid_pinpoints", "crop_to_patches", "resize_to_max_canvas"
 TILED = ("image_grid_pinpoints", "crop_to_patches", "do_pad")
 """What cutting images into tiles takes care of; `do_pad` is about batches of them."""
 
+_IDEFICS = {
+    "do_image_splitting": True,
+    "size": {"longest_edge": 1456},
+    "max_image_size": {"longest_edge": 364},
+    "resample": 1,
+}
+
 BY_DEFAULT: Mapping[str, Mapping[str, Any]] = {
-    "Idefics3ImageProcessor": {"do_image_splitting": True},
-    "SmolVLMImageProcessor": {"do_image_splitting": True},
+    "Idefics3ImageProcessor": _IDEFICS,
+    "SmolVLMImageProcessor": _IDEFICS,
     "LlavaNextImageProcessor": {"image_grid_pinpoints": "its own"},
     "LlavaOnevisionImageProcessor": {"size": {"height": 384, "width": 384}},
     "GotOcr2ImageProcessor": {"size": {"height": 384, "width": 384}},
@@ -56,6 +63,7 @@ class ImageProcessor:
         mean, std: per channel, of the scaled values; None leaves them.
         pad_to_square: first put the image on a square of the mean colour (as LLaVA does).
         tiling: how images are cut into tiles; None: each is one.
+        first: a resizing before the one to `resize`.
     """
 
     resize: tuple[int, int] | int | PixelBudget | None
@@ -66,6 +74,7 @@ class ImageProcessor:
     std: tuple[float, ...] | None = None
     pad_to_square: bool = False
     tiling: Tiling | None = None
+    first: LongestEdge | None = None
 
     @classmethod
     def from_directory(
@@ -95,12 +104,18 @@ class ImageProcessor:
         done: Sequence[str] = ()
         if kind in (*ANY_RESOLUTION, *CROPS) and config.get("do_resize", True):
             tiling, done = tiling_of(config, _size(config["size"], f"{where}: size"), tiles, where), TILED
+        if kind in SPLITS:
+            done = ("do_pad", *(["do_image_splitting"] if tiles is False else []))
         others = [name for name in config if name in UNSUPPORTED or (name.startswith("do_") and name not in STEPS)]
         if found := [name for name in others if config[name] and name not in done]:
-            raise RecipeError(f"{where} asks for {found}, which this source does not do")
+            hint = "; with [data.options] image_tiles = false an image is one tile" if kind in SPLITS else ""
+            raise RecipeError(f"{where} asks for {found}, which this source does not do{hint}")
         resize: tuple[int, int] | int | PixelBudget | None = None
         if config.get("do_resize", True):
             resize = PixelBudget.of(config, where)
+        first: LongestEdge | None = None
+        if kind in SPLITS and config.get("do_resize", True):
+            first, resize = one_tile(config, where)
         if config.get("do_resize", True) and resize is None:
             size = _size(config.get("size", 224), f"{where}: size")
             resize = size[0] if isinstance(size, list) else size
@@ -118,6 +133,7 @@ class ImageProcessor:
             tuple(config["image_std"]) if normalize else None,
             pad_to_square or kind in ANY_RESOLUTION,
             tiling,
+            first,
         )
 
     @property
@@ -189,6 +205,8 @@ class ImageProcessor:
             square = pillow.new("RGB", (side, side), colour)
             square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
             image = square
+        if self.first is not None:
+            image = image.resize(self.first.resized(*image.size), pillow.Resampling(self.resample))
         height, width = self._resized(*image.size)
         if (width, height) != image.size:
             image = image.resize((width, height), pillow.Resampling(self.resample))

@@ -16,6 +16,9 @@ ANY_RESOLUTION = tuple(f"LlavaOnevisionImageProcessor{back}" for back in ("", "F
 CROPS = tuple(f"GotOcr2ImageProcessor{back}" for back in ("", "Fast", "Pil"))
 """`image_processor_type`s of both ways; the second is InternVL's."""
 
+SPLITS = tuple(f"{name}ImageProcessor{back}" for name in ("Idefics3", "SmolVLM") for back in ("", "Fast", "Pil"))
+"""Those that split images into tiles with text between them, which is not done; without that each is one tile."""
+
 Extent = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape of an image's tensor, and what else its rows depend on."""
 
@@ -104,6 +107,41 @@ class Crops:
         canvas = image.resize((columns * self.width, rows * self.height), method)
         whole = [image.resize((self.width, self.height), method)] if rows * columns > 1 else []
         return [*_cut(canvas, self.height, self.width), *whole]
+
+
+@dataclass(frozen=True)
+class LongestEdge:
+    """An image's own ratio with the longer side of that many pixels, the other one even, before it is squeezed into its
+    tile (Idefics 3; transformers' `get_resize_output_image_size`)."""
+
+    pixels: int
+
+    def resized(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height."""
+        ratio = width / height
+        if width >= height:
+            width, height = self.pixels, int(self.pixels / ratio)
+            height += height % 2
+        else:
+            width, height = int(self.pixels * ratio), self.pixels
+            width += width % 2
+        return max(width, 1), max(height, 1)
+
+
+def one_tile(config: Mapping[str, Any], where: str) -> tuple[LongestEdge | None, tuple[int, int]]:
+    """What `SPLITS` make of an image that they do not split: a first resizing, and height and width of the tile.
+
+    Raises:
+        RecipeError: other sizes than theirs.
+    """
+    size, tile = config.get("size"), config.get("max_image_size")
+    side = tile.get("longest_edge") if isinstance(tile, Mapping) else None
+    longest = size.get("longest_edge") if isinstance(size, Mapping) else None
+    if not isinstance(side, int) or not isinstance(longest, int) or not 0 < longest <= 4096:
+        raise RecipeError(
+            f"{where}: size and max_image_size must be {{longest_edge}}, the first at most 4096, got {size!r}, {tile!r}"
+        )
+    return LongestEdge(longest), (side, side)
 
 
 Tiling = AnyResolution | Crops

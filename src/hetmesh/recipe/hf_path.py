@@ -84,7 +84,7 @@ def _data(path: str, config: Mapping[str, Any], whole: str, kinds: list[str], gi
     if "image" in kinds and ("image_processor" in combined or _is_file(path, "preprocessor_config.json")):
         options["image_processor"] = path
         prompt = PROMPTS.get(processor_of(path, whole))
-        if prompt is not None and prompt.tiles:
+        if prompt is not None and prompt.tiles == "always":
             options["image_tiles"] = True
     if "audio" in kinds:
         options["audio_processor"] = path

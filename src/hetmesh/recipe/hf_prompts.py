@@ -26,7 +26,8 @@ class Prompt:
         default: the chat template of a processor that takes its own where none is beside it, whatever the tokenizer's.
         special_tokens: whether the tokenizer adds its own (a BOS) to a text that does not begin with one.
         refused: why its prompts cannot be followed.
-        tiles: whether it has images cut into tiles, whatever its image processor says by itself.
+        tiles: `"always"` if it has images cut into tiles, whatever its image processor says by itself, or `"asked"` if
+            that is what it says, by default too; empty where images are one tile each.
     """
 
     written: str = "{image}"
@@ -36,7 +37,7 @@ class Prompt:
     default: str = ""
     special_tokens: bool = True
     refused: str = ""
-    tiles: bool = False
+    tiles: str = ""
 
     def replacements(self, image: str, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
         """What a template writes -> what is put in its place; empty where that is the same."""
@@ -84,24 +85,27 @@ _PLAIN = Prompt()
 PROMPTS: Mapping[str, Prompt] = MappingProxyType(
     {
         **dict.fromkeys(("LlavaProcessor", "LlavaNextProcessor"), _PLAIN),
-        "LlavaOnevisionProcessor": Prompt(tiles=True),
+        "LlavaOnevisionProcessor": Prompt(tiles="always"),
         **dict.fromkeys(("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor"), _PLAIN),
         **dict.fromkeys(("Glm4vProcessor", "Glm46VProcessor", "Qwen2_5OmniProcessor"), _PLAIN),
         "Qwen2AudioProcessor": Prompt(default=_QWEN2_AUDIO),
         "InternVLProcessor": Prompt(
             image="{start_image_token}{image}{end_image_token}",
             tokens={"start_image_token": "<img>", "end_image_token": "</img>"},
-            tiles=True,
+            tiles="always",
         ),
         "Gemma3Processor": Prompt(
             written="{boi_token}",
             image="\n\n{boi_token}{image}{eoi_token}\n\n",
             tokens={"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
         ),
-        "Idefics3Processor": Prompt(image="<fake_token_around_image><global-img>{image}<fake_token_around_image>"),
+        "Idefics3Processor": Prompt(
+            image="<fake_token_around_image><global-img>{image}<fake_token_around_image>", tiles="asked"
+        ),
         "SmolVLMProcessor": Prompt(
             image="{fake_image_token}{global_image_token}{image}{fake_image_token}",
             tokens={"fake_image_token": "<fake_token_around_image>", "global_image_token": "<global-img>"},
+            tiles="asked",
         ),
         "PaliGemmaProcessor": Prompt(template=_PALIGEMMA, special_tokens=False),
         "PixtralProcessor": Prompt(

@@ -252,6 +252,7 @@ TILES = (
 ITEMS: Mapping[str, str] = {
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "glm4v"), CELLS),
     **dict.fromkeys(("llava_onevision", "llava_onevision_few"), TILES),
+    "internvl": "kinds = { image = [3, 8, 8] }, choices = { image = [[[3, 8, 8], []], [[3, 3, 8, 8], []]] }",
     "mistral3": "kinds = { image = [3, 4, 8] }, largest = { image = [3, 12, 16] }",
     "qwen2_5_omni": "kinds = { image = [3, 4, 4], audio = [6, 7] }, largest = { image = [3, 12, 8], audio = [6, 28] }, "
     "around = { image = [43, 44], audio = [45, 46] }",
