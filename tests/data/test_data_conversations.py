@@ -203,6 +203,8 @@ def test_steps_that_are_not_done_are_refused_wherever_they_are_written(tmp_path)
         combined.write_text(json.dumps({"image_processor": {**CLIP, name: True}, "processor_class": "LlavaProcessor"}))
         with pytest.raises(RecipeError, match=rf"key = .*processor_config.json asks for \['{name}'\]"):
             ImageProcessor.from_directory(tmp_path, "key")
+        if name != "crop_to_patches":
+            assert ImageProcessor.from_directory(tmp_path, "key", tiles=False).fixed_shape == (3, 8, 8)
         combined.write_text(json.dumps({"image_processor": {**CLIP, name: None}}))
         assert ImageProcessor.from_directory(tmp_path, "key").fixed_shape == (3, 8, 8)
     combined.write_text(json.dumps({"image_seq_len": 4}))  # as older ones are, which say nothing of images

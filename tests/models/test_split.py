@@ -157,6 +157,18 @@ def test_items_must_lie_between_the_tokens_by_which_a_model_finds_them(directory
 
 
 @pytest.mark.slow
+def test_audio_towers_that_are_called_in_another_way_are_refused(tmp_path):
+    from transformers import AudioFlamingo3Config, AudioFlamingo3ForConditionalGeneration
+
+    audio = {"num_mel_bins": 6, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 16}
+    audio |= {"intermediate_size": 32, "max_source_positions": 8}
+    config = AudioFlamingo3Config(audio_config=audio, text_config=tiny_vlms._text("qwen2"), audio_token_id=1)
+    AudioFlamingo3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match=r"modules.audio: .*its get_audio_features takes .*'input_features_mask'"):
+        adapters_of(tmp_path, items="kinds = { audio = [6, 16] }")
+
+
+@pytest.mark.slow
 def test_layers_that_are_left_out_at_random_are_refused(tmp_path):
     path = tiny_vlms.save("qwen2_audio", tmp_path)
     config = json.loads((path / "config.json").read_text())

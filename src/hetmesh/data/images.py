@@ -33,6 +33,9 @@ UNSUPPORTED = ("image_grid_pinpoints", "crop_to_patches", "resize_to_max_canvas"
 TILED = ("image_grid_pinpoints", "crop_to_patches", "do_pad")
 """What cutting images into tiles takes care of; `do_pad` is about batches of them."""
 
+LEFT_OUT = ("do_image_splitting", "do_pan_and_scan")
+"""What a recipe can have left out (`image_tiles = false`): an image is one tile, as with the processor's own option."""
+
 _IDEFICS = {
     "do_image_splitting": True,
     "size": {"longest_edge": 1456},
@@ -105,10 +108,13 @@ class ImageProcessor:
         if kind in (*ANY_RESOLUTION, *CROPS) and config.get("do_resize", True):
             tiling, done = tiling_of(config, _size(config["size"], f"{where}: size"), tiles, where), TILED
         if kind in SPLITS:
-            done = ("do_pad", *(["do_image_splitting"] if tiles is False else []))
+            done = ("do_pad",)
+        if tiles is False:
+            done = (*done, *LEFT_OUT)
         others = [name for name in config if name in UNSUPPORTED or (name.startswith("do_") and name not in STEPS)]
         if found := [name for name in others if config[name] and name not in done]:
-            hint = "; with [data.options] image_tiles = false an image is one tile" if kind in SPLITS else ""
+            can = "; with [data.options] image_tiles = false an image is one tile"
+            hint = can if set(found) <= set(LEFT_OUT) else ""
             raise RecipeError(f"{where} asks for {found}, which this source does not do{hint}")
         resize: tuple[int, int] | int | PixelBudget | None = None
         if config.get("do_resize", True):

@@ -120,9 +120,9 @@ def prompt_note(recipe: Recipe) -> str:
     config = _read(path, "config.json") or {}
     name = processor_of(path, str(config.get("model_type")))
     if name in PROMPTS and PROMPTS[name].tiles and recipe.data.options.get("image_tiles") is False:
-        return (
-            f"data.options.image_tiles = false: images are one tile each; transformers' {name} cuts them into several"
-        )
+        does = "cuts" if PROMPTS[name].tiles == "always" else "may cut"
+        said = "data.options.image_tiles = false: images are one tile each"
+        return f"{said}; transformers' {name} {does} them into several"
     return ""
 
 

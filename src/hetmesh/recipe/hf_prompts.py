@@ -98,6 +98,7 @@ PROMPTS: Mapping[str, Prompt] = MappingProxyType(
             written="{boi_token}",
             image="\n\n{boi_token}{image}{eoi_token}\n\n",
             tokens={"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+            tiles="asked",
         ),
         "Idefics3Processor": Prompt(
             image="<fake_token_around_image><global-img>{image}<fake_token_around_image>", tiles="asked"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -95,6 +96,15 @@ AUDIO_CALLS: Mapping[str, Callable[[Any], Frames]] = MappingProxyType(
     }
 )
 """Ways for recordings by name, made from the config of the tower."""
+
+
+def check_takes_frames(model: Any) -> None:
+    """Raise LookupError for a model whose `get_audio_features` takes something else than features and their mask."""
+    parameters = inspect.signature(model.get_audio_features).parameters
+    required = {n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+    known = {"input_features", "feature_attention_mask"}
+    if not known <= parameters.keys() or required - known:
+        raise LookupError(f"its get_audio_features takes {sorted(parameters)}, not {sorted(known)} alone")
 
 
 def features_of_padded(model: Any, input_features: Tensor, feature_attention_mask: Tensor) -> Tensor:

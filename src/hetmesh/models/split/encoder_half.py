@@ -72,7 +72,9 @@ class HfEncoderAdapter:
         name = whole.family.calls.get(request.media)
         try:
             call = item_call(request.media, name, whole.model, whole.config)
-        except (AttributeError, KeyError, TypeError) as error:
+        except LookupError as error:
+            raise RecipeError(f"{request.key}: {whole.model_class.__name__}: {error.args[0]}") from error
+        except (AttributeError, TypeError) as error:
             raise RecipeError(
                 f"{request.key}: the config of {whole.model_class.__name__}'s tower does not say what its items are "
                 f"like: {error}"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hetmesh.errors import SampleError
 from hetmesh.models.collate import stacked
-from hetmesh.models.split.audio_calls import AUDIO_CALLS
+from hetmesh.models.split.audio_calls import AUDIO_CALLS, check_takes_frames
 from hetmesh.models.split.tile_calls import AnyResolutionTiles
 
 
@@ -217,6 +217,8 @@ def item_call(media: str, name: str | None, model: Any, config: Any) -> ItemCall
         config: the whole model's.
     """
     if media == "audio":
+        if name is None:
+            check_takes_frames(model)
         return AUDIO_CALLS[name or "frames"](config.audio_config)
     vision = config.vision_config
     if name is None:
