@@ -19,7 +19,7 @@ from hetmesh.training.summary import summary
 from hetmesh.training.whole_directory import why_not_compared
 
 FAST = ("gemma3",)
-REST = [name for name in tiny_vlms.MODELS if name not in (*FAST, "paligemma2", "qwen2_audio")]
+REST = [name for name in tiny_vlms.MODELS if name not in (*FAST, "paligemma2")]
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,12 @@ def directory(tmp_path_factory):
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
 def test_the_parts_compute_what_transformers_computes(directory, name):
     assert self_check(parse_recipe(tiny_vlms.recipe_text(directory(name)))) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_directory_with_further_parts_is_compared_by_the_part_that_is_trained(tmp_path):
+    path = tiny_vlms.save_inside("qwen2_5_omni", "thinker_config", tmp_path)
+    assert self_check(parse_recipe(tiny_vlms.recipe_text(path))) < TOLERANCE
 
 
 BY_HAND = """

@@ -68,12 +68,14 @@ def self_check(recipe: Recipe) -> float:
     encoders = _encoders(recipe, whole)
     placeholders = {at: _placeholder(whole, each.media) for at, each in encoders.items()}
     shapes: dict[str, Sequence[tuple[int, ...]]] = {at: [each.call.blank] for at, each in encoders.items()}
-    source = self_check_source(whole.config, shapes, placeholders)
+    around = {at: whole.around[each.media] for at, each in encoders.items() if each.media in whole.around}
+    dims = {at: each.call.size_dims for at, each in encoders.items()}
+    source = self_check_source(whole.config, shapes, placeholders, dims, around)
     alone = _on_one_rank(recipe, len(source))
     _, adapters, graph = describe(alone, source)
     for at, rows in placeholder_rows(graph, adapters).items():
         shapes[at] = _compare_rows_of_items(whole, encoders[at], rows, f"{_chain(graph, at)}: ")
-    source = self_check_source(whole.config, shapes, placeholders)
+    source = self_check_source(whole.config, shapes, placeholders, dims, around)
     _, adapters, graph = describe(alone, source)
     loader = Loader(source, len(source), make_prepare(alone, graph, adapters), shuffle=False)
     drawn = loader.batch(0)
@@ -156,7 +158,8 @@ def _by_transformers(
         values.hidden[meta.id] = torch.cat([hidden[start - 1 : stop - 1] for start, stop in meta.targets])
         for at, encoder in encoders.items():
             if items := sample.media.get(at, ()):
-                batch = encoder.call.collate(items)
+                sizes = [item.size for item in meta.media if item.name == at]
+                batch = encoder.call.collate(items, sizes)
                 rows = encoder.encode(model, batch)[""]
                 values.rows[meta.id, at] = rows[: sum(i.rows for i in meta.media if i.name == at)]
     handle.remove()

@@ -22,7 +22,7 @@ from hetmesh.models.causal_lm import CausalLMAdapter
 from hetmesh.models.config_keys import check_keys
 from hetmesh.models.deepstack import deepstack_arguments, layer_index
 from hetmesh.models.pretrained import Names
-from hetmesh.models.split.rope_index import rope_positions
+from hetmesh.models.split.rope_index import check_around, rope_positions
 from hetmesh.models.split.scaling import embedding_scale
 from hetmesh.models.split.text_plan import TextPlan, text_plan
 from hetmesh.models.split.tower_plan import repeated_blocks
@@ -197,6 +197,9 @@ class HfLlmAdapter(CausalLMAdapter):
         pad_id: int = 0,
     ) -> dict[str, Tensor]:
         self._check_windows(metas)
+        if self.whole.around:
+            for sample, meta in zip(samples, metas, strict=True):
+                check_around(self.whole, meta, sample.tokens)
         batch = super().collate(samples, metas, placeholders=placeholders, pad_id=pad_id)
         if self.whole.family.positions == "from_1":
             batch["position_ids"] = batch["position_ids"] + 1
