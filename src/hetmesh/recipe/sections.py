@@ -330,7 +330,7 @@ class Checkpoint(Section):
     timeout_seconds: Seconds = 3600.0  # that writing or reading one may take, whatever [comm] says of a step
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     last_save_in_hf: bool = False  # also export the last one, to folder/step-N-hf, as `hetmesh export` does
-    export_dtype: Literal["float32", "bfloat16", "float16"] | None = None  # of that; None: as trained (torchtitan: float32)
+    export_dtype: Literal["float32", "bfloat16", "float16"] | None = None  # of that; None: as trained
     initial_load_path: str = ""  # a run's step folder, whose weights a new run starts from; nothing else is taken
     exclude_from_loading: tuple[str, ...] = ()  # modules (or prefixes of parameter names) that start afresh
 

@@ -96,10 +96,13 @@ def check_run(recipe: Recipe) -> None:
             f"checkpoint.exclude_from_loading = {list(keys.exclude_from_loading)}: nothing is loaded without "
             "checkpoint.initial_load_path; give it, or leave this key out"
         )
-    for key in ("last_save_in_hf", "export_dtype"):
-        needed = "enable" if key == "last_save_in_hf" else "last_save_in_hf"
-        if (value := getattr(keys, key)) not in (None, False, "float32") and not getattr(keys, needed):
-            refusals.add(f"checkpoint.{key} = {value!r}: it is of the last checkpoint; set checkpoint.{needed} = true")
+    if keys.last_save_in_hf and not keys.enable:
+        refusals.add("checkpoint.last_save_in_hf = True: it is of the last checkpoint; set checkpoint.enable = true")
+    if keys.export_dtype not in (None, "float32") and not keys.last_save_in_hf:  # float32 is torchtitan's default
+        refusals.add(
+            f"checkpoint.export_dtype = {keys.export_dtype!r}: it is of the last checkpoint; set "
+            "checkpoint.last_save_in_hf = true"
+        )
     saved = Path(recipe.job.dump_folder, keys.folder)
     if keys.initial_load_path and not any(saved.glob(f"step-*/{COMPLETE}")):  # a run that goes on has its own weights
         with refusals.collect():
