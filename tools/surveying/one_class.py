@@ -1,0 +1,126 @@
+"""One class of transformers: is it split, and do its parts compute and learn what the whole computes and learns?"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetmesh.errors import HetmeshError, SelfCheckError
+from surveying.tiny_config import make_tiny
+
+FP64 = 1e-9
+"""Largest relative error of losses and gradients of a step in fp64."""
+
+
+def survey(model_type: str, class_name: str) -> dict[str, Any]:
+    """What becomes of a class: a row of the survey's table.
+
+    `result` is `not_buildable`, `refused` (by what `hetmesh check` finds without weights), `refused_by_self_check`
+    (what the first use of a directory runs), `passed` or `silently_wrong`: the self-check passes and losses or
+    gradients of two steps of training differ from transformers' own. `split` is whether it comes apart into its parts,
+    which a model does whose items cannot be handed over.
+    """
+    for small_images in (True, False):
+        row = _surveyed(model_type, class_name, small_images)
+        if row["result"] not in ("not_buildable", "refused"):
+            break  # else with the image sizes of its default config it may work
+    return row
+
+
+def _surveyed(model_type: str, class_name: str, small_images: bool) -> dict[str, Any]:
+    row: dict[str, Any] = {"model_type": model_type, "class": class_name, "split": False}
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")
+        try:
+            path = _saved(model_type, class_name, small_images, Path(folder) / "model")
+        except Exception as error:  # whatever transformers makes of a config that it did not write
+            return row | {"result": "not_buildable", "reason": _said(error)}
+        return row | _tried(path, row)
+
+
+def _saved(model_type: str, class_name: str, small_images: bool, path: Path) -> Path:
+    """The directory of a tiny model with random weights, biases and norms included."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    torch.manual_seed(7)
+    model = getattr(transformers, class_name)(make_tiny(CONFIG_MAPPING[model_type](), small_images))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=parameter[0].numel() ** -0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(path)
+    return path
+
+
+def _tried(path: Path, row: dict[str, Any]) -> dict[str, Any]:
+    from hetmesh.models.pretrained import Pretrained
+    from hetmesh.models.split.whole_model import whole_model
+    from hetmesh.recipe.recipe import parse_recipe
+    from hetmesh.training.describe import describe
+    from hetmesh.training.self_check import _encoders, self_check
+
+    try:
+        recipe = parse_recipe(_recipe(path, {}))
+        whole = whole_model(Pretrained(path, "model.hf_path"))
+        row |= {
+            "split": True,
+            "parts": sorted(set(whole.owners.values())),
+            "mask": whole.family.mask,
+            "positions": whole.family.positions,
+        }
+        _ = whole.checkpoint_names
+        calls = {at: each.call for at, each in _encoders(recipe, whole).items()}
+        row["items"] = {at: type(call).__name__ for at, call in calls.items()}
+        recipe = parse_recipe(_recipe(path, {at: call.blank for at, call in calls.items()}))
+        adapters = describe(recipe)[1]
+        row["abilities"] = {
+            key: adapters["llm"].abilities.because(key) if not getattr(adapters["llm"].abilities, key) else True
+            for key in ("activation", "token_sharded", "use_packed")
+        }
+    except HetmeshError as error:
+        return row | {"result": "refused", "reason": _said(error)}
+    try:
+        row["max_difference"] = self_check(recipe)
+    except SelfCheckError as error:
+        return row | {"result": "refused_by_self_check", "reason": _said(error)}
+    except HetmeshError as error:
+        return row | {"result": "refused", "reason": _said(error)}
+    return row | _trained(recipe)
+
+
+def _trained(recipe: Any) -> dict[str, Any]:
+    """Two steps in fp64 beside transformers' own model, whose forward and backward share nothing with hetmesh's."""
+    from hetmesh.testing import parity
+    from hetmesh.testing.whole_reference import whole_reference
+
+    try:
+        error = parity.compare(whole_reference(recipe, 2), [parity.reference(recipe, 2)], FP64)
+    except parity.ParityError as wrong:
+        return {"result": "silently_wrong", "reason": _said(wrong)}
+    return {"result": "passed", "max_training_error": error}
+
+
+def _recipe(path: Path, shapes: dict[str, tuple[int, ...]]) -> str:
+    kinds = ", ".join(f"{at} = {list(shape)}" for at, shape in (shapes or {"image": (3, 8, 8)}).items())
+    return f"""
+[model]
+hf_path = '{path}'
+[data]
+source = "hetmesh.testing.sources:RandomMedia"
+options = {{ kinds = {{ {kinds} }}, apart = true, max_text = 12, max_items = 2 }}
+[training]
+local_batch_size = 3
+dtype = "float64"
+"""
+
+
+def _said(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:600]

@@ -1,0 +1,173 @@
+"""Any config of transformers made tiny by the names and values of its keys.
+
+Heads keep their size, so that rotary sections and the like still fit; there are fewer of them, and fewer layers,
+experts and tokens. What had one width before has one width after, in all parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+LAYERS, HEADS, KV_HEADS, EXPERTS, CHOSEN, WIDE, VOCABULARY = 4, 4, 2, 4, 2, 64, 256
+FIRST_OTHER = 100
+"""The smallest id of a token that means something and stands for no item; text of `RandomMedia` is below it."""
+
+LAYER_KEYS = frozenset(
+    "num_hidden_layers depth num_layers encoder_layers decoder_layers n_layers conf_num_hidden_layers num_blocks "
+    "num_decoder_layers".split()
+)
+HEAD_KEYS = frozenset(
+    "num_attention_heads num_heads attention_heads encoder_attention_heads decoder_attention_heads "
+    "conf_num_attention_heads".split()
+)
+WIDTH_KEYS = frozenset("hidden_size d_model embed_dim".split())
+INNER_KEYS = frozenset(
+    "intermediate_size encoder_ffn_dim decoder_ffn_dim ffn_dim d_ff moe_intermediate_size mlp_dim "
+    "shared_expert_intermediate_size intermediate_size_mlp alignment_intermediate_size".split()
+)
+EXPERT_KEYS = frozenset("num_experts num_local_experts n_routed_experts moe_num_experts".split())
+CHOSEN_KEYS = frozenset("num_experts_per_tok moe_topk moe_k num_experts_per_token".split())
+INDEX_KEYS = frozenset(
+    "deepstack_visual_indexes fullatt_block_indexes global_attn_indexes intermediate_layers_indices "
+    "spatial_target_layers cross_attention_layers moe_layers full_attn_idxs rope_scaling_layers".split()
+)
+INTO_TEXT_KEYS = frozenset("out_hidden_size text_hidden_size".split())
+FEATURE_LAYER_KEYS = frozenset("vision_feature_layer vision_feature_layers image_feature_layer".split())
+
+
+def make_tiny(config: Any, small_images: bool = True) -> Any:
+    """`config`, in place.
+
+    Args:
+        small_images: also make images as small as four patches a side, where a part says how large they are.
+    """
+    parts = list(_parts(config))
+    widths = _widths(parts)
+    tokens = _placeholders(config)
+    text = config.get_text_config()
+    into_text = widths.get(getattr(text, "hidden_size", 0))
+    for part in parts:
+        old = next((n for key in LAYER_KEYS if isinstance(n := getattr(part, key, None), int)), 0)
+        for key, value in list(vars(part).items()):
+            if not key.startswith("_"):
+                changed = _changed(key, value, old, widths, tokens)
+                if key in INTO_TEXT_KEYS and into_text and isinstance(value, int):
+                    changed = into_text  # some default configs have another width there
+                if changed is not value:
+                    setattr(part, key, changed)
+        if small_images:
+            _shrink_images(part)
+    return config
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    from transformers import PreTrainedConfig
+
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PreTrainedConfig):
+            yield from _parts(value)
+
+
+def _widths(parts: list[Any]) -> dict[int, int]:
+    """New width by old one, such that heads keep their size."""
+    found: dict[int, int] = {}
+    for part in parts:
+        heads = next((n for key in HEAD_KEYS if isinstance(n := getattr(part, key, None), int)), 0)
+        width = next((n for key in sorted(WIDTH_KEYS) if isinstance(n := getattr(part, key, None), int)), 0)
+        if heads and width:
+            size = getattr(part, "head_dim", None)
+            size = size if isinstance(size, int) and size > 0 else max(width // heads, 1)
+            found[width] = math.lcm(found.get(width, 1), min(HEADS, heads) * size)
+    return found
+
+
+def _changed(key: str, value: Any, layers: int, widths: dict[int, int], tokens: dict[int, int]) -> Any:
+    if isinstance(value, bool) or value is None:
+        return value
+    if key.endswith(("_token_id", "_token_index", "_token_ids")) or key in ("image_patch_id",):
+        return _token(value, tokens)
+    if isinstance(value, list | tuple) and layers > LAYERS and len(value) == layers and key not in INDEX_KEYS:
+        return type(value)(_representative(list(value)))
+    if key in INDEX_KEYS and isinstance(value, list | tuple):
+        return type(value)(range(min(len(value), LAYERS - 1)))
+    if key in FEATURE_LAYER_KEYS:
+        return _near(value)
+    if not isinstance(value, int):
+        return value
+    if key in LAYER_KEYS:
+        return min(value, LAYERS)
+    if key in HEAD_KEYS:
+        return min(value, HEADS)
+    if key == "num_key_value_heads":
+        return min(value, KV_HEADS)
+    if key in EXPERT_KEYS:
+        return min(value, EXPERTS)
+    if key in CHOSEN_KEYS:
+        return min(value, CHOSEN)
+    if key in ("n_group", "topk_group", "first_k_dense_replace"):
+        return min(value, 1)
+    if key in INNER_KEYS:
+        return min(value, WIDE)
+    if key == "vocab_size":
+        return min(value, VOCABULARY)
+    if key.endswith(("_size", "_dim", "_channels", "d_model")) and "head" not in key:
+        return _width(value, widths)
+    return value
+
+
+def _width(value: int, widths: dict[int, int]) -> int:
+    if value in widths:
+        return widths[value]
+    for old, new in sorted(widths.items(), reverse=True):  # what several of one width are joined to
+        if value > old and value % old == 0 and value // old <= 16 and old >= 256:
+            return new * (value // old)
+    return value
+
+
+def _token(value: Any, tokens: dict[int, int]) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_token(each, tokens) for each in value)
+    if not isinstance(value, int) or value < 0:
+        return value
+    return tokens.setdefault(value, FIRST_OTHER + len(tokens))
+
+
+def _placeholders(config: Any) -> dict[int, int]:
+    """New token by old one for what stands for an item: 1, or 1 and 2, as `RandomMedia` has them."""
+    found: dict[int, int] = {}
+    for kind in ("image", "audio"):
+        for key in (f"{kind}_token_id", f"{kind}_token_index"):
+            if isinstance(old := getattr(config, key, None), int) and old >= 0:
+                found.setdefault(old, 1 + len(found))
+    return found
+
+
+def _representative(kinds: list[Any]) -> list[Any]:
+    """`LAYERS` of the layers' kinds, each at least once if so many fit, in their order."""
+    try:
+        first = sorted({kinds.index(kind) for kind in kinds})[:LAYERS]
+    except TypeError:
+        first = []
+    rest = [i for i in range(len(kinds)) if i not in first]
+    return [kinds[i] for i in sorted([*first, *rest[: LAYERS - len(first)]])]
+
+
+def _near(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_near(each) for each in value)
+    return max(value, -LAYERS) if value < 0 else min(value, LAYERS - 1)
+
+
+def _shrink_images(part: Any) -> None:
+    if isinstance(getattr(part, "mm_tokens_per_image", None), int):
+        part.mm_tokens_per_image = 4
+    patch, image = getattr(part, "patch_size", None), getattr(part, "image_size", None)
+    if isinstance(patch, list | tuple) and len(set(patch)) == 1:
+        patch = patch[0]
+    if not isinstance(patch, int) or image is None:
+        return
+    side = 4 * patch
+    part.image_size = type(image)((side, side)) if isinstance(image, list | tuple) else side
