@@ -25,7 +25,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-RESULTS = ("passed", "refused", "refused_by_self_check", "silently_wrong", "not_buildable")
+RESULTS = ("passed", "refused", "refused_by_self_check", "failed", "silently_wrong", "not_buildable")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +58,10 @@ def run(names: Sequence[str], processes: int, timeout: float) -> dict[str, Any]:
     if unknown:
         raise SystemExit(f"survey.py: no model types of image-text or audio-text classes: {sorted(unknown)}")
     wanted = [
-        (kind, name, cls) for kind, classes in kinds.items() for name, cls in classes.items() if not names or name in names
+        (kind, name, cls)
+        for kind, classes in kinds.items()
+        for name, cls in classes.items()
+        if not names or name in names
     ]
     rows = _rows([(name, cls) for _, name, cls in wanted], processes, timeout)
     result: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -95,6 +98,7 @@ def _rows(wanted: Sequence[tuple[str, str]], processes: int, timeout: float) -> 
                 try:
                     row = end.recv()
                 except EOFError:
+                    row["result"] = "failed"
                     row["reason"] = "the process died"
             elif time.monotonic() - began > timeout:
                 process.kill()

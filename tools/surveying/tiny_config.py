@@ -6,8 +6,7 @@ experts and tokens. What had one width before has one width after, in all parts.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 LAYERS, HEADS, KV_HEADS, EXPERTS, CHOSEN, WIDE, VOCABULARY = 4, 4, 2, 4, 2, 64, 256
@@ -37,26 +36,36 @@ INTO_TEXT_KEYS = frozenset("out_hidden_size text_hidden_size".split())
 FEATURE_LAYER_KEYS = frozenset("vision_feature_layer vision_feature_layers image_feature_layer".split())
 
 
-def make_tiny(config: Any, small_images: bool = True) -> Any:
+def make_tiny(config: Any, small_images: bool = True, axes: bool = False) -> Any:
     """`config`, in place.
 
     Args:
+        axes: its LLM has positions of three axes.
         small_images: also make images as small as four patches a side, where a part says how large they are.
     """
     parts = list(_parts(config))
-    widths = _widths(parts)
-    tokens = _placeholders(config)
     text = config.get_text_config()
-    into_text = widths.get(getattr(text, "hidden_size", 0))
+    widths = _widths([*(part for part in parts if part is not text), text])
+    tokens = _placeholders(config)
+    into_text = widths.get(_first(text, ("hidden_size",)))
     for part in parts:
-        old = next((n for key in LAYER_KEYS if isinstance(n := getattr(part, key, None), int)), 0)
+        old = _first(part, LAYER_KEYS)
+        heads = _first(part, HEAD_KEYS)
+        whole = heads and _first(part, ("head_dim",)) * heads == _first(part, sorted(WIDTH_KEYS))
         for key, value in list(vars(part).items()):
             if not key.startswith("_"):
                 changed = _changed(key, value, old, widths, tokens)
+                if key == "num_key_value_heads" and value == heads:
+                    changed = min(heads, HEADS)
                 if key in INTO_TEXT_KEYS and into_text and isinstance(value, int):
                     changed = into_text  # some default configs have another width there
                 if changed is not value:
                     setattr(part, key, changed)
+        if whole:  # a width that another part has too may have other heads
+            part.head_dim = _first(part, sorted(WIDTH_KEYS)) // _first(part, HEAD_KEYS)
+        if part is not text and into_text and {"embed_dim", "hidden_size"} <= vars(part).keys():
+            part.hidden_size = into_text  # of Qwen2-VL's tower, what it gives
+        _suit(part, axes and part is text)
         if small_images:
             _shrink_images(part)
     return config
@@ -71,22 +80,27 @@ def _parts(config: Any) -> Iterator[Any]:
             yield from _parts(value)
 
 
+def _first(part: Any, keys: Iterable[str]) -> int:
+    """The first of the keys that has a number, 0 if none has. (Layers may have values of their own, so no getattr.)"""
+    return next((n for key in keys if isinstance(n := vars(part).get(key), int) and not isinstance(n, bool)), 0)
+
+
 def _widths(parts: list[Any]) -> dict[int, int]:
-    """New width by old one, such that heads keep their size."""
+    """New width by old one, such that heads keep their size; of the last part where several have one width."""
     found: dict[int, int] = {}
     for part in parts:
-        heads = next((n for key in HEAD_KEYS if isinstance(n := getattr(part, key, None), int)), 0)
-        width = next((n for key in sorted(WIDTH_KEYS) if isinstance(n := getattr(part, key, None), int)), 0)
+        heads, width = _first(part, HEAD_KEYS), _first(part, sorted(WIDTH_KEYS))
         if heads and width:
-            size = getattr(part, "head_dim", None)
-            size = size if isinstance(size, int) and size > 0 else max(width // heads, 1)
-            found[width] = math.lcm(found.get(width, 1), min(HEADS, heads) * size)
+            size = _first(part, ("head_dim",)) or max(width // heads // 8 * 8, 8)
+            found[width] = min(HEADS, heads) * size
     return found
 
 
 def _changed(key: str, value: Any, layers: int, widths: dict[int, int], tokens: dict[int, int]) -> Any:
     if isinstance(value, bool) or value is None:
         return value
+    if isinstance(value, float) and ("drop" in key):
+        return 0.0
     if key.endswith(("_token_id", "_token_index", "_token_ids")) or key in ("image_patch_id",):
         return _token(value, tokens)
     if isinstance(value, list | tuple) and layers > LAYERS and len(value) == layers and key not in INDEX_KEYS:
@@ -140,7 +154,7 @@ def _placeholders(config: Any) -> dict[int, int]:
     found: dict[int, int] = {}
     for kind in ("image", "audio"):
         for key in (f"{kind}_token_id", f"{kind}_token_index"):
-            if isinstance(old := getattr(config, key, None), int) and old >= 0:
+            if isinstance(old := vars(config).get(key), int) and old >= 0:
                 found.setdefault(old, 1 + len(found))
     return found
 
@@ -161,10 +175,21 @@ def _near(value: Any) -> Any:
     return max(value, -LAYERS) if value < 0 else min(value, LAYERS - 1)
 
 
+def _suit(part: Any, axes: bool) -> None:
+    """Make keys suit each other that do not in all default configs."""
+    rope, heads = vars(part).get("rope_parameters"), _first(part, HEAD_KEYS)
+    size = _first(part, ("head_dim",)) or (_first(part, WIDTH_KEYS) // heads if heads else 0)
+    if isinstance(rope, dict) and "rope_type" in rope and size and (axes or "mrope_section" in rope):
+        sections = rope.setdefault("mrope_section", [size // 8, size // 8 * 3 // 2, size // 8 * 3 // 2])
+        rope["partial_rotary_factor"] = 2 * sum(sections) / size
+    if "sliding_attention" in (vars(part).get("layer_types") or ()) and vars(part).get("sliding_window") is None:
+        part.sliding_window = WIDE
+
+
 def _shrink_images(part: Any) -> None:
-    if isinstance(getattr(part, "mm_tokens_per_image", None), int):
+    if isinstance(vars(part).get("mm_tokens_per_image"), int):
         part.mm_tokens_per_image = 4
-    patch, image = getattr(part, "patch_size", None), getattr(part, "image_size", None)
+    patch, image = vars(part).get("patch_size"), vars(part).get("image_size")
     if isinstance(patch, list | tuple) and len(set(patch)) == 1:
         patch = patch[0]
     if not isinstance(patch, int) or image is None:

@@ -20,20 +20,19 @@ class Family:
 
     Attributes:
         mask: what tokens of the LLM see of each other (`hetmesh.context.share_tokens.MASKS`).
-        positions: `"from_0"`, `"from_1"`, or `"rope_index"`: three axes, by the model's own `get_rope_index`.
+        positions: `"from_0"`, `"from_1"`, or `"rope_index"`: three axes, by the model's own `get_rope_index`; empty: that
+            if it has one, else `"from_0"`.
         calls: kind of media -> how its items are handed over (`hetmesh.models.split.item_calls.CALLS`); absent: by the
             signature.
         refused: why hetmesh does not take the family.
     """
 
     mask: str = "causal"
-    positions: str = "from_0"
+    positions: str = ""
     calls: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     refused: str = ""
 
 
-MROPE = Family(positions="rope_index", calls={"image": "patches"})
-TILES = Family(calls={"image": "tiles"})
 CROSS = "its LLM reads images through cross-attention, not as rows among its tokens"
 DISCRETE = "its images are tokens of its vocabulary, not rows"
 
@@ -41,13 +40,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "gemma3": Family(mask="bidirectional_runs"),
         "paligemma": Family(mask="prefix", positions="from_1"),
-        "idefics3": TILES,
-        "smolvlm": TILES,
         "llava_onevision": Family(calls={"image": "base_tile"}),
-        "qwen2_vl": MROPE,
-        "qwen2_5_vl": MROPE,
-        "qwen3_vl": MROPE,
-        "glm4v": MROPE,
+        "glm_ocr": Family(calls={"image": "patches"}),  # transformers knows no image processor by its name
         "mllama": Family(refused=CROSS),
         "idefics": Family(refused=CROSS),
         "chameleon": Family(refused=DISCRETE),

@@ -151,7 +151,12 @@ def _by_transformers(
     handle = head.register_forward_pre_hook(lambda _, args: taken.append(args[0]))
     for sample, each in zip(loader.load(drawn), drawn, strict=True):
         meta = each.meta
-        values.logits[meta.id] = whole_logits(whole, model, encoders, sample, meta)
+        try:
+            values.logits[meta.id] = whole_logits(whole, model, encoders, sample, meta)
+        except Exception as error:  # whatever the model makes of samples that its config does not allow
+            raise RecipeError(
+                f"{whole.pretrained}: transformers' own forward fails for {meta.id}: {_said(error)}"
+            ) from error
         hidden = taken.pop()[0]
         values.hidden[meta.id] = torch.cat([hidden[start - 1 : stop - 1] for start, stop in meta.targets])
         for at, encoder in encoders.items():
@@ -187,7 +192,11 @@ def _by_modules(
             handle = head.register_forward_pre_hook(lambda _, args, taken=taken: taken.append(args[0]))
         for name in graph.order:
             inputs = {b.key: outputs[b.key] for b in graph.inputs(name)}
-            result = adapters[name].forward(modules[name], feed(Stage(name, 0), 0), inputs)
+            try:
+                result = adapters[name].forward(modules[name], feed(Stage(name, 0), 0), inputs)
+            except Exception as error:  # whatever the model makes of what it is called with
+                kinds = ", ".join(meta.id for meta in metas)
+                raise SelfCheckError(f"module {name!r} fails for {kinds}: {_said(error)}") from error
             named = {"": result} if isinstance(result, Tensor) else result
             outputs |= {output_key(name, output): rows for output, rows in named.items()}
         if handle is not None:
@@ -219,6 +228,10 @@ def _compare(truth: Values, given: list[tuple[list[str], Values]], graph: Module
             largest, _check(values.logits[""], expected_logits, f"module {graph.sink.name!r}: its head's logits", where)
         )
     return largest
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _check(given: Tensor, expected: Tensor, what: str, where: str) -> float:

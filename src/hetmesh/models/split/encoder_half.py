@@ -21,7 +21,7 @@ from hetmesh.models.deepstack import FEATURE
 from hetmesh.models.pretrained import Names
 from hetmesh.models.split.item_calls import ItemCall, image_call
 from hetmesh.models.split.tower_plan import repeated_blocks, tower_blocks, tower_plan
-from hetmesh.models.split.whole_model import TOWERS, WholeModel, whole_model
+from hetmesh.models.split.whole_model import TOWERS, WholeModel, features_of, whole_model
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,9 @@ class HfEncoderAdapter:
         name = whole.family.calls.get(request.media)
         try:
             call = image_call(name, whole.model, whole.config)
-        except (AttributeError, KeyError, TypeError) as error:
+        except LookupError as error:
+            raise RecipeError(f"{request.key}: {whole.model_class.__name__}: {error.args[0]}") from error
+        except (AttributeError, TypeError) as error:
             raise RecipeError(
                 f"{request.key}: the config of {whole.model_class.__name__}'s tower does not say what its items are "
                 f"like: {error}"
@@ -171,7 +173,7 @@ class HfEncoderAdapter:
         module = build_empty(self)
         for name in tower_blocks(module)[blocks:]:
             block: Any = module.get_submodule(name)
-            block.forward = lambda hidden, *_, **__: hidden
+            block.forward = lambda *args, **given: (*args, *given.values())[0]
         for part in module.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None:
@@ -201,7 +203,7 @@ class HfEncoderAdapter:
         """The rows of all items of a `batch` that `call` collated, as `""`, and side outputs by name."""
         dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
         arguments = self.call.arguments({**batch, "media": batch["media"].to(dtype)})
-        out = getattr(module, f"get_{self.media}_features")(**arguments, return_dict=True)
+        out = features_of(module, self.media)(**arguments, return_dict=True)
         features = getattr(out, "deepstack_features", None) or ()
         return {"": _joined(out.pooler_output)} | {f"{FEATURE}{i}": _joined(each) for i, each in enumerate(features)}
 

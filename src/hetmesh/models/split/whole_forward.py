@@ -12,7 +12,7 @@ from torch import Tensor
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import SampleLike
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
-from hetmesh.models.split.whole_model import WholeModel
+from hetmesh.models.split.whole_model import WholeModel, features_of
 
 IMAGE_TYPE = 1
 
@@ -51,7 +51,7 @@ def whole_logits(
         batch = encoder.call.collate([item.to(dtype) for item in items])
         given = encoder.call.arguments(batch)
         if len(items) < encoder.call.fewest:  # called with one more item, whose rows nobody waits for
-            out = getattr(model, f"get_{kind}_features")(**given, return_dict=True)
+            out = features_of(model, kind)(**given, return_dict=True)
             out.pooler_output = out.pooler_output[: len(items)]
             given = {"mm_encoder_outputs": {kind: out}}
         arguments |= given
