@@ -115,6 +115,7 @@ def _rows(wanted: Sequence[tuple[str, str]], processes: int, timeout: float) -> 
 def _survey(end: Any, name: str, cls: str) -> None:
     import torch
     import transformers
+
     from surveying.one_class import survey
 
     torch.set_num_threads(1)

@@ -13,7 +13,8 @@ from hetmesh.cli import main
 from hetmesh.errors import RecipeError, SelfCheckError
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import tiny_vlms
-from hetmesh.training.self_check import TOLERANCE, self_check
+from hetmesh.training.self_check import self_check
+from hetmesh.training.self_check_bound import TOLERANCE
 from hetmesh.training.self_check_record import needs_self_check, record, record_file
 from hetmesh.training.summary import summary
 from hetmesh.training.whole_directory import why_not_compared

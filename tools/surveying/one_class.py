@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import tempfile
 import warnings
 from itertools import product
@@ -23,9 +22,10 @@ def survey(model_type: str, class_name: str) -> dict[str, Any]:
     """What becomes of a class: a row of the survey's table.
 
     `result` is `not_buildable`, `refused` (by what `hetmesh check` finds without weights), `refused_by_self_check`
-    (what the first use of a directory runs), `passed` or `silently_wrong`: the self-check passes and losses or
-    gradients of two steps of training differ from transformers' own; `failed` is where they end in an error. `split` is whether it comes apart into its parts,
-    which a model does whose items cannot be handed over.
+    (what the first use of a directory runs), `passed`, `failed` (an error that is none of hetmesh's), or
+    `silently_wrong`: the self-check passes, and losses, gradients or parameters of two steps of training differ from
+    transformers' own. `split` is whether it comes apart into its parts, which a model does whose items cannot be handed
+    over.
     """
     found = []
     for small_images, original_form in product((True, False), (True, False)):

@@ -14,26 +14,60 @@ FIRST_OTHER = 100
 """The smallest id of a token that means something and stands for no item; text of `RandomMedia` is below it."""
 
 LAYER_KEYS = frozenset(
-    "num_hidden_layers depth num_layers encoder_layers decoder_layers n_layers conf_num_hidden_layers num_blocks "
-    "num_decoder_layers".split()
+    [
+        "num_hidden_layers",
+        "depth",
+        "num_layers",
+        "encoder_layers",
+        "decoder_layers",
+        "n_layers",
+        "conf_num_hidden_layers",
+        "num_blocks",
+        "num_decoder_layers",
+    ]
 )
 HEAD_KEYS = frozenset(
-    "num_attention_heads num_heads attention_heads encoder_attention_heads decoder_attention_heads "
-    "conf_num_attention_heads".split()
+    [
+        "num_attention_heads",
+        "num_heads",
+        "attention_heads",
+        "encoder_attention_heads",
+        "decoder_attention_heads",
+        "conf_num_attention_heads",
+    ]
 )
-WIDTH_KEYS = frozenset("hidden_size d_model embed_dim".split())
+WIDTH_KEYS = frozenset(["hidden_size", "d_model", "embed_dim"])
 INNER_KEYS = frozenset(
-    "intermediate_size encoder_ffn_dim decoder_ffn_dim ffn_dim d_ff moe_intermediate_size mlp_dim "
-    "shared_expert_intermediate_size intermediate_size_mlp alignment_intermediate_size".split()
+    [
+        "intermediate_size",
+        "encoder_ffn_dim",
+        "decoder_ffn_dim",
+        "ffn_dim",
+        "d_ff",
+        "moe_intermediate_size",
+        "mlp_dim",
+        "shared_expert_intermediate_size",
+        "intermediate_size_mlp",
+        "alignment_intermediate_size",
+    ]
 )
-EXPERT_KEYS = frozenset("num_experts num_local_experts n_routed_experts moe_num_experts".split())
-CHOSEN_KEYS = frozenset("num_experts_per_tok moe_topk moe_k num_experts_per_token".split())
+EXPERT_KEYS = frozenset(["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"])
+CHOSEN_KEYS = frozenset(["num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token"])
 INDEX_KEYS = frozenset(
-    "deepstack_visual_indexes fullatt_block_indexes global_attn_indexes intermediate_layers_indices "
-    "spatial_target_layers cross_attention_layers moe_layers full_attn_idxs rope_scaling_layers".split()
+    [
+        "deepstack_visual_indexes",
+        "fullatt_block_indexes",
+        "global_attn_indexes",
+        "intermediate_layers_indices",
+        "spatial_target_layers",
+        "cross_attention_layers",
+        "moe_layers",
+        "full_attn_idxs",
+        "rope_scaling_layers",
+    ]
 )
-INTO_TEXT_KEYS = frozenset("out_hidden_size text_hidden_size".split())
-FEATURE_LAYER_KEYS = frozenset("vision_feature_layer vision_feature_layers image_feature_layer".split())
+INTO_TEXT_KEYS = frozenset(["out_hidden_size", "text_hidden_size"])
+FEATURE_LAYER_KEYS = frozenset(["vision_feature_layer", "vision_feature_layers", "image_feature_layer"])
 
 
 def make_tiny(config: Any, small_images: bool = True, axes: bool = False) -> Any:

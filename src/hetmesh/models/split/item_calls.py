@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hetmesh.errors import SampleError
 from hetmesh.models.collate import stacked
-from hetmesh.models.split.patch_order import PatchOrder, processor_order
+from hetmesh.models.split.patch_order import QWEN2_VL, PatchOrder, processor_order
 from hetmesh.models.split.whole_model import features_of
 
 
@@ -176,7 +176,7 @@ class Patches:
     patch: int
     merge: int
     frames: int
-    order: PatchOrder = PatchOrder()
+    order: PatchOrder = QWEN2_VL
     names_merge: bool = False
     fewest = 1
 

@@ -45,6 +45,9 @@ class PatchOrder:
         return found.flatten(1) if self.flat else found
 
 
+QWEN2_VL = PatchOrder()
+
+
 @lru_cache(maxsize=16)
 def processor_order(model_type: str) -> tuple[PatchOrder, int]:
     """The order of the image processor that transformers has for a `model_type`, and its frames to a patch.

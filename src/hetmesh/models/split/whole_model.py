@@ -222,7 +222,7 @@ class WholeModel:
             if converted is not None:
                 raise RecipeError(
                     f"{self.pretrained}: transformers computes {ours} from several tensors such as {theirs}, which "
-                    "hetmesh does not do yet; save the model with save_pretrained(..., save_original_format=False) first"
+                    "hetmesh does not do yet; save it with save_pretrained(..., save_original_format=False) first"
                 )
             if ours in known:
                 found[ours] = theirs
@@ -238,7 +238,7 @@ class WholeModel:
 
 
 def features_of(model: Any, media: str) -> Any:
-    """The method that gives rows for media, of the model itself or of the one inside its head; None if there is none."""
+    """The method that gives rows for media, of the inner model or of the whole; None if there is none."""
     name = f"get_{media}_features"
     inner = getattr(model, model.base_model_prefix or "model", None)
     return getattr(inner, name, None) or getattr(model, name, None)
