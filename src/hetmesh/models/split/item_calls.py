@@ -230,18 +230,13 @@ def image_call(name: str | None, model: Any, config: Any) -> ItemCall:
         return CALLS[name](config, vision)
     parameters = inspect.signature(features_of(model, "image")).parameters
     required = {n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
-    if "image_grid_thw" in parameters:
-        required -= {"image_merge_sizes"}
-        call: ItemCall = _patches_in_order(config, vision, "image_merge_sizes" in parameters)
-    elif "image_sizes" in required or getattr(vision, "model_type", "") == "pixtral":
-        call = _sized(config, vision)
-    elif "pixel_attention_mask" in parameters:
-        call = Tiles(_size(config, vision))
-    else:
-        call = Pixels(_size(config, vision))
-    if unknown := required - {"pixel_values", "image_sizes", "image_grid_thw"}:
+    if unknown := required - {"pixel_values", "image_sizes", "image_grid_thw", "image_merge_sizes"}:
         raise LookupError(f"its get_image_features wants {sorted(unknown)} too, which hetmesh does not make")
-    return call
+    if "image_grid_thw" in parameters:
+        return _patches_in_order(config, vision, "image_merge_sizes" in parameters)
+    if "image_sizes" in required or getattr(vision, "model_type", "") == "pixtral":
+        return _sized(config, vision)
+    return (Tiles if "pixel_attention_mask" in parameters else Pixels)(_size(config, vision))
 
 
 def _patches_in_order(config: Any, vision: Any, names_merge: bool) -> Patches:
