@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import tempfile
 import warnings
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,10 @@ FP64, FP32 = 1e-9, 1e-4
 """Largest relative error of losses, gradients and parameters of two steps."""
 
 
+NAMES = re.compile("tensors are none of|save_original_format")
+"""Refusals of tensors by their names: saved in transformers' own form the model may be taken."""
+
+
 def survey(model_type: str, class_name: str) -> dict[str, Any]:
     """What becomes of a class: a row of the survey's table.
 
@@ -27,12 +31,13 @@ def survey(model_type: str, class_name: str) -> dict[str, Any]:
     transformers' own. `split` is whether it comes apart into its parts, which a model does whose items cannot be handed
     over.
     """
-    found = []
-    for small_images, original_form in product((True, False), (True, False)):
-        found.append(_surveyed(model_type, class_name, small_images, original_form))
-        if found[-1]["result"] not in ("not_buildable", "refused"):
-            return found[-1]  # else with the image sizes of its default config, or in its own form, it may work
-    return max(reversed(found), key=lambda row: (row["result"] == "refused", row["split"], "items" in row))
+    row = _surveyed(model_type, class_name, True, True)
+    if row["result"] == "refused" and NAMES.search(row["reason"]):
+        row = _surveyed(model_type, class_name, True, False)
+    if row["result"] == "not_buildable" or (row["result"] == "refused" and row["split"] and "items" not in row):
+        other = _surveyed(model_type, class_name, False, "saved_with" not in row)
+        row = other if other["result"] not in ("not_buildable", "refused") else row
+    return row
 
 
 def _surveyed(model_type: str, class_name: str, small_images: bool, original_form: bool) -> dict[str, Any]:
