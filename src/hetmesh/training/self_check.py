@@ -212,8 +212,8 @@ def _by_modules(
             try:
                 result = adapters[name].forward(modules[name], feed(Stage(name, 0), 0), inputs)
             except Exception as error:  # whatever the model makes of what it is called with
-                kinds = ", ".join(meta.id for meta in metas)
-                raise SelfCheckError(f"module {name!r} fails for {kinds}: {_said(error)}") from error
+                where = ", ".join(meta.id for meta in metas)
+                raise SelfCheckError(f"module {name!r} fails for {where}: {_said(error)}") from error
             named = {"": result} if isinstance(result, Tensor) else result
             outputs |= {output_key(name, output): rows for output, rows in named.items()}
         if handle is not None:
