@@ -64,7 +64,7 @@ def test_u26_a_parameter_without_an_owner_is_an_error(tmp_path, monkeypatch):
     def with_more(self, config):
         build(self, config)
         self.model.audio_tower = torch.nn.Linear(2, 2)
-        self.get_audio_features = None  # now there are two towers, and a part between them that is nobody's
+        self.get_audio_features = self.forward  # now there are two towers, and a part between them that is nobody's
 
     monkeypatch.setattr(LlavaForConditionalGeneration, "__init__", with_more)
     with pytest.raises(RecipeError, match=r"belong neither to its LLM nor to a tower: model.multi_modal_projector"):

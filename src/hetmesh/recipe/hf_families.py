@@ -21,7 +21,8 @@ class Family:
 
     Attributes:
         mask: what tokens of the LLM see of each other (`hetmesh.context.share_tokens.MASKS`).
-        positions: `"from_0"`, `"from_1"`, or `"rope_index"`: three axes, by the model's own `get_rope_index`.
+        positions: `"from_0"`, `"from_1"`, or `"rope_index"`: three axes, by the model's own `get_rope_index`; empty:
+            that if it has one, else `"from_0"`.
         calls: kind of media -> how its items are handed over (`hetmesh.models.split.item_calls.CALLS`); absent: by the
             signature.
         around: kind of media -> config keys of the tokens right before and behind an item, by which the model's own
@@ -31,15 +32,13 @@ class Family:
     """
 
     mask: str = "causal"
-    positions: str = "from_0"
+    positions: str = ""
     calls: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     around: Mapping[str, tuple[str, str]] = field(default_factory=lambda: MappingProxyType({}))
     inside: tuple[str, str] | None = None
     refused: str = ""
 
 
-MROPE = Family(positions="rope_index", calls={"image": "patches"})
-TILES = Family(calls={"image": "tiles"})
 CROSS = "its LLM reads images through cross-attention, not as rows among its tokens"
 DISCRETE = "its images are tokens of its vocabulary, not rows"
 
@@ -47,16 +46,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "gemma3": Family(mask="bidirectional_runs"),
         "paligemma": Family(mask="prefix", positions="from_1"),
-        "idefics3": TILES,
-        "smolvlm": TILES,
         "llava_onevision": Family(calls={"image": "any_resolution"}),
-        "qwen2_vl": MROPE,
-        "qwen2_5_vl": MROPE,
-        "qwen3_vl": MROPE,
-        "glm4v": MROPE,
+        "glm_ocr": Family(calls={"image": "patches"}),  # transformers knows no image processor by its name
         "qwen2_5_omni": Family(inside=("thinker_config", "Qwen2_5OmniThinkerForConditionalGeneration")),
         "qwen2_5_omni_thinker": Family(
-            positions="rope_index",
             calls={"image": "patches"},
             around={
                 "image": ("vision_start_token_id", "vision_end_token_id"),

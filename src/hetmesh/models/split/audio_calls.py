@@ -98,9 +98,9 @@ AUDIO_CALLS: Mapping[str, Callable[[Any], Frames]] = MappingProxyType(
 """Ways for recordings by name, made from the config of the tower."""
 
 
-def check_takes_frames(model: Any) -> None:
-    """Raise LookupError for a model whose `get_audio_features` takes something else than features and their mask."""
-    parameters = inspect.signature(model.get_audio_features).parameters
+def check_takes_frames(method: Any) -> None:
+    """Raise LookupError for a `get_audio_features` that takes something else than features and their mask."""
+    parameters = inspect.signature(method).parameters
     required = {n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
     known = {"input_features", "feature_attention_mask"}
     if not known <= parameters.keys() or required - known:

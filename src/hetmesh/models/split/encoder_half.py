@@ -22,7 +22,7 @@ from hetmesh.models.pretrained import Names
 from hetmesh.models.split.audio_calls import features_of_padded
 from hetmesh.models.split.item_calls import ItemCall, apart, item_call
 from hetmesh.models.split.tower_plan import repeated_blocks, tower_blocks, tower_plan
-from hetmesh.models.split.whole_model import TOWERS, WholeModel, whole_model
+from hetmesh.models.split.whole_model import TOWERS, WholeModel, features_of, whole_model
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +215,7 @@ class HfEncoderAdapter:
         """The rows of all items of a `batch` that `call` collated, as `""`, and side outputs by name."""
         dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
         arguments = self.call.arguments({**batch, "media": batch["media"].to(dtype)})
-        method = getattr(module, f"get_{self.media}_features", None)
+        method = features_of(module, self.media)
         if method is None:
             return {"": features_of_padded(module, **arguments)}
         out = method(**arguments, return_dict=True)
@@ -281,9 +281,10 @@ def _hand_on(block: Any, tuples: dict[type, bool]) -> None:
     """
     own = block.forward
 
-    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = (*args, *kwargs.values())[0]
         if type(block) not in tuples:
-            tuples[type(block)] = isinstance(own(hidden, *args, **kwargs), tuple)
+            tuples[type(block)] = isinstance(own(*args, **kwargs), tuple)
         return (hidden,) if tuples[type(block)] else hidden
 
     block.forward = forward

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -17,7 +18,9 @@ from torch import Tensor
 from hetmesh.errors import SampleError
 from hetmesh.models.collate import stacked
 from hetmesh.models.split.audio_calls import AUDIO_CALLS, check_takes_frames
+from hetmesh.models.split.patch_order import QWEN2_VL, PatchOrder, processor_order
 from hetmesh.models.split.tile_calls import AnyResolutionTiles
+from hetmesh.models.split.whole_model import features_of
 
 
 class ItemCall(Protocol):
@@ -150,13 +153,15 @@ class Sized:
 
 @dataclass(frozen=True)
 class Patches:
-    """Images of any size that is whole cells of `merge` patches, cut into patches as Qwen2-VL's processor cuts them:
-    the patches of a row of the result behind each other. An image stands for `frames` equal frames."""
+    """Images of any size that is whole cells of `merge` patches, cut into patches in the `order` of the model's
+    processor. An image stands for `frames` equal frames."""
 
     channels: int
     patch: int
     merge: int
     frames: int
+    order: PatchOrder = QWEN2_VL
+    names_merge: bool = False
 
     @property
     def blank(self) -> tuple[int, ...]:
@@ -179,21 +184,17 @@ class Patches:
 
     def collate(self, items: Sequence[Tensor], sizes: Sequence[tuple[int, ...]] = ()) -> dict[str, Tensor]:
         grids = [(1, item.shape[1] // self.patch, item.shape[2] // self.patch) for item in items]
-        return {"media": torch.cat([self._patches(item) for item in items]), "grids": torch.tensor(grids)}
+        patches = [self.order.cut(item, self.patch, self.merge, self.frames) for item in items]
+        return {"media": torch.cat(patches), "grids": torch.tensor(grids)}
 
     def arguments(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        return {"pixel_values": batch["media"], "image_grid_thw": batch["grids"]}
+        given = {"pixel_values": batch["media"], "image_grid_thw": batch["grids"]}
+        if self.names_merge:
+            given["image_merge_sizes"] = torch.full((len(batch["grids"]),), self.merge)
+        return given
 
     def size_dims(self, shape: tuple[int, ...]) -> int:
         return 0
-
-    def _patches(self, image: Tensor) -> Tensor:
-        """`[channels, height, width]` -> `[patches, channels * frames * patch * patch]`."""
-        _, rows, columns = self.grid(tuple(image.shape))
-        shape = (self.channels, rows, self.merge, self.patch, columns, self.merge, self.patch)
-        parts = image.reshape(shape).permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5)
-        frames = parts.expand(-1, -1, -1, -1, -1, self.frames, -1, -1)
-        return frames.reshape(-1, self.channels * self.frames * self.patch**2)
 
 
 def _check_cells(shape: tuple[int, ...], channels: int, step: int) -> None:
@@ -218,15 +219,36 @@ def item_call(media: str, name: str | None, model: Any, config: Any) -> ItemCall
     """
     if media == "audio":
         if name is None:
-            check_takes_frames(model)
+            check_takes_frames(features_of(model, "audio"))
         return AUDIO_CALLS[name or "frames"](config.audio_config)
     vision = config.vision_config
-    if name is None:
-        parameters = inspect.signature(model.get_image_features).parameters
-        required = [n for n, p in parameters.items() if p.default is p.empty]
-        by_size = "image_sizes" in required or getattr(vision, "model_type", "") == "pixtral"
-        name = "patches" if any("grid_thw" in n for n in parameters) else "sized" if by_size else "pixels"
-    return CALLS[name](config, vision)
+    if name is not None:
+        return CALLS[name](config, vision)
+    parameters = inspect.signature(features_of(model, "image")).parameters
+    required = {n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+    if unknown := required - {"pixel_values", "image_sizes", "image_grid_thw", "image_merge_sizes"}:
+        raise LookupError(f"its get_image_features wants {sorted(unknown)} too, which hetmesh does not make")
+    if "image_grid_thw" in parameters:
+        return _patches_in_order(config, vision, "image_merge_sizes" in parameters)
+    if "image_sizes" in required or getattr(vision, "model_type", "") == "pixtral":
+        return _sized(config, vision)
+    return (Tiles if "pixel_attention_mask" in parameters else Pixels)(_size(config, vision))
+
+
+def _patches_in_order(config: Any, vision: Any, names_merge: bool) -> Patches:
+    """In the order of the processor, which also says how many patches are merged where the model is told."""
+    order, frames = processor_order(config.model_type)
+    merge = 1 if names_merge else _merge(config, vision)
+    frames = getattr(vision, "temporal_patch_size", None) or frames
+    return Patches(_channels(vision), _pair(vision.patch_size)[0], merge, _pair(frames)[0], order, names_merge)
+
+
+def _merge(config: Any, vision: Any) -> int:
+    """Patches along a side of what becomes one row."""
+    for part, key in product((vision, config), ("spatial_merge_size", "merge_size", "merge_kernel_size")):
+        if found := getattr(part, key, None):
+            return _pair(found)[0]
+    raise LookupError("nothing says how many of its patches become one row")
 
 
 def _size(config: Any, vision: Any) -> tuple[int, int, int]:
@@ -250,7 +272,7 @@ def _sized(config: Any, vision: Any) -> Sized:
 
 
 def _patches(config: Any, vision: Any) -> Patches:
-    return Patches(_channels(vision), vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
+    return Patches(_channels(vision), vision.patch_size, _merge(config, vision), vision.temporal_patch_size)
 
 
 def _any_resolution(config: Any, vision: Any) -> AnyResolutionTiles:

@@ -74,7 +74,7 @@ class HfLlmAdapter(CausalLMAdapter):
     def abilities(self) -> Abilities:
         config, reasons = self.config, self.reasons
         takes_features = "deepstack_visual_embeds" in self._forward_names
-        positions = self.whole.family.positions == "rope_index"
+        positions = self.whole.positions == "rope_index"
         return Abilities(
             activation=None if "activation" in reasons else Activation(config.hidden_size, padded=True),
             token_sharded=() if "token_sharded" in reasons else self._text_plan.token_sharded,
@@ -201,7 +201,7 @@ class HfLlmAdapter(CausalLMAdapter):
             for sample, meta in zip(samples, metas, strict=True):
                 check_around(self.whole, meta, sample.tokens)
         batch = super().collate(samples, metas, placeholders=placeholders, pad_id=pad_id)
-        if self.whole.family.positions == "from_1":
+        if self.whole.positions == "from_1":
             batch["position_ids"] = batch["position_ids"] + 1
         return batch
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import SampleLike
 from hetmesh.models.split.encoder_half import HfEncoderAdapter, kept_rows
-from hetmesh.models.split.whole_model import WholeModel
+from hetmesh.models.split.whole_model import WholeModel, features_of
 
 IMAGE_TYPE = 1
 
@@ -52,7 +52,7 @@ def whole_logits(
         batch = encoder.call.collate([item.to(dtype) for item in items], sizes)
         given = encoder.call.arguments(batch)
         if "kept" in batch:  # called with items in another order, or one more
-            out = getattr(model, f"get_{kind}_features")(**given, return_dict=True)
+            out = features_of(model, kind)(**given, return_dict=True)
             out.pooler_output = kept_rows(out.pooler_output, batch["kept"])
             given = {"mm_encoder_outputs": {kind: out}}
         arguments |= given

@@ -114,9 +114,16 @@ class WholeModel:
         found = {}
         for media, part in TOWERS.items():
             tower = self.model.get_encoder(media)
-            if tower is not self.model and (hasattr(self.model, f"get_{media}_features") or media in self.family.calls):
+            called = features_of(self.model, media) is not None or media in self.family.calls
+            if tower is not self.model and called:
                 found[part] = self.fqn(tower)
         return found
+
+    @cached_property
+    def positions(self) -> str:
+        """Which positions its LLM has, as in `Family`; by default three axes if the model has them."""
+        axes = hasattr(self.model.get_submodule(self.decoder.rpartition(".")[0]), "get_rope_index")
+        return self.family.positions or ("rope_index" if axes else "from_0")
 
     @cached_property
     def owners(self) -> Mapping[str, str]:
@@ -239,7 +246,7 @@ class WholeModel:
             if converted is not None:
                 raise RecipeError(
                     f"{self.pretrained}: transformers computes {ours} from several tensors such as {theirs}, which "
-                    "hetmesh does not do yet; save the model with transformers in its own form first"
+                    "hetmesh does not do yet; save it with save_pretrained(..., save_original_format=False) first"
                 )
             if ours in known:
                 found[ours] = theirs
@@ -252,6 +259,13 @@ class WholeModel:
                 f"{', '.join(unknown[:8])}{more}"
             )
         return found
+
+
+def features_of(model: Any, media: str) -> Any:
+    """The method that gives rows for media, of the inner model or of the whole; None if there is none."""
+    name = f"get_{media}_features"
+    inner = getattr(model, model.base_model_prefix or "model", None)
+    return getattr(inner, name, None) or getattr(model, name, None)
 
 
 def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
