@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+
+import hetmesh
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -50,15 +53,50 @@ def one_process():
 
 @pytest.mark.slow
 def test_the_script_trains_in_parity_with_one_process(tmp_path):
-    (script,) = blocks("python")
-    path = tmp_path / "two_meshes.py"
+    (script,) = (block for block in blocks("python") if "redistribute" in block)
+    assert losses_of(script, tmp_path / "two_meshes.py", *TORCHRUN) == pytest.approx(one_process(), abs=1e-12)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+
+
+def losses_of(script, path, *launcher):
+    """What a script of the README prints, which does not change with the launcher."""
     path.write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    command = [sys.executable, *launcher, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=path.parent)
     assert done.returncode == 0, done.stderr
-    losses = [float(text) for text in re.findall(r"step \d loss (\S+)", done.stdout)]
-    assert losses == pytest.approx(one_process(), abs=1e-12)
+    return [float(text) for text in re.findall(r"step \d loss (\S+)", done.stdout)]
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_trains_as_one_process_does(tmp_path):
+    """Loss, optimizer and loop of the script, over the same recipe on one rank."""
+    (script,) = (block for block in blocks("python") if "open_job" in block)
+    assert len(script.splitlines()) <= 60
+    own = runpy.run_path(str(write(tmp_path / "train_digits.py", script)))
+    losses = losses_of(script, tmp_path / "train_digits.py")
+    with hetmesh.open_job(hetmesh.parse_recipe(own["RECIPE"] | {"parallelism": {}}), loss=own["loss"]) as job:
+        optimizer = torch.optim.AdamW(job.parameters(), lr=2e-3, foreach=False)
+        for loss in losses:
+            assert loss == pytest.approx(job.forward_backward(max_norm=1.0).loss, rel=1e-4)
+            optimizer.step()
+    assert len(losses) == 5
+
+
+@pytest.mark.slow
+def test_parts_of_ones_own_train_without_a_recipe(tmp_path):
+    page = (ROOT / "src" / "hetmesh" / "training" / "README.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    losses = losses_of(script, tmp_path / "parts.py")
+    assert len(losses) == 5
+    assert losses == sorted(losses, reverse=True)
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
 
 
 def test_every_test_that_stands_for_a_requirement_exists():

@@ -30,11 +30,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hetmesh.boundary import World, abandon, backward, device_mesh, init, redistribute
+    from hetmesh.cli.launch import launch
     from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, plan_transfer
+    from hetmesh.parallel import sum_over_shards
+    from hetmesh.recipe.recipe import Recipe, load_recipe, parse_recipe
+    from hetmesh.training.api import open_job, train
+    from hetmesh.training.job import Job
+    from hetmesh.training.own_pipeline import Part, Pipeline
 
 _HOMES = {
+    "Job": "hetmesh.training.job",
     "Layout": "hetmesh.layout",
     "MeshSpec": "hetmesh.layout",
+    "Part": "hetmesh.training.own_pipeline",
+    "Pipeline": "hetmesh.training.own_pipeline",
+    "Recipe": "hetmesh.recipe.recipe",
     "RowSplit": "hetmesh.layout",
     "TransferPlan": "hetmesh.layout",
     "World": "hetmesh.boundary",
@@ -42,13 +52,23 @@ _HOMES = {
     "backward": "hetmesh.boundary",
     "device_mesh": "hetmesh.boundary",
     "init": "hetmesh.boundary",
+    "launch": "hetmesh.cli.launch",
+    "load_recipe": "hetmesh.recipe.recipe",
+    "open_job": "hetmesh.training.api",
+    "parse_recipe": "hetmesh.recipe.recipe",
     "plan_transfer": "hetmesh.layout",
     "redistribute": "hetmesh.boundary",
+    "sum_over_shards": "hetmesh.parallel",
+    "train": "hetmesh.training.api",
 }
 
 __all__ = [
+    "Job",
     "Layout",
     "MeshSpec",
+    "Part",
+    "Pipeline",
+    "Recipe",
     "RowSplit",
     "TransferPlan",
     "World",
@@ -56,8 +76,14 @@ __all__ = [
     "backward",
     "device_mesh",
     "init",
+    "launch",
+    "load_recipe",
+    "open_job",
+    "parse_recipe",
     "plan_transfer",
     "redistribute",
+    "sum_over_shards",
+    "train",
 ]
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "cpu_flash_attention",
     "cpu_flash_attention_backward",
     "fake_process_group",
+    "fsdp_groups",
     "one_gloo_device",
     "reduce_scatter_single",
     "set_group_timeout",
@@ -70,6 +71,21 @@ def averaged_over(roots: Iterable[Any]) -> Iterator[tuple[str, int]]:
             trained = any(each.sharded_param.requires_grad for each in group.fsdp_params)
             if trained and ranks > 1 and group.gradient_divide_factor is None:
                 yield repr(group._module_fqn or ""), ranks
+
+
+def fsdp_groups(module: Any) -> Iterator[tuple[str, Any]]:
+    """What FSDP2 gathers and reduces at a time, inside `module`: FQN of the part, and its `FSDPParamGroup`, which has
+    `mesh_info.mesh`, `fsdp_params` with a `sharded_param` each, `gradient_divide_factor` (None: the ranks of the mesh)
+    and `reduce_grads`."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for name, part in module.named_modules():
+        if isinstance(part, FSDPModule):
+            state: Any = part._get_fsdp_state()
+            several = getattr(state, "_fsdp_param_groups", None)
+            one = getattr(state, "_fsdp_param_group", None)  # before torch 2.13
+            for group in several or ([one] if one is not None else []):
+                yield name, group
 
 
 @contextmanager

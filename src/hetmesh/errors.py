@@ -50,6 +50,16 @@ class NonFiniteError(HetmeshError, ArithmeticError):
     names the step and the modules and ranks where it was seen."""
 
 
+class LossError(HetmeshError, ValueError):
+    """A loss of one's own is no sum over targets, or no differentiable number. The message says what it gave; return
+    the sum over `batch["targets"]`, which hetmesh divides once by the targets of the whole batch."""
+
+
+class GradientError(HetmeshError, RuntimeError):
+    """Gradients of a module of one's own are no sums over its lanes: something averages them, or nothing sums them. The
+    message names the module, and what to write."""
+
+
 class OutputError(HetmeshError, OSError):
     """A file of a run cannot be written or is not what its name says. The message names the file; free some space or
     give another folder."""

@@ -44,7 +44,7 @@ def test_help_and_unknown_verbs(capsys):
     assert main([]) == 2
     capsys.readouterr()
     assert main(["trian", "x"]) == 2
-    assert "unknown verb 'trian'; did you mean 'train'? valid are train, check" in one_error(capsys)
+    assert "unknown verb 'trian'; did you mean 'train'? valid are init, train, check" in one_error(capsys)
 
 
 @pytest.mark.parametrize("verb", ["train", "check"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -202,6 +203,8 @@ def test_steps_that_are_not_done_are_refused_wherever_they_are_written(tmp_path)
         combined.write_text(json.dumps({"image_processor": {**CLIP, name: True}, "processor_class": "LlavaProcessor"}))
         with pytest.raises(RecipeError, match=rf"key = .*processor_config.json asks for \['{name}'\]"):
             ImageProcessor.from_directory(tmp_path, "key")
+        if name != "crop_to_patches":
+            assert ImageProcessor.from_directory(tmp_path, "key", tiles=False).fixed_shape == (3, 8, 8)
         combined.write_text(json.dumps({"image_processor": {**CLIP, name: None}}))
         assert ImageProcessor.from_directory(tmp_path, "key").fixed_shape == (3, 8, 8)
     combined.write_text(json.dumps({"image_seq_len": 4}))  # as older ones are, which say nothing of images
@@ -338,15 +341,41 @@ def test_a_template_whose_image_token_is_not_the_placeholder_is_refused(root):
         source(root, talk([image(), text("what")], "a cat"), chat_template=other)
 
 
-@pytest.mark.parametrize("size", [(21, 37), (300, 20), (3, 5), (64, 64)])
-def test_images_within_a_number_of_pixels_are_qwen2_vls(size, tmp_path):
-    """Its `size` is a number of pixels under the names of edges, which once was refused."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+def test_glm_4_1vs_own_numbers_give_the_sizes_of_transformers(tmp_path):
+    from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize
 
+    config = {
+        "image_processor_type": "Glm4vImageProcessor",
+        "size": {"shortest_edge": 12544, "longest_edge": 9633792},
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": MEAN,
+        "image_std": STD,
+        "do_rescale": True,
+    }
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
+    ours = ImageProcessor.from_directory(tmp_path, "image_processor")
+    draw = np.random.default_rng(0)
+    for height, width in (10 ** draw.uniform(1, 3.8, (300, 2))).astype(int).tolist():
+        if max(height, width) < 100 * min(height, width):
+            theirs = smart_resize(2, height, width, 2, 28, 12544, 9633792)
+            assert ours.shape(width, height) == (3, *theirs)
+
+
+@pytest.mark.parametrize("size", [(21, 37), (300, 20), (3, 5), (64, 64), (2, 3), (13, 15), (1, 90)])
+@pytest.mark.parametrize("model", ["qwen2_vl.Qwen2VL", "glm4v.Glm4v", "glm46v.Glm46V"])
+def test_images_within_a_number_of_pixels_are_those_of_transformers(model, size, tmp_path):
+    """Its `size` is a number of pixels under the names of edges, which once was refused."""
     from hetmesh.models.split.item_calls import Patches
 
+    family, name = model.split(".")
+    kind = getattr(
+        importlib.import_module(f"transformers.models.{family}.image_processing_pil_{family}"),
+        f"{name}ImageProcessorPil",
+    )
     given = {"patch_size": 2, "temporal_patch_size": 2, "merge_size": 2}
-    theirs = Qwen2VLImageProcessorPil(**given, size={"shortest_edge": 64, "longest_edge": 400})
+    theirs = kind(**given, size={"shortest_edge": 64, "longest_edge": 400})
     theirs.save_pretrained(tmp_path)
     ours = ImageProcessor.from_directory(tmp_path, "image_processor")
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8))

@@ -187,6 +187,16 @@ def test_many_at_once_are_expanded_as_one_by_one(cases, seq_len, objects):
     assert found.metas.num_targets.tolist() == [e.meta.num_targets for e in expected]
 
 
+def test_sizes_of_items_are_kept_and_counted_in_arrays_too():
+    items = (replace(IMAGE, size=(3, 5)), MediaItem("audio", (2,), 2), MediaItem("audio", (2,), 3, size=(7,)))
+    metas = [SampleMeta("s", 4, items), SampleMeta("t", 4, tuple(replace(item, size=()) for item in items))]
+    each = Expander({"image": lambda extent: sum(extent), "audio": len})
+    found = list(each.all(from_arrays(metas)).metas)
+    assert found == [each(meta).meta for meta in metas]
+    assert [[item.rows for item in meta.media] for meta in found] == [[17, 1, 2], [9, 1, 1]]
+    assert [item.size for item in found[0].media] == [(3, 5), (), (7,)]
+
+
 def test_dimensions_of_size_0_are_dimensions():
     """Not the mark of a dimension that a shape of another kind does not have."""
     metas = [SampleMeta("s", 3, (replace(IMAGE, shape=(0, 4, 4)), MediaItem("audio", (2,), 2)))]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
+from hetmesh.data.source import Sample
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import MediaItem, SampleMeta
 from hetmesh.models.pretrained import Pretrained
@@ -62,7 +64,7 @@ def test_u26_a_parameter_without_an_owner_is_an_error(tmp_path, monkeypatch):
     def with_more(self, config):
         build(self, config)
         self.model.audio_tower = torch.nn.Linear(2, 2)
-        self.get_audio_features = None  # now there are two towers, and a part between them that is nobody's
+        self.get_audio_features = self.forward  # now there are two towers, and a part between them that is nobody's
 
     monkeypatch.setattr(LlavaForConditionalGeneration, "__init__", with_more)
     with pytest.raises(RecipeError, match=r"belong neither to its LLM nor to a tower: model.multi_modal_projector"):
@@ -139,6 +141,41 @@ def test_towers_are_split_where_their_code_allows_it(directory):
     llava = adapters_of(directory("llava"))["vision"]
     assert {"q_proj", "out_proj", "fc2"} <= {name.rpartition(".")[2] for name in llava.tensor_parallel_plan()}
     assert llava.tensor_parallel_sizes() == {"num_attention_heads": 4, "intermediate_size": 32}
+    omni = adapters_of(directory("qwen2_5_omni"))["audio"]  # its attention takes half of the features for all heads
+    assert {name.rpartition(".")[2] for name in omni.tensor_parallel_plan()} == {"fc1", "fc2"}
+
+
+@pytest.mark.slow
+def test_items_must_lie_between_the_tokens_by_which_a_model_finds_them(directory):
+    llm = adapters_of(directory("qwen2_5_omni"))["llm"]
+    meta = SampleMeta("bare", 6, (MediaItem("audio", (6, 7), 1, 2),), ((5, 6),))
+    sample = Sample("bare", torch.tensor([45, 2, 2, 7, 8, 9]))
+    with pytest.raises(
+        SampleError, match=r"'bare': the 'audio' at position 1 lies between the tokens 45 and 7, not 45"
+    ):
+        llm.collate([sample], [meta], placeholders={"audio": 2})
+
+
+@pytest.mark.slow
+def test_audio_towers_that_are_called_in_another_way_are_refused(tmp_path):
+    from transformers import AudioFlamingo3Config, AudioFlamingo3ForConditionalGeneration
+
+    audio = {"num_mel_bins": 6, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 16}
+    audio |= {"intermediate_size": 32, "max_source_positions": 8}
+    config = AudioFlamingo3Config(audio_config=audio, text_config=tiny_vlms._text("qwen2"), audio_token_id=1)
+    AudioFlamingo3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match=r"modules.audio: .*its get_audio_features takes .*'input_features_mask'"):
+        adapters_of(tmp_path, items="kinds = { audio = [6, 16] }")
+
+
+@pytest.mark.slow
+def test_layers_that_are_left_out_at_random_are_refused(tmp_path):
+    path = tiny_vlms.save("qwen2_audio", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config["audio_config"]["encoder_layerdrop"] = 0.1
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RecipeError, match=r"modules.audio: .* audio_config.encoder_layerdrop = 0.1; every layer runs"):
+        adapters_of(path)
 
 
 @pytest.mark.slow

@@ -300,7 +300,7 @@ def test_stages_that_the_recipe_would_cut_otherwise_are_named():
 
 
 def test_the_command_prints_and_writes(tmp_path, capsys):
-    keys = ["--machine", "h100", "--ranks", "2", "--fix", "placement=disjoint", "--fix", "schedule=1f1b"]
+    keys = ["--machine", "h100", "--ranks", "2", "--fix", "placement=disjoint", "--fix", "schedule=1F1B"]
     sizes = ["--training.global_batch_size", "4", "--training.local_batch_size", "1", "--modules.vision.lr", "0.5"]
     recipe, target = tmp_path / "dos.toml", tmp_path / "planned.toml"
     recipe.write_bytes((RECIPES / "digits.toml").read_bytes().replace(b"\n", b"\r\n"))

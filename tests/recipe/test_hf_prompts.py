@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from hetmesh.data.chat import Chat
+from hetmesh.data.conversations import ConversationsSource
+from hetmesh.data.expand import expand, expand_tokens
 from hetmesh.errors import RecipeError
+from hetmesh.models.split.tile_calls import AnyResolutionTiles
 from hetmesh.recipe.hf_path import prompt_note
 from hetmesh.recipe.hf_prompts import PROCESSORS, PROMPTS
 from hetmesh.recipe.recipe import parse_recipe
@@ -23,6 +28,11 @@ NAMED = {  # unlike the defaults, where a tokenizer may say so
         "video_token": "<video>",
     },
     "Gemma3Processor": {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<image>"},
+    "Qwen2_5OmniProcessor": {
+        "image_token": "<image>",
+        **{f"{kind}_token": f"<{kind}>" for kind in ("audio", "video")},
+        **{f"{kind}_{end}_token": f"<{kind}_{end}>" for kind in ("vision", "audio") for end in ("bos", "eos")},
+    },
     "SmolVLMProcessor": {"fake_image_token": "<fake>", "global_image_token": "<whole>", "image_token": "<image>"},
 }
 MODELS = {name: model for model, name in reversed(PROCESSORS.items()) if name != "Qwen2AudioProcessor"}
@@ -137,6 +147,48 @@ def test_prompts_are_those_of_transformers_own_processor(tmp_path, monkeypatch, 
     assert chat.ids("x", [("user", "<image><image>what is it?"), ("assistant", "a cat")]) == ours.ids
 
 
+RESOLUTIONS = [[8, 8], [8, 16], [16, 8], [16, 16]]
+TILED = {
+    "LlavaOnevisionProcessor": ("llava_onevision", {"image_grid_pinpoints": RESOLUTIONS}),
+    "InternVLProcessor": ("got_ocr2", {"max_patches": 4}),
+}
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_prompts_have_as_many_tokens_for_tiles_as_transformers_own_processor(tmp_path, monkeypatch, name):
+    family, more = TILED[name]
+    tokenizer = directory(tmp_path, name)
+    module = importlib.import_module(f"transformers.models.{family}.image_processing_pil_{family}")
+    kind = next(each for key, each in vars(module).items() if key.endswith("ImageProcessorPil"))
+    images = kind(size={"height": 8, "width": 8}, **more)
+    images.save_pretrained(tmp_path)
+    processor = processor_of(name, tokenizer, monkeypatch)
+    processor.image_processor, processor.vision_aspect_ratio = images, "anyres_max_2"
+    processor.num_image_tokens = processor.image_seq_length = 16
+    call = AnyResolutionTiles((3, 8, 8), 4, tuple(map(tuple, RESOLUTIONS)), 2)
+    rows = {"LlavaOnevisionProcessor": call.units, "InternVLProcessor": lambda extent: 16 * extent[0]}
+    draw, lines, texts = np.random.default_rng(0), [], []
+    pictures = [Image.fromarray(draw.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in ((9, 30), (20, 21))]
+    for i, picture in enumerate(pictures):
+        picture.save(tmp_path / f"{i}.png")
+    for shown in ([0], [1], [0, 1]):
+        turns = [
+            {"role": "user", "content": [*({"type": "image", "image": f"{i}.png"} for i in shown)]},
+            {"role": "assistant", "content": [{"type": "text", "text": "a cat"}]},
+        ]
+        lines.append(json.dumps({"messages": turns}))
+        text = processor.apply_chat_template(turns, chat_template=tokenizer.chat_template, tokenize=False)
+        texts.append(processor(text=[text], images=[[pictures[i] for i in shown]])["input_ids"][0])
+    (tmp_path / "talks.jsonl").write_text("\n".join(lines))
+    source = ConversationsSource(**{**options_of(tmp_path), "path": str(tmp_path / "talks.jsonl")})
+    for i, expected in enumerate(texts):
+        meta = source.meta(i)
+        expanded = expand(meta, {"image": rows[name]}).meta
+        tokens = expand_tokens(source.load(i), meta, expanded, source.placeholders).tokens
+        assert tokens.tolist() == list(expected)
+        assert all(item.rows > 17 for item in expanded.media) == (name == "InternVLProcessor" or i < 2)
+
+
 def test_processors_of_families_are_those_of_transformers():
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
@@ -179,6 +231,7 @@ def test_a_template_that_does_not_write_what_is_replaced_is_refused(tmp_path):
 def test_what_a_prompt_does_not_have_is_a_note(tmp_path):
     directory(tmp_path, "InternVLProcessor")
     text = f"[model]\nhf_path = '{tmp_path}'\n[data"
-    assert "one tile each" in prompt_note(parse_recipe(f"{text}.options]\npath = 'x'"))
+    assert prompt_note(parse_recipe(f"{text}.options]\npath = 'x'")) == ""
+    assert "one tile each" in prompt_note(parse_recipe(f"{text}.options]\npath = 'x'\nimage_tiles = false"))
     mixed = f"{text}]\n[[data.mixture]]\nsource = 'conversations'\nweight = 1.0"
     assert "fills in nothing of [[data.mixture]]" in prompt_note(parse_recipe(mixed))

@@ -123,6 +123,15 @@ def test_what_a_recipe_gives_or_has_no_use_for_is_no_default_to_mention():
     ]
 
 
+def test_keys_that_are_taken_without_effect_are_told():
+    keys = ("--compile.enable", "true", "--compile.components", "model,loss", "--training.gc_freq", "50")
+    lines = list(summary(parse_recipe(TEXT, keys), {}))
+    assert lines[lines.index("note: taken, but without effect:") + 1 :][:2] == [
+        "  training.gc_freq = 50: Python collects garbage when it sees fit",
+        "  compile.components: the loss is not compiled",
+    ]
+
+
 def test_all_that_is_wrong_is_said_at_once():
     text = TEXT + "[training]\npack_samples = true\nenable_cpu_offload = true\ndtype = 'float64'\n"
     recipe = parse_recipe(text, ("--modules.vision.mixed_precision_param", "bfloat16"))

@@ -274,7 +274,7 @@ def test_every_changed_byte_is_found(world, tmp_path):
 
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_each_part_is_verified_by_one_rank(count):
-    parts = [checksums.Part("__0_0.distcp", 10 * i, 10, f"model.llm.{i}") for i in range(100)]
+    parts = [checksums.SavedPart("__0_0.distcp", 10 * i, 10, f"model.llm.{i}") for i in range(100)]
     shares = [checksums.share(parts, rank, count) for rank in range(count)]
     assert sorted(part for some in shares for part in some) == parts
     assert max(map(len, shares)) - min(map(len, shares)) <= 1

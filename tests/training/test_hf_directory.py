@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny_directory import WORDS, save_directory
 
 from hetmesh.cli import main
 from hetmesh.data.continued import answer_start
@@ -16,33 +17,10 @@ from hetmesh.recipe.recipe import load_recipe
 from hetmesh.testing import tiny_vlms
 from hetmesh.training.describe import describe
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-    "{% if p.type == 'image' %} <|vision_start|> <|image_pad|> <|vision_end|> {% else %}{{ p.text }}{% endif %}"
-    "{% endfor %}{% endif %} <|im_end|> {% endfor %}"
-)
-WORDS = ["<pad>", "<|image_pad|>", "<unk>", "<|im_end|>", "user", "assistant", "what", "is", "this", "a", "cat", "dog"]
-WORDS += [f"w{i}" for i in range(len(WORDS), 43)] + ["<|vision_start|>", "<|vision_end|>"]
-
 
 @pytest.fixture
 def recipe(tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    folder = tiny_vlms.save("qwen3_vl", tmp_path)
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = ["<|image_pad|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", additional_special_tokens=special
-    )
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
-    Qwen2VLImageProcessorPil(
-        patch_size=2, temporal_patch_size=2, merge_size=2, size={"shortest_edge": 32, "longest_edge": 200}
-    ).save_pretrained(folder)
+    folder = save_directory("qwen3_vl", tmp_path)
     draw = np.random.default_rng(0)
     lines = []
     for i in range(6):

@@ -50,6 +50,11 @@ def test_samples_without_a_target_are_named_once_and_counted(world, text, capsys
     assert f"step 1: {counts[0]} of 6 samples add nothing to the loss: sample" in out
     assert "'random-0-" in out
     assert out.count("add nothing to the loss") == 1
+    more = ("--data.options.without_targets", "0.5", "--data.on_no_target", "stop", "--job.dump_folder", f"{text}-2")
+    with pytest.raises(
+        SampleError, match=r"step 1: . of 6 samples add nothing to the loss: .*on_no_target = \"count\""
+    ):
+        Trainer(small(text, *more), world).run()
 
 
 @pytest.mark.slow
@@ -88,6 +93,7 @@ def test_validation_without_a_validation_split_is_refused(text, capsys, key):
     assert "has no validation split" in capsys.readouterr().err
     assert held_out_source(small(text)) is None  # nobody asked
     assert main(["check", str(text), *SOURCE]) == 0
+    assert held_out_source(small(text, *key, "--validation.enable", "false")) is None
 
 
 def test_u14_what_seq_len_cuts_is_counted_in_whole_media_items(text, world):

@@ -6,9 +6,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hetmesh.boundary import init
+from hetmesh.errors import RecipeError
 from hetmesh.layout import MeshSpec
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.training.optimizers import Root, learning_rate, make_optimizers
+from hetmesh.training.refusals import check_recipe
 
 TEXT = """
 [modules]
@@ -98,3 +100,15 @@ def test_all_ranks_know_the_learning_rate():
     assert rates[:3] == [0.0625, 0.125, 0.125]
     assert rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)
     assert 0.0625 <= rates[-1] < 0.1
+
+
+def test_a_run_may_end_before_its_schedule():
+    """torchtitan's lr_scheduler.total_steps."""
+    whole_run, cut = (
+        learning_rate(parse_recipe(TEXT, more))
+        for more in ((), ("--training.steps", "4", "--lr_scheduler.total_steps", "6"))
+    )
+    assert [whole_run(i) for i in range(4)] == [cut(i) for i in range(4)]
+    assert cut(3) != learning_rate(parse_recipe(TEXT, ("--training.steps", "4")))(3)
+    with pytest.raises(RecipeError, match=r"lr_scheduler\.total_steps = 5: .* valid are 6 and more"):
+        check_recipe(parse_recipe(TEXT, ("--lr_scheduler.total_steps", "5")))

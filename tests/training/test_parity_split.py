@@ -3,6 +3,8 @@ model in one process, by its own forward."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from hetmesh.recipe.recipe import parse_recipe
@@ -57,7 +59,7 @@ LAYOUTS = {
         pack_samples = true""",
 }
 DP_TP, CP_PP, SP, FSDP, FROZEN = LAYOUTS
-SPLIT = [name for name in tiny_vlms.MODELS if name not in ("paligemma2", "llava_relu", "qwen2_audio")]
+SPLIT = [name for name in tiny_vlms.MODELS if name not in ("paligemma2", "llava_relu")]
 
 
 ADAPTED = """
@@ -74,9 +76,15 @@ ADAPTED = """
     pipeline_parallel_degree = 2"""
 
 
+OF_VISION = r"(?m)^ *\[\w+\.vision\]\n(?: *[^ \[].*\n)*"
+"""The tables of the module of images, which those of recordings have too."""
+
+
 def recipe(path, layout):
     training = "pack_samples = true\n" if "pack_samples" in LAYOUTS[layout] else ""
     tables = LAYOUTS[layout].replace("[training]\n", "").replace("pack_samples = true", "")
+    towers = tiny_vlms.TOWERS.get(path.name, ("vision",))
+    tables = re.sub(OF_VISION, lambda table: "".join(table[0].replace("vision", each) for each in towers), tables)
     text = tiny_vlms.recipe_text(path).replace('dtype = "float64"', f'dtype = "float64"\n{training}')
     return parse_recipe(text + "\n" + tables)
 
@@ -87,7 +95,7 @@ def check(pool4, folder, name, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "layout"), [("gemma3", DP_TP), ("llava_granite", CP_PP)])
+@pytest.mark.parametrize(("name", "layout"), [("gemma3", DP_TP), ("llava_granite", CP_PP), ("qwen3_vl", CP_PP)])
 def test_u24_a_split_model_equals_transformers_own(pool4, tmp_path, name, layout):
     check(pool4, tmp_path, name, layout)
 

@@ -17,10 +17,11 @@ from hetmesh.recipe.recipe import load_recipe
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.describe import describe, make_prepare
 from hetmesh.training.dump_folder import trim_metrics
+from hetmesh.training.kernels import choose_kernels
 from hetmesh.training.metrics import StepMetrics
 from hetmesh.training.modules import full_module
 from hetmesh.training.reporter import Reporter
-from hetmesh.training.trainer import Trainer, _choose_kernels
+from hetmesh.training.trainer import Trainer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 STEPS = 5
@@ -211,7 +212,7 @@ def kernels(monkeypatch):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_kernels_are_chosen_by_recipe_and_device(kernels, tmp_path, device, deterministic):
     recipe = small("digits_single", tmp_path, f"--debug.deterministic={str(deterministic).lower()}")
-    _choose_kernels(recipe, SimpleNamespace(device=torch.device(device)))
+    choose_kernels(recipe, SimpleNamespace(device=torch.device(device)))
     assert torch.backends.cuda.cudnn_sdp_enabled() == (device == "cpu")
     assert torch.are_deterministic_algorithms_enabled() == deterministic
     assert os.environ.get(WORKSPACE) == (":4096:8" if deterministic else None)
@@ -220,5 +221,5 @@ def test_kernels_are_chosen_by_recipe_and_device(kernels, tmp_path, device, dete
 def test_a_workspace_that_is_set_stays(kernels, tmp_path):
     kernels.setenv(WORKSPACE, ":16:8")
     recipe = small("digits_single", tmp_path, "--debug.deterministic=true")
-    _choose_kernels(recipe, SimpleNamespace(device=torch.device("cpu")))
+    choose_kernels(recipe, SimpleNamespace(device=torch.device("cpu")))
     assert os.environ[WORKSPACE] == ":16:8"

@@ -1,1 +1,5 @@
-"""Context-parallel attention: plan of tiles, fetch of keys and values, kernels, and its place in transformers."""
+"""Context-parallel attention: plan of tiles, fetch of keys and values, kernels, and its place in models."""
+
+from hetmesh.attention.attend import attend
+
+__all__ = ["attend"]

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from hetmesh.errors import HetmeshError, RecipeError
 
 VERBS: Mapping[str, str] = {
+    "init": "write a first recipe for a Hugging Face directory, its layout chosen by the planner",
     "train": "train a recipe, on this machine or under torchrun",
     "check": "check a recipe in one process and say what it will do",
     "explain": "show which rank holds what, what it costs and what moves between modules",

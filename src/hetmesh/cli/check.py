@@ -36,12 +36,12 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _compared(recipe: Recipe) -> str:
-    from hetmesh.training.self_check import self_check
+    from hetmesh.training.self_check import NOT_COMPARED, self_check
     from hetmesh.training.self_check_record import record
 
     difference = self_check(recipe)
     record(recipe, difference)
-    return f"weights: logits differ from transformers' own by at most {difference:.1e}"
+    return f"weights: logits differ from transformers' own by at most {difference:.1e}, {NOT_COMPARED}"
 
 
 def checked(recipe: Recipe) -> list[str]:

@@ -13,12 +13,15 @@ import importlib
 import os
 import socket
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from hetmesh._processes import threads
 from hetmesh.cli import FAILURE, INTERRUPTED
-from hetmesh.cli.workers import Interrupted, Method, Workers
+from hetmesh.cli.launchers import find_place
+from hetmesh.cli.workers import Failure, Interrupted, Method, Workers
 from hetmesh.errors import LaunchError
 from hetmesh.recipe.recipe import Recipe
 
@@ -32,7 +35,7 @@ HOST = "127.0.0.1"
 SMALL_MACHINE = 4
 
 
-def launch(recipe: Recipe) -> int:
+def launch_recipe(recipe: Recipe) -> int:
     """Train `recipe` on `recipe.world_size` workers of this machine, and wait for them.
 
     Returns:
@@ -41,27 +44,8 @@ def launch(recipe: Recipe) -> int:
     Raises:
         LaunchError: this machine has GPUs, but fewer than workers.
     """
-    count = recipe.world_size
-    per_worker = threads_per_worker(count)
-    os.environ["OMP_NUM_THREADS"] = str(per_worker)  # for spawned workers, and libraries other than torch
-    if Path("/sys/class/net/lo").exists():
-        # otherwise gloo looks this machine's name up, which fails or warns on many a container
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    method = start_method(count)
-    if method == "fork":
-        for name in (TRAINER, *PRELOAD):
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
-        if threads() > 1:  # of the recipe's own code, say
-            print(f"note: this process has {threads()} threads, so its workers start anew (slower)", file=sys.stderr)
-            method = "spawn"
-    # Its port is free for certain, and workers may knock at it before there is a store; the store has threads.
-    listener = socket.create_server((HOST, 0), backlog=max(128, count))
     try:
-        with Workers(method, count, work, (recipe, per_worker, listener.getsockname()[1])) as workers:
-            store = _serve(listener)
-            failure = workers.join()
-            del store
+        failure = _run(_train, recipe.world_size, (recipe,), "the recipe has")
     except Interrupted:
         _restore_terminal()
         print("interrupted", file=sys.stderr)
@@ -73,13 +57,69 @@ def launch(recipe: Recipe) -> int:
     return FAILURE
 
 
-def work(rank: int, recipe: Recipe, per_worker: int, port: int) -> None:
-    """What each worker runs: training, in an environment such as torchrun would make."""
+def launch(function: Callable[..., object], ranks: int, /, *args: Any) -> None:
+    """Run `function(*args)` in `ranks` worker processes of this machine, in an environment such as torchrun makes, and
+    wait for them. In a process that torchrun, srun or mpirun started it is called right here, as one of their workers.
+
+    Workers are forked on a CPU, where this process has one thread. Otherwise they start anew: `function` is then at the
+    top level of a module, and a script calls this under `if __name__ == "__main__":`.
+
+    Raises:
+        LaunchError: a worker failed (its error, the first of all), the launcher started another number of processes, or
+            this machine has GPUs, but fewer than `ranks`.
+    """
+    place = find_place(os.environ)
+    if place is not None:
+        if place.size != ranks:
+            raise LaunchError(f"{ranks} ranks are needed, but {place.launcher} started {place.size} processes")
+        os.environ |= place.environment
+        function(*args)
+        return
+    try:
+        failure = _run(function, ranks, args, "this script asks for")
+    except Interrupted as error:
+        raise KeyboardInterrupt from error
+    if failure is not None:
+        raise LaunchError(str(failure).removeprefix("error: "))
+
+
+def _run(function: Callable[..., object], count: int, args: tuple[Any, ...], who: str) -> Failure | None:
+    """Why `function(*args)` failed in one of `count` workers, if it did."""
+    per_worker = threads_per_worker(count)
+    os.environ["OMP_NUM_THREADS"] = str(per_worker)  # for spawned workers, and libraries other than torch
+    if Path("/sys/class/net/lo").exists():
+        # otherwise gloo looks this machine's name up, which fails or warns on many a container
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    method = start_method(count, who)
+    if method == "fork":
+        for name in (TRAINER, *PRELOAD):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+        if threads() > 1:  # of the recipe's own code, say
+            print(f"note: this process has {threads()} threads, so its workers start anew (slower)", file=sys.stderr)
+            method = "spawn"
+    # Its port is free for certain, and workers may knock at it before there is a store; the store has threads.
+    listener = socket.create_server((HOST, 0), backlog=max(128, count))
+    with Workers(method, count, work, (count, per_worker, listener.getsockname()[1], function, args)) as workers:
+        store = _serve(listener)
+        failure = workers.join()
+        del store
+    return failure
+
+
+def _train(recipe: Recipe) -> None:
+    importlib.import_module(TRAINER).train(recipe)
+
+
+def work(
+    rank: int, count: int, per_worker: int, port: int, function: Callable[..., object], args: tuple[Any, ...]
+) -> None:
+    """What each worker runs, in an environment such as torchrun would make."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(recipe.world_size),
-        "LOCAL_WORLD_SIZE": str(recipe.world_size),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": HOST,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the parent's: rank 0 shall not start one
@@ -88,10 +128,10 @@ def work(rank: int, recipe: Recipe, per_worker: int, port: int) -> None:
     import torch
 
     torch.set_num_threads(per_worker)
-    importlib.import_module(TRAINER).train(recipe)
+    function(*args)
 
 
-def start_method(workers: int) -> Method:
+def start_method(workers: int, who: str = "the recipe has") -> Method:
     """How to start workers: `"fork"` on a CPU under Linux, else `"spawn"`.
 
     Raises:
@@ -102,7 +142,7 @@ def start_method(workers: int) -> Method:
     devices = torch.cuda.device_count()
     if 0 < devices < workers:
         raise LaunchError(
-            f"the recipe has {workers} ranks, and this machine {devices} CUDA device{'s' * (devices > 1)}: give the "
+            f"{who} {workers} ranks, and this machine {devices} CUDA device{'s' * (devices > 1)}: give the "
             f"modules {devices} ranks, start it on more machines with torchrun or srun, or set CUDA_VISIBLE_DEVICES= "
             "(empty) to train on the CPU"
         )

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="keep to this: llm.tensor_parallel_degree=8, placement=disjoint, schedule=1f1b; may be repeated",
+        help="keep to this: llm.tensor_parallel_degree=8, placement=disjoint, schedule=1F1B; may be repeated",
     )
     parser.add_argument("--memory", metavar="GB", type=float, help="of a rank; default: nine tenths of the machine's")
     parser.add_argument("--shown", metavar="N", type=int, default=2, help="layouts of each placement (default 2)")

@@ -38,12 +38,13 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         recipe = load_recipe(args.recipe, overrides)
         import torch
 
-    from hetmesh.cli.launch import launch, threads_per_worker
+    from hetmesh.cli.launch import launch_recipe, threads_per_worker
 
     torch.set_num_threads(1)  # workers are forked from this process: it must not have started a thread by then
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers start threads with their first batch of texts
     _announce(recipe, [*checked(recipe), *_self_checked(recipe, args, overrides)])
     if recipe.world_size > 1:
-        return launch(recipe)
+        return launch_recipe(recipe)
     torch.set_num_threads(threads_per_worker(1))
     from hetmesh.training.trainer import train
 

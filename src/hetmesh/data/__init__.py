@@ -22,6 +22,7 @@ index.py          lengths, sizes and offsets of a source, kept beside the data
 metas.py          metadata of many samples as arrays
 chat.py           their tokens: a tokenizer's chat template, and which tokens are the assistant's
 images.py         images as a preprocessor_config.json wants them
+tiles.py          images cut into tiles
 recordings.py     log-mel features of recordings
 """
 

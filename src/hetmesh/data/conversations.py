@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import torch
@@ -18,13 +19,14 @@ from torch import Tensor
 from hetmesh.data.chat import FILES, Chat, Encoded
 from hetmesh.data.images import COMBINED, FILE, ImageProcessor
 from hetmesh.data.index import SUFFIX, content_hash, file_states, load_index
+from hetmesh.data.inline import inline
 from hetmesh.data.metas import metas_one_by_one
 from hetmesh.data.open_store import find_files, open_store
-from hetmesh.data.recordings import RecordingProcessor
+from hetmesh.data.recordings import FRAMES, RecordingProcessor
 from hetmesh.data.source import Sample, wants
 from hetmesh.data.spans import FileSpan
 from hetmesh.data.stores import Blob
-from hetmesh.data.turns import MARKS, turns_of
+from hetmesh.data.turns import DATA_URL, MARKS, is_file_name, media_of, turns_of
 from hetmesh.errors import HetmeshError, RecipeError, Refusals, SampleError
 from hetmesh.graph.meta_arrays import MetaArrays
 from hetmesh.graph.sample import MediaItem, SampleMeta
@@ -45,13 +47,19 @@ class _Conversation:
     media: tuple[tuple[str, Blob], ...]
     size: int  # of its text
 
+    @property
+    def alone(self) -> bool:
+        """Whether it has one image at most."""
+        return sum(kind == "image" for kind, _ in self.media) < 2
+
 
 class ConversationsSource:
     """One conversation per record: `{"id": ..., "messages": [{"role": ..., "content": ...}, ...]}`, or as LLaVA has it:
     `{"id": ..., "image": FILE, "conversations": [{"from": "human", "value": "<image>..."}, {"from": "gpt", ...}]}`.
 
     `content` is a text, or a list of parts: `{"type": "text", "text": ...}`, `{"type": "image", "image": FILE}`,
-    `{"type": "audio", "audio": FILE}`. Roles are those that the tokenizer's chat template knows. The assistant's turns
+    `{"type": "audio", "audio": FILE}`, or as OpenAI and transformers write them (`turns.py`); media may be data URLs,
+    and are never downloaded. Roles are those that the tokenizer's chat template knows. The assistant's turns
     are the targets. In the text an item becomes its placeholder token, right where its part stands.
 
     Metadata needs the text alone; an image's header is read only where the size of the result depends on it. With an
@@ -64,6 +72,10 @@ class ConversationsSource:
         image_processor: a Hugging Face directory whose preprocessor_config.json (or processor_config.json) says how
             to prepare images.
         audio_processor: the same for `.wav` files (WhisperFeatureExtractor); `.npy` files hold features.
+        image_tiles: whether images are cut into tiles, as many as suit their size, by the processors of which hetmesh
+            knows it (LLaVA-OneVision's, InternVL's); absent: as the directory says.
+        audio_frames: how many frames a `.wav` file has: `"padded"` to the extractor's length, `"counted"` (the same,
+            and how many it had before is known to the model), or its `"own"`.
         placeholders: kind of media -> a token of the vocabulary that texts do not use.
         media_folder: where relative file names start; the folder of `path` if absent.
         chat_template: a Jinja template instead of the tokenizer's own (without either: Vicuna's form).
@@ -94,10 +106,14 @@ class ConversationsSource:
         index: bool = True,
         replacements: Mapping[str, str] | None = None,
         special_tokens: bool = False,
+        audio_frames: str = "padded",
+        image_tiles: bool | None = None,
     ) -> None:
         placeholders = {"image": "<image>"} if placeholders is None else placeholders
         if unknown := sorted(set(placeholders) - set(KINDS)):
             raise RecipeError(f"{KEY} placeholders: unknown kinds of media {unknown}; valid are {list(KINDS)}")
+        if audio_frames not in FRAMES:
+            raise RecipeError(f"{KEY} audio_frames: must be one of {list(FRAMES)}, got {audio_frames!r}")
         if split not in ("train", "validation") or (split == "validation" and validation_path is None):
             held_out = "" if validation_path else ", 'validation' needs validation_path"
             raise RecipeError(f"{KEY} split: must be 'train' or 'validation'{held_out}, got {split!r}")
@@ -118,12 +134,20 @@ class ConversationsSource:
         self._images = None
         if image_processor is not None:
             key = f"{KEY} image_processor"
-            self._images = ImageProcessor.from_directory(Path(image_processor).expanduser(), key, pad_to_square)
+            self._images = ImageProcessor.from_directory(
+                Path(image_processor).expanduser(), key, pad_to_square, image_tiles
+            )
         self._recordings = RecordingProcessor(
-            None if audio_processor is None else Path(audio_processor).expanduser(), f"{KEY} audio_processor"
+            None if audio_processor is None else Path(audio_processor).expanduser(),
+            f"{KEY} audio_processor",
+            audio_frames,
         )
         options = {"placeholders": placeholders, "chat_template": chat_template, "pad_to_square": pad_to_square}
         options |= {"replacements": replacements, "special_tokens": special_tokens}
+        if audio_frames != "padded":  # older indices do not name it
+            options["audio_frames"] = audio_frames
+        if image_tiles is not None:
+            options["image_tiles"] = image_tiles
         read = [Path(each).expanduser() for each in folders.values() if each is not None]
         self._small = {
             "the options of [data]": options,
@@ -183,7 +207,7 @@ class ConversationsSource:
         kinds = {token: kind for kind, token in self.placeholders.items()}
         positions = [i for i, token in enumerate(conversation.encoded.ids) if token in kinds]
         items = tuple(
-            MediaItem(kind, self._shape(conversation.id, kind, file), position)
+            self._item(conversation, kind, file, position)
             for position, (kind, file) in zip(positions, conversation.media, strict=True)
         )
         return SampleMeta(conversation.id, len(conversation.encoded.ids), items, conversation.encoded.targets)
@@ -199,7 +223,7 @@ class ConversationsSource:
         read = conversation.size
         for kind, blob in conversation.media:
             if wants(kinds, kind):
-                tensor, size = self._load(conversation.id, kind, blob)
+                tensor, size = self._load(conversation, kind, blob)
                 media.setdefault(kind, []).append(tensor)
                 read += size
         needed = conversation.size + sum(blob.length for kind, blob in conversation.media if wants(kinds, kind))
@@ -269,7 +293,7 @@ class ConversationsSource:
         for at, (kind, value) in enumerate(named):
             before = sum(other == kind for other, _ in named[:at])
             try:
-                media.append((kind, self._store.media(index, kind, value, before)))
+                media.append((kind, self._blob(index, at, kind, value, before)))
             except OSError as error:
                 raise SampleError(f"sample {name!r}: {error}") from error
         for kind, held in self._store.held(index).items():
@@ -291,6 +315,16 @@ class ConversationsSource:
                 "does the chat template drop some, or add its own?"
             )
         return _Conversation(name, encoded, tuple(media), stored.size)
+
+    def _blob(self, index: int, at: int, kind: str, value: str | None, before: int) -> Blob:
+        """Media item `at` of a record: a file, or in the record itself. Raises OSError if there is none."""
+        if value is None or is_file_name(value):
+            return self._store.media(index, kind, value, before)
+        if value.startswith(DATA_URL):
+            return inline(value, lambda: list(media_of(turns_of(self._store.record(index).value)))[at][1])
+        if value.startswith("file://"):
+            return self._store.media(index, kind, unquote(urlsplit(value).path), before)
+        raise OSError(f"{value!r} is an address, and nothing is downloaded: save it, and name the file")
 
     def _text(self, name: str, content: Any, media: list[tuple[str, str | None]]) -> str:
         """The text of one turn; its media are appended to `media`."""
@@ -320,29 +354,33 @@ class ConversationsSource:
             media.append((kind, value))
         return text
 
-    def _shape(self, name: str, kind: str, span: Blob) -> tuple[int, ...]:
+    def _item(self, conversation: _Conversation, kind: str, span: Blob, position: int) -> MediaItem:
         from PIL import Image
 
+        name = conversation.id
         with _reading(name, span):
             if kind == "audio":
                 with span.open() as file:
-                    return tuple(self._recordings.shape(span.name, file))
+                    shape, size = self._recordings.shape(span.name, file)
+                    return MediaItem(kind, tuple(shape), position, size=size)
             processor = self._image_processor(name)
             if processor.fixed_shape is not None:
-                return processor.fixed_shape
+                return MediaItem(kind, processor.fixed_shape, position)
             with span.open() as file, Image.open(file) as image:  # reads the header only
-                return processor.shape(*image.size)
+                shape, size = processor.extent(*image.size, conversation.alone)
+                return MediaItem(kind, shape, position, size=size)
 
-    def _load(self, name: str, kind: str, span: Blob) -> tuple[Tensor, int]:
+    def _load(self, conversation: _Conversation, kind: str, span: Blob) -> tuple[Tensor, int]:
         """One media item, and the bytes that were read for it."""
         from PIL import Image
 
+        name = conversation.id
         with _reading(name, span):
             data = span.read()
             if kind == "audio":
                 return self._recordings(span.name, io.BytesIO(data)), len(data)
             with Image.open(io.BytesIO(data)) as image:
-                return self._image_processor(name)(image), len(data)
+                return self._image_processor(name)(image, conversation.alone), len(data)
 
     def _image_processor(self, name: str) -> ImageProcessor:
         if self._images is None:

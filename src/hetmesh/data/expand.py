@@ -25,10 +25,10 @@ from hetmesh.graph.meta_arrays import PositionIds
 from hetmesh.graph.sample import MediaItem, SampleMeta
 
 ItemRows = Mapping[str, Callable[[tuple[int, ...]], int]]
-"""Kind of media -> function from an item's raw shape to the rows that reach the sequence for it."""
+"""Kind of media -> function from an item's `extent` to the rows that reach the sequence for it."""
 
 ModuleRows = Mapping[str, tuple[str | None, Callable[[tuple[int, ...]], int]]]
-"""Per module the kind of media that it works on, and the rows that it emits for an item of a raw shape."""
+"""Per module the kind of media that it works on, and the rows that it emits for an item of an `extent`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def expand(
     added = 0  # tokens that the items so far have added
     for item in meta.media:
         rows = _rows(meta.id, item, item_rows)
-        items.append(MediaItem(item.name, item.shape, item.position + added, rows))
+        items.append(replace(item, position=item.position + added, rows=rows))
         added += rows - item.rows
 
     moves = [(old.position, new.rows - old.rows) for old, new in zip(meta.media, items, strict=True)]
@@ -100,7 +100,7 @@ def expand(
     if module_rows is not None:
         emitted = MappingProxyType(
             {
-                module: sum([count(item.shape) for item in kept if item.name == kind])
+                module: sum([count(item.extent) for item in kept if item.name == kind])
                 for module, (kind, count) in module_rows.items()
             }
         )
@@ -117,11 +117,11 @@ def _rows(sample_id: str, item: MediaItem, item_rows: ItemRows) -> int:
             f"{sorted(item_rows)} (a boundary's `at`)"
         )
     try:
-        rows = item_rows[item.name](item.shape)
+        rows = item_rows[item.name](item.extent)
     except SampleError as error:  # an adapter knows shapes, not samples
         raise SampleError(f"sample {sample_id!r}: {error}") from error
     if rows < 1:
-        raise SampleError(f"sample {sample_id!r}: a {item.name!r} of shape {item.shape} makes {rows} rows, need >= 1")
+        raise SampleError(f"sample {sample_id!r}: a {item.name!r} of shape {item.extent} makes {rows} rows, need >= 1")
     if item.rows not in (1, rows):
         raise SampleError(
             f"sample {sample_id!r}: the {item.name!r} at position {item.position} has {item.rows} placeholder tokens "

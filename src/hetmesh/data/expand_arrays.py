@@ -10,7 +10,7 @@ import numpy as np
 from hetmesh.data.check import check_meta
 from hetmesh.data.expand import Expansion, ItemRows, ModuleRows, expand
 from hetmesh.errors import RecipeError, SampleError
-from hetmesh.graph.meta_arrays import NO_DIM, MetaArrays, PositionIds
+from hetmesh.graph.meta_arrays import MetaArrays, PositionIds, shape_of, size_of
 from hetmesh.graph.sample import SampleMeta
 
 
@@ -132,7 +132,7 @@ class AsGiven:
 
 
 def _of_shapes(given: MetaArrays, counts: Mapping[str, Callable[[tuple[int, ...]], int] | None]) -> np.ndarray:
-    """Per media item the count for its shape, which is asked once per shape; 0 where it is refused, or nobody counts
+    """Per media item the count for its extent, which is asked once per extent; 0 where it is refused, or nobody counts
     its kind. int64 `[m]`."""
     which = np.concatenate([given.items[:, :1], given.items[:, 3:]], axis=1)
     key, exact = np.zeros(len(which), np.int64), 1
@@ -147,7 +147,7 @@ def _of_shapes(given: MetaArrays, counts: Mapping[str, Callable[[tuple[int, ...]
     for kind, *shape in which[places].tolist():
         count = counts[given.kinds[kind]]
         try:
-            found.append(0 if count is None else count(tuple(n for n in shape if n != NO_DIM)))
+            found.append(0 if count is None else count(shape_of(shape) + size_of(shape)))
         except SampleError:
             found.append(0)
     return np.array(found, np.int64)[inverse.reshape(-1)] if len(which) else np.zeros(0, np.int64)

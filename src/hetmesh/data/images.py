@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hetmesh.data.pixel_budget import PixelBudget
+from hetmesh.data.tiles import ANY_RESOLUTION, CROPS, SPLITS, Extent, LongestEdge, Tiling, one_tile, tiling_of
 from hetmesh.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -29,6 +30,28 @@ STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_conver
 UNSUPPORTED = ("image_grid_pinpoints", "crop_to_patches", "resize_to_max_canvas")
 """Further steps, which are not called `do_...`."""
 
+TILED = ("image_grid_pinpoints", "crop_to_patches", "do_pad")
+"""What cutting images into tiles takes care of; `do_pad` is about batches of them."""
+
+LEFT_OUT = ("do_image_splitting", "do_pan_and_scan")
+"""What a recipe can have left out (`image_tiles = false`): an image is one tile, as with the processor's own option."""
+
+_IDEFICS = {
+    "do_image_splitting": True,
+    "size": {"longest_edge": 1456},
+    "max_image_size": {"longest_edge": 364},
+    "resample": 1,
+}
+
+BY_DEFAULT: Mapping[str, Mapping[str, Any]] = {
+    "Idefics3ImageProcessor": _IDEFICS,
+    "SmolVLMImageProcessor": _IDEFICS,
+    "LlavaNextImageProcessor": {"image_grid_pinpoints": "its own"},
+    "LlavaOnevisionImageProcessor": {"size": {"height": 384, "width": 384}},
+    "GotOcr2ImageProcessor": {"size": {"height": 384, "width": 384}},
+}
+"""What `image_processor_type`s (with or without Fast or Pil behind) do where a file does not say."""
+
 
 @dataclass(frozen=True)
 class ImageProcessor:
@@ -42,6 +65,8 @@ class ImageProcessor:
         scale: factor on the values 0..255.
         mean, std: per channel, of the scaled values; None leaves them.
         pad_to_square: first put the image on a square of the mean colour (as LLaVA does).
+        tiling: how images are cut into tiles; None: each is one.
+        first: a resizing before the one to `resize`.
     """
 
     resize: tuple[int, int] | int | PixelBudget | None
@@ -51,13 +76,18 @@ class ImageProcessor:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     pad_to_square: bool = False
+    tiling: Tiling | None = None
+    first: LongestEdge | None = None
 
     @classmethod
-    def from_directory(cls, folder: Path, key: str, pad_to_square: bool = False) -> ImageProcessor:
+    def from_directory(
+        cls, folder: Path, key: str, pad_to_square: bool = False, tiles: bool | None = None
+    ) -> ImageProcessor:
         """What `folder`'s preprocessor_config.json says.
 
         Args:
             key: the recipe key that names the folder; errors begin with it.
+            tiles: whether images are cut into tiles, by processors that can; None: as the file says.
 
         Raises:
             RecipeError: there is no such file, or it asks for something else than the steps above.
@@ -70,13 +100,28 @@ class ImageProcessor:
             raise RecipeError(f"{key} = '{folder}': cannot read {name}: {error}") from error
         if name == COMBINED and "image_processor" not in config:
             raise RecipeError(f"{where} does not say how to prepare images, and there is no {FILE}")
-        config = config.get("image_processor", config)
+        config = {"processor_class": config.get("processor_class"), **config.get("image_processor", config)}
+        kind = str(config.get("image_processor_type"))
+        config = {**BY_DEFAULT.get(kind.removesuffix("Fast").removesuffix("Pil"), {}), **config}
+        tiling: Tiling | None = None
+        done: Sequence[str] = ()
+        if kind in (*ANY_RESOLUTION, *CROPS) and config.get("do_resize", True):
+            tiling, done = tiling_of(config, _size(config["size"], f"{where}: size"), tiles, where), TILED
+        if kind in SPLITS:
+            done = ("do_pad",)
+        if tiles is False:
+            done = (*done, *LEFT_OUT)
         others = [name for name in config if name in UNSUPPORTED or (name.startswith("do_") and name not in STEPS)]
-        if found := [name for name in others if config[name]]:
-            raise RecipeError(f"{where} asks for {found}, which this source does not do")
+        if found := [name for name in others if config[name] and name not in done]:
+            can = "; with [data.options] image_tiles = false an image is one tile"
+            hint = can if set(found) <= set(LEFT_OUT) else ""
+            raise RecipeError(f"{where} asks for {found}, which this source does not do{hint}")
         resize: tuple[int, int] | int | PixelBudget | None = None
         if config.get("do_resize", True):
             resize = PixelBudget.of(config, where)
+        first: LongestEdge | None = None
+        if kind in SPLITS and config.get("do_resize", True):
+            first, resize = one_tile(config, where)
         if config.get("do_resize", True) and resize is None:
             size = _size(config.get("size", 224), f"{where}: size")
             resize = size[0] if isinstance(size, list) else size
@@ -92,21 +137,39 @@ class ImageProcessor:
             float(config.get("rescale_factor", 1 / 255)) if config.get("do_rescale", True) else 1.0,
             tuple(config["image_mean"]) if normalize else None,
             tuple(config["image_std"]) if normalize else None,
-            pad_to_square,
+            pad_to_square or kind in ANY_RESOLUTION,
+            tiling,
+            first,
         )
 
     @property
     def fixed_shape(self) -> tuple[int, ...] | None:
         """The shape of every result, `(3, height, width)`; None if it depends on the image."""
+        return None if self.tiling is not None else self._fixed_tile
+
+    @property
+    def _fixed_tile(self) -> tuple[int, ...] | None:
         if self.crop is not None:
             return (3, *self.crop)
         if isinstance(self.resize, tuple):
             return (3, *self.resize)
         return (3, self.resize, self.resize) if isinstance(self.resize, int) and self.pad_to_square else None
 
+    def extent(self, width: int, height: int, alone: bool) -> Extent:
+        """Shape and size (`MediaItem.size`) of the result for an image of this size in pixels.
+
+        Args:
+            alone: whether it is the only one of its sample, in which case alone some processors cut it into tiles.
+        """
+        tiling = self._tiling(alone)
+        return (self.shape(width, height), ()) if tiling is None else tiling.extent(height, width)
+
+    def _tiling(self, alone: bool) -> Tiling | None:
+        return None if self.tiling is None or (self.tiling.only_alone and not alone) else self.tiling
+
     def shape(self, width: int, height: int) -> tuple[int, ...]:
-        """Shape of the result for an image of this size in pixels, `(3, height, width)`."""
-        if (fixed := self.fixed_shape) is not None:
+        """Shape of the result for an image of this size in pixels that is one tile, `(3, height, width)`."""
+        if (fixed := self._fixed_tile) is not None:
             return fixed
         if self.pad_to_square:
             width = height = max(width, height)
@@ -123,28 +186,40 @@ class ImageProcessor:
         other = int(self.resize * long / short)
         return (other, self.resize) if width < height else (self.resize, other)
 
-    def __call__(self, image: Image) -> Tensor:
-        """The image as float32 `[3, height, width]`.
+    def __call__(self, image: Image, alone: bool = True) -> Tensor:
+        """The image as float32 `[3, height, width]`, or as tiles `[tiles, 3, height, width]`; see `extent`.
 
         Raises:
             OSError, ValueError: it cannot be read, or has more than 8 bits per channel.
         """
-        from PIL import Image as pillow
-
         image.load()  # which may change its mode
         if image.mode.startswith(("I", "F")):  # Pillow would clip them to 0..255
             raise ValueError(f"its pixels have more than 8 bits per channel (Pillow's mode {image.mode!r})")
         if image.mode != "RGB":
             image = image.convert("RGB")
+        if (tiling := self._tiling(alone)) is not None:
+            return torch.stack([self._values(tile) for tile in tiling.tiles(image, self.resample)])
+        return self._values(self._resize(image))
+
+    def _resize(self, image: Image) -> Image:
+        """An RGB image on its square, if it shall be on one, and of the size that it shall have."""
+        from PIL import Image as pillow
+
         if self.pad_to_square and image.width != image.height:
             side = max(image.size)
             colour = tuple(int(255 * m) for m in self.mean or (0, 0, 0))
             square = pillow.new("RGB", (side, side), colour)
             square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
             image = square
+        if self.first is not None:
+            image = image.resize(self.first.resized(*image.size), pillow.Resampling(self.resample))
         height, width = self._resized(*image.size)
         if (width, height) != image.size:
             image = image.resize((width, height), pillow.Resampling(self.resample))
+        return image
+
+    def _values(self, image: Image) -> Tensor:
+        """The pixels of an RGB image, cut to the centre, as float32 `[3, height, width]`."""
         pixels = np.asarray(image)
         if self.crop is not None:
             pixels = _centre(pixels, *self.crop)

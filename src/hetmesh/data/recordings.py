@@ -1,4 +1,4 @@
-"""Recordings as Whisper's encoder wants them: log-mel features `[mel bins, frames]`, ready-made or from WAV files."""
+"""Recordings as audio towers want them: log-mel features `[mel bins, frames]`, ready-made or from WAV files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from torch import Tensor
 
 from hetmesh.errors import RecipeError
 
+FRAMES = ("padded", "counted", "own")
+"""How many frames a WAV file has: padded or cut to the extractor's length, as Whisper wants it; padded to it, none cut,
+with its own number as its size; or its own."""
+
+EXTRACTOR = "WhisperFeatureExtractor"
+
 
 class RecordingProcessor:
     """Reads `.npy` files of log-mel features as they are, and makes the features of `.wav` files (16-bit PCM) with the
@@ -21,10 +27,11 @@ class RecordingProcessor:
     Args:
         folder: a directory with a preprocessor_config.json; None reads `.npy` files only.
         key: the recipe key that names it; errors begin with it.
+        frames: which of `FRAMES` a WAV file gives.
     """
 
-    def __init__(self, folder: Path | None, key: str) -> None:
-        self.folder, self.key = folder, key
+    def __init__(self, folder: Path | None, key: str, frames: str = "padded") -> None:
+        self.folder, self.key, self.frames = folder, key, frames
 
     @cached_property
     def _extractor(self) -> Any:
@@ -35,44 +42,74 @@ class RecordingProcessor:
         from transformers import WhisperFeatureExtractor
 
         try:
-            return WhisperFeatureExtractor.from_pretrained(self.folder, local_files_only=True)
+            found, _ = WhisperFeatureExtractor.get_feature_extractor_dict(self.folder, local_files_only=True)
+            if (kind := found.get("feature_extractor_type", EXTRACTOR)) != EXTRACTOR:
+                raise RecipeError(f"{self.key} = '{self.folder}': its feature extractor is {kind!r}, not {EXTRACTOR}")
+            return WhisperFeatureExtractor.from_dict(found)
         except (OSError, ValueError) as error:
             raise RecipeError(f"{self.key} = '{self.folder}': {error}") from error
 
-    def shape(self, name: str, file: BinaryIO) -> tuple[int, ...]:
-        """Shape of the features of the recording `file`, from its header at most; `name` says of what format it is.
+    def shape(self, name: str, file: BinaryIO) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape of the features of the recording `file` and its size, from its header at most; `name` says of what
+        format it is.
 
         Raises:
-            OSError, ValueError: it cannot be read.
+            OSError, ValueError: it cannot be read, or is longer than the extractor takes.
         """
         if name.endswith(".npy"):
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            return read(file)[0]
-        return (self._extractor.feature_size, self._extractor.nb_max_frames)
+            shape = read(file)[0]
+            return shape, shape[-1:] if self.frames == "counted" else ()
+        bins, longest = self._extractor.feature_size, self._extractor.nb_max_frames
+        if self.frames == "padded":
+            return (bins, longest), ()
+        with _opened(file, self._extractor.sampling_rate) as wav:
+            frames = self._count(wav.getnframes())
+        return ((bins, longest), (frames,)) if self.frames == "counted" else ((bins, frames), ())
+
+    def _count(self, samples: int) -> int:
+        if samples > self._extractor.n_samples:
+            seconds = samples / self._extractor.sampling_rate
+            most = self._extractor.chunk_length
+            raise ValueError(f"it lasts {seconds:.1f} s, more than the {most} s of the extractor")
+        return -(-samples // self._extractor.hop_length)
 
     def __call__(self, name: str, file: BinaryIO) -> Tensor:
         """float32 features `[mel bins, frames]` of the recording `file`.
 
         Raises:
-            OSError, ValueError: it cannot be read.
+            OSError, ValueError: it cannot be read, or is longer than the extractor takes.
         """
         if name.endswith(".npy"):
             return torch.from_numpy(np.load(file, allow_pickle=False).astype(np.float32))
         rate = self._extractor.sampling_rate
-        features = self._extractor(_waveform(file, rate), sampling_rate=rate, return_tensors="np").input_features[0]
+        waveform = _waveform(file, rate)
+        frames = None if self.frames == "padded" else self._count(len(waveform))
+        given: dict[str, Any] = {"sampling_rate": rate, "return_tensors": "np"}
+        if frames is not None and self.frames == "own":  # a window of silence is all that a frame sees of the padding
+            silence = frames * self._extractor.hop_length + self._extractor.n_fft - len(waveform)
+            waveform = np.pad(waveform, (0, silence), constant_values=self._extractor.padding_value)
+            given["padding"] = "do_not_pad"
+        features = self._extractor(waveform, **given).input_features[0]
+        if self.frames == "own":
+            features = features[:, :frames]
         return torch.from_numpy(np.ascontiguousarray(features, np.float32))
 
 
-def _waveform(source: BinaryIO, rate: int) -> np.ndarray:
+def _opened(source: BinaryIO, rate: int) -> wave.Wave_read:
     try:
-        with wave.open(source) as file:
-            if file.getframerate() != rate or file.getsampwidth() != 2:
-                raise ValueError(
-                    f"it has {file.getframerate()} samples per second of {8 * file.getsampwidth()} bits, "
-                    f"need {rate} of 16 bits"
-                )
-            samples = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, file.getnchannels())
-    except wave.Error as error:
+        file: wave.Wave_read = wave.open(source)  # noqa: SIM115  (the caller closes it)
+    except (wave.Error, EOFError) as error:
         raise ValueError(f"not a WAV file: {error}") from error
+    if file.getframerate() != rate or file.getsampwidth() != 2:
+        raise ValueError(
+            f"it has {file.getframerate()} samples per second of {8 * file.getsampwidth()} bits, need {rate} of 16 bits"
+        )
+    return file
+
+
+def _waveform(source: BinaryIO, rate: int) -> np.ndarray:
+    with _opened(source, rate) as file:
+        samples = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, file.getnchannels())
     return samples.mean(axis=1, dtype=np.float32) / 32768

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from hetmesh._own_code import import_named
 from hetmesh.data.conversations import ConversationsSource
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.digits_omni import OmniDigitsSource
@@ -37,8 +37,13 @@ def make_source(name: str, /, **options: Any) -> Source:
     Raises:
         RecipeError: nothing has that name, it does not take these options, or the result is not a `Source`.
     """
+    return source_beside(None, name, options)
+
+
+def source_beside(folder: str | None, name: str, options: Mapping[str, Any]) -> Source:
+    """`make_source` of a recipe whose file lies in `folder`, and so may the code of the source."""
     key = f"[data] source = {name!r}"
-    factory = _import(name, key) if ":" in name else SOURCES.get(name)
+    factory = _import(name, key, folder) if ":" in name else SOURCES.get(name)
     if factory is None:
         raise RecipeError(f"{key}: no such source; valid are {sorted(SOURCES)} and 'package.module:Class'")
     try:
@@ -85,7 +90,7 @@ def recipe_source(keys: Data, split: str | None = None) -> Source:
     """
     more = {} if split is None else {"split": split}
     if not keys.mixture:
-        return make_source(keys.source, **{**keys.options, **more})
+        return source_beside(keys.folder, keys.source, {**keys.options, **more})
     if keys.options:
         raise RecipeError("[data.options] are of [data] source; with [[data.mixture]] write them into its tables")
     parts: dict[str, Source] = {}
@@ -97,7 +102,7 @@ def recipe_source(keys: Data, split: str | None = None) -> Source:
             raise RecipeError(f"[[data.mixture]]: two sources are called {name!r}; give each a name")
         weights[name] = each.weight
         try:
-            parts[name] = make_source(each.source, **{**each.options, **more})
+            parts[name] = source_beside(keys.folder, each.source, {**each.options, **more})
         except RecipeError as error:
             if split is None:
                 raise
@@ -107,14 +112,11 @@ def recipe_source(keys: Data, split: str | None = None) -> Source:
     return MixtureSource(parts, weights if split is None else None)
 
 
-def _import(name: str, key: str) -> Callable[..., Any]:
-    module_name, _, attribute = name.partition(":")
+def _import(name: str, key: str, folder: str | None) -> Callable[..., Any]:
     try:
-        found: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
+        found = import_named(name, folder)
     except (ImportError, AttributeError, ValueError) as error:
         raise RecipeError(f"{key}: cannot import it: {error}; write 'package.module:Class'") from error
     if not callable(found):
-        raise RecipeError(f"{key}: {attribute} is a {type(found).__name__}, not a class or function")
+        raise RecipeError(f"{key}: {name.partition(':')[2]} is a {type(found).__name__}, not a class or function")
     return found

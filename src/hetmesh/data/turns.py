@@ -1,8 +1,9 @@
-"""The turns of a conversation, from the two forms in which data sets hold them."""
+"""The turns of a conversation, from the forms in which data sets hold them: OpenAI's messages, transformers' and
+LLaVA's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -11,47 +12,119 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
 MARKS = {"<image>": "image", "<audio>": "audio"}
 """What stands for media in the text of LLaVA's form."""
 
+DATA_URL = "data:"
+
+_TEXTS = ("text", "input_text", "output_text")
+_OF_TYPE = {
+    "image": "image",
+    "image_url": "image",
+    "input_image": "image",
+    "audio": "audio",
+    "audio_url": "audio",
+    "input_audio": "audio",
+}
+"""A part's type -> the kind of its media."""
+
+_NAMES = ("url", "path", "file", "data", "base64")
+"""Under which a part, or the table in it, has its media, beside its type and its kind."""
+
 
 def turns_of(record: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """`(role, content)` of each turn of `messages`, or of `conversations` in LLaVA's form, whose `<image>` takes the
-    files of `image` in order.
+    """`(role, content)` of each turn of `messages`, or of `conversations` in LLaVA's form.
+
+    A content is a text, or a list of parts `{"type": "text", "text": ...}`, `{"type": "image", "image": FILE}` and
+    `{"type": "audio", "audio": FILE}`; the file may be a data URL. Where the record itself has `image`, `images`,
+    `audio` or `audios`, parts without a file and the marks `<image>` and `<audio>` in texts take them in order.
 
     Raises:
-        KeyError, TypeError, ValueError: it has neither form.
+        KeyError, TypeError, ValueError: it has neither form, or more files than places for them.
     """
+    files = {kind: _Files(record, kind) for kind in MARKS.values()}
     if "messages" in record or "conversations" not in record:
-        return [(str(turn["role"]), _content(turn["content"])) for turn in record["messages"]]
-    files = {kind: iter(_listed(record.get(kind))) for kind in MARKS.values()}
-    turns: list[tuple[str, Any]] = []
-    for turn in record["conversations"]:
-        if turn["from"] not in ROLES:
-            raise ValueError(f"`from` is {turn['from']!r}, must be one of {sorted(ROLES)}")
-        turns.append((ROLES[turn["from"]], _parts(str(turn["value"]), files)))
-    left = [kind for kind, each in files.items() if next(each, None) is not None]
-    if left:
+        turns = [(_role(turn["role"]), _content(turn["content"], files)) for turn in record["messages"]]
+    else:
+        turns = [(_speaker(turn["from"]), _parts(str(turn["value"]), files)) for turn in record["conversations"]]
+    named = {kind for kind, _ in media_of(turns)}
+    if left := [kind for kind, each in files.items() if each.take() is not None and (each.used or kind not in named)]:
         raise ValueError(f"more files of {left} than marks in the text")
     return turns
 
 
-def _content(content: Any) -> Any:
-    """A table gives every part all keys, most of them null."""
+def media_of(turns: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Kind and file of the media in turns of `turns_of`, in order; None where a part names none."""
+    for _, content in turns:
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and (kind := part.get("type")) in MARKS.values():
+                yield str(kind), part.get(kind)
+
+
+def is_file_name(value: str) -> bool:
+    """Whether a part's value names a file, and does not hold the bytes or an address."""
+    return not value.startswith(DATA_URL) and "://" not in value
+
+
+class _Files:
+    """The files that a record names beside its turns."""
+
+    def __init__(self, record: Mapping[str, Any], kind: str) -> None:
+        value = next((record[key] for key in (kind, f"{kind}s") if record.get(key) is not None), None)
+        self.given, self.used = value is not None, False
+        self._rest: Iterator[Any] = iter(value if isinstance(value, list) else [] if value is None else [value])
+
+    def take(self) -> Any:
+        """The next one, None if there are no more."""
+        return next(self._rest, None)
+
+
+def _speaker(name: Any) -> str:
+    if name not in ROLES:
+        raise ValueError(f"`from` is {name!r}, must be one of {sorted(ROLES)}")
+    return ROLES[name]
+
+
+def _role(name: Any) -> str:
+    return "system" if name == "developer" else str(name)  # OpenAI's newer word for it
+
+
+def _content(content: Any, files: Mapping[str, _Files]) -> Any:
+    if isinstance(content, str):
+        marked = any(mark in content and files[kind].given for mark, kind in MARKS.items())
+        return _parts(content, files) if marked else content
     if not isinstance(content, list):
         return content
-    return [{k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else part for part in content]
+    return [_part(part, files) if isinstance(part, dict) else part for part in content]
 
 
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
+def _part(part: Mapping[str, Any], files: Mapping[str, _Files]) -> dict[str, Any]:
+    """A part in our form; as it is where it has none that is known."""
+    part = {k: v for k, v in part.items() if v is not None}  # a table gives every part all keys
+    kind = part.get("type")
+    if kind in _TEXTS and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    media = _OF_TYPE.get(kind) if isinstance(kind, str) else None
+    if media is None:
+        return part
+    inside = next((part[key] for key in (str(kind), f"{media}_url", media) if key in part), part)
+    value = inside if not isinstance(inside, Mapping) else next((inside[n] for n in _NAMES if n in inside), None)
+    if value is None and inside is part:
+        value = files[media].take()
+        files[media].used = True
+        return {"type": media} if value is None else {"type": media, media: value}
+    if isinstance(inside, Mapping) and isinstance(value, str) and ("data" in inside or "base64" in inside):
+        form = inside.get("format", "wav" if media == "audio" else "png")
+        value = value if value.startswith(DATA_URL) else f"{DATA_URL}{media}/{form};base64,{value}"
+    return {"type": media, media: value}
 
 
-def _parts(text: str, files: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _parts(text: str, files: Mapping[str, _Files]) -> list[dict[str, Any]]:
     """The text between marks, and the media that the marks stand for."""
     parts: list[dict[str, Any]] = []
     while found := min(((at, mark) for mark in MARKS if (at := text.find(mark)) >= 0), default=None):
         at, mark = found
         kind = MARKS[mark]
         parts += [{"type": "text", "text": text[:at]}] if at else []
-        name = next(files[kind], None)
+        name = files[kind].take()
+        files[kind].used = True
         parts.append({"type": kind} if name is None else {"type": kind, kind: name})
         text = text[at + len(mark) :]
     return [*parts, {"type": "text", "text": text}] if text else parts

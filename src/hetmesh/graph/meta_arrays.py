@@ -19,7 +19,8 @@ PositionIds = Callable[[SampleMeta], tuple[tuple[int, ...], ...] | None]
 UNKNOWN = -1
 """In `MetaArrays.rows`: the metadata of that sample was not expanded for that module."""
 
-NO_DIM = -1
+NO_DIM, SIZE = -1, -2
+"""In the columns of a shape: no dim; from here on it is the size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +34,8 @@ class MetaArrays(Sequence[SampleMeta]):
             `target_ends[i]..target_ends[i + 1] - 1`.
         kinds: the kinds of media.
         items: int64 `[m, 3 + dims]`: kind (an index into `kinds`), position, rows, and the shape, where dims that an
-            item does not have are `NO_DIM`; `item_ends`, int64 `[n + 1]`, as `target_ends`.
+            item does not have are `NO_DIM`, and a size follows behind `SIZE`; `item_ends`, int64 `[n + 1]`, as
+            `target_ends`.
         names: uint8, the ids of the samples in UTF-8 one behind the other; `name_ends`, int64 `[n + 1]`.
         unreadable: why the metadata of some samples cannot be read, by their index here.
         rows: of expanded samples: rows that each module emits for them, int64 `[n]` by module; `UNKNOWN` where a
@@ -62,11 +64,11 @@ class MetaArrays(Sequence[SampleMeta]):
             return metas
         known = [SampleMeta("", 1) if isinstance(meta, str) else meta for meta in metas]
         kinds = tuple(sorted({item.name for meta in known for item in meta.media}))
-        dims = max((len(item.shape) for meta in known for item in meta.media), default=0)
+        shapes = [_shape_columns(item) for meta in known for item in meta.media]
+        dims = max(map(len, shapes), default=0)
         items = [
-            (kinds.index(item.name), item.position, item.rows, *item.shape, *[NO_DIM] * (dims - len(item.shape)))
-            for meta in known
-            for item in meta.media
+            (kinds.index(item.name), item.position, item.rows, *shape, *[NO_DIM] * (dims - len(shape)))
+            for item, shape in zip([item for meta in known for item in meta.media], shapes, strict=True)
         ]
         names = [meta.id.encode() for meta in known]
         modules = sorted({name for meta in known for name in meta.rows})
@@ -173,8 +175,8 @@ class MetaArrays(Sequence[SampleMeta]):
     def _make(self, index: int) -> SampleMeta:
         first, stop = self.item_ends[index : index + 2].tolist()
         media = tuple(
-            MediaItem(self.kinds[kind], tuple(n for n in shape if n != NO_DIM), position, rows)
-            for kind, position, rows, *shape in self.items[first:stop].tolist()
+            MediaItem(self.kinds[kind], shape_of(columns), position, rows, size_of(columns))
+            for kind, position, rows, *columns in self.items[first:stop].tolist()
         )
         a, b = self.target_ends[index : index + 2].tolist()
         targets = tuple((i, j) for i, j in self.targets[a:b].tolist())
@@ -203,6 +205,22 @@ class _Ids(Sequence[str]):
             return [self[i] for i in range(*index.indices(len(self)))]
         start, end = self._metas.name_ends[index : index + 2].tolist()
         return self._metas.names[start:end].tobytes().decode()
+
+
+def _shape_columns(item: MediaItem) -> tuple[int, ...]:
+    return (*item.shape, SIZE, *item.size) if item.size else item.shape
+
+
+def shape_of(columns: Sequence[int]) -> tuple[int, ...]:
+    """The shape in the columns of a media item."""
+    end = columns.index(SIZE) if SIZE in columns else len(columns)
+    return tuple(n for n in columns[:end] if n != NO_DIM)
+
+
+def size_of(columns: Sequence[int]) -> tuple[int, ...]:
+    """The size in the columns of a media item."""
+    start = columns.index(SIZE) + 1 if SIZE in columns else len(columns)
+    return tuple(n for n in columns[start:] if n != NO_DIM)
 
 
 def _ends(counts: Sequence[int]) -> np.ndarray:

@@ -17,12 +17,20 @@ class MediaItem:
         position: index of its first placeholder token in the token sequence.
         rows: placeholder tokens it takes in the token sequence; 1 as a source gives it, and the rows that reach the
             LLM for this item once the sample was expanded (`hetmesh.data.expand`).
+        size: what its rows depend on beside the shape, where the model says so: the frames of a recording before it was
+            padded, `(frames,)`; the pixels of an image before it was cut into tiles, `(height, width)`.
     """
 
     name: str
     shape: tuple[int, ...]
     position: int
     rows: int = 1
+    size: tuple[int, ...] = ()
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """All that its rows depend on: its shape, and behind it its size."""
+        return self.shape + self.size
 
 
 @dataclass(frozen=True, slots=True)

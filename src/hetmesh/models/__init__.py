@@ -1,5 +1,6 @@
 """Adapters that turn ready-made models and users' own modules into members of a graph."""
 
+from hetmesh.graph.module_graph import Activation
 from hetmesh.models.adapter import Abilities, Adapter, AdapterRequest, BoundaryLike, ModuleLike, SampleLike
 from hetmesh.models.build import build_empty, build_module
 from hetmesh.models.load import check_weights, load_weights, stand_ins
@@ -12,6 +13,7 @@ from hetmesh.models.side_outputs import with_side_outputs
 __all__ = [
     "MODELS",
     "Abilities",
+    "Activation",
     "Adapter",
     "AdapterRequest",
     "BoundaryLike",

@@ -190,6 +190,7 @@ class AdapterRequest:
         consumers: names of the modules that read its rows.
         model: what the recipe calls its model.
         pretrained: the directory that its weights come from, None for random ones.
+        folder: of the recipe's file, where code that it names may lie; None if it was not read from a file.
     """
 
     name: str
@@ -203,6 +204,7 @@ class AdapterRequest:
     consumers: tuple[str, ...] = ()
     model: str = ""
     pretrained: Pretrained | None = None
+    folder: str | None = None
 
     @property
     def sources(self) -> dict[str, str]:

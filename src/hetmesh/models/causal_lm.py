@@ -140,8 +140,10 @@ class CausalLMAdapter:
         flat = inputs[PREVIOUS] if PREVIOUS in inputs else self.embedded(model, ids, batch, inputs)
         # Handing over the finished masks (none) keeps transformers from looking for packed sequences and building one.
         # Models without a choice of masks (Llama) take no finished ones: they look, find no packing, and build none.
+        # Eager attention is causal by its mask alone, which transformers then builds.
         decoder = self.decoder_of(model)
-        masks: Any = None if getattr(decoder, "has_sliding_layers", True) else {"full_attention": None}
+        builds = getattr(decoder, "has_sliding_layers", True) or decoder.config._attn_implementation == "eager"
+        masks: Any = None if builds else {"full_attention": None}
         extra: dict[str, Any] = {}
         if (attention := batch.get("attention")) is not None:
             extra["attention_state"] = attention

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from hetmesh.errors import RecipeError
-from hetmesh.graph.sample import SampleMeta
-from hetmesh.models.adapter import NONE, AdapterRequest, SampleLike
+from hetmesh.models.adapter import NONE, AdapterRequest
 from hetmesh.models.config_keys import check_keys, positive_int
 from hetmesh.models.pretrained import prefixes
+from hetmesh.models.row_wise import RowWise
 
 
 class Mlp(nn.Module):
@@ -30,7 +29,7 @@ class Mlp(nn.Module):
 
 
 @dataclass(frozen=True)
-class MlpAdapter:
+class MlpAdapter(RowWise):
     """A row-wise projector between two widths."""
 
     in_features: int
@@ -74,25 +73,6 @@ class MlpAdapter:
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
         return {"linear_1": "colwise", "linear_2": "rowwise"}
-
-    def tensor_parallel_sizes(self) -> Mapping[str, int]:
-        return {}  # uneven shards of hidden_features are fine
-
-    def item_rows(self, shape: tuple[int, ...]) -> int:
-        raise NotImplementedError("mlp reads rows, not media")
-
-    def rows(self, incoming: int) -> int:
-        return incoming
-
-    def collate(
-        self,
-        samples: Sequence[SampleLike],
-        metas: Sequence[SampleMeta],
-        *,
-        placeholders: Mapping[str, int] = MappingProxyType({}),
-        pad_id: int = 0,
-    ) -> dict[str, Tensor]:
-        return {}
 
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         (rows,) = inputs.values()

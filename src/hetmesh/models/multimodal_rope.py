@@ -30,7 +30,7 @@ def multimodal_positions(meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> tup
         text = item.position - token
         parts.append(np.tile(np.arange(position, position + text), (3, 1)))
         position += text
-        frames, height, width = grids[item.name](item.shape)
+        frames, height, width = grids[item.name](item.extent)
         parts.append(position + np.indices((frames, height, width)).reshape(3, -1))
         token = item.position + item.rows
         position += max(height, width)

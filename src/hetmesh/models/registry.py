@@ -9,9 +9,9 @@ from pathlib import Path
 from hetmesh.errors import RecipeError, Refusals
 from hetmesh.models.adapter import Adapter, AdapterRequest, BoundaryLike, ModuleLike
 from hetmesh.models.clip import ClipAdapter
-from hetmesh.models.custom import make_custom
 from hetmesh.models.llama import LlamaAdapter
 from hetmesh.models.mlp import MlpAdapter
+from hetmesh.models.own.make import make_own
 from hetmesh.models.pretrained import Pretrained
 from hetmesh.models.qwen3 import Qwen3Adapter
 from hetmesh.models.qwen3_vl_text import Qwen3VLTextAdapter
@@ -118,7 +118,7 @@ def _make(model: str, request: AdapterRequest) -> Adapter | None:
     if model in MODELS:
         return MODELS[model](request)
     if ":" in model:
-        return make_custom(model, request)
+        return make_own(model, request)
     near = difflib.get_close_matches(model, MODELS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise RecipeError(
@@ -151,6 +151,7 @@ def _request(
         placeholders={b.source: b.at for b in into},
         consumers=tuple(b.destination for b in out_of),
         pretrained=pretrained_of(name, modules[name]),
+        folder=getattr(modules[name], "folder", None),
     )
 
 

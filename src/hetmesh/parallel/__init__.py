@@ -4,11 +4,12 @@ from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.apply import AdaptedModule, ParallelModule, parallelize, reduce_gradients, start_reduction
 from hetmesh.parallel.compile import apply_compile
-from hetmesh.parallel.fully_shard import apply_fully_shard
+from hetmesh.parallel.fully_shard import apply_fully_shard, sum_over_shards
 from hetmesh.parallel.gradient_axes import ParameterAxes, gradient_axes
 from hetmesh.parallel.gradient_sums import sum_gradients
 from hetmesh.parallel.gradients import local_gradient, local_part
 from hetmesh.parallel.linear import Colwise, Rowwise
+from hetmesh.parallel.own_module import own_parallel_module
 from hetmesh.parallel.random_state import RandomPlace, entering, seed_by_place
 from hetmesh.parallel.replicas import check_replicas
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
@@ -36,11 +37,13 @@ __all__ = [
     "gradient_axes",
     "local_gradient",
     "local_part",
+    "own_parallel_module",
     "parallelize",
     "reduce_gradients",
     "seed_by_place",
     "start_reduction",
     "sum_gradients",
+    "sum_over_shards",
     "sum_tied_parameters",
     "tied_parameters",
 ]

@@ -45,12 +45,17 @@ def apply_fully_shard(
     for block in gathered_alone(root, blocks):
         fully_shard(block, reshard_after_forward=options.reshard_after_forward != "never", **arguments)
     fully_shard(root, reshard_after_forward=options.reshard_after_forward == "always", **arguments)
+    sum_over_shards(root)
+    root.register_forward_hook(_reshard_without_backward)
+
+
+def sum_over_shards(root: nn.Module) -> None:
+    """Have every `fully_shard` module inside `root` sum its gradients over the ranks of its mesh. By itself it takes
+    the mean; hetmesh normalises once, by what the whole batch counts."""
     for module in sharded_modules(root):
-        # FSDP would divide by its own number of lanes; hetmesh normalises once, by the targets of the whole batch.
         # gloo and every sum need plain sums: a factor other than 1 would be a reduction that gloo does not have.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
-    root.register_forward_hook(_reshard_without_backward)
 
 
 def gathered_alone(root: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:

@@ -97,6 +97,11 @@ def entering(place: RandomPlace, device: DeviceModule | None = None) -> Iterator
         _current = before
 
 
+def current_microbatch() -> int:
+    """The microbatch that is computed, or computed again, in this thread; 0 outside of any place."""
+    return 0 if _current is None else _current.place.microbatch
+
+
 class Remembered:
     """Where the caller is now, for a computation that is repeated later (activation checkpointing, which restores the
     generators themselves but does not know in which place it is)."""

@@ -8,6 +8,7 @@ they start and reduce-scatter where they end: as many bytes as the two all-reduc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from hetmesh._torch_compat import all_gather_single, reduce_scatter_single
 from hetmesh.context.token_owners import TokenShares
 from hetmesh.parallel.collectives import leave
 from hetmesh.parallel.linear import ColwiseLinear, RowwiseLinear
+from hetmesh.parallel.random_state import current_microbatch
 from hetmesh.parallel.tokens import AllTokens
 
 
@@ -34,35 +36,61 @@ def apply_sequence_parallel(module: nn.Module, tp_mesh: DeviceMesh, prefixes: Se
         FQNs of the parameters whose gradients are partial over tp: those of `prefixes` that are not sharded.
     """
     group = tp_mesh.get_group()
+    tokens = ShardedTokens(group)
     inside = [(name, m) for name, m in module.named_modules() if _within(name, prefixes)]
     for _, parent in inside:
         children = list(parent.children())
         if any(isinstance(child, RowwiseLinear) for child in children):
-            parent.register_forward_pre_hook(_Gather(group), with_kwargs=True)
+            parent.register_forward_pre_hook(_Gather(group, tokens), with_kwargs=True)
             for child in children:
                 if isinstance(child, ColwiseLinear):
                     child.enter = _as_it_is  # the gather sums the gradient
                 elif isinstance(child, RowwiseLinear):
                     child.leave = _Scatter(group)
-    module.tokens = ShardedTokens(group)  # type: ignore[assignment]
+    module.hetmesh_tokens = tokens  # type: ignore[assignment]
     return tuple(
         name for name, p in module.named_parameters() if _within(name, prefixes) and not isinstance(p, DTensor)
     )
 
 
 class ShardedTokens(AllTokens):
-    """The share of a lane's tokens that this rank of a group keeps."""
+    """The share of a lane's tokens that this rank of a group keeps.
+
+    Attributes:
+        around: whether hooks of the module share tokens out and join them, so that its own forward need not.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+        self.around = False
+        self._shapes: dict[int, tuple[int, ...]] = {}  # by microbatch: a block may be computed again much later
 
     def split(self, flat: Tensor) -> Tensor:
         shares = self._shares(len(flat))
         return _Split.apply(flat, shares.size, self.group)
 
-    def locate(self, positions: Tensor, total: int) -> Tensor:
+    def share_out(self, whole: Tensor) -> Tensor:
+        """`[..., features]` of all tokens -> this rank's, `[1, share, features]`."""
+        self._shapes[current_microbatch()] = tuple(whole.shape[:-1])
+        return self.split(whole.flatten(0, -2))[None]
+
+    def join(self, share: Tensor) -> Tensor:
+        """The inverse, on every rank; its gradient is the same on all of them."""
+        shape = self._shapes[current_microbatch()]
+        return _Join.apply(share.flatten(0, -2), math.prod(shape), self.group).view(*shape, -1)
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Of all tokens of the microbatch that is computed, where `share_out` has seen them."""
+        return self._shapes.get(current_microbatch())
+
+    def is_own(self, positions: Tensor, total: int) -> Tensor:
+        """Which of some positions among all `total` tokens are in this rank's share."""
         start, stop = self._span(total)
-        return positions[(positions >= start) & (positions < stop)] - start
+        return (positions >= start) & (positions < stop)
+
+    def locate(self, positions: Tensor, total: int) -> Tensor:
+        return positions[self.is_own(positions, total)] - self._span(total)[0]
 
     def as_input(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
         return flat[None]
@@ -86,10 +114,11 @@ class ShardedTokens(AllTokens):
 
 class _Gather:
     """Before attention or MLP: `[1, share, features]` -> all tokens, `[B, S, features]` where B and S are known (from
-    the rotary embedding, which every rank has for all tokens), else `[1, padded, features]`."""
+    the rotary embedding, which every rank has for all tokens, or because hooks shared them out), else
+    `[1, padded, features]`."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, tokens: ShardedTokens) -> None:
+        self.group, self.tokens = group, tokens
 
     @torch.compiler.disable
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,6 +128,8 @@ class _Gather:
             batch, length = rotary[0].shape[:2]
             kwargs = {**kwargs, "attention_mask": None}  # right padding and causal attention need none
             whole = whole[: batch * length].view(batch, length, -1)
+        elif self.tokens.around and (shape := self.tokens.shape) is not None:
+            whole = whole[: math.prod(shape)].view(*shape, -1)
         else:
             whole = whole[None]
         return ((whole, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": whole})
@@ -130,6 +161,19 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return _all_gather(gradients[0], ctx.group)[: ctx.total], None, None
+
+
+class _Join(torch.autograd.Function):
+    """The mirror of `_Split`."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.size, ctx.group = len(share), group
+        return _all_gather(share, group)[:total]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _Split.apply(gradients[0], ctx.size, ctx.group), None, None
 
 
 class _AllGather(torch.autograd.Function):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 class AllTokens:
     """A rank that keeps all tokens of its lane. `hetmesh.parallel` puts another one where it does not, as the attribute
-    `tokens` of the module; adapters find it with `tokens_of`."""
+    `hetmesh_tokens` of the module (models have names of their own); adapters find it with `tokens_of`."""
 
     def split(self, flat: Tensor) -> Tensor:
         """`[B * S, features]` of all tokens -> those that this rank keeps, `[kept, features]`."""
@@ -33,4 +33,4 @@ class AllTokens:
 
 def tokens_of(module: nn.Module) -> AllTokens:
     """Which tokens this rank keeps of those that `module` works on."""
-    return getattr(module, "tokens", None) or AllTokens()
+    return getattr(module, "hetmesh_tokens", None) or AllTokens()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 MEDIA: Mapping[str, str] = MappingProxyType({"vision": "image", "audio": "audio"})
 """Modules that a directory expands to, beside `llm`, and the kind of media each reads."""
@@ -20,20 +21,24 @@ class Family:
 
     Attributes:
         mask: what tokens of the LLM see of each other (`hetmesh.context.share_tokens.MASKS`).
-        positions: `"from_0"`, `"from_1"`, or `"rope_index"`: three axes, by the model's own `get_rope_index`.
+        positions: `"from_0"`, `"from_1"`, or `"rope_index"`: three axes, by the model's own `get_rope_index`; empty:
+            that if it has one, else `"from_0"`.
         calls: kind of media -> how its items are handed over (`hetmesh.models.split.item_calls.CALLS`); absent: by the
             signature.
+        around: kind of media -> config keys of the tokens right before and behind an item, by which the model's own
+            `get_rope_index` finds it; absent: it is told where items are.
+        inside: of a model of which hetmesh trains a part: the config key of the part, and its class.
         refused: why hetmesh does not take the family.
     """
 
     mask: str = "causal"
-    positions: str = "from_0"
+    positions: str = ""
     calls: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    around: Mapping[str, tuple[str, str]] = field(default_factory=lambda: MappingProxyType({}))
+    inside: tuple[str, str] | None = None
     refused: str = ""
 
 
-MROPE = Family(positions="rope_index", calls={"image": "patches"})
-TILES = Family(calls={"image": "tiles"})
 CROSS = "its LLM reads images through cross-attention, not as rows among its tokens"
 DISCRETE = "its images are tokens of its vocabulary, not rows"
 
@@ -41,13 +46,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "gemma3": Family(mask="bidirectional_runs"),
         "paligemma": Family(mask="prefix", positions="from_1"),
-        "idefics3": TILES,
-        "smolvlm": TILES,
-        "llava_onevision": Family(calls={"image": "base_tile"}),
-        "qwen2_vl": MROPE,
-        "qwen2_5_vl": MROPE,
-        "qwen3_vl": MROPE,
-        "glm4v": MROPE,
+        "llava_onevision": Family(calls={"image": "any_resolution"}),
+        "glm_ocr": Family(calls={"image": "patches"}),  # transformers knows no image processor by its name
+        "qwen2_5_omni": Family(inside=("thinker_config", "Qwen2_5OmniThinkerForConditionalGeneration")),
+        "qwen2_5_omni_thinker": Family(
+            calls={"image": "patches"},
+            around={
+                "image": ("vision_start_token_id", "vision_end_token_id"),
+                "audio": ("audio_start_token_id", "audio_end_token_id"),
+            },
+        ),
+        "qwen2_audio": Family(calls={"audio": "padded_frames"}),
         "mllama": Family(refused=CROSS),
         "idefics": Family(refused=CROSS),
         "chameleon": Family(refused=DISCRETE),
@@ -55,6 +64,19 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "ovis2": Family(refused="it also embeds indicator tokens beside its rows, which hetmesh does not place"),
     }
 )
+
+
+def part_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config.json says of the part that hetmesh trains: of all of it, mostly."""
+    inside = family_of(str(config.get("model_type"))).inside
+    part = config.get(inside[0]) if inside else None
+    return part if isinstance(part, Mapping) else config
+
+
+def class_of(config: Mapping[str, Any]) -> str:
+    """The class of the model, or of the part of it, that a config.json names; empty without one."""
+    inside = family_of(str(config.get("model_type"))).inside
+    return inside[1] if inside else str((config.get("architectures") or [""])[0])
 
 
 def family_of(model_type: str) -> Family:

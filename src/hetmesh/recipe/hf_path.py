@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetmesh.errors import RecipeError
-from hetmesh.recipe.hf_families import MEDIA, family_of
+from hetmesh.recipe.hf_families import MEDIA, family_of, part_of
 from hetmesh.recipe.hf_prompts import PROCESSORS, PROMPTS
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def expand_hf_path(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise RecipeError(
             f"{SECTION}.{KEY} = {path!r}: there is no config.json in it; give a local Hugging Face directory"
         )
+    whole, config = str(config.get("model_type")), part_of(config)
     model_type = config.get("model_type")
     family = family_of(str(model_type))
     if family.refused:
@@ -70,11 +71,11 @@ def expand_hf_path(raw: Mapping[str, Any]) -> dict[str, Any]:
     modules = {name: {**keys, **_table(given, name)} for name, keys in parts.items()}
     modules |= {name: value for name, value in given.items() if name not in modules}
     out = {**raw, "modules": modules, "boundaries": raw.get("boundaries", boundaries)}
-    out["data"] = _data(path, config, [MEDIA[part] for part in towers], raw.get("data", {}))
+    out["data"] = _data(path, config, whole, [MEDIA[part] for part in towers], raw.get("data", {}))
     return out
 
 
-def _data(path: str, config: Mapping[str, Any], kinds: list[str], given: Any) -> Any:
+def _data(path: str, config: Mapping[str, Any], whole: str, kinds: list[str], given: Any) -> Any:
     """`[data]` with the directory's tokenizer, processors and placeholders, where it reads conversations."""
     if not isinstance(given, Mapping) or given.get("source", "conversations") != "conversations" or "mixture" in given:
         return given
@@ -82,15 +83,20 @@ def _data(path: str, config: Mapping[str, Any], kinds: list[str], given: Any) ->
     combined = _read(path, "processor_config.json") or {}  # as transformers 5 saves processors
     if "image" in kinds and ("image_processor" in combined or _is_file(path, "preprocessor_config.json")):
         options["image_processor"] = path
+        prompt = PROMPTS.get(processor_of(path, whole))
+        if prompt is not None and prompt.tiles == "always":
+            options["image_tiles"] = True
     if "audio" in kinds:
         options["audio_processor"] = path
+        way = family_of(str(config.get("model_type"))).calls.get("audio")
+        options["audio_frames"] = "counted" if way == "padded_frames" else "own"
     tokens = {kind: _token(path, config, kind) for kind in kinds}
     if found := {kind: token for kind, token in tokens.items() if token is not None}:
         options["placeholders"] = found
     own = given.get("options", {})
     if not isinstance(own, Mapping):  # which is refused
         return {"source": "conversations", **given}
-    options |= _prompt_options(path, str(config.get("model_type")), {**options, **own})
+    options |= _prompt_options(path, whole, {**options, **own})
     return {"source": "conversations", **given, "options": {**options, **own}}
 
 
@@ -112,8 +118,12 @@ def prompt_note(recipe: Recipe) -> str:
     if recipe.data.source != "conversations":
         return ""
     config = _read(path, "config.json") or {}
-    prompt = PROMPTS.get(processor_of(path, str(config.get("model_type"))))
-    return "" if prompt is None else prompt.note
+    name = processor_of(path, str(config.get("model_type")))
+    if name in PROMPTS and PROMPTS[name].tiles and recipe.data.options.get("image_tiles") is False:
+        does = "cuts" if PROMPTS[name].tiles == "always" else "may cut"
+        said = "data.options.image_tiles = false: images are one tile each"
+        return f"{said}; transformers' {name} {does} them into several"
+    return ""
 
 
 def _prompt_options(path: str, model_type: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,17 +142,17 @@ def _prompt_options(path: str, model_type: str, options: Mapping[str, Any]) -> d
         raise RecipeError(f"{what}: hetmesh does not know what it writes around an item; {write}")
     if prompt.refused:
         raise RecipeError(f"{what}: {prompt.refused}; to train on another form, {write}")
-    template = _template(path, str(options["tokenizer"]))
+    template = _template(path, None if prompt.default else str(options["tokenizer"]))
     if prompt.template and template is not None:
         raise RecipeError(f"{what}: it has a form of its own, and there is a chat template in the directory; {write}")
-    if template is None and not prompt.template:
+    if template is None and not (prompt.template or prompt.default):
         raise RecipeError(f"{what}: there is no chat template in the directory; {write}")
     image = _table(options, "placeholders").get("image", "<image>")
     found: dict[str, Any] = {}
     if prompt.template:
         found["chat_template"] = prompt.template.replace("<image>", image)
-    elif template:
-        found["chat_template"] = template
+    elif chosen := prompt.default if template is None else template:
+        found["chat_template"] = chosen
     if replacements := prompt.replacements(image, _read(path, "tokenizer_config.json") or {}):
         found["replacements"] = replacements
     return {**found, "special_tokens": True} if prompt.special_tokens else found
@@ -153,13 +163,47 @@ def _tokens_around(options: Mapping[str, Any]) -> str:
     return f"with {tokens} for an item and the tokens around it" if tokens else "with the tokens around an item"
 
 
-def _template(path: str, tokenizer: str) -> str | None:
-    """The chat template that the tokenizer does not read by itself; empty where it does, None where there is none."""
+def _template(path: str, tokenizer: str | None) -> str | None:
+    """The chat template that the tokenizer does not read by itself; empty where it does, None where there is none.
+
+    Args:
+        tokenizer: the tokenizer's directory; None where the processor looks at no template of it.
+    """
     of_processor = (_read(path, "chat_template.json") or {}).get("chat_template")
     if isinstance(of_processor, str) and not _is_file(path, "chat_template.jinja"):
         return of_processor
+    if tokenizer is None:
+        own = Path(path).expanduser() / "chat_template.jinja"
+        return own.read_text(encoding="utf-8") if own.is_file() else None
     of_tokenizer = (_read(tokenizer, "tokenizer_config.json") or {}).get("chat_template")
     return "" if of_tokenizer or _is_file(tokenizer, "chat_template.jinja") else None
+
+
+def positions_of(path: str) -> int | None:
+    """The longest sequence that the LLM of a directory is made for; None where its config.json does not say."""
+    text = _table(_read(path, "config.json") or {}, "text_config")
+    found = text.get("max_position_embeddings")
+    return found if isinstance(found, int) else None
+
+
+def synthetic_options(path: str) -> dict[str, Any]:
+    """Options of the source `synthetic` that suit the LLM and the tower of a directory.
+
+    Raises:
+        RecipeError: its config.json does not say enough.
+    """
+    config = _read(path, "config.json") or {}
+    text, vision = _table(config, "text_config"), _table(config, "vision_config")
+    token = next((config[key] for key in PLACEHOLDER_KEYS["image"] if isinstance(config.get(key), int)), None)
+    vocabulary = text.get("vocab_size", config.get("vocab_size"))
+    if not vision or token is None or not isinstance(vocabulary, int):
+        raise RecipeError(
+            f"{SECTION}.{KEY} = {path!r}: its config.json does not say what random data should be like (vision_config, "
+            "image_token_id and vocab_size); give --data"
+        )
+    size = vision.get("image_size", 16 * vision.get("patch_size", 14) * vision.get("spatial_merge_size", 1))
+    height, width = (size, size) if isinstance(size, int) else tuple(size)[:2]
+    return {"vocab_size": vocabulary, "image_token": token, "image_shape": [3, height, width]}
 
 
 def check_placeholders(recipe: Recipe, placeholders: Mapping[str, int], vocabulary: int) -> None:
@@ -174,8 +218,8 @@ def check_placeholders(recipe: Recipe, placeholders: Mapping[str, int], vocabula
         RecipeError: they differ, or there is no such token.
     """
     path = recipe.model.hf_path
-    config = None if path is None else _read(path, "config.json")
-    if config is None or any(each.source != "conversations" for each in recipe.data.mixture or (recipe.data,)):
+    config = None if path is None else part_of(_read(path, "config.json") or {})
+    if not config or any(each.source != "conversations" for each in recipe.data.mixture or (recipe.data,)):
         return
     for kind, keys in PLACEHOLDER_KEYS.items():
         key, number = next(((key, config[key]) for key in keys if isinstance(config.get(key), int)), ("", None))

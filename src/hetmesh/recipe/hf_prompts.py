@@ -23,18 +23,21 @@ class Prompt:
         image: what the processor puts in its place; the rows come as one `{image}`.
         tokens: names under which tokenizer_config.json has tokens -> the token if it has none.
         template: the form in which the processor takes a turn of each side, where there are no chat templates.
+        default: the chat template of a processor that takes its own where none is beside it, whatever the tokenizer's.
         special_tokens: whether the tokenizer adds its own (a BOS) to a text that does not begin with one.
         refused: why its prompts cannot be followed.
-        note: what else it does that prompts here do not have.
+        tiles: `"always"` if it has images cut into tiles, whatever its image processor says by itself, or `"asked"` if
+            that is what it says, by default too; empty where images are one tile each.
     """
 
     written: str = "{image}"
     image: str = "{image}"
     tokens: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     template: str = ""
+    default: str = ""
     special_tokens: bool = True
     refused: str = ""
-    note: str = ""
+    tiles: str = ""
 
     def replacements(self, image: str, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
         """What a template writes -> what is put in its place; empty where that is the same."""
@@ -67,27 +70,43 @@ _PALIGEMMA = (  # images, BOS, prompt, line feed; then the answer
     "{% endfor %}"
 )
 
+_QWEN2_AUDIO = (
+    "{% set heard = namespace(count=0) %}{% for m in messages %}"
+    "{% if loop.first and m.role != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif %}"
+    "<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'audio' %}{% set heard.count = heard.count + 1 %}"
+    "Audio {{ heard.count }}: <|audio_bos|><|AUDIO|><|audio_eos|>\n{% else %}{{ p.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+)
+
 _PLAIN = Prompt()
 
 PROMPTS: Mapping[str, Prompt] = MappingProxyType(
     {
-        **dict.fromkeys(("LlavaProcessor", "LlavaNextProcessor", "LlavaOnevisionProcessor"), _PLAIN),
+        **dict.fromkeys(("LlavaProcessor", "LlavaNextProcessor"), _PLAIN),
+        "LlavaOnevisionProcessor": Prompt(tiles="always"),
         **dict.fromkeys(("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor"), _PLAIN),
-        **dict.fromkeys(("Glm4vProcessor", "Glm46VProcessor", "Qwen2AudioProcessor"), _PLAIN),
+        **dict.fromkeys(("Glm4vProcessor", "Glm46VProcessor", "Qwen2_5OmniProcessor"), _PLAIN),
+        "Qwen2AudioProcessor": Prompt(default=_QWEN2_AUDIO),
         "InternVLProcessor": Prompt(
             image="{start_image_token}{image}{end_image_token}",
             tokens={"start_image_token": "<img>", "end_image_token": "</img>"},
-            note="InternVL's images are one tile each; transformers' processor cuts large ones into several",
+            tiles="always",
         ),
         "Gemma3Processor": Prompt(
             written="{boi_token}",
             image="\n\n{boi_token}{image}{eoi_token}\n\n",
             tokens={"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+            tiles="asked",
         ),
-        "Idefics3Processor": Prompt(image="<fake_token_around_image><global-img>{image}<fake_token_around_image>"),
+        "Idefics3Processor": Prompt(
+            image="<fake_token_around_image><global-img>{image}<fake_token_around_image>", tiles="asked"
+        ),
         "SmolVLMProcessor": Prompt(
             image="{fake_image_token}{global_image_token}{image}{fake_image_token}",
             tokens={"fake_image_token": "<fake_token_around_image>", "global_image_token": "<global-img>"},
+            tiles="asked",
         ),
         "PaliGemmaProcessor": Prompt(template=_PALIGEMMA, special_tokens=False),
         "PixtralProcessor": Prompt(
@@ -109,6 +128,7 @@ PROCESSORS: Mapping[str, str] = MappingProxyType(
         "qwen3_vl_moe": "Qwen3VLProcessor",
         "glm4v": "Glm4vProcessor",
         "qwen2_audio": "Qwen2AudioProcessor",
+        "qwen2_5_omni": "Qwen2_5OmniProcessor",
         "internvl": "InternVLProcessor",
         "gemma3": "Gemma3Processor",
         "idefics3": "Idefics3Processor",

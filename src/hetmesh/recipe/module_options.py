@@ -33,7 +33,9 @@ def module_options(recipe: Recipe, name: str) -> ModuleOptions:
         compute_dtype=DTYPES[computes] if computes == "bfloat16" else None,
         sequence_parallel=splits_tokens(recipe, name),
         cpu_offload=training.enable_cpu_offload,
-        compile_backend=recipe.compile.backend if recipe.compile.enable and recipe.compile.components else None,
+        compile_backend=recipe.compile.backend
+        if recipe.compile.enable and "model" in recipe.compile.components
+        else None,
     )
 
 

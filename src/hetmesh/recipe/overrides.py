@@ -8,11 +8,17 @@ from typing import Any
 import tomli
 
 from hetmesh.errors import RecipeError
-from hetmesh.recipe.keys import unknown
+from hetmesh.recipe.keys import SECTIONS, is_flag, is_list, unknown
+
+FREE = ("modules", "data")
+"""Tables with keys of models and sources, which are taken as they are."""
 
 
 def parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """`("--training.steps", "20", "--modules.llm.lr=1e-3")` as (path, value) pairs, e.g. `(("training", "steps"), 20)`.
+
+    As torchtitan's command line takes them, too: `--checkpoint.enable` and `--checkpoint.no-enable` without a value,
+    `-` for `_`, lists of names as `a,b`.
 
     Raises:
         RecipeError: an argument is no `--section.key`, or has no value.
@@ -24,11 +30,26 @@ def parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[tuple[str, ...],
         path = tuple(name.removeprefix("--").split("."))
         if not name.startswith("--") or len(path) < 2 or not all(path):
             raise RecipeError(f"override {argument!r}: write overrides as --section.key value")
+        if path[0] in SECTIONS and path[0] not in FREE:
+            path = tuple(part.replace("-", "_") for part in path)
         if not equals:
             if not pending or pending[-1].startswith("--"):
+                if (flag := _flag(path)) is not None:
+                    yield flag
+                    continue
                 raise RecipeError(f"override {argument!r}: give it a value: {argument} VALUE")
             text = pending.pop()
-        yield path, parse_value(text)
+        value = parse_value(text)
+        yield path, value.split(",") if isinstance(value, str) and is_list(*path[:2]) and len(path) == 2 else value
+
+
+def _flag(path: tuple[str, ...]) -> tuple[tuple[str, ...], bool] | None:
+    """What a key without a value says; None where it needs one."""
+    section, key = path[0], ".".join(path[1:])
+    if is_flag(section, key):
+        return path, True
+    off = (*path[:-1], path[-1].removeprefix("no_"))
+    return (off, False) if off != path and is_flag(section, ".".join(off[1:])) else None
 
 
 def parse_value(text: str) -> Any:

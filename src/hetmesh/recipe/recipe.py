@@ -14,6 +14,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from hetmesh.errors import RecipeError, Refusals
 from hetmesh.recipe import sections as sections
 from hetmesh.recipe.batch_sizes import BatchSizes, batch_sizes
+from hetmesh.recipe.frozen import freeze
 from hetmesh.recipe.hf_path import expand_hf_path
 from hetmesh.recipe.keys import check_keys, unknown, valid_keys
 from hetmesh.recipe.overrides import apply_override, parse_overrides
@@ -34,7 +35,7 @@ class Recipe(sections.Section):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, ignored_types=(cached_property,))
 
-    modules: Annotated[Mapping[str, sections.Module], Field(min_length=1), AfterValidator(sections.freeze)]
+    modules: Annotated[Mapping[str, sections.Module], Field(min_length=1), AfterValidator(freeze)]
     job: sections.JobKeys = sections.JobKeys()
     model: sections.ModelKeys = sections.ModelKeys()
     boundaries: tuple[sections.Boundary, ...] = ()
@@ -52,6 +53,7 @@ class Recipe(sections.Section):
     profiling: sections.Profiling = sections.Profiling()
     comm: sections.Comm = sections.Comm()
     debug: sections.Debug = sections.Debug()
+    without_effect: Annotated[tuple[str, ...], Field(exclude=True)] = ()  # keys that are taken but do nothing, in words
 
     @cached_property
     def wiring(self) -> Wiring:
@@ -132,18 +134,28 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         reason = error.strerror.lower() if isinstance(error, OSError) and error.strerror else error
         raise RecipeError(f"recipe {path} cannot be read: {reason}") from error
     try:
-        return parse_recipe(text, overrides)
+        recipe = parse_recipe(text, overrides)
     except RecipeError as error:
         raise RecipeError("\n".join(f"{path}: {line}" for line in str(error).split("\n"))) from error.__cause__
+    folder = str(Path(path).resolve().parent)
+    for module in recipe.modules.values():
+        if ":" in module.model:
+            module.beside(folder)
+    if any(":" in source for source in (recipe.data.source, *(each.source for each in recipe.data.mixture))):
+        recipe.data.beside(folder)
+    return recipe
 
 
-def parse_recipe(text: str, overrides: Sequence[str] = ()) -> Recipe:
-    """`load_recipe` of a recipe's text: keys and values first, then how they fit together."""
+def parse_recipe(given: str | Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+    """`load_recipe` of a recipe's text, or of its tables as a mapping: `{"modules": {"llm": {"model": "qwen3"}}}`.
+
+    Keys and values are checked first, then how they fit together.
+
+    Raises:
+        RecipeError: it does not describe a run; the message names the key, what was given and what is valid.
+    """
     refusals = Refusals()
-    try:
-        raw: dict[str, Any] = tomli.loads(text)
-    except tomli.TOMLDecodeError as error:
-        raise RecipeError(f"not valid TOML: {error}") from error
+    raw = _tables(given)
     changes = list(parse_overrides(overrides))
     for path, value in changes:
         if path[0] == "model":
@@ -151,7 +163,7 @@ def parse_recipe(text: str, overrides: Sequence[str] = ()) -> Recipe:
     raw = expand_hf_path(raw)
     for path, value in changes:  # also of what the directory expands to
         raw = apply_override(raw, path, value)
-    raw = check_keys(raw, refusals)
+    raw, without_effect = check_keys(raw, refusals)
     modules = raw.get("modules")
     if not modules:
         refusals.add(
@@ -163,7 +175,7 @@ def parse_recipe(text: str, overrides: Sequence[str] = ()) -> Recipe:
     _check_module_names(raw, refusals)
     raw["parallelism"] = _merge_flat(raw.get("parallelism", {}), modules)
     try:
-        recipe = Recipe.model_validate(sections.freeze(raw))
+        recipe = Recipe.model_validate(freeze({**raw, "without_effect": without_effect}))
     except ValidationError as error:
         refusals.said += _messages(error)
         raise RecipeError("\n".join(refusals.said)) from error
@@ -174,6 +186,15 @@ def parse_recipe(text: str, overrides: Sequence[str] = ()) -> Recipe:
     _check_balance(recipe, refusals)
     refusals.finish()
     return recipe
+
+
+def _tables(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(given, Mapping):
+        return sections.thaw(given)
+    try:
+        return tomli.loads(given)
+    except tomli.TOMLDecodeError as error:
+        raise RecipeError(f"not valid TOML: {error}") from error
 
 
 def _check_schedule_keys(recipe: Recipe, refusals: Refusals) -> None:

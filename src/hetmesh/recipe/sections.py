@@ -1,7 +1,7 @@
 """The tables of a recipe and their keys, with types and defaults: one frozen class per table, one line per key.
 
-Names and meanings are torchtitan's wherever torchtitan has them. A key whose further values come later is limited in
-`hetmesh.recipe.keys.NOT_IMPLEMENTED`; here it already has its final type.
+Names and meanings are torchtitan's wherever torchtitan has them. Which of torchtitan's further keys and values are
+taken is in `hetmesh.recipe.torchtitan_keys`.
 """
 
 from __future__ import annotations
@@ -10,37 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
-
-class FrozenDict(dict):
-    """A dict that cannot be changed, so that a Recipe is a value: hashable, picklable, shareable."""
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise TypeError("a recipe is frozen; change it with overrides when it is loaded")
-
-    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self.items()))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FrozenDict, (dict(self),)
-
-
-def freeze(value: Any) -> Any:
-    """`value` with every dict inside it frozen and every list a tuple."""
-    if isinstance(value, Mapping):
-        return FrozenDict({k: freeze(v) for k, v in value.items()})
-    return tuple(freeze(v) for v in value) if isinstance(value, list | tuple) else value
-
-
-def thaw(value: Any) -> Any:
-    """The inverse of `freeze`: a copy in plain dicts and lists, for code that changes what it is given."""
-    if isinstance(value, Mapping):
-        return {k: thaw(v) for k, v in value.items()}
-    return [thaw(v) for v in value] if isinstance(value, list | tuple) else value
-
+from hetmesh.recipe.frozen import FrozenDict, freeze, thaw
+from hetmesh.recipe.schedule_names import schedule_name, schedule_spelling
 
 MOST_RANKS = 1_000_000
 """Ranks that a job may have: a slip of the keyboard shall not fill the memory."""
@@ -93,12 +66,13 @@ CheckpointMode = Literal["none", "selective", "full"]
 ComputeDtype = Literal["float32", "bfloat16"]
 
 
-def name_in(registry: Callable[[], Iterable[str]]) -> AfterValidator:
+def name_in(registry: Callable[[], Iterable[str]], spelling: Callable[[str], str] = str) -> AfterValidator:
     """A validator of values that are names in a registry of a room above; imported where such a key is read, for a
-    mistyped recipe should not wait for torch."""
+    mistyped recipe should not wait for torch. `spelling` is how recipes write a name."""
 
     def check(value: str) -> str:
-        if value not in (names := sorted(registry())):
+        if value not in (known := registry()):
+            names = sorted(map(spelling, known))
             raise ValueError(f"should be {', '.join(map(repr, names[:-1]))} or {names[-1]!r}")
         return value
 
@@ -131,7 +105,8 @@ def _balancers() -> Iterable[str]:
 
 TokenAssignment = Annotated[str, name_in(_assignments)]
 AttentionMask = Annotated[str, name_in(_masks)]
-SchedulePolicy = Annotated[str, name_in(_schedules)]
+SchedulePolicy = Annotated[str, BeforeValidator(schedule_name), name_in(_schedules, schedule_spelling)]
+InnerSchedule = Annotated[Literal["1f1b", "interleaved", "zero_bubble"], BeforeValidator(schedule_name)]
 BalancePolicy = Annotated[str, name_in(_balancers)]
 
 
@@ -167,7 +142,22 @@ class LoRA(Section):
     target_modules: tuple[str, ...] | None = None
 
 
-class Module(Section):
+class NamesCode(Section):
+    """A table that may name code of its own, `"package.module:Class"`, which may lie beside the recipe's file."""
+
+    _folder: str | None = PrivateAttr(default=None)  # no key: it says where the file was, not what it says
+
+    @property
+    def folder(self) -> str | None:
+        """The folder of the file that the recipe was read from, if it names code."""
+        return self._folder
+
+    def beside(self, folder: str) -> None:
+        """Say where the recipe's file lies."""
+        self._folder = folder
+
+
+class Module(NamesCode):
     """`[modules.<name>]`: one module of the model.
 
     `initial_load_path` is a local directory with config.json and safetensors: the model's sizes and weights come from
@@ -213,7 +203,7 @@ class ScheduleKeys(Section):
     three_phase_window: Size | None = None  # microbatches whose encoder forwards come together; None: all of the step
     three_phase_recompute: bool | None = None  # encoders keep inputs only, and compute again before their backward
     three_phase_offload: bool | None = None  # encoders' waiting activations are kept in the memory of the host
-    bubble_fill_schedule: Literal["1f1b", "interleaved", "zero_bubble"] | None = None  # the LLM's own; None: "1f1b"
+    bubble_fill_schedule: InnerSchedule | None = None  # the LLM's own; None: "1F1B"
     bubble_fill_in_flight: Size | None = None  # microbatches that an encoder may hold; None: twice what it must
     bubble_fill_layers_per_slice: Size | None = None  # blocks of an encoder; None: by what they cost
     interleaved_early_warmup: bool | None = None  # warm up as Megatron-LM does: more in flight, messages better hidden
@@ -258,7 +248,7 @@ class Mixed(Section):
         return thaw(self.frozen_options)
 
 
-class Data(Section):
+class Data(NamesCode):
     """`[data]`: where samples come from, and who loads them; `options` are the source's own. With `[[data.mixture]]`
     they come from several sources instead."""
 
@@ -270,6 +260,7 @@ class Data(Section):
     on_bad_sample: Literal["stop", "skip"] = (
         "stop"  # one that cannot be read: end the run, or leave it out and count it
     )
+    on_no_target: Literal["count", "stop"] = "count"  # a sample that adds nothing to the loss: name the first, or end
 
     @property
     def options(self) -> dict[str, Any]:
@@ -303,7 +294,7 @@ class Compile(Section):
     """`[compile]`: torch.compile of every block; without a compiler the run goes on uncompiled, and says so."""
 
     enable: bool = False
-    components: tuple[Literal["model"], ...] = ("model",)
+    components: tuple[Literal["model", "loss"], ...] = ("model",)  # the loss is never compiled
     backend: str = "inductor"
 
 
@@ -323,6 +314,7 @@ class LRScheduler(Section):
     """`[lr_scheduler]`: linear warm-up, then stable, then decay. One-cycle = warm-up and cosine decay."""
 
     warmup_steps: Count = 0
+    total_steps: Size | None = None  # of the schedule, where the run is to end before it; None: training.steps
     decay_ratio: Fraction | None = None  # share of the steps that decays; None: all after the warm-up
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     min_lr_factor: Fraction = 0.0  # the last step's learning rate over the highest
@@ -356,6 +348,7 @@ class Metrics(Section):
 class Validation(Section):
     """`[validation]`: evaluation on held-out samples."""
 
+    enable: bool = True  # false: none, whatever the keys below say
     freq: Count = 0  # steps between two evaluations; 0: only after the last step
     samples: Size | None = None  # None: every held-out sample
     free_running: Count = 0  # of them, how many are also answered without the right tokens before each guess

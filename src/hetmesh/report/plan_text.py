@@ -10,6 +10,7 @@ from hetmesh.planner import Found, MacroBatch, Prediction, Problem
 from hetmesh.planner.macro_batch import SHARE
 from hetmesh.planner.search import BATCHES
 from hetmesh.recipe.meshes import DEGREE_OF_AXIS
+from hetmesh.recipe.schedule_names import schedule_spelling
 from hetmesh.simulate import CLASSES
 from hetmesh.training.metrics import amount
 from hetmesh.training.wording import counted, table
@@ -62,12 +63,18 @@ def _lines(problem: Problem, found: Found, seconds: float, macro: MacroBatch | N
     )
     if macro is not None:
         yield from macro_batch_lines(macro, problem.own)
-    shown = [each for best in found.best.values() for each in best]
-    if not shown:
+    if found.fastest is None:
         yield from _refused(found)
         return
-    fastest = min(shown, key=lambda each: each.step_s)
     yield ""
+    yield from layout_lines(problem, found)
+    yield from _refused(found)
+
+
+def layout_lines(problem: Problem, found: Found) -> Iterator[str]:
+    """The layouts that were found, side by side and one by one, with why others are slower."""
+    shown = [each for best in found.best.values() for each in best]
+    fastest = min(shown, key=lambda each: each.step_s)
     heads = (
         "",
         "placement",
@@ -91,7 +98,6 @@ def _lines(problem: Problem, found: Found, seconds: float, macro: MacroBatch | N
         if not best and problem.fixed.get(("", "placement"), placement) == placement:
             yield ""
             yield f"{placement}: nothing that was tried fits or can run"
-    yield from _refused(found)
 
 
 def nothing_found(problem: Problem, found: Found) -> str:
@@ -119,7 +125,7 @@ def _row(each: Prediction, number: int, fastest: bool) -> tuple[str, ...]:
         f"{amount(each.peak_bytes)}B",
         f"{100 * sum(idle.values()) / each.step_s:.0f}",
         f"{_BUBBLES[most]} ({100 * idle[most] / each.step_s:.0f}%)" if idle[most] else "-",
-        each.plan.schedule,
+        schedule_spelling(each.plan.schedule),
         str(each.plan.microbatch_size),
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from hetmesh.context import Mask, Segment
 from hetmesh.context.rule import TEXT, Rule, Sees
@@ -58,6 +59,30 @@ def dense_mask(kind: str, metas: Sequence[SampleMeta], width: int) -> Tensor:
             for j in range(meta.tokens):
                 mask[row, 0, i, j] = sees(kind, meta, i, j)
     return mask
+
+
+class DenseAttention:
+    """Stands for a `ContextAttention` of padded samples: `hetmesh.attention.attend` then computes what torch's own
+    attention does with a dense mask.
+
+    Args:
+        mask: `dense_mask` of the samples.
+    """
+
+    name = "dense"
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+        self.rows = mask.shape[0] * mask.shape[-1]
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
+    ) -> Tensor:
+        assert window is None
+        apart = [x.unflatten(1, (len(self.mask), -1)).transpose(0, 1) for x in (q, k, v)]
+        groups = len(q) // len(k)
+        k, v = (x.repeat_interleave(groups, 1) for x in apart[1:])
+        return scaled_dot_product_attention(apart[0], k, v, self.mask, scale=scale).transpose(0, 1).flatten(1, 2)
 
 
 @contextmanager

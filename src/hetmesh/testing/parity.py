@@ -21,11 +21,12 @@ from hetmesh.data.loader import DrawnSample, Loader
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import output_key
 from hetmesh.models import Adapter, lora_plan
+from hetmesh.models.own.adapters import OwnSink
 from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.parallel import RandomPlace, entering, local_gradient, seed_by_place
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.testing.assignments import Policy
-from hetmesh.testing.dense_masks import dense_mask, masked
+from hetmesh.testing.dense_masks import DenseAttention, dense_mask, masked
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.describe import make_prepare
@@ -94,7 +95,10 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
             batch = adapters[name].collate(samples, metas, placeholders=source.placeholders, pad_id=source.pad_id)
             kind = recipe.modules[name].attention_mask
             sees: AbstractContextManager[None] = nullcontext()
-            if kind != "causal":
+            if kind != "causal" and isinstance(adapters[name], OwnSink):
+                own: Any = DenseAttention(dense_mask(kind, metas, batch["input_ids"].shape[1]))
+                batch["attention"] = own
+            elif kind != "causal":
                 llm: Any = adapters[name]
                 sees = masked(llm.decoder_of(modules[name]), dense_mask(kind, metas, batch["input_ids"].shape[1]))
             with sees, entering(RandomPlace(recipe.debug.seed, name, number, m)):

@@ -26,10 +26,12 @@ class RandomMedia:
         items: exactly so many instead, for runs where every sample must have the same rows.
         text_only: share of samples without media.
         max_text: most text tokens; each sample has at least 2.
+        choices: kind -> shapes and sizes (`MediaItem.size`), one of which each item has instead of that in `kinds`.
         largest: kind -> raw shape of its largest items; each side of an item is then a random multiple, up to that, of
             the one in `kinds`.
         without_targets: share of samples without a target.
         apart: every item has a text token behind it, as chat templates have it.
+        around: kind -> tokens right before and behind each of its items.
         length: samples in the source.
         seed: another seed gives other samples.
 
@@ -49,19 +51,23 @@ class RandomMedia:
         text_only: float = 0.3,
         max_text: int = 9,
         largest: Mapping[str, Sequence[int]] | None = None,
+        choices: Mapping[str, Sequence[Sequence[Sequence[int]]]] | None = None,
         without_targets: float = 0.0,
         apart: bool = False,
+        around: Mapping[str, Sequence[int]] | None = None,
         length: int = 1000,
         seed: int = 0,
     ) -> None:
         _check_options(kinds, text_only, {"max_items": max_items, "max_text": max_text, "length": length, "seed": seed})
         self.kinds = {name: tuple(shape) for name, shape in kinds.items()}
         self.same = dict(same or {})
-        self.largest = dict(largest or {})
+        self.largest, self.choices = dict(largest or {}), dict(choices or {})
         self.max_items, self.items, self.text_only, self.max_text = max_items, items, text_only, max_text
         self.without_targets, self.apart, self.length, self.seed = without_targets, apart, length, seed
         self.placeholders = {name: 1 + i for i, name in enumerate([*self.kinds, *self.same])}
-        self.vocab_size = 12 + len(self.placeholders)
+        self.around = {name: tuple(tokens) for name, tokens in (around or {}).items()}
+        self.words = 12 + len(self.placeholders)
+        self.vocab_size = max([self.words, *(1 + token for tokens in self.around.values() for token in tokens)])
 
     def __len__(self) -> int:
         return self.length
@@ -80,35 +86,48 @@ class RandomMedia:
         without = self.items is None and rng.random() < self.text_only
         counts = {name: 0 if without else self._count(rng) for name in self.kinds}
         counts |= {name: counts[other] for name, other in self.same.items()}
-        sequence: list[str | None] = [name for name, n in counts.items() for _ in range(n)]
+        sequence: list[str | int | None] = [name for name, n in counts.items() for _ in range(n)]
         sequence += [None] * rng.randint(0, self.max_text - 2)
         rng.shuffle(sequence)
         if self.apart:
             sequence = [each for name in sequence for each in ([name, None] if name else [None])]
+        if self.around:
+            sequence = [each for name in sequence for each in self._with_around(name)]
         sequence += [None, None]
         tokens = [
-            self.placeholders[name] if name else rng.randint(len(self.placeholders) + 1, self.vocab_size - 1)
-            for name in sequence
+            self.placeholders[each]
+            if isinstance(each, str)
+            else each or rng.randint(len(self.placeholders) + 1, self.words - 1)
+            for each in sequence
         ]
-        shapes = {name: [self._shape(name, rng) for _ in range(counts[name])] for name in self.kinds}
-        shapes |= {name: shapes[other] for name, other in self.same.items()}
-        left = {name: iter(each) for name, each in shapes.items()}
-        media = tuple(MediaItem(name, next(left[name]), at) for at, name in enumerate(sequence) if name)
+        extents = {name: [self._extent(name, rng) for _ in range(counts[name])] for name in self.kinds}
+        extents |= {name: extents[other] for name, other in self.same.items()}
+        left = {name: iter(each) for name, each in extents.items()}
+        placed = [(at, name) for at, name in enumerate(sequence) if isinstance(name, str)]
+        drawn = [(at, name, next(left[name])) for at, name in placed]
+        media = tuple(MediaItem(name, shape, at, size=size) for at, name, (shape, size) in drawn)
         stop = len(sequence)
         targets: tuple[tuple[int, int], ...] = ((max(1, stop - rng.randint(1, 2)), stop),)
         if random.Random(f"{self.seed}:{index}:targets").random() < self.without_targets:
             targets = ()
         generator = torch.Generator().manual_seed(rng.randrange(2**31))
-        payload = {name: [torch.randn(shape, generator=generator) for shape in shapes[name]] for name in self.kinds}
+        payload = {name: [torch.randn(shape, generator=generator) for shape, _ in extents[name]] for name in self.kinds}
         payload |= {name: payload[other] for name, other in self.same.items()}
         identity = f"random-{self.seed}-{index}"
         return SampleMeta(identity, stop, media, targets), Sample(identity, torch.tensor(tokens), payload)
 
-    def _shape(self, name: str, rng: random.Random) -> tuple[int, ...]:
+    def _with_around(self, name: str | int | None) -> tuple[str | int | None, ...]:
+        before, behind = self.around.get(name, (None, None)) if isinstance(name, str) else (None, None)
+        return (name,) if before is None else (before, name, behind)
+
+    def _extent(self, name: str, rng: random.Random) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if name in self.choices:
+            shape, size = rng.choice(self.choices[name])
+            return tuple(shape), tuple(size)
         shape = self.kinds[name]
-        if name not in self.largest:
-            return shape
-        return tuple(n * rng.randint(1, most // n) for n, most in zip(shape, self.largest[name], strict=True))
+        if name in self.largest:
+            shape = tuple(n * rng.randint(1, most // n) for n, most in zip(shape, self.largest[name], strict=True))
+        return tuple(shape), ()
 
     def _count(self, rng: random.Random) -> int:
         return rng.randint(0, self.max_items) if self.items is None else self.items

@@ -5,6 +5,7 @@ Every parameter is random, biases and norms too, or a wrong one would not be see
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def _llava_siglip() -> Any:
     return _llava("siglip_vision_model", vision_feature_select_strategy="full", projector_hidden_act="gelu")
 
 
-def _onevision() -> Any:
+def _onevision(**changes: Any) -> Any:
     import transformers as t
 
     vision = {"model_type": "siglip_vision_model", **TOWER}
@@ -62,6 +63,7 @@ def _onevision() -> Any:
         video_token_index=VIDEO,
         image_grid_pinpoints=[[8, 16], [16, 8], [16, 16]],
         vision_feature_layer=-1,
+        **changes,
     )
     return t.LlavaOnevisionForConditionalGeneration(config)
 
@@ -178,6 +180,26 @@ def _qwen2_audio() -> Any:
     return t.Qwen2AudioForConditionalGeneration(config)
 
 
+def _qwen2_5_omni() -> Any:
+    import transformers as t
+
+    vision: dict[str, Any] = {"depth": 3, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2}
+    vision |= {"out_hidden_size": 24, "patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    vision |= {"window_size": 8, "fullatt_block_indexes": [1]}
+    audio = {"d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 32, "output_dim": 24}
+    audio |= {"num_mel_bins": 6, "max_source_positions": 8, "n_window": 4}
+    text = {**TEXT, "num_attention_heads": 2, "num_key_value_heads": 2, "rope_parameters": dict(MROPE)}
+    ids = {"image_token_index": IMAGE, "video_token_index": VIDEO, "audio_token_index": 2}
+    ids |= {
+        "vision_start_token_id": 43,
+        "vision_end_token_id": 44,
+        "audio_start_token_id": 45,
+        "audio_end_token_id": 46,
+    }
+    config = t.Qwen2_5OmniThinkerConfig(vision_config=vision, audio_config=audio, text_config=text, **ids)
+    return t.Qwen2_5OmniThinkerForConditionalGeneration(config)
+
+
 MODELS: Mapping[str, Callable[[], Any]] = {
     "llava": _llava,
     "llava_relu": lambda: _llava(projector_hidden_act="relu"),
@@ -188,6 +210,7 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     ),
     "llava_cohere2": lambda: _llava(text=_text("cohere2", logit_scale=0.5, sliding_window=64)),
     "llava_onevision": _onevision,
+    "llava_onevision_few": lambda: _onevision(vision_aspect_ratio="anyres_max_1"),
     "internvl": _internvl,
     "internvl_llama": lambda: _internvl("llama"),
     "gemma3": _gemma3,
@@ -200,8 +223,46 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     "qwen3_vl": _qwen3_vl,
     "glm4v": _glm4v,
     "qwen2_audio": _qwen2_audio,
+    "qwen2_5_omni": _qwen2_5_omni,
 }
 """Builders by name; where several have one `model_type`, they differ in what was once wrong for one of them."""
+
+
+def save_inside(name: str, key: str, folder: Path) -> Path:
+    """The directory of a larger model that has the model `name` as the part that its config calls `key`, beside a part
+    that nobody knows."""
+    from safetensors.torch import load_file, save_file
+
+    path = save(name, folder)
+    part = json.loads((path / "config.json").read_text())
+    whole = part["model_type"].removesuffix("_" + key.removesuffix("_config"))
+    (path / "config.json").write_text(json.dumps({"model_type": whole, key: part, "other_config": {}}))
+    prefix = key.removesuffix("_config")
+    tensors = {f"{prefix}.{name}": tensor for name, tensor in load_file(path / "model.safetensors").items()}
+    save_file({**tensors, "other.weight": torch.zeros(2)}, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+IMAGES = "kinds = { image = [3, 8, 8] }"
+CELLS = "kinds = { image = [3, 4, 4] }, largest = { image = [3, 12, 8] }"
+TILES = (
+    "kinds = { image = [3, 8, 8] }, "
+    "choices = { image = [[[3, 8, 8], []], [[5, 3, 8, 8], [16, 11]], [[3, 3, 8, 8], [7, 30]]] }"
+)
+ITEMS: Mapping[str, str] = {
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "glm4v"), CELLS),
+    **dict.fromkeys(("llava_onevision", "llava_onevision_few"), TILES),
+    "internvl": "kinds = { image = [3, 8, 8] }, choices = { image = [[[3, 8, 8], []], [[3, 3, 8, 8], []]] }",
+    "mistral3": "kinds = { image = [3, 4, 8] }, largest = { image = [3, 12, 16] }",
+    "qwen2_5_omni": "kinds = { image = [3, 4, 4], audio = [6, 7] }, largest = { image = [3, 12, 8], audio = [6, 28] }, "
+    "around = { image = [43, 44], audio = [45, 46] }",
+    "qwen2_audio": "kinds = { audio = [6, 16] }, "
+    "choices = { audio = [[[6, 16], [7]], [[6, 16], [10]], [[6, 16], [16]]] }",
+}
+"""Options of `RandomMedia` whose items a model takes, where these are not `IMAGES`."""
+
+TOWERS: Mapping[str, tuple[str, ...]] = {"qwen2_audio": ("audio",), "qwen2_5_omni": ("vision", "audio")}
+"""Modules beside the LLM, of models that have others than one for images."""
 
 
 def build(name: str, scale: float = 0.2) -> Any:
@@ -228,19 +289,13 @@ def recipe_text(path: Path, more: str = "", items: str = "", **data: Any) -> str
         more: further tables.
         items: a TOML value of `RandomMedia`'s `kinds` and `largest`; by default those of the directory's name.
     """
-    any_size = path.name in ("qwen2_5_vl", "qwen3_vl", "glm4v")
-    sizes = "kinds = { image = [3, 8, 8] }"
-    if any_size:
-        sizes = "kinds = { image = [3, 4, 4] }, largest = { image = [3, 12, 8] }"
-    elif path.name == "mistral3":
-        sizes = "kinds = { image = [3, 4, 8] }, largest = { image = [3, 12, 16] }"
     given = "".join(f", {key} = {value}" for key, value in data.items())
     return f"""
 [model]
 hf_path = '{path}'
 [data]
 source = "hetmesh.testing.sources:RandomMedia"
-options = {{ {items or sizes}, apart = true, max_text = 12{given} }}
+options = {{ {items or ITEMS.get(path.name, IMAGES)}, apart = true, max_text = 12{given} }}
 [training]
 local_batch_size = 2
 global_batch_size = 8

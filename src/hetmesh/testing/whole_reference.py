@@ -39,8 +39,10 @@ def whole_reference(recipe: Recipe, steps: int = 3, lr: float = 0.1) -> Outcome:
     }
     owners = whole.owners_apart if PROJECTOR in recipe.modules else whole.owners
     parameters = {f"{owners[name]}.{name}": p for name, p in model.named_parameters()}
+    declared = dict(whole.model.named_parameters())  # sinusoidal positions are not trained, which loading forgets
     for name, p in parameters.items():
-        p.requires_grad_(recipe.modules[name.split(".")[0]].trainable)
+        part, _, inside = name.partition(".")
+        p.requires_grad_(declared[inside].requires_grad and recipe.modules[part].trainable)
     loader = Loader(
         source, recipe.batch.global_batch_size, make_prepare(recipe, graph, adapters), seed=recipe.debug.seed
     )

@@ -194,9 +194,9 @@ class Checkpointer:
         if errors[0]:
             raise CheckpointError(errors[0])
 
-    def _checksums(self, folder: Path, fails: str) -> dict[checksums.Part, int]:
+    def _checksums(self, folder: Path, fails: str) -> dict[checksums.SavedPart, int]:
         """Of all parts, on every rank; each rank reads what it has written, from the cache of its machine."""
-        mine: dict[checksums.Part, int] = {}
+        mine: dict[checksums.SavedPart, int] = {}
         error = ""
         try:
             parts = checksums.parts_of(checksums.read_metadata(folder))
@@ -295,7 +295,7 @@ def saved_tensors(path: Path) -> dict[str, Any]:
     return checksums.read_metadata(path).state_dict_metadata
 
 
-def opened(world: World, path: Path) -> tuple[dict[str, Any], dict[checksums.Part, int]]:
+def opened(world: World, path: Path) -> tuple[dict[str, Any], dict[checksums.SavedPart, int]]:
     """What the checkpoint at `path` holds, by name, and the checksums of its parts, once its index is known to be what
     was written. Collective.
 
@@ -312,7 +312,7 @@ def opened(world: World, path: Path) -> tuple[dict[str, Any], dict[checksums.Par
     return saved, sums
 
 
-def read_into(world: World, path: Path, state: dict[str, Any], sums: Mapping[checksums.Part, int]) -> None:
+def read_into(world: World, path: Path, state: dict[str, Any], sums: Mapping[checksums.SavedPart, int]) -> None:
     """Read the values of `state` from the checkpoint at `path`, in place, after all of its bytes have been compared
     with their checksums, a share on each rank. Collective.
 
@@ -351,7 +351,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _finish(partial: Path, path: Path, sums: Mapping[checksums.Part, int]) -> None:
+def _finish(partial: Path, path: Path, sums: Mapping[checksums.SavedPart, int]) -> None:
     """Make what is written at `partial` the checkpoint `path`."""
     checksums.write_manifest(partial, sums)
     old = path.with_name(path.name + ".old")

@@ -22,7 +22,7 @@ _CHUNK = 8 << 20  # bytes read at once
 
 
 @dataclass(frozen=True, order=True)
-class Part:
+class SavedPart:
     """The bytes of one saved tensor (or a piece of it, or a value) in one file."""
 
     file: str
@@ -44,18 +44,18 @@ def read_metadata(folder: Path) -> Metadata:
         raise CheckpointError(f"checkpoint {folder} cannot be read: {METADATA}: {reason}") from error
 
 
-def parts_of(metadata: Metadata) -> list[Part]:
+def parts_of(metadata: Metadata) -> list[SavedPart]:
     """All parts of a checkpoint, in the order of files and places."""
     stored = metadata.storage_data.items()
-    return sorted(Part(str(info.relative_path), info.offset, info.length, index.fqn) for index, info in stored)
+    return sorted(SavedPart(str(info.relative_path), info.offset, info.length, index.fqn) for index, info in stored)
 
 
-def written_by(parts: Iterable[Part], rank: int) -> list[Part]:
+def written_by(parts: Iterable[SavedPart], rank: int) -> list[SavedPart]:
     """The parts in files of `rank`; rank 0 also has those of files whose name says nothing."""
     return [part for part in parts if _writer(part.file) == rank]
 
 
-def share(parts: Sequence[Part], rank: int, size: int) -> list[Part]:
+def share(parts: Sequence[SavedPart], rank: int, size: int) -> list[SavedPart]:
     """The parts that `rank` of `size` verifies: neighbours, about as many bytes on every rank."""
     total, seen, mine = sum(part.length for part in parts), 0, []
     for part in parts:
@@ -66,14 +66,14 @@ def share(parts: Sequence[Part], rank: int, size: int) -> list[Part]:
     return mine
 
 
-def checksums(folder: Path, parts: Iterable[Part]) -> dict[Part, int]:
+def checksums(folder: Path, parts: Iterable[SavedPart]) -> dict[SavedPart, int]:
     """CRC-32 of each part; of what is there, where a file is too short.
 
     Raises:
         OSError: a file cannot be read.
     """
     found = {}
-    by_file: dict[str, list[Part]] = {}
+    by_file: dict[str, list[SavedPart]] = {}
     for part in parts:
         by_file.setdefault(part.file, []).append(part)
     for file, inside in by_file.items():
@@ -87,7 +87,7 @@ def checksums(folder: Path, parts: Iterable[Part]) -> dict[Part, int]:
     return found
 
 
-def write_manifest(folder: Path, sums: Mapping[Part, int]) -> None:
+def write_manifest(folder: Path, sums: Mapping[SavedPart, int]) -> None:
     """Write the checksums of all parts, of the index and of themselves, to the disk."""
     content = {
         "metadata": zlib.crc32((folder / METADATA).read_bytes()),
@@ -99,7 +99,7 @@ def write_manifest(folder: Path, sums: Mapping[Part, int]) -> None:
         os.fsync(stream.fileno())
 
 
-def read_manifest(folder: Path) -> dict[Part, int]:
+def read_manifest(folder: Path) -> dict[SavedPart, int]:
     """The checksums of a checkpoint's parts, after looking at those of the manifest and of the index.
 
     Raises:
@@ -109,7 +109,7 @@ def read_manifest(folder: Path) -> dict[Part, int]:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         own = content.pop("checksum")
         sums = {
-            Part(str(file), int(offset), int(length), str(name)): int(crc)
+            SavedPart(str(file), int(offset), int(length), str(name)): int(crc)
             for file, offset, length, name, crc in content["parts"]
         }
         known, intact = content["metadata"], own == _own(content)
@@ -138,10 +138,10 @@ def no_manifest(folder: Path) -> str:
     )
 
 
-def damaged(folder: Path, sums: Mapping[Part, int]) -> list[str]:
+def damaged(folder: Path, sums: Mapping[SavedPart, int]) -> list[str]:
     """What has changed since the checksums were made: file, tensor and place, in words."""
     found = []
-    by_file: dict[str, dict[Part, int]] = {}
+    by_file: dict[str, dict[SavedPart, int]] = {}
     for part, crc in sums.items():
         by_file.setdefault(part.file, {})[part] = crc
     for file, expected in by_file.items():

@@ -67,13 +67,13 @@ def describe(recipe: Recipe, made: Source | None = None) -> tuple[Source, dict[s
 
 
 def _media_shapes(source: Source, skip: bool) -> dict[str, tuple[int, ...]]:
-    """Raw shape per kind of media, from the first samples that have some; with `skip` not of those that cannot be read,
+    """Extent per kind of media, from the first samples that have some; with `skip` not of those that cannot be read,
     which the run leaves out too."""
     shapes: dict[str, tuple[int, ...]] = {}
     for index in range(min(len(source), 64)):
         try:
             for item in source.meta(index).media:
-                shapes.setdefault(item.name, item.shape)
+                shapes.setdefault(item.name, item.extent)
         except SampleError:
             if not skip:
                 raise

@@ -16,6 +16,7 @@ from hetmesh.models import Adapter, check_weights, make_adapters, pretrained_of
 from hetmesh.models.build import build_on_meta
 from hetmesh.models.load import own_tensors
 from hetmesh.models.lora import ADAPTER
+from hetmesh.models.own.adapters import OwnAdapter
 from hetmesh.models.pretrained import Pretrained
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.describe import describe
@@ -226,7 +227,7 @@ def _as_module(recipe: Recipe, name: str, part: _Part) -> Directory:
         assert pretrained is not None
         found = check_weights(part.adapter, part.module, pretrained)
         return Directory(name, {found[own]: origin for own, origin in part.names.items()})
-    if not isinstance(part.module, transformers.PreTrainedModel):
+    if not isinstance(part.module, transformers.PreTrainedModel) or isinstance(part.adapter, OwnAdapter):
         return Directory(name, part.names)
     kind: Any = type(part.module)
     config: Any = part.module.config

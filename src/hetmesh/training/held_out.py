@@ -11,7 +11,8 @@ from hetmesh.recipe.recipe import Recipe
 
 
 def held_out_source(recipe: Recipe, sources: SplitSources | None = None) -> Source | None:
-    """The validation split of the recipe's data source; None if it has none and `[validation]` does not ask for one.
+    """The validation split of the recipe's data source; None if it has none and `[validation]` does not ask for one,
+    or if it is not enabled.
 
     Args:
         sources: the run's sources, if there are some already.
@@ -20,6 +21,8 @@ def held_out_source(recipe: Recipe, sources: SplitSources | None = None) -> Sour
         RecipeError: `[validation]` has a freq or a number of samples, and the source has no validation split, an empty
             one, or one of fewer samples.
     """
+    if not recipe.validation.enable:
+        return None
     keys = recipe.validation
     given = {name: getattr(keys, name) for name in ("freq", "samples", "free_running")}
     key = next((f"validation.{name} = {value}" for name, value in given.items() if value), "")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
@@ -32,11 +33,14 @@ from hetmesh.schedule import Schedule
 from hetmesh.training.balance import recipe_balance
 from hetmesh.training.describe import describe, make_loader
 from hetmesh.training.feed import Feed
-from hetmesh.training.loss import sum_cross_entropy
+from hetmesh.training.gradients import counted, reduce_over_ranks, squared_norm
+from hetmesh.training.loss import CheckedLoss, OwnLoss, sum_cross_entropy
 from hetmesh.training.module_shapes import module_shape_of
 from hetmesh.training.modules import full_module
 from hetmesh.training.optimizers import Root
+from hetmesh.training.own_loop import StepResult, forward_backward
 from hetmesh.training.recipe_schedule import StepSchedules
+from hetmesh.training.upcoming import Upcoming
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,11 +59,14 @@ class Job:
     tied: tuple[TiedParameter, ...] = ()  # parameters of which another pipeline stage holds a copy
 
     @classmethod
-    def assemble(cls, recipe: Recipe, world: World, payloads: Payloads | None = None) -> Job:
+    def assemble(
+        cls, recipe: Recipe, world: World, payloads: Payloads | None = None, loss: OwnLoss | None = None
+    ) -> Job:
         """Build the modules of this rank, with the same weights on every layout, and everything around them.
 
         Args:
             payloads: where samples are loaded (`loading.open_payloads`); None: on this rank, when they are needed.
+            loss: summed over targets; None: cross-entropy.
         """
         source, adapters, graph = describe(recipe, None if payloads is None else payloads.sources[TRAIN])
         stages = stage_graph(graph)
@@ -99,7 +106,7 @@ class Job:
             graph,
             adapted,
             reducers=reducers,
-            loss=sum_cross_entropy,
+            loss=sum_cross_entropy if loss is None else CheckedLoss(loss),
             seed=recipe.debug.seed,
             finish=partial(sum_tied_parameters, tied, world),
         )
@@ -125,6 +132,54 @@ class Job:
         """What gives this rank's modules their inputs in a step over `drawn`, from `loader` or that of training."""
         pin = self.world.device.type == "cuda"
         return Feed(loader or self.loader, drawn, plan, self.adapters, self.world.rank, pin)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What this rank holds of the parameters of its modules: plain, or DTensors on the meshes of their modules. An
+        optimizer of torch takes them with `foreach=False`, since they lie on several meshes."""
+        return list(self.root.parameters())
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The same by name: `llm.model.norm.weight`."""
+        return dict(self.root.named_parameters())
+
+    def forward_backward(self, max_norm: float = 0.0) -> StepResult:
+        """One step but for the optimizer's: draw the next global batch, run forward and backward of all modules, and
+        leave the gradient of the loss per target in `.grad` of every parameter. Gradients of before are dropped.
+        Collective over all ranks.
+
+        Args:
+            max_norm: clips the gradient of all modules together; 0 does not.
+
+        Raises:
+            NonFiniteError: loss or gradient are not finite, and `[training] on_non_finite` says stop; on all ranks.
+            SampleError: a sample cannot be read, or no sample of the batch has a target.
+        """
+        return forward_backward(self, max_norm)
+
+    @cached_property
+    def upcoming(self) -> Upcoming:
+        """The steps to come, planned while earlier ones run."""
+        return Upcoming(self, self.recipe.training.steps)
+
+    @cached_property
+    def counted(self) -> list[nn.Parameter]:
+        """The parameters that this rank counts in the norm of all gradients."""
+        return counted(self.parallel.values(), self.world.rank, self.counted_elsewhere)
+
+    @cached_property
+    def counted_by_others(self) -> list[nn.Parameter]:
+        """The other parameters of this rank."""
+        here = set(map(id, self.counted))
+        return [p for p in self.root.parameters() if id(p) not in here]
+
+    def totals(self, loss_sum: Tensor, targets: int) -> tuple[float, float]:
+        """Of a step whose gradients are sums: the loss per target, and the norm of the gradient of that over all
+        modules, replicas counted once. Equal on all ranks; not finite if any gradient of any rank is not. Collective.
+        """
+        mine = loss_sum if self.counts_loss else 0.0
+        norm = squared_norm(self.counted, self.counted_by_others)
+        total, squares = reduce_over_ranks([mine, norm], self.world)
+        return total / targets, math.sqrt(squares) / targets
 
     @property
     def counted_elsewhere(self) -> frozenset[int]:

@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from hetmesh.boundary import World
+    from hetmesh.recipe.recipe import Recipe
+
+
+def choose_kernels(recipe: Recipe, world: World) -> None:
+    """Those of training: deterministic ones where the recipe says so, and no cuDNN attention."""
+    if recipe.debug.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without it
+        torch.use_deterministic_algorithms(True)
+    choose_attention(world.device)
 
 
 def choose_attention(device: torch.device) -> None:

@@ -92,13 +92,14 @@ def learning_rate(recipe: Recipe) -> Callable[[int], float]:
 
 def _schedulers(recipe: Recipe, optimizers: Any) -> Any:
     keys = recipe.lr_scheduler
+    steps = keys.total_steps or recipe.training.steps
     schedule = _titan.lr_schedulers_container().Config(
-        warmup_steps=min(keys.warmup_steps, recipe.training.steps),
+        warmup_steps=min(keys.warmup_steps, steps),
         decay_ratio=keys.decay_ratio,
         decay_type=keys.decay_type,
         min_lr_factor=keys.min_lr_factor,
     )
-    return schedule.build(optimizers=optimizers, training_steps=recipe.training.steps)
+    return schedule.build(optimizers=optimizers, training_steps=steps)
 
 
 def _arguments(recipe: Recipe, name: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from hetmesh.recipe.module_options import packs_anyway
 from hetmesh.recipe.overrides import parse_overrides
 from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.recipe.rewrite import rewritten
+from hetmesh.recipe.schedule_names import schedule_name, schedule_spelling
 from hetmesh.schedule import POLICIES
 from hetmesh.training.balance import recipe_balance
 from hetmesh.training.describe import describe, make_loader
@@ -145,6 +146,7 @@ def _fixed(given: Mapping[str, Any], facts: Mapping[str, ModuleFacts]) -> dict[t
     out: dict[tuple[str, str], object] = {}
     for key, value in given.items():
         module, dot, name = key.rpartition(".")
+        value = schedule_name(value) if key == "schedule" else value
         own = [each for each, fact in facts.items() if fact.alone]
         if not dot and key in _WHOLE:
             valid = _WHOLE[key](value)
@@ -172,13 +174,14 @@ def plan_keys(recipe: Recipe, plan: LayoutPlan, global_batch_size: int) -> dict[
         keys["balance", "microbatch_shares"] = {name: list(own) for name, own in plan.shares.items()}
     tables: dict[str, dict[str, Any]] = {}
     for name, own in plan.modules.items():
-        table: dict[str, Any] = {"ranks": f"{own.ranks[0]}-{own.ranks[1] - 1}"}
+        first, last = own.ranks[0], own.ranks[1] - 1
+        table: dict[str, Any] = {"ranks": f"{first}-{last}" if first < last else str(first)}
         for axis, key in DEGREE_OF_AXIS.items():
             if own.degree(axis) > 1 or (axis == "dp_replicate" and own.degree("dp_shard") == 1):
                 table[key] = own.degree(axis)
         tables[name] = table
         keys["modules", name, "activation_checkpoint"] = own.activation_checkpoint
-    keys["parallelism",] = {"pipeline_parallel_schedule": plan.schedule, **tables}
+    keys["parallelism",] = {"pipeline_parallel_schedule": schedule_spelling(plan.schedule), **tables}
     return keys
 
 

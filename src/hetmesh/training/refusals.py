@@ -47,7 +47,16 @@ def check_recipe(
         RecipeError: all that is wrong, a line each: key, what was given, what is valid.
     """
     refusals = Refusals()
-    for check in (_precision, _offload, _compile, _freezing, _optimizer, _schedule_keys, _bubble_fill):
+    for check in (
+        _precision,
+        _offload,
+        _compile,
+        _freezing,
+        _optimizer,
+        _learning_rates,
+        _schedule_keys,
+        _bubble_fill,
+    ):
         check(recipe, refusals)
     if placeholders is not None:
         _placeholders(recipe, placeholders, refusals)
@@ -69,6 +78,7 @@ def check_recipe(
             with refusals.collect():
                 check_batch_statistics(name, recipe.modules[name].model, module)
             _plan(recipe, name, module, refusals)
+            _frozen_inside(recipe, name, module, refusals)
             with refusals.collect():
                 _lora(recipe, name, adapter, module)
     refusals.finish()
@@ -86,10 +96,13 @@ def check_run(recipe: Recipe) -> None:
             f"checkpoint.exclude_from_loading = {list(keys.exclude_from_loading)}: nothing is loaded without "
             "checkpoint.initial_load_path; give it, or leave this key out"
         )
-    for key in ("last_save_in_hf", "export_dtype"):
-        needed = "enable" if key == "last_save_in_hf" else "last_save_in_hf"
-        if (value := getattr(keys, key)) not in (None, False, "float32") and not getattr(keys, needed):
-            refusals.add(f"checkpoint.{key} = {value!r}: it is of the last checkpoint; set checkpoint.{needed} = true")
+    if keys.last_save_in_hf and not keys.enable:
+        refusals.add("checkpoint.last_save_in_hf = True: it is of the last checkpoint; set checkpoint.enable = true")
+    if keys.export_dtype not in (None, "float32") and not keys.last_save_in_hf:  # float32 is torchtitan's default
+        refusals.add(
+            f"checkpoint.export_dtype = {keys.export_dtype!r}: it is of the last checkpoint; set "
+            "checkpoint.last_save_in_hf = true"
+        )
     saved = Path(recipe.job.dump_folder, keys.folder)
     if keys.initial_load_path and not any(saved.glob(f"step-*/{COMPLETE}")):  # a run that goes on has its own weights
         with refusals.collect():
@@ -134,8 +147,17 @@ def _offload(recipe: Recipe, refusals: Refusals) -> None:
 
 def _compile(recipe: Recipe, refusals: Refusals) -> None:
     keys = recipe.compile
-    if keys.enable and keys.components and (valid := unknown_backend(keys.backend)):
+    if keys.enable and "model" in keys.components and (valid := unknown_backend(keys.backend)):
         refusals.add(f"compile.backend = {keys.backend!r}: torch knows no such backend; valid are {', '.join(valid)}")
+
+
+def _learning_rates(recipe: Recipe, refusals: Refusals) -> None:
+    total, steps = recipe.lr_scheduler.total_steps, recipe.training.steps
+    if total is not None and total < steps:
+        refusals.add(
+            f"lr_scheduler.total_steps = {total}: the schedule would end before the run, which has training.steps = "
+            f"{steps}; valid are {steps} and more"
+        )
 
 
 def _placeholders(recipe: Recipe, placeholders: Collection[str], refusals: Refusals) -> None:
@@ -331,6 +353,18 @@ def _plan(recipe: Recipe, name: str, module: nn.Module, refusals: Refusals) -> N
             check_plan(module, {pattern: style})
         except RecipeError as error:
             refusals.add(f"modules.{name}.plan: {error}")
+
+
+def _frozen_inside(recipe: Recipe, name: str, module: nn.Module, refusals: Refusals) -> None:
+    """A module that has frozen all of its weights by itself: the graph would send gradients back for nothing."""
+    own, encoder = recipe.modules[name], not recipe.wiring.topology.inputs(name) and name != recipe.sink
+    if not own.trainable or own.lora is not None or any(p.requires_grad for p in module.parameters()):
+        return
+    if encoder or any(True for _ in module.parameters()):
+        refusals.add(
+            f"modules.{name}.trainable = true, but {type(module).__name__} has no parameter with requires_grad = True: "
+            f"write trainable = false in [modules.{name}], or let the class leave something to train"
+        )
 
 
 def _lora(recipe: Recipe, name: str, adapter: Adapter, module: nn.Module) -> None:

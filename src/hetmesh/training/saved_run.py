@@ -42,8 +42,8 @@ class SavedRun:
     path: Path
 
     @cached_property
-    def _sums(self) -> Mapping[str, dict[checksums.Part, int]]:
-        found: dict[str, dict[checksums.Part, int]] = {}
+    def _sums(self) -> Mapping[str, dict[checksums.SavedPart, int]]:
+        found: dict[str, dict[checksums.SavedPart, int]] = {}
         for part, crc in checksums.read_manifest(self.path).items():
             found.setdefault(part.name, {})[part] = crc
         return found

@@ -11,6 +11,7 @@ from hetmesh.cost import ModuleShape, Rates, Work, module_times
 from hetmesh.errors import RecipeError
 from hetmesh.graph import Activation
 from hetmesh.models.adapter import Adapter
+from hetmesh.models.own.adapters import OwnAdapter
 from hetmesh.planner.default_splits import default_splits
 from hetmesh.recipe.module_options import layout_table, module_options
 from hetmesh.training.module_shapes import module_shape_of
@@ -49,8 +50,14 @@ def module_splits(recipe: Recipe, name: str, adapters: Mapping[str, Adapter]) ->
         return Splits()
     given = table.module_fqns_per_model_part
     cut = pp > 1 or given is not None or table.pipeline_parallel_layers_per_stage is not None
-    if not cut and (adapter.abilities.activation is None or not is_sliced(recipe, name)):
+    whole = isinstance(adapter, OwnAdapter) and module_options(recipe, name).sequence_parallel
+    if not cut and (adapter.abilities.activation is None or not is_sliced(recipe, name) or whole):
         return Splits()
+    if whole:
+        raise RecipeError(
+            f"{key}.enable_sequence_parallel: not together with the pipeline stages of a module of your own, which "
+            "would have to start and end within a share of the tokens; leave one of them out"
+        )
     abilities, layers = adapter.abilities, adapter.layers()
     if abilities.activation is None:
         raise RecipeError(

@@ -60,6 +60,12 @@ def summary(recipe: Recipe, adapters: Mapping[str, Adapter]) -> Iterator[str]:
         yield f"note: {note}"
     if why := why_not_compared(recipe):
         yield f"note: its weights are not compared with transformers' own forward: {why}"
+    useless = list(recipe.without_effect)
+    if recipe.compile.enable and "loss" in recipe.compile.components:
+        useless.append("compile.components: the loss is not compiled")
+    if useless:
+        yield "note: taken, but without effect:"
+        yield from (f"  {line}" for line in useless)
     if different := differing_defaults(recipe):
         yield "note: not given, and not torchtitan's default:"
         yield from (f"  {line}" for line in different)

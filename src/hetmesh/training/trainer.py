@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from hetmesh.boundary import World, init
+from hetmesh.boundary import World
 from hetmesh.data.loader import DrawnBatch, describe_without_targets
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.payloads import Payloads
@@ -24,12 +23,13 @@ from hetmesh.training.dump_folder import SUMMARY_FILE, RunFolder, claim_folder
 from hetmesh.training.evaluate import Evaluation, evaluate, show
 from hetmesh.training.free_running import FreeRunning, free_running
 from hetmesh.training.generate import end_tokens
-from hetmesh.training.gradients import clip_factor, counted, reduce_over_ranks, scale, squared_norm
+from hetmesh.training.gradients import clip_factor, reduce_over_ranks, scale
 from hetmesh.training.held_out import held_out_source
 from hetmesh.training.initial_load import load_initial_weights
 from hetmesh.training.job import Job
-from hetmesh.training.kernels import choose_attention
+from hetmesh.training.kernels import choose_kernels
 from hetmesh.training.loading import open_payloads
+from hetmesh.training.loss import OwnLoss
 from hetmesh.training.meter import Meter, StepCost
 from hetmesh.training.metrics import StepMetrics
 from hetmesh.training.non_finite import describe_non_finite
@@ -39,46 +39,45 @@ from hetmesh.training.recorder import StepRecorder
 from hetmesh.training.reporter import Reporter
 from hetmesh.training.resume import ADVICE, changes, check_changes, described, run_state, saved_run
 from hetmesh.training.skip import Skipped, leave_out_unreadable
-from hetmesh.training.upcoming import Upcoming
 from hetmesh.training.what_next import what_next
+from hetmesh.training.world_of import world_of
+
+OnStep = Callable[[StepMetrics], bool | None]
+"""Called on every rank after each step, with equal losses and norms; True, on any rank, ends the run after it."""
 
 
-def train(recipe: Recipe) -> dict[str, Any]:
+def train(recipe: Recipe, *, loss: OwnLoss | None = None, on_step: OnStep | None = None) -> dict[str, Any]:
     """Train what `recipe` describes on this rank; every rank of the job calls it.
+
+    Where `hetmesh.init` has made a World already it is used, and left open.
+
+    Args:
+        loss: summed over targets (`hetmesh.training.loss.OwnLoss`); None: cross-entropy.
+        on_step: called after each step, with its metrics.
 
     Returns:
         The summary of the run, equal on all ranks; rank 0 has written it to summary.json.
 
     Raises:
+        LossError: `loss` is no sum over targets.
         NonFiniteError: a loss or gradient is not finite, and `[training] on_non_finite` says stop.
         RecipeError, SampleError, OutputError: the recipe, a sample or a file is not as it must be.
     """
-    patience = recipe.comm.init_timeout_seconds
     # Before anything has a thread: workers that load samples are forked from here.
-    with open_payloads(recipe) as payloads:
-        world = init(timeout=patience, init_timeout=patience)
-        try:
-            return _train(recipe, world, payloads)
-        finally:
-            world.close()
+    with open_payloads(recipe) as payloads, world_of(recipe) as world:
+        return train_in(world, recipe, payloads, loss=loss, on_step=on_step)
 
 
-def _train(recipe: Recipe, world: World, payloads: Payloads) -> dict[str, Any]:
-    if world.size != recipe.world_size:
-        raise RecipeError(f"the recipe needs {recipe.world_size} ranks, this job has {world.size}")
+def train_in(
+    world: World, recipe: Recipe, payloads: Payloads, *, loss: OwnLoss | None = None, on_step: OnStep | None = None
+) -> dict[str, Any]:
+    """`train` in a World."""
     folder = claim_folder(recipe, world)
     if folder.summary is not None:
         if world.rank == 0:
             print(_finished(recipe, folder), flush=True)
         return folder.summary
-    return Trainer(recipe, world, folder, payloads).run()
-
-
-def _choose_kernels(recipe: Recipe, world: World) -> None:
-    if recipe.debug.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without it
-        torch.use_deterministic_algorithms(True)
-    choose_attention(world.device)
+    return Trainer(recipe, world, folder, payloads, loss=loss, on_step=on_step).run()
 
 
 class Trainer:
@@ -87,13 +86,22 @@ class Trainer:
     Args:
         folder: what `claim_folder` gave; None claims one.
         payloads: where samples are loaded; None: on this rank, when they are needed.
+        loss, on_step: see `train`.
     """
 
     def __init__(
-        self, recipe: Recipe, world: World, folder: RunFolder | None = None, payloads: Payloads | None = None
+        self,
+        recipe: Recipe,
+        world: World,
+        folder: RunFolder | None = None,
+        payloads: Payloads | None = None,
+        *,
+        loss: OwnLoss | None = None,
+        on_step: OnStep | None = None,
     ) -> None:
         torch.manual_seed(recipe.debug.seed)
-        _choose_kernels(recipe, world)
+        choose_kernels(recipe, world)
+        self.on_step, self.stopped = on_step, False
         self.recipe, self.world = recipe, world
         self.claimed = folder or claim_folder(recipe, world)
         self.folder = self.claimed.path
@@ -102,21 +110,18 @@ class Trainer:
         self.skipped = Skipped()
         self.answered: FreeRunning | None = None
         try:
-            self._build(payloads)
+            self._build(payloads, loss)
         except BaseException:
             self.claimed.release()
             raise
 
-    def _build(self, payloads: Payloads | None) -> None:
+    def _build(self, payloads: Payloads | None, loss: OwnLoss | None) -> None:
         recipe, world = self.recipe, self.world
-        self.job = Job.assemble(recipe, world, payloads)
+        self.job = Job.assemble(recipe, world, payloads, loss)
         if recipe.checkpoint.initial_load_path and self.claimed.step is None:  # a resumed run has its own weights
             source = Path(recipe.checkpoint.initial_load_path)
             load_initial_weights(world, self.job.root, source, recipe.checkpoint.exclude_from_loading)
         self.parameters = list(self.job.root.parameters())
-        self.counted = counted(self.job.parallel.values(), world.rank, self.job.counted_elsewhere)
-        here = set(map(id, self.counted))
-        self.counted_by_others = [p for p in self.parameters if id(p) not in here]
         self.optimizers = make_optimizers(recipe, self.job.root)
         self.lr = learning_rate(recipe)
         self.held_out = held_out_source(recipe, None if payloads is None else payloads.sources)
@@ -125,7 +130,7 @@ class Trainer:
         if kept.enable:
             self.checkpointer.prepare()
         self.step = 0 if self.claimed.step is None else self._resume()
-        self.upcoming = Upcoming(self.job, recipe.training.steps)
+        self.upcoming = self.job.upcoming
         self.meter = Meter(self.job)
         self.recorder = StepRecorder(self.job, self.folder)
         self.claimed.begin(recipe)
@@ -152,6 +157,7 @@ class Trainer:
                 if first:  # connections stand and libraries are warm: from now on a slow rank is a stalled one
                     self.world.set_timeout(recipe.comm.train_timeout_seconds)
                 self.reporter.step(metrics)
+                self._ask_to_go_on(metrics)
                 if recipe.checkpoint.enable and self._due(recipe.checkpoint.interval):
                     self.save()
                 if recipe.validation.freq and self.step % recipe.validation.freq == 0 and not self._done:
@@ -169,6 +175,15 @@ class Trainer:
         finally:
             self.upcoming.close()
             self.reporter.close()
+
+    def _ask_to_go_on(self, metrics: StepMetrics) -> None:
+        """Call `on_step`; whoever says stop stops all ranks. Collective where there is an `on_step`."""
+        if self.on_step is None:
+            return
+        answer = self.on_step(metrics)
+        if answer is not None and not isinstance(answer, bool):
+            raise TypeError(f"on_step must return None, or True to end the run, got {answer!r}")
+        self.stopped = reduce_over_ranks([bool(answer)], self.world)[0] > 0
 
     def train_step(self) -> StepMetrics:
         """One optimizer step over one global batch."""
@@ -191,16 +206,13 @@ class Trainer:
         loss_sum = self.job.runtime.run(schedule, plan, feed, step=self.step, transfers=upcoming.transfers)
         computed = time.perf_counter()
 
-        mine = loss_sum if self.job.counts_loss else 0.0
-        norm = squared_norm(self.counted, self.counted_by_others)
-        total, squares = reduce_over_ranks([mine, norm], self.world)
-        # Gradients are sums over the whole batch; this is the only place where they are normalised.
-        grad_norm = math.sqrt(squares) / targets
-        finite = math.isfinite(total) and math.isfinite(grad_norm)  # equal on all ranks, so all do the same
+        loss, grad_norm = self.job.totals(loss_sum, targets)
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)  # equal on all ranks, so all do the same
         if finite:
+            # Gradients are sums over the whole batch; this is the only place where they are normalised.
             scale(self.parameters, clip_factor(grad_norm, self.recipe.training.max_norm) / targets)
         else:
-            self._refuse(mine, total / targets, grad_norm)
+            self._refuse(loss_sum if self.job.counts_loss else 0.0, loss, grad_norm)
         lr = self.lr(self.step)
         if self.optimizers is not None:
             take_step(*self.optimizers, update=finite)
@@ -212,7 +224,7 @@ class Trainer:
             self.recorder.end(self.step, schedule, plan, computed)
         return StepMetrics(
             self.step,
-            total / targets,
+            loss,
             grad_norm,
             lr,
             len(drawn) / seconds,
@@ -243,6 +255,11 @@ class Trainer:
             text = describe_without_targets(drawn, without, self.recipe.training.seq_len)
             if len(without) + len(left_out) == len(drawn):
                 raise SampleError(f"step {step}: no sample of the global batch has a target token: {text}")
+            if self.recipe.data.on_no_target == "stop":
+                raise SampleError(
+                    f"step {step}: {len(without)} of {len(drawn)} samples add nothing to the loss: {text}; mend or "
+                    'remove them, or let them be counted: data.on_no_target = "count"'
+                )
             self.reporter.warn_once(
                 "samples_without_target",
                 f"step {step}: {len(without)} of {len(drawn)} samples add nothing to the loss: {text}; from here on "
@@ -337,12 +354,14 @@ class Trainer:
 
     @property
     def _done(self) -> bool:
-        return self.step >= self.recipe.training.steps
+        return self.stopped or self.step >= self.recipe.training.steps
 
     def _summary(self, last: StepMetrics | None, evaluation: Evaluation | None, seconds: float) -> dict[str, Any]:
         summary: dict[str, Any] = {"steps": self.step, "ranks": self.world.size, "train_seconds": round(seconds, 3)}
         if last is not None:
             summary["loss"] = last.loss
+        if self.stopped and self.step < self.recipe.training.steps:
+            summary["stopped_by_on_step"] = True
         if self.skipped_steps:
             summary["skipped_steps"] = self.skipped_steps
         if self.skipped.samples:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hetmesh.models import pretrained_of
 from hetmesh.models.pretrained import Pretrained
+from hetmesh.recipe.hf_families import class_of
 from hetmesh.recipe.recipe import Recipe
 
 
@@ -34,5 +35,4 @@ def why_not_compared(recipe: Recipe) -> str:
 
 def _is_whole(pretrained: Pretrained | None) -> bool:
     """Whether a directory is that of a multimodal model of transformers."""
-    names = pretrained.config.get("architectures") if pretrained is not None else None
-    return bool(names) and str((names or [""])[0]).endswith("ForConditionalGeneration")
+    return pretrained is not None and class_of(pretrained.config).endswith("ForConditionalGeneration")

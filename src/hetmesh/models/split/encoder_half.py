@@ -19,14 +19,15 @@ from hetmesh.models.collate import media_items
 from hetmesh.models.config_keys import check_keys
 from hetmesh.models.deepstack import FEATURE
 from hetmesh.models.pretrained import Names
-from hetmesh.models.split.item_calls import ItemCall, image_call
+from hetmesh.models.split.audio_calls import features_of_padded
+from hetmesh.models.split.item_calls import ItemCall, apart, item_call
 from hetmesh.models.split.tower_plan import repeated_blocks, tower_blocks, tower_plan
-from hetmesh.models.split.whole_model import TOWERS, WholeModel, whole_model
+from hetmesh.models.split.whole_model import TOWERS, WholeModel, features_of, whole_model
 
 
 @dataclass(frozen=True, eq=False)
 class HfEncoderAdapter:
-    """The whole model without its LLM, called through its own `get_image_features`.
+    """The whole model without its LLM, called through its own `get_image_features` or `get_audio_features`.
 
     Attributes:
         whole: the model.
@@ -70,14 +71,21 @@ class HfEncoderAdapter:
             )
         name = whole.family.calls.get(request.media)
         try:
-            call = image_call(name, whole.model, whole.config)
-        except (AttributeError, KeyError, TypeError) as error:
+            call = item_call(request.media, name, whole.model, whole.config)
+        except LookupError as error:
+            raise RecipeError(f"{request.key}: {whole.model_class.__name__}: {error.args[0]}") from error
+        except (AttributeError, TypeError) as error:
             raise RecipeError(
                 f"{request.key}: the config of {whole.model_class.__name__}'s tower does not say what its items are "
                 f"like: {error}"
             ) from error
         if not projects:
             _ = whole.owners_apart
+        if share := getattr(getattr(whole.config, f"{part}_config"), "encoder_layerdrop", 0):
+            raise RecipeError(
+                f"{request.key}: its config.json says {part}_config.encoder_layerdrop = {share}; every layer runs in "
+                "every microbatch, on every rank, so it must be 0"
+            )
         adapter = cls(whole, part, request.media, call, projects)
         try:
             _ = adapter._rows_of_part
@@ -106,12 +114,13 @@ class HfEncoderAdapter:
 
     @property
     def abilities(self) -> Abilities:
-        vision = self.whole.config.vision_config
+        config = getattr(self.whole.config, f"{self.part}_config")
+        method = f"get_{self.media}_features"
         return Abilities(
             side_outputs=tuple(name for name in self._probe(self.call.blank) if name),
             item_grid=self._grid if self.call.grid(self.call.blank) is not None else None,
-            attention_dropout=getattr(vision, "attention_dropout", None) or 0.0,
-            reasons={"activation": "it is called as one, through get_image_features, so its blocks share a stage"},
+            attention_dropout=getattr(config, "attention_dropout", None) or 0.0,
+            reasons={"activation": f"it is called as one, through {method}, so its blocks share a stage"},
         )
 
     def build(self) -> nn.Module:
@@ -132,7 +141,7 @@ class HfEncoderAdapter:
         module = self._hollow(0)
         module.get_submodule(self.whole.projector).forward = other
         with torch.no_grad():
-            rows = self.encode(module, self.call.collate([torch.ones(self.call.blank)]))[""]
+            rows = self.encode(module, self._collated(self.call.blank))[""]
         if not given or not torch.equal(rows, _joined(given[0])):
             raise SampleError(f"{self.whole.model_class.__name__} changes what its projector gives, before its LLM")
 
@@ -160,7 +169,7 @@ class HfEncoderAdapter:
                 return False
             return True
 
-        return tower_plan(self._hollow(1), works)
+        return tower_plan(self._hollow(1).eval(), works)
 
     @cached_property
     def _flat(self) -> nn.Module:
@@ -169,9 +178,9 @@ class HfEncoderAdapter:
     def _hollow(self, blocks: int) -> nn.Module:
         """The module with zeros that take no memory for weights, of whose blocks only the first so many compute."""
         module = build_empty(self)
+        tuples: dict[type, bool] = {}
         for name in tower_blocks(module)[blocks:]:
-            block: Any = module.get_submodule(name)
-            block.forward = lambda hidden, *_, **__: hidden
+            _hand_on(module.get_submodule(name), tuples)
         for part in module.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None:
@@ -194,16 +203,25 @@ class HfEncoderAdapter:
 
     def _rows(self, module: nn.Module, shape: tuple[int, ...]) -> dict[str, Tensor]:
         with torch.no_grad():
-            found = self.encode(module, self.call.collate([torch.ones(shape)]))
-        return {name: rows[: len(rows) // self.call.fewest].to("meta") for name, rows in found.items()}
+            found = self.encode(module, self._collated(shape))
+        return {name: rows.to("meta") for name, rows in found.items()}
+
+    def _collated(self, extent: tuple[int, ...]) -> dict[str, Tensor]:
+        """An item of ones."""
+        shape, size = apart(self.call, extent)
+        return self.call.collate([torch.ones(shape)], [size])
 
     def encode(self, module: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The rows of all items of a `batch` that `call` collated, as `""`, and side outputs by name."""
         dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
         arguments = self.call.arguments({**batch, "media": batch["media"].to(dtype)})
-        out = getattr(module, f"get_{self.media}_features")(**arguments, return_dict=True)
+        method = features_of(module, self.media)
+        if method is None:
+            return {"": features_of_padded(module, **arguments)}
+        out = method(**arguments, return_dict=True)
         features = getattr(out, "deepstack_features", None) or ()
-        return {"": _joined(out.pooler_output)} | {f"{FEATURE}{i}": _joined(each) for i, each in enumerate(features)}
+        rows = out.pooler_output if "kept" not in batch else kept_rows(out.pooler_output, batch["kept"])
+        return {"": _joined(rows)} | {f"{FEATURE}{i}": _joined(each) for i, each in enumerate(features)}
 
     def _grid(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         self.call.check(shape)
@@ -238,16 +256,43 @@ class HfEncoderAdapter:
         pad_id: int = 0,
     ) -> dict[str, Tensor]:
         items = media_items(samples, metas, self.media)
-        rows = sum(self.item_rows(tuple(item.shape)) for item in items)
+        known = [item for meta in metas for item in meta.media if item.name == self.media]
+        rows = sum(self.item_rows(item.extent) for item in known)
         # Without items there is one that is dropped: every parameter takes part in every microbatch.
-        return {**self.call.collate(items or [torch.ones(self.call.blank)]), "rows": torch.zeros(rows, 0)}
+        batch = self.call.collate(items, [item.size for item in known]) if items else self._collated(self.call.blank)
+        return {**batch, "rows": torch.zeros(rows, 0)}
 
     def forward(
         self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> Tensor | Mapping[str, Tensor]:
         rows = len(batch["rows"])
-        found = {name: each[:rows] for name, each in self.encode(module, batch).items()}
+        found = self.encode(module, batch)
+        if rows and len(found[""]) != rows:
+            raise SampleError(f"{self.whole.model_class.__name__} made {len(found[''])} rows, {rows} were planned")
+        found = {name: each[:rows] for name, each in found.items()}  # none of a blank item
         return found if len(found) > 1 else found[""]
+
+
+def _hand_on(block: Any, tuples: dict[type, bool]) -> None:
+    """Let a block return what it gets, in a tuple if it is one that returns a tuple, which is seen by its first run.
+
+    Args:
+        tuples: what is known of kinds of blocks.
+    """
+    own = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = (*args, *kwargs.values())[0]
+        if type(block) not in tuples:
+            tuples[type(block)] = isinstance(own(*args, **kwargs), tuple)
+        return (hidden,) if tuples[type(block)] else hidden
+
+    block.forward = forward
+
+
+def kept_rows(rows: Sequence[Tensor], kept: Tensor) -> list[Tensor]:
+    """The rows of items in their order, of those of all items that a model was called with."""
+    return [rows[i] for i in kept.tolist()]
 
 
 def _joined(rows: Any) -> Tensor:

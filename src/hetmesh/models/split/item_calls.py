@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -16,10 +17,19 @@ from torch import Tensor
 
 from hetmesh.errors import SampleError
 from hetmesh.models.collate import stacked
+from hetmesh.models.split.audio_calls import AUDIO_CALLS, check_takes_frames
+from hetmesh.models.split.patch_order import QWEN2_VL, PatchOrder, processor_order
+from hetmesh.models.split.tile_calls import AnyResolutionTiles
+from hetmesh.models.split.whole_model import features_of
 
 
 class ItemCall(Protocol):
-    """One way. `shape` is always the raw shape of an item."""
+    """One way. `shape` is always the extent of an item: the shape of its tensor, and behind it its size if it has one
+    (`hetmesh.graph.MediaItem`)."""
+
+    def size_dims(self, shape: tuple[int, ...]) -> int:
+        """How many numbers of an extent are the size."""
+        ...
 
     @property
     def blank(self) -> tuple[int, ...]:
@@ -35,17 +45,13 @@ class ItemCall(Protocol):
         """How many equal parts an item is made of, each of as many rows."""
         ...
 
-    @property
-    def fewest(self) -> int:
-        """How many items the model is called with at least; a single one is repeated."""
-        ...
-
     def check(self, shape: tuple[int, ...]) -> None:
         """Raise SampleError for an item that it cannot hand over."""
         ...
 
-    def collate(self, items: Sequence[Tensor]) -> dict[str, Tensor]:
-        """At least one item -> tensors."""
+    def collate(self, items: Sequence[Tensor], sizes: Sequence[tuple[int, ...]] = ()) -> dict[str, Tensor]:
+        """At least one item, and their sizes if they have some -> tensors. `"kept"`, if it is there: for each item
+        which of those that the model is called with it is."""
         ...
 
     def arguments(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -62,7 +68,6 @@ class Pixels:
     """Images of one size, `[channels, height, width]` or several tiles of it, `[tiles, channels, height, width]`."""
 
     size: tuple[int, int, int]
-    fewest = 1
 
     @property
     def blank(self) -> tuple[int, ...]:
@@ -79,7 +84,7 @@ class Pixels:
         if shape[-3:] != self.size or len(shape) not in (3, 4) or shape[0] < 1:
             raise SampleError(f"images must be of shape {self.size}, or tiles of that shape, got {shape}")
 
-    def collate(self, items: Sequence[Tensor]) -> dict[str, Tensor]:
+    def collate(self, items: Sequence[Tensor], sizes: Sequence[tuple[int, ...]] = ()) -> dict[str, Tensor]:
         if all(item.shape == self.size for item in items):
             return {"media": stacked(items)}
         return {"media": torch.cat([item.reshape(-1, *self.size) for item in items])}
@@ -89,6 +94,9 @@ class Pixels:
 
     def grid(self, shape: tuple[int, ...]) -> None:
         return None
+
+    def size_dims(self, shape: tuple[int, ...]) -> int:
+        return 0
 
 
 @dataclass(frozen=True)
@@ -103,36 +111,12 @@ class Tiles(Pixels):
 
 
 @dataclass(frozen=True)
-class BaseTile(Pixels):
-    """One tile per image, of models that cut single images into tiles by their size (`batch_num_images`)."""
-
-    larger = property(lambda self: self.size)
-    fewest = 2  # one image alone would be taken for one that was cut into tiles
-
-    def check(self, shape: tuple[int, ...]) -> None:
-        super().check(shape)
-        if len(shape) == 4 and shape[0] > 1:
-            raise SampleError(
-                f"this model's rows for {shape[0]} tiles depend on the size of the image before it was cut, which a "
-                "sample's metadata do not have yet; give images as one tile each"
-            )
-
-    def arguments(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        media = batch["media"]
-        if len(media) < self.fewest:
-            media = media.repeat(self.fewest, 1, 1, 1)
-        sizes = torch.tensor([self.size[1:]] * len(media))
-        return {"pixel_values": media, "image_sizes": sizes, "batch_num_images": [len(media)]}
-
-
-@dataclass(frozen=True)
 class Sized:
     """Images of any size that is whole cells of `step` pixels, two of them at least, padded to the largest, with their
     sizes. (transformers' Mistral 3 takes a single row for no row.)"""
 
     channels: int
     step: int
-    fewest = 1
 
     @property
     def blank(self) -> tuple[int, ...]:
@@ -150,12 +134,12 @@ class Sized:
         if self.units(shape) < 2:
             raise SampleError(f"images must be of more than one cell of {self.step} x {self.step} pixels, got {shape}")
 
-    def collate(self, items: Sequence[Tensor]) -> dict[str, Tensor]:
-        sizes = torch.tensor([item.shape[1:] for item in items])
-        media = items[0].new_zeros(len(items), self.channels, *sizes.amax(dim=0).tolist())
+    def collate(self, items: Sequence[Tensor], sizes: Sequence[tuple[int, ...]] = ()) -> dict[str, Tensor]:
+        shapes = torch.tensor([item.shape[1:] for item in items])
+        media = items[0].new_zeros(len(items), self.channels, *shapes.amax(dim=0).tolist())
         for row, item in zip(media, items, strict=True):
             row[:, : item.shape[1], : item.shape[2]] = item
-        return {"media": media, "sizes": sizes}
+        return {"media": media, "sizes": shapes}
 
     def arguments(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         return {"pixel_values": batch["media"], "image_sizes": batch["sizes"]}
@@ -163,17 +147,21 @@ class Sized:
     def grid(self, shape: tuple[int, ...]) -> None:
         return None
 
+    def size_dims(self, shape: tuple[int, ...]) -> int:
+        return 0
+
 
 @dataclass(frozen=True)
 class Patches:
-    """Images of any size that is whole cells of `merge` patches, cut into patches as Qwen2-VL's processor cuts them:
-    the patches of a row of the result behind each other. An image stands for `frames` equal frames."""
+    """Images of any size that is whole cells of `merge` patches, cut into patches in the `order` of the model's
+    processor. An image stands for `frames` equal frames."""
 
     channels: int
     patch: int
     merge: int
     frames: int
-    fewest = 1
+    order: PatchOrder = QWEN2_VL
+    names_merge: bool = False
 
     @property
     def blank(self) -> tuple[int, ...]:
@@ -194,20 +182,19 @@ class Patches:
         step = self.patch * self.merge
         return 1, shape[1] // step, shape[2] // step
 
-    def collate(self, items: Sequence[Tensor]) -> dict[str, Tensor]:
+    def collate(self, items: Sequence[Tensor], sizes: Sequence[tuple[int, ...]] = ()) -> dict[str, Tensor]:
         grids = [(1, item.shape[1] // self.patch, item.shape[2] // self.patch) for item in items]
-        return {"media": torch.cat([self._patches(item) for item in items]), "grids": torch.tensor(grids)}
+        patches = [self.order.cut(item, self.patch, self.merge, self.frames) for item in items]
+        return {"media": torch.cat(patches), "grids": torch.tensor(grids)}
 
     def arguments(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        return {"pixel_values": batch["media"], "image_grid_thw": batch["grids"]}
+        given = {"pixel_values": batch["media"], "image_grid_thw": batch["grids"]}
+        if self.names_merge:
+            given["image_merge_sizes"] = torch.full((len(batch["grids"]),), self.merge)
+        return given
 
-    def _patches(self, image: Tensor) -> Tensor:
-        """`[channels, height, width]` -> `[patches, channels * frames * patch * patch]`."""
-        _, rows, columns = self.grid(tuple(image.shape))
-        shape = (self.channels, rows, self.merge, self.patch, columns, self.merge, self.patch)
-        parts = image.reshape(shape).permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5)
-        frames = parts.expand(-1, -1, -1, -1, -1, self.frames, -1, -1)
-        return frames.reshape(-1, self.channels * self.frames * self.patch**2)
+    def size_dims(self, shape: tuple[int, ...]) -> int:
+        return 0
 
 
 def _check_cells(shape: tuple[int, ...], channels: int, step: int) -> None:
@@ -217,20 +204,51 @@ def _check_cells(shape: tuple[int, ...], channels: int, step: int) -> None:
         )
 
 
-def image_call(name: str | None, model: Any, config: Any) -> ItemCall:
-    """How images are handed to `model`.
+def apart(call: ItemCall, extent: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of an item's tensor, and its size."""
+    end = len(extent) - call.size_dims(extent)
+    return extent[:end], extent[end:]
+
+
+def item_call(media: str, name: str | None, model: Any, config: Any) -> ItemCall:
+    """How items of a kind of media are handed to `model`.
 
     Args:
-        name: a key of `CALLS`; None: by the signature of its `get_image_features`.
+        name: a key of `CALLS`, or of `AUDIO_CALLS`; None: for images by the signature of its `get_image_features`.
         config: the whole model's.
     """
+    if media == "audio":
+        if name is None:
+            check_takes_frames(features_of(model, "audio"))
+        return AUDIO_CALLS[name or "frames"](config.audio_config)
     vision = config.vision_config
-    if name is None:
-        parameters = inspect.signature(model.get_image_features).parameters
-        required = [n for n, p in parameters.items() if p.default is p.empty]
-        by_size = "image_sizes" in required or getattr(vision, "model_type", "") == "pixtral"
-        name = "patches" if any("grid_thw" in n for n in parameters) else "sized" if by_size else "pixels"
-    return CALLS[name](config, vision)
+    if name is not None:
+        return CALLS[name](config, vision)
+    parameters = inspect.signature(features_of(model, "image")).parameters
+    required = {n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+    if unknown := required - {"pixel_values", "image_sizes", "image_grid_thw", "image_merge_sizes"}:
+        raise LookupError(f"its get_image_features wants {sorted(unknown)} too, which hetmesh does not make")
+    if "image_grid_thw" in parameters:
+        return _patches_in_order(config, vision, "image_merge_sizes" in parameters)
+    if "image_sizes" in required or getattr(vision, "model_type", "") == "pixtral":
+        return _sized(config, vision)
+    return (Tiles if "pixel_attention_mask" in parameters else Pixels)(_size(config, vision))
+
+
+def _patches_in_order(config: Any, vision: Any, names_merge: bool) -> Patches:
+    """In the order of the processor, which also says how many patches are merged where the model is told."""
+    order, frames = processor_order(config.model_type)
+    merge = 1 if names_merge else _merge(config, vision)
+    frames = getattr(vision, "temporal_patch_size", None) or frames
+    return Patches(_channels(vision), _pair(vision.patch_size)[0], merge, _pair(frames)[0], order, names_merge)
+
+
+def _merge(config: Any, vision: Any) -> int:
+    """Patches along a side of what becomes one row."""
+    for part, key in product((vision, config), ("spatial_merge_size", "merge_size", "merge_kernel_size")):
+        if found := getattr(part, key, None):
+            return _pair(found)[0]
+    raise LookupError("nothing says how many of its patches become one row")
 
 
 def _size(config: Any, vision: Any) -> tuple[int, int, int]:
@@ -254,16 +272,23 @@ def _sized(config: Any, vision: Any) -> Sized:
 
 
 def _patches(config: Any, vision: Any) -> Patches:
-    return Patches(_channels(vision), vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
+    return Patches(_channels(vision), vision.patch_size, _merge(config, vision), vision.temporal_patch_size)
+
+
+def _any_resolution(config: Any, vision: Any) -> AnyResolutionTiles:
+    size = _size(config, vision)
+    resolutions = tuple((height, width) for height, width in config.image_grid_pinpoints)
+    most = int(config.vision_aspect_ratio.removeprefix("anyres_max_"))
+    return AnyResolutionTiles(size, size[1] // _pair(vision.patch_size)[0], resolutions, most)
 
 
 CALLS: Mapping[str, Callable[[Any, Any], ItemCall]] = MappingProxyType(
     {
         "pixels": lambda config, vision: Pixels(_size(config, vision)),
         "tiles": lambda config, vision: Tiles(_size(config, vision)),
-        "base_tile": lambda config, vision: BaseTile(_size(config, vision)),
+        "any_resolution": _any_resolution,
         "sized": _sized,
         "patches": _patches,
     }
 )
-"""Ways by name, made from the whole model's config and that of its tower."""
+"""Ways for images by name, made from the whole model's config and that of its tower."""

@@ -22,7 +22,7 @@ from hetmesh.models.causal_lm import CausalLMAdapter
 from hetmesh.models.config_keys import check_keys
 from hetmesh.models.deepstack import deepstack_arguments, layer_index
 from hetmesh.models.pretrained import Names
-from hetmesh.models.split.rope_index import rope_positions
+from hetmesh.models.split.rope_index import check_around, rope_positions
 from hetmesh.models.split.scaling import embedding_scale
 from hetmesh.models.split.text_plan import TextPlan, text_plan
 from hetmesh.models.split.tower_plan import repeated_blocks
@@ -74,7 +74,7 @@ class HfLlmAdapter(CausalLMAdapter):
     def abilities(self) -> Abilities:
         config, reasons = self.config, self.reasons
         takes_features = "deepstack_visual_embeds" in self._forward_names
-        positions = self.whole.family.positions == "rope_index"
+        positions = self.whole.positions == "rope_index"
         return Abilities(
             activation=None if "activation" in reasons else Activation(config.hidden_size, padded=True),
             token_sharded=() if "token_sharded" in reasons else self._text_plan.token_sharded,
@@ -197,8 +197,11 @@ class HfLlmAdapter(CausalLMAdapter):
         pad_id: int = 0,
     ) -> dict[str, Tensor]:
         self._check_windows(metas)
+        if self.whole.around:
+            for sample, meta in zip(samples, metas, strict=True):
+                check_around(self.whole, meta, sample.tokens)
         batch = super().collate(samples, metas, placeholders=placeholders, pad_id=pad_id)
-        if self.whole.family.positions == "from_1":
+        if self.whole.positions == "from_1":
             batch["position_ids"] = batch["position_ids"] + 1
         return batch
 

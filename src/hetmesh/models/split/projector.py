@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError
-from hetmesh.graph.sample import SampleMeta
-from hetmesh.models.adapter import NONE, AdapterRequest, SampleLike
+from hetmesh.models.adapter import NONE, AdapterRequest
 from hetmesh.models.build import build_empty
 from hetmesh.models.config_keys import check_keys
 from hetmesh.models.load import materialize
 from hetmesh.models.pretrained import Names
+from hetmesh.models.row_wise import RowWise
 from hetmesh.models.split.whole_model import PROJECTOR, WholeModel, whole_model
 
 
 @dataclass(frozen=True, eq=False)
-class HfProjectorAdapter:
+class HfProjectorAdapter(RowWise):
     """What a model has between its tower and its LLM; rows in, as many rows out.
 
     Attributes:
@@ -97,25 +96,6 @@ class HfProjectorAdapter:
         return (self.whole.projector,)
 
     def tensor_parallel_plan(self) -> Mapping[str, Any]:
-        return {}
-
-    def tensor_parallel_sizes(self) -> Mapping[str, int]:
-        return {}
-
-    def item_rows(self, shape: tuple[int, ...]) -> int:
-        raise NotImplementedError("a projector reads rows, not media")
-
-    def rows(self, incoming: int) -> int:
-        return incoming
-
-    def collate(
-        self,
-        samples: Sequence[SampleLike],
-        metas: Sequence[SampleMeta],
-        *,
-        placeholders: Mapping[str, int] = MappingProxyType({}),
-        pad_id: int = 0,
-    ) -> dict[str, Tensor]:
         return {}
 
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:

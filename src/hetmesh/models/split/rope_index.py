@@ -55,10 +55,40 @@ def _by_model(whole: WholeModel, meta: SampleMeta, grids: Mapping[str, ItemGrid]
             )
         kinds[0, item.position : item.position + item.rows] = IMAGE_TYPE
         end = item.position + item.rows
-        frames, height, width = grids[item.name](item.shape)
+        frames, height, width = grids[item.name](item.extent)
         found.append((frames, height * merge, width * merge))
     inner: Any = whole.model.get_submodule(whole.decoder.rpartition(".")[0])
-    positions, _ = inner.get_rope_index(
-        torch.zeros_like(kinds), mm_token_type_ids=kinds, image_grid_thw=torch.tensor(found) if found else None
-    )
+    marked = {"input_ids": _with_tokens_around(whole, kinds)} if whole.around else {"mm_token_type_ids": kinds}
+    given = {"input_ids": torch.zeros_like(kinds), "image_grid_thw": torch.tensor(found) if found else None, **marked}
+    positions, _ = inner.get_rope_index(**given)
     return tuple(tuple(axis) for axis in positions[:, 0].tolist())
+
+
+def _with_tokens_around(whole: WholeModel, kinds: torch.Tensor) -> torch.Tensor:
+    """Token ids `[1, tokens]` with an image where `kinds` says so, and with what lies around it."""
+    before, behind = whole.around["image"]
+    ids = torch.where(kinds == IMAGE_TYPE, whole.config.image_token_id, 0)
+    steps = torch.diff(kinds[0])
+    ids[0, :-1][steps > 0] = before
+    ids[0, 1:][steps < 0] = behind
+    return ids
+
+
+def check_around(whole: WholeModel, meta: SampleMeta, tokens: torch.Tensor) -> None:
+    """Check that every item of an expanded sample has the tokens around it by which the model finds it.
+
+    Raises:
+        SampleError: it does not, so that transformers would give it other positions.
+    """
+    for item in meta.media:
+        if item.name not in whole.around:
+            continue
+        stop = item.position + item.rows
+        found = tuple(tokens[i].item() if 0 <= i < len(tokens) else None for i in (item.position - 1, stop))
+        before, behind = whole.around[item.name]
+        if found[0] != before or found[1] not in (behind, None):
+            raise SampleError(
+                f"sample {meta.id!r}: the {item.name!r} at position {item.position} lies between the tokens {found[0]} "
+                f"and {found[1]}, not {before} and {behind} ({', '.join(whole.family.around[item.name])} in "
+                f"config.json), by which {whole.model_class.__name__} finds it"
+            )

@@ -27,7 +27,7 @@ def embedding_scale(adapter: HfLlmAdapter) -> float | None:
             setattr(module.get_submodule(parent), child, PassThrough())
     decoder: Any = adapter.decoder_of(module)
     tokens = torch.linspace(-1.0, 1.0, 2 * adapter.config.hidden_size).view(1, 2, -1).double()
-    axes = (3,) if adapter.whole.family.positions == "rope_index" else ()
+    axes = (3,) if adapter.whole.positions == "rope_index" else ()
     positions = torch.arange(2).expand(*axes, 1, 2)
     try:
         with torch.no_grad():

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 PAIRS: Sequence[tuple[frozenset[str], frozenset[str]]] = (
     (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"out_proj", "o_proj", "projection_layer", "proj"})),
@@ -44,8 +47,8 @@ def tower_blocks(module: nn.Module) -> tuple[str, ...]:
 def tower_plan(tower: nn.Module, works: Callable[[nn.Module], bool]) -> tuple[Mapping[str, str], Mapping[str, int]]:
     """The plan of a tower, and the sizes that a degree must divide.
 
-    A group of layers is split only if the tower still runs with half of its outputs: code that reshapes by full sizes
-    does not, and its group stays whole. Layers that make queries, keys and values at once are never split.
+    A group of layers is split only if halves of it compute the halves of what it computes: code that reshapes by full
+    sizes does not, and its group stays whole. Layers that make queries, keys and values at once are never split.
 
     Args:
         tower: on which `works` can be tried; blocks that compute nothing are like the first one.
@@ -93,22 +96,90 @@ def _size(holder: str, part: nn.Module, entering: Sequence[str]) -> tuple[str, i
 def _splits(
     tower: nn.Module, holder: str, entering: Sequence[str], leaving: str, works: Callable[[nn.Module], bool]
 ) -> bool:
-    """Whether the tower runs with the halves that one of two ranks would hold."""
+    """Whether what the leaving layer gets on each of two ranks is its half of what it gets on one: with random weights
+    and inputs, as code that reshapes by full sizes may run and mix heads."""
     part = tower.get_submodule(holder)
-    before = dict(part._modules)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    handle = part.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
     try:
-        for name in entering:
-            part._modules[name] = _shard(part.get_submodule(name), 0)
-        part._modules[leaving] = _shard(part.get_submodule(leaving), 1)
-        return works(tower)
+        if not works(tower) or not calls:
+            return False
     finally:
-        part._modules.update(before)
+        handle.remove()
+    args, kwargs = _with_random_input(*calls[0], width=_width(part.get_submodule(entering[0])))
+    with _random_weights(part), torch.no_grad():
+        whole = _entering_last(part, leaving, args, kwargs)
+        halves = []
+        for rank in range(TRIED):
+            before = dict(part._modules)
+            try:
+                for name in (*entering, leaving):
+                    part._modules[name] = _shard(part.get_submodule(name), int(name == leaving), rank)
+                halves.append(_entering_last(part, leaving, args, kwargs))
+            except Exception:  # whatever reshaping by full sizes leads to
+                return False
+            finally:
+                part._modules.update(before)
+    joined = torch.cat(halves, dim=-1)
+    return joined.shape == whole.shape and torch.allclose(joined, whole, rtol=1e-3, atol=1e-4)
 
 
-def _shard(linear: nn.Module, dim: int) -> nn.Module:
+def _width(linear: Any) -> int:
+    return linear.in_features
+
+
+def _entering_last(part: nn.Module, leaving: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What the layer `leaving` gets when `part` is called."""
+    taken: list[Tensor] = []
+    handle = part.get_submodule(leaving).register_forward_pre_hook(lambda _, inputs: taken.append(inputs[0]))
+    try:
+        part(*args, **kwargs)
+    finally:
+        handle.remove()
+    return taken[0]
+
+
+def _with_random_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], width: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call with other hidden states: the first of its tensors that are `width` wide."""
+    draw = torch.Generator().manual_seed(0)
+    found = False
+
+    def random(value: Any) -> Any:
+        nonlocal found
+        wide = isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1:] == (width,)
+        if found or not wide:
+            return value
+        found = True
+        return torch.randn(value.shape, generator=draw, dtype=value.dtype)
+
+    return tuple(map(random, args)), {name: random(value) for name, value in kwargs.items()}
+
+
+@contextmanager
+def _random_weights(part: nn.Module) -> Iterator[None]:
+    """Random values for all parameters of a part, about as large as trained ones."""
+    draw = torch.Generator().manual_seed(1)
+    before = [(each, dict(each._parameters)) for each in part.modules()]
+    try:
+        for each, parameters in before:
+            for name, p in parameters.items():
+                if p is not None:
+                    scale = max(p.shape[-1:], default=1) ** -0.5
+                    values = torch.randn(p.shape, generator=draw, dtype=p.dtype) * scale
+                    each._parameters[name] = nn.Parameter(values, requires_grad=False)
+        yield
+    finally:
+        for each, parameters in before:
+            each._parameters.update(parameters)
+
+
+def _shard(linear: nn.Module, dim: int, rank: int) -> nn.Module:
+    """A linear layer as one of the ranks has it; `dim` of its weight is split."""
     shard = copy.copy(linear)
     shard._parameters = dict(linear._parameters)
     for name, parameter in linear._parameters.items():
         if parameter is not None and (name == "weight" or dim == 0):
-            shard._parameters[name] = nn.Parameter(parameter.detach().chunk(TRIED, dim)[0], requires_grad=False)
+            shard._parameters[name] = nn.Parameter(parameter.detach().chunk(TRIED, dim)[rank], requires_grad=False)
     return shard

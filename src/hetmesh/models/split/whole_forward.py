@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import SampleLike
-from hetmesh.models.split.encoder_half import HfEncoderAdapter
-from hetmesh.models.split.whole_model import WholeModel
+from hetmesh.models.split.encoder_half import HfEncoderAdapter, kept_rows
+from hetmesh.models.split.whole_model import WholeModel, features_of
 
 IMAGE_TYPE = 1
 
@@ -48,21 +48,24 @@ def whole_logits(
         items = sample.media.get(kind, ())
         if not items:
             continue
-        batch = encoder.call.collate([item.to(dtype) for item in items])
+        sizes = [item.size for item in meta.media if item.name == kind]
+        batch = encoder.call.collate([item.to(dtype) for item in items], sizes)
         given = encoder.call.arguments(batch)
-        if len(items) < encoder.call.fewest:  # called with one more item, whose rows nobody waits for
-            out = getattr(model, f"get_{kind}_features")(**given, return_dict=True)
-            out.pooler_output = out.pooler_output[: len(items)]
+        if "kept" in batch:  # called with items in another order, or one more
+            out = features_of(model, kind)(**given, return_dict=True)
+            out.pooler_output = kept_rows(out.pooler_output, batch["kept"])
             given = {"mm_encoder_outputs": {kind: out}}
         arguments |= given
-    if "mm_token_type_ids" in parameters or any("grid_thw" in name for name in arguments):
+    by_type = "mm_token_type_ids" in parameters or any("grid_thw" in name for name in arguments)
+    if by_type and not whole.around:
         arguments["mm_token_type_ids"] = _media_tokens(meta)
     if whole.family.mask == "bidirectional_runs":
         arguments["token_type_ids"] = _media_tokens(meta)
     elif whole.family.mask == "prefix":
         first = min((start for start, _ in meta.targets), default=meta.tokens)
         arguments["token_type_ids"] = (torch.arange(meta.tokens) >= first).long()[None]
-    logits = model(input_ids=sample.tokens[None], use_cache=False, **arguments).logits[0]
+    ids = sample.tokens[None]
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **arguments).logits[0]
     return torch.cat([logits[start - 1 : stop - 1] for start, stop in meta.targets])
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError
 from hetmesh.models.pretrained import Pretrained
-from hetmesh.recipe.hf_families import MEDIA, Family, family_of
+from hetmesh.recipe.hf_families import MEDIA, Family, class_of, family_of
 
 LLM, PROJECTOR = "llm", "projector"
 TOWERS: Mapping[str, str] = {media: part for part, media in MEDIA.items()}
@@ -58,6 +58,28 @@ class WholeModel:
         """What is peculiar about it."""
         return family_of(self.config.model_type)
 
+    @cached_property
+    def around(self) -> Mapping[str, tuple[int, int]]:
+        """Kind of media -> tokens right before and behind an item, where `get_rope_index` goes by them.
+
+        Raises:
+            RecipeError: the config does not say them.
+        """
+        found = {}
+        for kind, keys in self.family.around.items():
+            before, behind = (getattr(self.config, key, None) for key in keys)
+            if not isinstance(before, int) or not isinstance(behind, int):
+                raise RecipeError(f"{self.pretrained}: its config.json must have {keys[0]} and {keys[1]}")
+            found[kind] = (before, behind)
+        return found
+
+    @property
+    def _parts_beside(self) -> list[str]:
+        """Patterns of the tensors of other parts of a directory of whose model this is one."""
+        inside = family_of(str(self.pretrained.config.get("model_type"))).inside
+        keys = [key for key in self.pretrained.config if key.endswith("_config")] if inside else []
+        return [f"^{key.removesuffix('_config')}\\." for key in keys if inside and key != inside[0]]
+
     @property
     def text_config(self) -> Any:
         """The config of the LLM."""
@@ -92,9 +114,16 @@ class WholeModel:
         found = {}
         for media, part in TOWERS.items():
             tower = self.model.get_encoder(media)
-            if tower is not self.model and hasattr(self.model, f"get_{media}_features"):
+            called = features_of(self.model, media) is not None or media in self.family.calls
+            if tower is not self.model and called:
                 found[part] = self.fqn(tower)
         return found
+
+    @cached_property
+    def positions(self) -> str:
+        """Which positions its LLM has, as in `Family`; by default three axes if the model has them."""
+        axes = hasattr(self.model.get_submodule(self.decoder.rpartition(".")[0]), "get_rope_index")
+        return self.family.positions or ("rope_index" if axes else "from_0")
 
     @cached_property
     def owners(self) -> Mapping[str, str]:
@@ -191,7 +220,7 @@ class WholeModel:
     def owned_by_others(self, part: str, owners: Mapping[str, str] | None = None) -> tuple[str, ...]:
         """Patterns of the names of the tensors that `part` does not own."""
         found = owners or self.owners
-        return ("|".join(re.escape(name) for name, owner in found.items() if owner != part),)
+        return ("|".join(re.escape(name) for name, owner in found.items() if owner != part), *self._parts_beside)
 
     @cached_property
     def checkpoint_names(self) -> Mapping[str, str]:
@@ -207,7 +236,8 @@ class WholeModel:
         renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
         converters = [t for t in transforms if isinstance(t, WeightConverter)]
         known = dict(saved_tensors(self.model))
-        ignored = [*(self.model._keys_to_ignore_on_load_unexpected or ()), r".*rotary_emb\.inv_freq", r".*position_ids"]
+        ignored = [*self._parts_beside, *(self.model._keys_to_ignore_on_load_unexpected or ())]
+        ignored += [r".*rotary_emb\.inv_freq", r".*position_ids"]
         found: dict[str, str] = {}
         unknown: list[str] = []
         state = self.model.state_dict()
@@ -216,7 +246,7 @@ class WholeModel:
             if converted is not None:
                 raise RecipeError(
                     f"{self.pretrained}: transformers computes {ours} from several tensors such as {theirs}, which "
-                    "hetmesh does not do yet; save the model with transformers in its own form first"
+                    "hetmesh does not do yet; save it with save_pretrained(..., save_original_format=False) first"
                 )
             if ours in known:
                 found[ours] = theirs
@@ -229,6 +259,13 @@ class WholeModel:
                 f"{', '.join(unknown[:8])}{more}"
             )
         return found
+
+
+def features_of(model: Any, media: str) -> Any:
+    """The method that gives rows for media, of the inner model or of the whole; None if there is none."""
+    name = f"get_{media}_features"
+    inner = getattr(model, model.base_model_prefix or "model", None)
+    return getattr(inner, name, None) or getattr(model, name, None)
 
 
 def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -262,15 +299,18 @@ def _whole_model(path: Path, stamp: int, key: str) -> WholeModel:
     from transformers import AutoConfig
 
     pretrained = Pretrained(path, key)
-    names = pretrained.config.get("architectures") or []
-    found = getattr(transformers, names[0], None) if names else None
-    if found is None or not str(names[0]).endswith("ForConditionalGeneration"):
+    inside = family_of(str(pretrained.config.get("model_type"))).inside
+    name = class_of(pretrained.config)
+    found = getattr(transformers, name, None)
+    if found is None or not name.endswith("ForConditionalGeneration"):
+        given = pretrained.config.get("architectures") or []
         raise RecipeError(
-            f"{pretrained}: its config.json says architectures = {list(names)}; a multimodal model of transformers "
+            f"{pretrained}: its config.json says architectures = {given}; a multimodal model of transformers "
             f"{transformers.__version__}, whose name ends in ForConditionalGeneration, is expected"
         )
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        kind = found.config_class if inside else AutoConfig
+        config = kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         model_class = _with_attention(found, config)
     except Exception as error:  # whatever transformers makes of a broken config.json
         raise RecipeError(f"{pretrained}: {type(error).__name__}: {' '.join(str(error).split())}") from error

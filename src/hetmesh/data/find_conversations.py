@@ -1,0 +1,142 @@
+"""Where a folder has its conversations, and where the files start that they name: what `hetmesh init` asks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetmesh.data.open_store import open_store
+from hetmesh.data.stores import JsonFile, Store, TarShards
+from hetmesh.data.tables import TABLES
+from hetmesh.data.turns import is_file_name, media_of, turns_of
+from hetmesh.errors import HetmeshError, RecipeError
+
+HELD_OUT = ("val", "valid", "validation", "test", "eval", "dev", "holdout", "heldout")
+"""Words in the name of a file that holds the samples for evaluation."""
+
+FORMS = (
+    "one conversation per line of a .jsonl or in the list of a .json, as {messages: [{role, content}]} or as "
+    "{image, conversations: [{from, value}]}; or .tar shards, or .parquet or .arrow tables of them"
+)
+_LOOKED_AT = 20  # records, for the folder where media files start
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """What a recipe's `[data.options]` say of where data are.
+
+    Attributes:
+        path: of the conversations, a pattern where there are several files.
+        validation_path: of held-out ones; empty if none are to be seen.
+        media_folder: where relative names of media start; empty: the folder of `path`.
+    """
+
+    path: str
+    validation_path: str = ""
+    media_folder: str = ""
+
+
+def find_conversations(given: str, media_folder: str | None = None, key: str = "--data") -> Conversations:
+    """The conversations that `given` names: a file, a pattern of files, or a folder that has them.
+
+    Args:
+        media_folder: where relative names of media start, if it is known.
+        key: what errors begin with.
+
+    Raises:
+        RecipeError: there are none, or several; none in a form that is read; media files that they name are not there.
+    """
+    root = Path(given).expanduser()
+    if not root.is_dir() or (root / "dataset_info.json").is_file():
+        store = open_store(str(root), None, key)
+        start = Path(store.files[0]).parent
+        return Conversations(str(root), "", media_folder or _media_folder(store, start, [start], key))
+    groups = dict(_groups(root, key))
+    held_out = [name for name in groups if _is_held_out(name)]
+    train = [name for name in groups if name not in held_out]
+    if len(train) > 1 or (not train and len(held_out) > 1):
+        raise RecipeError(f"{key} = {given!r}: several files hold conversations: {', '.join(sorted(groups))}; name one")
+    if not groups:
+        raise RecipeError(f"{key} = {given!r}: no conversations in it: {FORMS}")
+    name = (train or held_out)[0]
+    validation = held_out[0] if train and len(held_out) == 1 else ""
+    store = groups[name]
+    start = Path(name).parent
+    folder = media_folder or _media_folder(store, start, [start, root, *_folders(root)], key)
+    return Conversations(name, validation, folder)
+
+
+def _groups(root: Path, key: str) -> Iterator[tuple[str, Store]]:
+    """Files, or patterns of alike ones, in a folder and those right in it, that hold conversations."""
+    for folder in (root, *_folders(root)):
+        files = sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
+        for file in files:
+            if file.suffix in (".json", ".jsonl") and (store := _opened(str(file), key)) is not None:
+                yield str(file), store
+        for suffix in (".tar", *TABLES):
+            alike = [file for file in files if file.suffix == suffix]
+            for part in ([f for f in alike if _is_held_out(str(f))], [f for f in alike if not _is_held_out(str(f))]):
+                name = _pattern(part, alike)
+                if name and (store := _opened(name, key)) is not None:
+                    yield name, store
+
+
+def _pattern(files: list[Path], alike: list[Path]) -> str:
+    if len(files) < 2:
+        return str(files[0]) if files else ""
+    common = files[0].name
+    while not all(file.name.startswith(common) for file in files):
+        common = common[:-1]
+    pattern = f"{common}*{files[0].suffix}"
+    return str(files[0].parent / pattern) if len([f for f in alike if f.match(pattern)]) == len(files) else ""
+
+
+def _opened(path: str, key: str) -> Store | None:
+    """A store whose first record is a conversation, None if it is something else."""
+    try:
+        store = open_store(path, None, key)
+        if not len(store):
+            return None
+        if isinstance(store, TarShards):
+            return store
+        value = store.record(0).value
+        return store if isinstance(value, dict) and ("messages" in value or "conversations" in value) else None
+    except HetmeshError:  # a config.json, say
+        return None
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    return (each for each in sorted(root.iterdir()) if each.is_dir() and not each.name.startswith("."))
+
+
+def _is_held_out(name: str) -> bool:
+    return any(word in HELD_OUT for word in re.split(r"[^a-z]+", Path(name).name.lower()))
+
+
+def _media_folder(store: Store, start: Path, candidates: Iterable[Path], key: str) -> str:
+    """The first of `candidates` under which the media files of some conversations are; empty for `start`."""
+    if not isinstance(store, JsonFile):
+        return ""
+    names = [name for i in range(min(len(store), _LOOKED_AT)) for name in _media_names(store.record(i).value)]
+    relative = [name for name in names if not Path(name).is_absolute()]
+    for folder in candidates:
+        if all((folder / name).is_file() for name in relative):
+            return "" if folder == start else str(folder)
+    raise RecipeError(
+        f"{key}: {store.path} names {relative[0]!r}, which is neither beside it nor in a folder there; keep media "
+        "files in the folder that it names, or say where names start: --data.options.media_folder FOLDER"
+    )
+
+
+def _media_names(record: Any) -> Iterator[str]:
+    """The files that a record names; nothing of a record that cannot be read, which the data source tells better."""
+    try:
+        turns = turns_of(record)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return
+    for _, value in media_of(turns):
+        if isinstance(value, str) and is_file_name(value):
+            yield value

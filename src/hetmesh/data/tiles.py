@@ -1,0 +1,177 @@
+"""Images cut into tiles of one size, as many as suit their own size: which, and how, of processors of transformers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hetmesh.errors import RecipeError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+ANY_RESOLUTION = tuple(f"LlavaOnevisionImageProcessor{back}" for back in ("", "Fast", "Pil"))
+CROPS = tuple(f"GotOcr2ImageProcessor{back}" for back in ("", "Fast", "Pil"))
+"""`image_processor_type`s of both ways; the second is InternVL's."""
+
+SPLITS = tuple(f"{name}ImageProcessor{back}" for name in ("Idefics3", "SmolVLM") for back in ("", "Fast", "Pil"))
+"""Those that split images into tiles with text between them, which is not done; without that each is one tile."""
+
+Extent = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape of an image's tensor, and what else its rows depend on."""
+
+
+@dataclass(frozen=True)
+class AnyResolution:
+    """The whole image squeezed into one tile, and behind it the image itself, resized in its own ratio to fit the best
+    of some resolutions and padded with black, tile by tile. Only where an image is alone in its sample: of several ones
+    each is one tile (LLaVA-OneVision; transformers' `LlavaOnevisionImageProcessorPil`)."""
+
+    side: int
+    resolutions: tuple[tuple[int, int], ...]
+    only_alone = True
+
+    def best(self, height: int, width: int) -> tuple[int, int]:
+        """The resolution, height and width, that keeps most of the image's pixels and wastes fewest of its own."""
+
+        def worth(resolution: tuple[int, int]) -> tuple[int, int]:
+            h, w = resolution
+            scale = min(w / width, h / height)
+            kept = min(int(width * scale) * int(height * scale), width * height)
+            return kept, kept - h * w
+
+        return max(self.resolutions, key=worth)  # of equal ones the first
+
+    def extent(self, height: int, width: int) -> Extent:
+        """Shape `(tiles, 3, side, side)`, and the size of the image in pixels."""
+        h, w = self.best(height, width)
+        return (1 + (h // self.side) * (w // self.side), 3, self.side, self.side), (height, width)
+
+    def tiles(self, image: Image, resample: int) -> list[Image]:
+        """The tiles of an RGB image."""
+        from PIL import Image as pillow
+
+        method = pillow.Resampling(resample)
+        h, w = self.best(image.height, image.width)
+        by_width, by_height = w / image.width, h / image.height
+        if by_width < by_height:
+            width, height = w, min(math.ceil(image.height * by_width), h)
+        else:
+            width, height = min(math.ceil(image.width * by_height), w), h
+        canvas = pillow.new("RGB", (w, h))
+        canvas.paste(image.resize((width, height), method), ((w - width) // 2, (h - height) // 2))
+        return [image.resize((self.side, self.side), method), *_cut(canvas, self.side, self.side)]
+
+
+@dataclass(frozen=True)
+class Crops:
+    """The image squeezed into the grid of `least` to `most` tiles whose ratio is nearest to its own, tile by tile, and
+    behind them the whole in one more tile if there are several (InternVL; transformers' `GotOcr2ImageProcessorPil`)."""
+
+    height: int
+    width: int
+    least: int
+    most: int
+    only_alone = False
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns; of equal ratios the larger grid, unless the image is less than half as large."""
+        best, smallest = (1, 1), math.inf
+        for rows, columns in self._grids:
+            difference = abs(width / height - columns / rows)
+            enough = width * height > 0.5 * self.height * self.width * rows * columns
+            if difference < smallest or (difference == smallest and enough):
+                best, smallest = (rows, columns), difference
+        return best
+
+    @property
+    def _grids(self) -> list[tuple[int, int]]:
+        sides = range(1, self.most + 1)
+        fitting = [(r, c) for c in sides for r in sides if self.least <= r * c <= self.most]
+        return sorted(fitting, key=lambda grid: grid[0] * grid[1])
+
+    def extent(self, height: int, width: int) -> Extent:
+        """Shape `(tiles, 3, height, width)`."""
+        rows, columns = self.grid(height, width)
+        count = rows * columns
+        return (count + (count > 1), 3, self.height, self.width), ()
+
+    def tiles(self, image: Image, resample: int) -> list[Image]:
+        """The tiles of an RGB image."""
+        from PIL import Image as pillow
+
+        method = pillow.Resampling(resample)
+        rows, columns = self.grid(image.height, image.width)
+        canvas = image.resize((columns * self.width, rows * self.height), method)
+        whole = [image.resize((self.width, self.height), method)] if rows * columns > 1 else []
+        return [*_cut(canvas, self.height, self.width), *whole]
+
+
+@dataclass(frozen=True)
+class LongestEdge:
+    """An image's own ratio with the longer side of that many pixels, the other one even, before it is squeezed into its
+    tile (Idefics 3; transformers' `get_resize_output_image_size`)."""
+
+    pixels: int
+
+    def resized(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height."""
+        ratio = width / height
+        if width >= height:
+            width, height = self.pixels, int(self.pixels / ratio)
+            height += height % 2
+        else:
+            width, height = int(self.pixels * ratio), self.pixels
+            width += width % 2
+        return max(width, 1), max(height, 1)
+
+
+def one_tile(config: Mapping[str, Any], where: str) -> tuple[LongestEdge | None, tuple[int, int]]:
+    """What `SPLITS` make of an image that they do not split: a first resizing, and height and width of the tile.
+
+    Raises:
+        RecipeError: other sizes than theirs.
+    """
+    size, tile = config.get("size"), config.get("max_image_size")
+    side = tile.get("longest_edge") if isinstance(tile, Mapping) else None
+    longest = size.get("longest_edge") if isinstance(size, Mapping) else None
+    if not isinstance(side, int) or not isinstance(longest, int) or not 0 < longest <= 4096:
+        raise RecipeError(
+            f"{where}: size and max_image_size must be {{longest_edge}}, the first at most 4096, got {size!r}, {tile!r}"
+        )
+    return LongestEdge(longest), (side, side)
+
+
+Tiling = AnyResolution | Crops
+
+
+def _cut(image: Image, height: int, width: int) -> list[Image]:
+    """Row by row."""
+    corners = [(x, y) for y in range(0, image.height, height) for x in range(0, image.width, width)]
+    return [image.crop((x, y, x + width, y + height)) for x, y in corners]
+
+
+def tiling_of(config: Mapping[str, Any], size: object, cuts: bool | None, where: str) -> Tiling | None:
+    """How a preprocessor_config.json has images cut into tiles; None where each is one.
+
+    Args:
+        size: what it says of the size of a tile, `(height, width)`.
+        cuts: whether images are cut; None: as it says.
+        where: what errors begin with.
+
+    Raises:
+        RecipeError: tiles of no fixed size.
+    """
+    kind = config.get("image_processor_type")
+    crops = config.get("crop_to_patches") or config.get("processor_class") == "InternVLProcessor"
+    if cuts is False or not (kind in ANY_RESOLUTION or (kind in CROPS and (crops or cuts))):
+        return None
+    if not isinstance(size, tuple) or (kind in ANY_RESOLUTION and size[0] != size[1]):
+        raise RecipeError(f"{where}: size must be that of a tile, {{height, width}}, got {config.get('size')!r}")
+    if kind in CROPS:
+        least, most = (config.get(f"{name}_patches", default) for name, default in (("min", 1), ("max", 12)))
+        return Crops(size[0], size[1], int(least), int(most)) if int(most) > 1 else None
+    default = [(384 * i, 384 * j) for i in range(1, 7) for j in range(1, 7)]  # the class's own
+    return AnyResolution(size[0], tuple((int(h), int(w)) for h, w in config.get("image_grid_pinpoints", default)))

@@ -1,0 +1,232 @@
+"""Adapters of users' own nn.Modules: how each kind is called, whole or as a pipeline stage, and what it must return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hetmesh.errors import BoundaryError, SampleError
+from hetmesh.graph.sample import SampleMeta
+from hetmesh.models.adapter import NONE, Abilities, SampleLike
+from hetmesh.models.collate import collate_media, collate_tokens, media_items
+from hetmesh.models.own.token_shares import all_rows, around_shares
+from hetmesh.models.pretrained import prefixes
+from hetmesh.parallel.stages import PREVIOUS, is_absent
+
+
+@dataclass(frozen=True)
+class OwnAdapter:
+    """A row-wise module of a user, and what all kinds share: class, its arguments, what it declares."""
+
+    name: str
+    model_class: type[nn.Module]
+    arguments: Mapping[str, Any]
+    layer_names: tuple[str, ...]
+    plan: Mapping[str, Any]
+    sizes: Mapping[str, int]
+    abilities: Abilities = NONE
+    in_features: int | None = None
+    out_features: int | None = None
+    checkpoint_names: ClassVar = prefixes("")
+    checkpoint_unused: ClassVar = ()
+
+    def build(self) -> nn.Module:
+        return self.model_class(**self.arguments)
+
+    def layers(self) -> tuple[str, ...]:
+        return self.layer_names
+
+    def tensor_parallel_plan(self) -> Mapping[str, Any]:
+        return self.plan
+
+    def tensor_parallel_sizes(self) -> Mapping[str, int]:
+        return self.sizes
+
+    def item_rows(self, shape: tuple[int, ...]) -> int:
+        raise NotImplementedError(f"module {self.name!r} does not read media")
+
+    def rows(self, incoming: int) -> int:
+        return incoming
+
+    def collate(
+        self,
+        samples: Sequence[SampleLike],
+        metas: Sequence[SampleMeta],
+        *,
+        placeholders: Mapping[str, int] = MappingProxyType({}),
+        pad_id: int = 0,
+    ) -> dict[str, Tensor]:
+        return {}
+
+    def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+        around_shares(module, self)
+        (rows,) = inputs.values()
+        n = len(rows)
+        each = self.abilities.activation.per_row if self.abilities.activation and PREVIOUS in inputs else 1
+        if n == 0:  # concatenated, so that what emitted no rows stays reachable
+            rows = torch.cat([rows, rows.new_zeros(each, rows.shape[1])])
+        output = self.call(module, None, rows) if PREVIOUS in inputs else self.call(module, rows)
+        return self.checked(module, output, max(n // each, 1), 0)[: n // each * self.passed(module)]
+
+    def call(self, module: nn.Module, *own: Any) -> Any:
+        """Run `module` on its own input, or on what the stage before returned, the last of two."""
+        if self.abilities.activation is None:
+            return module(*own)
+        *own_input, hidden = own if len(own) > self.own_inputs else (*own, None)
+        return module(*own_input, hidden=hidden)
+
+    own_inputs: ClassVar = 1
+
+    def is_last(self, module: nn.Module) -> bool:
+        """Whether a pipeline stage is the last of its module: what it returns is then the module's result."""
+        return self.abilities.activation is None or not is_absent(module.get_submodule(self.layer_names[-1]))
+
+    def passed(self, module: nn.Module) -> int:
+        """Rows that a stage returns for each row that the module emits."""
+        return 1 if self.is_last(module) or self.abilities.activation is None else self.abilities.activation.per_row
+
+    def checked(self, module: nn.Module, output: Any, rows: int, items: int) -> Tensor:
+        """`output` as `[rows, features]`.
+
+        Raises:
+            BoundaryError: it is not of that shape, or, between two stages, not of the declared one.
+        """
+        width, between = self.out_features, self.abilities.activation
+        if not self.is_last(module) and between is not None:
+            rows, width = rows * between.per_row + items * between.per_item, between.features
+        if isinstance(output, Tensor) and output.ndim == 3:
+            output = output.flatten(0, 1)
+        if not isinstance(output, Tensor) or output.shape != (rows, width):
+            given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            where = "" if self.is_last(module) else " to the next pipeline stage (its `activation`)"
+            raise BoundaryError(f"module {self.name!r} must return shape {(rows, width)}{where}, got {given}")
+        return output
+
+
+@dataclass(frozen=True)
+class OwnEncoder(OwnAdapter):
+    """A user's encoder of media items of one shape."""
+
+    media: str = ""
+    media_shape: tuple[int, ...] = ()
+    rows_per_item: int = 1
+
+    def item_rows(self, shape: tuple[int, ...]) -> int:
+        if tuple(shape) != self.media_shape:
+            raise SampleError(f"module {self.name!r} reads {self.media_shape} {self.media!r}, got {tuple(shape)}")
+        return self.rows_per_item
+
+    def collate(
+        self,
+        samples: Sequence[SampleLike],
+        metas: Sequence[SampleMeta],
+        *,
+        placeholders: Mapping[str, int] = MappingProxyType({}),
+        pad_id: int = 0,
+    ) -> dict[str, Tensor]:
+        return collate_media(samples, metas, self.media, self.media_shape)
+
+    def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+        around_shares(module, self)
+        between = self.abilities.activation
+        if PREVIOUS in inputs and between is not None:
+            shape: tuple[int, ...] = (between.per_row * self.rows_per_item + between.per_item, between.features)
+            items = inputs[PREVIOUS].view(-1, *shape)
+        else:
+            shape, items = self.media_shape, as_parameters(module, batch["media"])
+        n = len(items)
+        if n == 0:  # still a function of the input
+            items = torch.cat([items, items.new_zeros(1, *shape)])
+        output = self.call(module, None, items) if PREVIOUS in inputs else self.call(module, items)
+        rows = self.checked(module, output, max(n, 1) * self.rows_per_item, max(n, 1))
+        return rows if n else rows[:0]
+
+
+@dataclass(frozen=True)
+class OwnItemsEncoder(OwnAdapter):
+    """A user's encoder of media items of several shapes, whose class says how many rows each becomes."""
+
+    media: str = ""
+    blank: tuple[int, ...] = ()
+    sizer: Any = None
+
+    def item_rows(self, shape: tuple[int, ...]) -> int:
+        try:
+            rows = self.sizer(tuple(shape))
+        except ValueError as error:
+            raise SampleError(f"module {self.name!r} cannot read {self.media!r} of shape {shape}: {error}") from error
+        if type(rows) is not int or rows < 1:
+            raise SampleError(f"module {self.name!r}: item_rows({tuple(shape)}) gave {rows!r}, not a number of rows")
+        return rows
+
+    def collate(
+        self,
+        samples: Sequence[SampleLike],
+        metas: Sequence[SampleMeta],
+        *,
+        placeholders: Mapping[str, int] = MappingProxyType({}),
+        pad_id: int = 0,
+    ) -> dict[str, Tensor]:
+        return {f"media.{i}": item for i, item in enumerate(media_items(samples, metas, self.media))}
+
+    def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+        items = [as_parameters(module, batch[f"media.{i}"]) for i in range(len(batch))]
+        none = not items
+        if none:
+            device = next((p.device for p in module.parameters()), None)
+            items = [as_parameters(module, torch.zeros(self.blank, device=device))]
+        output = module(items)
+        rows = self.checked(module, output, sum(self.item_rows(tuple(item.shape)) for item in items), len(items))
+        return rows[:0] if none else rows
+
+
+@dataclass(frozen=True)
+class OwnSink(OwnAdapter):
+    """A user's LLM, which gets the whole batch and computes the logits of the targets."""
+
+    sources: Mapping[str, str] = field(default_factory=dict)
+    own_inputs: ClassVar = 2
+
+    def collate(
+        self,
+        samples: Sequence[SampleLike],
+        metas: Sequence[SampleMeta],
+        *,
+        placeholders: Mapping[str, int] = MappingProxyType({}),
+        pad_id: int = 0,
+    ) -> dict[str, Tensor]:
+        return collate_tokens(samples, metas, sources=self.sources, placeholders=placeholders, pad_id=pad_id)
+
+    def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+        around_shares(module, self)
+        batch, ids = dict(batch), batch["input_ids"]
+        if ids.numel() == 0:  # it never sees an empty tensor: one token that predicts nothing
+            positions = batch["position_ids"]
+            ids = ids.new_zeros(1, 1)
+            batch |= {"input_ids": ids, "position_ids": positions.new_zeros(*positions.shape[:-2], 1, 1)}
+        last, targets = self.is_last(module), len(batch["target_positions"])
+        if not last:  # a stage without the head returns all tokens: what is behind the last layer hands them on
+            batch["target_positions"] = torch.arange(ids.numel(), device=ids.device)
+        hidden, rows = inputs.get(PREVIOUS), {key: value for key, value in inputs.items() if key != PREVIOUS}
+        if hidden is not None:
+            output = self.call(module, batch, {}, hidden.view(*ids.shape, -1))
+        else:
+            batch, rows = all_rows(module, self.sources, batch, rows)
+            output = self.call(module, batch, rows)
+        if not last:
+            return self.checked(module, output, ids.numel(), 0)
+        if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != targets:
+            given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise BoundaryError(f"module {self.name!r} must return logits of shape {(targets, 'vocab')}, got {given}")
+        return output
+
+
+def as_parameters(module: nn.Module, media: Tensor) -> Tensor:
+    """Media in the dtype of the module's parameters, where they are numbers and not, say, ids."""
+    parameter = next(module.parameters(), None)
+    return media.to(parameter.dtype) if media.is_floating_point() and parameter is not None else media

@@ -1,0 +1,163 @@
+"""`model = "package.module:Class"`: a user's nn.Module or Adapter as a module of a graph; see README.md."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetmesh._own_code import import_named
+from hetmesh.errors import RecipeError
+from hetmesh.models.adapter import Adapter, AdapterRequest
+from hetmesh.models.config_keys import constructor_arguments, positive_int
+from hetmesh.models.own.adapters import OwnAdapter, OwnEncoder, OwnItemsEncoder, OwnSink
+from hetmesh.models.own.declared import declared_abilities, declared_layers
+from hetmesh.models.own.packing_probe import check_packing
+from hetmesh.models.own.stage_probe import first_layers
+from hetmesh.models.own.token_probe import check_tokenwise
+
+_PROTOCOL = frozenset(name for name in dir(Adapter) if not name.startswith("_"))
+
+
+def make_own(model: str, request: AdapterRequest) -> Adapter | None:
+    """The adapter of `"package.module:Class"`, or None while a neighbour's width that it needs is not known yet.
+
+    Raises:
+        RecipeError: the class cannot be imported or constructed, misses a size, or does not do what it declares.
+    """
+    found = _import(model, request)
+    if issubclass(found, nn.Module):
+        return _of_module(found, request)
+    return _of_adapter(found, model, request)
+
+
+def _of_adapter(found: type, model: str, request: AdapterRequest) -> Adapter | None:
+    make = getattr(found, "make", None)
+    if not callable(make):
+        raise RecipeError(
+            f"{request.key}.model: {model!r} is neither a torch.nn.Module nor an adapter: an adapter's class has a "
+            "classmethod make(request), which gets a hetmesh.models.AdapterRequest and returns the adapter"
+        )
+    adapter = make(request)
+    missing = sorted(_PROTOCOL - set(dir(adapter))) if adapter is not None else []
+    if missing:
+        raise RecipeError(
+            f"{request.key}.model: {model!r}: what its make(request) returned, a {type(adapter).__name__}, is not a "
+            f"hetmesh.models.Adapter: it lacks {missing}"
+        )
+    return adapter
+
+
+def _of_module(model_class: type[nn.Module], request: AdapterRequest) -> OwnAdapter | None:
+    sizes = {
+        "in_features": request.in_features,
+        "out_features": request.out_features,
+        "media_shape": request.media_shape,
+        "vocab_size": request.vocab_size,
+    }
+    arguments, missing = constructor_arguments(request, model_class, sizes)
+    if missing and set(missing) <= {"in_features", "out_features"}:
+        return None
+    if missing:
+        raise RecipeError(f"{request.key}.config: the constructor of {model_class.__name__} also needs {missing}")
+    example = _example(model_class, arguments, request)
+    adapter = _adapter(model_class, arguments, example, request)
+    if adapter is None:
+        return None
+    abilities = adapter.abilities
+    if abilities.token_sharded:
+        check_tokenwise(adapter, example, request)
+    if isinstance(adapter, OwnSink) and abilities.use_packed is not None:
+        check_packing(adapter, example, request)
+    if abilities.activation is not None:  # last: it takes the example apart
+        abilities = dataclasses.replace(abilities, first_layers=first_layers(adapter, example, request))
+        adapter = dataclasses.replace(adapter, abilities=abilities)
+    return adapter
+
+
+def _adapter(
+    model_class: type[nn.Module], arguments: Mapping[str, Any], example: nn.Module, request: AdapterRequest
+) -> OwnAdapter | None:
+    get = lambda key, default=None: arguments.get(key, getattr(example, key, default))  # noqa: E731
+    layers = declared_layers(example, request)
+    common: dict[str, Any] = {
+        "name": request.name,
+        "model_class": model_class,
+        "arguments": arguments,
+        "layer_names": layers,
+        "plan": dict(getattr(example, "tensor_parallel_plan", {})),
+        "sizes": dict(getattr(example, "tensor_parallel_sizes", {})),
+        "abilities": declared_abilities(example, layers, request),
+    }
+    if not request.consumers:
+        width = _size(request, get, "in_features") if request.placeholders else None
+        return OwnSink(**common, in_features=width, sources=request.sources)
+    common["out_features"] = _size(request, get, "out_features")
+    if not request.placeholders:
+        return _encoder(example, common, get, request)
+    if len(request.placeholders) != 1:
+        raise RecipeError(f"{request.key}: a row-wise module has exactly one boundary into it")
+    width = get("in_features", request.in_features)
+    return None if width is None else OwnAdapter(**common, in_features=positive_int(request, "in_features", width))
+
+
+def _encoder(example: nn.Module, common: dict[str, Any], get: Any, request: AdapterRequest) -> OwnAdapter:
+    shape = get("media_shape", request.media_shape)
+    if request.media is None or shape is None:
+        raise RecipeError(f"{request.key}: an encoder needs `media` and a `media_shape` (config key or attribute)")
+    sizer = getattr(example, "item_rows", None)
+    if sizer is None:
+        rows = _size(request, get, "rows_per_item")
+        return OwnEncoder(**common, media=request.media, media_shape=tuple(shape), rows_per_item=rows)
+    for name, declared in (
+        ("activation", common["abilities"].activation),
+        ("token_sharded", common["abilities"].token_sharded),
+        ("rows_per_item", get("rows_per_item")),
+    ):
+        if declared:
+            raise RecipeError(
+                f"{request.key}: {type(example).__name__} declares `item_rows`, for items of several shapes, and "
+                f"`{name}`, which needs items of one shape; leave out one of them"
+            )
+    adapter = OwnItemsEncoder(**common, media=request.media, blank=tuple(shape), sizer=sizer)
+    adapter.item_rows(tuple(shape))
+    return adapter
+
+
+def _size(request: AdapterRequest, get: Any, key: str) -> int:
+    value = get(key)
+    if value is None:
+        raise RecipeError(f"{request.key}.config.{key}: missing; give it here or as an attribute of the class")
+    return positive_int(request, key, value)
+
+
+def _import(path: str, request: AdapterRequest) -> type:
+    try:
+        found = import_named(path, request.folder)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RecipeError(f"{request.key}.model: cannot import {path!r}: {error}") from error
+    if not isinstance(found, type):
+        raise RecipeError(
+            f"{request.key}.model: {path!r} is not a subclass of torch.nn.Module, nor an adapter's class, but a "
+            f"{type(found).__name__}"
+        )
+    return found
+
+
+def _example(model_class: type[nn.Module], arguments: Mapping[str, Any], request: AdapterRequest) -> nn.Module:
+    """An instance without memory, to read attributes from."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            return model_class(**arguments)
+    except Exception as error:
+        raise RecipeError(
+            f"{request.key}: {model_class.__name__}({_listed(arguments)}) failed: {error}; it is first constructed on "
+            "the meta device, so its constructor must not read values of its parameters"
+        ) from error
+
+
+def _listed(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in arguments.items())

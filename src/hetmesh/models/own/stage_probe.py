@@ -1,0 +1,102 @@
+"""Whether a user's module can be cut between its layers: found by calling it without them.
+
+Each layer is replaced by one that hands its input on. Called with what a pipeline stage gets from the one before, the
+module must then return just that, and call its layers in their order: so nothing is computed between layers that every
+stage would compute again. No weights are needed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetmesh.errors import RecipeError
+from hetmesh.models.adapter import AdapterRequest
+from hetmesh.models.build import build_empty
+from hetmesh.models.own.adapters import OwnAdapter, OwnEncoder, OwnSink
+from hetmesh.parallel.stages import PassThrough
+
+
+class _Noting(PassThrough):
+    """Stands for a layer, and notes that it was called."""
+
+    def __init__(self, name: str, called: list[str]) -> None:
+        super().__init__()
+        self.name, self.called = name, called
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        self.called.append(self.name)
+        return hidden
+
+
+def first_layers(adapter: OwnAdapter, example: nn.Module, request: AdapterRequest) -> tuple[str, ...]:
+    """The layers that only the first stage calls, with what it reads itself; they stay together there.
+
+    Args:
+        example: an instance on the meta device; it is not used any more.
+
+    Raises:
+        RecipeError: the module cannot be cut between its layers, and why.
+    """
+    where = f"{request.key}: {type(example).__name__} declares `activation`"
+    layers, called = adapter.layers(), list[str]()
+    if any(True for name, _ in example.named_buffers() if not _inside(name, layers)):
+        example = build_empty(adapter)
+    outside = [name for name, _ in example.named_parameters() if not _inside(name, layers)]
+    if outside:
+        raise RecipeError(
+            f"{where}, but its parameters {outside[:6]} belong to none of its layers {list(layers)}, so no stage would "
+            "own them; put them into a layer"
+        )
+    for layer in layers:
+        parent, _, child = layer.rpartition(".")
+        setattr(example.get_submodule(parent), child, _Noting(layer, called))
+    hidden, arguments = _inputs(adapter)
+    try:
+        with torch.no_grad():
+            output = example(*arguments, hidden=hidden)
+    except Exception as error:
+        raise RecipeError(
+            f"{where}, but its forward failed as a later pipeline stage, with hidden {tuple(hidden.shape)} in place of "
+            f"what it reads, and layers that hand their input on: {type(error).__name__}: {error}"
+        ) from error
+    first = len(layers) - len(called)
+    if not called or tuple(called) != layers[first:]:
+        raise RecipeError(
+            f"{where}, but as a later pipeline stage it calls the layers {called}; it must call all but the first few "
+            f"of {list(layers)}, each once and in this order"
+        )
+    same = isinstance(output, Tensor) and output.numel() == hidden.numel()
+    if not same or not torch.equal(output.reshape(hidden.shape), hidden):
+        raise RecipeError(
+            f"{where}, but its forward computes something between its layers, or behind the last, which each stage "
+            f"would compute again: put it into one of {list(layers)}"
+        )
+    return layers[: first or 1]
+
+
+def _inside(name: str, layers: tuple[str, ...]) -> bool:
+    return any(name.startswith(f"{layer}.") for layer in layers)
+
+
+def _inputs(adapter: OwnAdapter) -> tuple[Tensor, tuple[Any, ...]]:
+    """What a later stage gets, for two items, rows or samples."""
+    between = adapter.abilities.activation
+    assert between is not None
+    generator = torch.Generator().manual_seed(0)
+    if isinstance(adapter, OwnSink):
+        ids = torch.zeros(2, 3, dtype=torch.int64)
+        batch = {
+            "input_ids": ids,
+            "position_ids": torch.arange(3).repeat(2, 1),
+            "target_positions": torch.arange(6),
+            "targets": ids.flatten(),
+            **{f"positions.{at}": ids.flatten()[:0] for at in adapter.sources.values()},
+        }
+        return torch.randn(2, 3, between.features, generator=generator), (batch, {})
+    if isinstance(adapter, OwnEncoder):
+        passed = between.per_row * adapter.rows_per_item + between.per_item
+        return torch.randn(2, passed, between.features, generator=generator), (None,)
+    return torch.randn(2 * between.per_row, between.features, generator=generator), (None,)

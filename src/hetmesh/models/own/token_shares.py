@@ -1,0 +1,59 @@
+"""Sequence parallelism of a user's own module: tokens are shared out before the first layer that takes shares, and put
+together behind the last, so that its forward sees all of them everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from hetmesh.models.adapter import Abilities
+from hetmesh.parallel.sequence_parallel import ShardedTokens
+from hetmesh.parallel.tokens import tokens_of
+
+
+class _Layered(Protocol):
+    @property
+    def abilities(self) -> Abilities: ...
+    def layers(self) -> tuple[str, ...]: ...
+
+
+def sharded_layers(layers: tuple[str, ...], prefixes: tuple[str, ...]) -> tuple[str, ...]:
+    """The layers that work on shares of the tokens."""
+    return tuple(layer for layer in layers if any(f"{layer}.".startswith(f"{prefix}.") for prefix in prefixes))
+
+
+def around_shares(module: nn.Module, adapter: _Layered) -> None:
+    """Let `module` share out its tokens in front of the first of its sharded layers, and join them behind the last,
+    if `hetmesh.parallel` has it work on shares. Once per module."""
+    tokens: Any = tokens_of(module)
+    if not isinstance(tokens, ShardedTokens) or tokens.around:
+        return
+    tokens.around = True
+    inside = sharded_layers(adapter.layers(), adapter.abilities.token_sharded)
+
+    def share(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tokens.share_out(arguments[0]), *arguments[1:]
+
+    def join(_: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
+        return tokens.join(output)
+
+    module.get_submodule(inside[0]).register_forward_pre_hook(share)
+    module.get_submodule(inside[-1]).register_forward_hook(join)
+
+
+def all_rows(
+    module: nn.Module, sources: Mapping[str, str], batch: dict[str, Tensor], inputs: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Rows for all placeholders of the lane, where each rank got those of its share: zeros stand for the others, which
+    are cut off where tokens are shared out."""
+    tokens, total = tokens_of(module), batch["input_ids"].numel()
+    if not isinstance(tokens, ShardedTokens):
+        return batch, dict(inputs)
+    rows = {}
+    for source, at in sources.items():
+        positions, own = batch[f"positions.{at}"], inputs[source]
+        mine = tokens.is_own(positions, total).nonzero().flatten()
+        rows[source] = own.new_zeros(len(positions), own.shape[-1]).index_copy(0, mine, own)
+    return batch, rows

@@ -1,0 +1,82 @@
+"""In which order a model's image processor cuts an image into patches: measured on the processor itself.
+
+A tower takes patches in the order of its processor, and nothing in the model says which one that is: a wrong order
+would train without a word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+import torch
+from torch import Tensor
+
+SIDES = (448, 672)
+"""Height and width of the image that is cut: whole cells of patches of 14 and of 16 pixels, two to a side of a cell."""
+
+
+@dataclass(frozen=True)
+class PatchOrder:
+    """How patches lie; by default as Qwen2-VL's processor cuts them.
+
+    Attributes:
+        grouped: the patches of one row of the result lie behind each other; else they go along the image's rows.
+        channels_last: in a patch the channels are the last dim.
+        flat: a patch is one dim; else it has those of an image.
+    """
+
+    grouped: bool = True
+    channels_last: bool = False
+    flat: bool = True
+
+    def cut(self, image: Tensor, patch: int, merge: int, frames: int) -> Tensor:
+        """`[channels, height, width]` -> its patches `[patches, ...]`; a patch stands for `frames` equal frames."""
+        channels, height, width = image.shape
+        cells = (height // patch // merge, width // patch // merge)
+        parts = image.reshape(channels, cells[0], merge, patch, cells[1], merge, patch)
+        grid = (1, 4, 2, 5) if self.grouped else (1, 2, 4, 5)
+        found = parts.permute(*grid, 0, 3, 6).reshape(-1, channels, patch, patch)
+        if self.channels_last:
+            found = found.permute(0, 2, 3, 1)
+        if frames > 1:
+            found = found.unsqueeze(2).expand(-1, -1, frames, -1, -1)
+        return found.flatten(1) if self.flat else found
+
+
+QWEN2_VL = PatchOrder()
+
+
+@lru_cache(maxsize=16)
+def processor_order(model_type: str) -> tuple[PatchOrder, int]:
+    """The order of the image processor that transformers has for a `model_type`, and its frames to a patch.
+
+    Raises:
+        LookupError: there is none that works here, or it cuts another way than all that are known.
+    """
+    import transformers
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+
+    names = IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type, {})
+    name = names.get("pil")
+    if name is None:
+        what = f"{names['torchvision']} needs torchvision" if names.get("torchvision") else "transformers has none"
+        raise LookupError(f"the order in which its processor cuts images into patches cannot be measured: {what}")
+    plain = {"do_resize": False, "do_rescale": False, "do_normalize": False}
+    processor = getattr(transformers, name)(**plain)
+    patch, merge = processor.patch_size, getattr(processor, "merge_size", 1)
+    image = torch.rand(3, *SIDES, generator=torch.Generator().manual_seed(0))
+    given = torch.as_tensor(
+        processor(images=[image.numpy()], return_tensors="pt", input_data_format="channels_first", **plain).pixel_values
+    )
+    patches = SIDES[0] // patch * (SIDES[1] // patch)
+    frames = given.numel() // (patches * 3 * patch * patch)
+    for each in product((True, False), (False, True), (True, False)):
+        order = PatchOrder(*each)
+        if frames > 1 and order.channels_last:
+            continue
+        cut = order.cut(image, patch, merge, max(frames, 1))
+        if cut.shape == given.shape and torch.equal(cut, given.to(cut.dtype)):
+            return order, frames
+    raise LookupError(f"{name} cuts images into patches in an order that hetmesh does not know")

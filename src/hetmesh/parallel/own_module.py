@@ -1,0 +1,90 @@
+"""A module that its owner has parallelised, with `parallelize_module` and `fully_shard`: who sums which gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from hetmesh._torch_compat import fsdp_groups
+from hetmesh.errors import GradientError, LayoutError
+from hetmesh.graph.module_graph import LANE_AXES
+from hetmesh.layout.mesh import MeshSpec
+from hetmesh.parallel.apply import AdaptedModule, ParallelModule
+from hetmesh.parallel.gradient_axes import SUM_ORDER, ParameterAxes, sharded_axes
+
+
+def own_parallel_module(
+    name: str, module: nn.Module, stage: AdaptedModule, spec: MeshSpec, device_mesh: DeviceMesh
+) -> ParallelModule:
+    """`module` on `spec`, as it is. Gradients are summed over its lanes: by FSDP in the backward where it has the
+    parameter, else by `start_reduction`. Tensor-parallel gradients are the affair of who parallelised it.
+
+    Args:
+        name: of the module, for errors.
+        stage: what the runtime calls; holds `module`.
+
+    Raises:
+        GradientError: something in it averages gradients, or reduces them over other ranks than those of its lanes.
+        LayoutError: a DTensor of it lies on a mesh with axes that `spec` does not have.
+    """
+    for part, each in module.named_modules():
+        if isinstance(each, DistributedDataParallel):
+            raise GradientError(
+                f"part {name!r}: {part or 'it'} is a DistributedDataParallel, which averages gradients; give the "
+                "module inside: hetmesh sums gradients over its lanes by itself"
+            )
+    by_fsdp = dict(_by_fsdp(name, module, spec))
+    lanes = tuple(axis for axis in LANE_AXES if spec.axis_size(axis) > 1)
+    axes = {}
+    for fqn, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            names = parameter.device_mesh.mesh_dim_names or ()
+            if not names or set(names) - set(spec.axes):
+                raise LayoutError(
+                    f"part {name!r}: {fqn} lies on a mesh with the axes {list(names)}, its mesh has {list(spec.axes)}; "
+                    "shard it over hetmesh.device_mesh(mesh), or a slice of it by name"
+                )
+        summed = tuple(sorted(lanes, key=SUM_ORDER.index))
+        axes[fqn] = ParameterAxes(summed, by_fsdp.get(id(parameter), ()), sharded_axes(parameter))
+    return ParallelModule(module, (stage,), spec, device_mesh, axes)
+
+
+def _by_fsdp(name: str, module: nn.Module, spec: MeshSpec) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Ids of the parameters that FSDP has -> the axes over which it sums their gradients."""
+    for part, group in fsdp_groups(module):
+        mesh: DeviceMesh = group.mesh_info.mesh
+        where = f"part {name!r}: fully_shard of {part or 'the whole module'}"
+        axes = _axes_of(mesh, spec)
+        if axes is None:
+            raise GradientError(
+                f"{where} works on ranks {mesh.mesh.flatten().tolist()}, which are not those of the axes "
+                f"{[axis for axis in spec.axes if axis in LANE_AXES]} of {spec}: its gradients would be summed over "
+                "others than its lanes; give it hetmesh.device_mesh(mesh)['dp_shard'], say"
+            )
+        if not (group.reduce_grads and group.all_reduce_grads):
+            raise GradientError(f"{where} has set_requires_gradient_sync(False): nobody would sum its gradients")
+        factor = mesh.size() if group.gradient_divide_factor is None else group.gradient_divide_factor
+        if factor != 1:
+            raise GradientError(
+                f"{where} divides gradients by {factor:g}, and hetmesh sums them, over lanes as over microbatches: "
+                f"other parts would get gradients that are {factor:g} times as large. Call "
+                "hetmesh.sum_over_shards(module) on it before, and divide once, by `divide_by` of Pipeline.step"
+            )
+        yield from ((id(each.sharded_param), axes) for each in group.fsdp_params)
+
+
+def _axes_of(mesh: DeviceMesh, spec: MeshSpec) -> tuple[str, ...] | None:
+    """The lane axes of `spec` that `mesh` has for this rank; None if it has other ranks."""
+    ranks = set(mesh.mesh.flatten().tolist())
+    lanes = [axis for axis in LANE_AXES if axis in spec.axes]
+    for count in range(1, len(lanes) + 1):
+        for axes in combinations(lanes, count):
+            merged = spec.merge(axes, "lanes") if count > 1 else spec
+            if any(set(group) == ranks for group in merged.axis_groups("lanes" if count > 1 else axes[0])):
+                return tuple(axis for axis in axes if spec.axis_size(axis) > 1)
+    return None

@@ -1,0 +1,315 @@
+"""Keys of torchtitan's that are no keys of hetmesh: which values are taken all the same, and what to write for others.
+
+Every key of torchtitan 0.2.2's JobConfig is here or has a field in `sections.py`
+(github.com/pytorch/torchtitan, torchtitan/config/job_config.py at v0.2.2; a test holds them together).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Raw = Mapping[str, Any]
+"""A recipe as TOML gives it, by table."""
+
+
+class _Any:
+    def __contains__(self, value: object) -> bool:
+        return True
+
+
+ANY: Container[Any] = _Any()
+OFF = (False,)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A key that has no effect here, or a field of which some values have none.
+
+    Attributes:
+        accepted: values that change nothing: they ask for what hetmesh does anyway, or belong to a feature that is off.
+        instead: what to write where another value is given.
+        without_effect: values that are taken, but do nothing; the summary says `note` of them.
+        matters: whether the key means anything in a recipe; where it does not, every value is accepted.
+    """
+
+    accepted: Container[Any] = ()
+    instead: str = ""
+    without_effect: Container[Any] = ()
+    note: str = ""
+    matters: Callable[[Raw], bool] = lambda raw: True
+
+
+def _table(raw: Raw, name: str) -> Mapping[str, Any]:
+    table = raw.get(name, {})
+    return table if isinstance(table, Mapping) else {}
+
+
+def _on(section: str, key: str, default: bool = False) -> Callable[[Raw], bool]:
+    return lambda raw: _table(raw, section).get(key, default) is not False
+
+
+def _selective(raw: Raw) -> bool:
+    modules = [table for table in _table(raw, "modules").values() if isinstance(table, Mapping)]
+    modes = [_table(raw, "activation_checkpoint").get("mode"), *(m.get("activation_checkpoint") for m in modules)]
+    return "selective" in modes
+
+
+def _shared(degree: str) -> Callable[[Raw], bool]:
+    """Whether some module has more than one rank along an axis."""
+
+    def found(raw: Raw) -> bool:
+        layout = _table(raw, "parallelism")
+        return any(table.get(degree, 1) != 1 for table in (layout, *layout.values()) if isinstance(table, Mapping))
+
+    return found
+
+
+_SEEN = "leave it out; [profiling] timeline = true records a step, and `hetmesh simulate` predicts memory"
+_NO_FP8 = "leave it out; hetmesh computes in float32 or bfloat16"
+_DATA = "[data] source and [data.options]"
+_NO_MOE = "leave it out; hetmesh does not spread experts over ranks"
+_RECORDER = "torch's flight recorder takes its settings from the environment (TORCH_FR_BUFFER_SIZE)"
+_NO_FT = "leave it out; a run that was killed resumes from its last checkpoint"
+_HF_WEIGHTS = "leave it out; [modules.<name>] initial_load_path or [model] hf_path takes a Hugging Face directory"
+_WORKERS = "write [data] num_workers"
+
+_LAYOUT: Mapping[str, Foreign] = {
+    "expert_parallel_degree": Foreign((1,), _NO_MOE),
+    "expert_tensor_parallel_degree": Foreign((1,), _NO_MOE),
+    "expert_parallel_comm_backend": Foreign(ANY),  # of expert_parallel_degree
+    "pipeline_parallel_expert_parallel_overlap": Foreign(ANY),  # of DualPipeV
+    "pipeline_parallel_schedule_csv": Foreign(("",), "name a schedule in pipeline_parallel_schedule"),
+    "pipeline_parallel_first_stage_less_layers": Foreign(
+        (),
+        "name the layers of each stage in module_fqns_per_model_part",
+        (0, 1),
+        "stages are cut such that they take equal time, with what embeddings cost",
+        _shared("pipeline_parallel_degree"),
+    ),
+    "pipeline_parallel_last_stage_less_layers": Foreign(
+        (),
+        "name the layers of each stage in module_fqns_per_model_part",
+        (0, 1),
+        "stages are cut such that they take equal time, with what the head costs",
+        _shared("pipeline_parallel_degree"),
+    ),
+    "enable_async_tensor_parallel": Foreign(OFF, "leave it out"),
+    "enable_compiled_autograd": Foreign(OFF, "leave it out; [compile] enable = true compiles blocks"),
+    "disable_loss_parallel": Foreign(
+        (True,),
+        "leave it out",
+        OFF,
+        "every tensor parallel rank has all logits of its tokens (the loss is the same)",
+        _shared("tensor_parallel_degree"),
+    ),
+    "context_parallel_load_balancer": Foreign(
+        (),
+        "write context_parallel_assignment = 'balanced'",
+        ("headtail", "ptrr"),
+        "tokens are shared by what their attention costs; context_parallel_assignment = 'zigzag' is head and tail",
+        _shared("context_parallel_degree"),
+    ),
+    "context_parallel_rotate_method": Foreign(
+        (),
+        "leave it out",
+        ("allgather", "alltoall"),
+        "ranks fetch the keys and values that their tokens see, and no others",
+        _shared("context_parallel_degree"),
+    ),
+}
+
+FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
+    "job": {
+        "config_file": Foreign(instead="name the file on the command line: hetmesh train RECIPE"),
+        "custom_config_module": Foreign(("",), 'name your class in [modules.<name>] model = "package.module:Class"'),
+        "save_config_file": Foreign(
+            instead="leave it out; a run writes recipe.json, with all defaults, into its dump_folder"
+        ),
+    },
+    "modules": {},
+    "parallelism": _LAYOUT,
+    "training": {
+        "dataset": Foreign(instead=f"write {_DATA}"),
+        "dataset_path": Foreign(instead="write [data.options] path"),
+        "gc_freq": Foreign(without_effect=ANY, note="Python collects garbage when it sees fit"),
+        "gc_debug": Foreign(OFF, "leave it out"),
+        "dataloader.num_workers": Foreign((0,), _WORKERS),
+        "dataloader.persistent_workers": Foreign(ANY),  # workers live as long as the run
+        "dataloader.pin_memory": Foreign(OFF, "leave it out"),
+        "dataloader.prefetch_factor": Foreign(instead="write [data] prefetch_factor"),
+    },
+    "optimizer": {
+        "early_step_in_backward": Foreign(OFF, "leave it out; gradients are clipped by the norm over all modules first")
+    },
+    "checkpoint": {
+        "enable_ft_dataloader_checkpoints": Foreign(ANY),  # of fault_tolerance
+        "async_mode": Foreign(("disabled",), "write 'disabled'", matters=_on("checkpoint", "enable")),
+        "initial_load_model_only": Foreign(
+            (True,), "leave it out; a run whose dump_folder has checkpoints goes on with optimizer, schedule and data"
+        ),
+        "initial_load_in_hf": Foreign(OFF, _HF_WEIGHTS),
+        "initial_load_in_hf_quantized": Foreign(OFF, _HF_WEIGHTS),
+        "last_save_model_only": Foreign(
+            OFF,
+            "write false",
+            (True,),
+            "the last checkpoint, too, has all that a resumed run needs",
+            _on("checkpoint", "enable"),
+        ),
+        "load_step": Foreign((-1,), "write [checkpoint] initial_load_path, the folder of a step"),
+        "load_only": Foreign(OFF, "leave it out; [checkpoint] enable = false saves none"),
+        "enable_first_step_checkpoint": Foreign(OFF, "leave it out; `--checkpoint.interval 1` tries saving"),
+        "create_seed_checkpoint": Foreign(OFF, "leave it out; [debug] seed gives the same weights in every layout"),
+    },
+    "metrics": {
+        "disable_color_printing": Foreign(OFF, "set NO_COLOR=1 in the environment"),
+        "save_tb_folder": Foreign(
+            ("tensorboard",),
+            "leave it out",
+            ANY,
+            "events are in the folder tensorboard of the dump_folder",
+            _on("metrics", "enable_tensorboard"),
+        ),
+        "save_for_all_ranks": Foreign(OFF, "leave it out; metrics are those of all ranks together"),
+    },
+    "validation": {
+        "dataset": Foreign(
+            instead=f"leave it out; held-out samples are a split of {_DATA}", matters=_on("validation", "enable", True)
+        ),
+        "dataset_path": Foreign(
+            instead="write [data.options] validation_path", matters=_on("validation", "enable", True)
+        ),
+        "local_batch_size": Foreign(
+            without_effect=ANY,
+            note="held-out samples come in batches of [training] local_batch_size",
+            matters=_on("validation", "enable", True),
+        ),
+        "seq_len": Foreign(
+            without_effect=ANY,
+            note="[training] seq_len holds for held-out samples too",
+            matters=_on("validation", "enable", True),
+        ),
+        "steps": Foreign((-1,), "write [validation] samples", matters=_on("validation", "enable", True)),
+        "dataloader.num_workers": Foreign((0,), _WORKERS, matters=_on("validation", "enable", True)),
+        "dataloader.persistent_workers": Foreign(ANY),
+        "dataloader.pin_memory": Foreign(OFF, "leave it out", matters=_on("validation", "enable", True)),
+        "dataloader.prefetch_factor": Foreign(ANY),  # of num_workers
+    },
+    "comm": {
+        "trace_buf_size": Foreign(without_effect=ANY, note=_RECORDER),
+        "save_traces_folder": Foreign(ANY),  # of trace_buf_size
+        "save_traces_file_prefix": Foreign(ANY),
+        "mode": Foreign(
+            ("default",), "leave it out; `hetmesh check` and `hetmesh simulate` try a layout without processes"
+        ),
+    },
+    "debug": {
+        "deterministic_warn_only": Foreign(OFF, "leave it out"),
+        "moe_force_load_balance": Foreign(OFF, "leave it out"),
+    },
+    "profiling": {
+        "enable_profiling": Foreign(OFF, _SEEN),
+        "save_traces_folder": Foreign(ANY),  # of enable_profiling, as the three below
+        "profile_freq": Foreign(ANY),
+        "profiler_active": Foreign(ANY),
+        "profiler_warmup": Foreign(ANY),
+        "enable_memory_snapshot": Foreign(OFF, _SEEN),
+        "save_memory_snapshot_folder": Foreign(ANY),
+    },
+    "model": {
+        "name": Foreign(instead="describe each module in [modules.<name>], or name a directory in [model] hf_path"),
+        "flavor": Foreign(instead="give sizes in [modules.<name>.config], or name a directory in [model] hf_path"),
+        "hf_assets_path": Foreign(instead="write [model] hf_path, or [data.options] tokenizer"),
+        "tokenizer_path": Foreign(instead="write [model] hf_path, or [data.options] tokenizer"),
+        "converters": Foreign(([],), _NO_FP8),
+        "print_after_conversion": Foreign(OFF, "leave it out; `hetmesh explain` shows the modules"),
+    },
+    "activation_checkpoint": {
+        "selective_ac_option": Foreign(
+            ("op",),
+            "write 'op' (all but matrix products and attention is computed again), or mode = 'full' for whole blocks",
+            matters=_selective,
+        ),
+        "per_op_sac_force_recompute_mm_shapes_by_fqns": Foreign(([], ["moe.router.gate"]), "leave it out"),
+        "early_stop": Foreign(ANY),  # when a recomputation ends; its results are the same
+        "memory_budget": Foreign(ANY),  # of mode = "memory_budget"
+        "visualize_memory_budget_pareto": Foreign(OFF, "leave it out"),
+        "preserve_rng_state": Foreign((True,), "leave it out; recomputed dropout must draw what it drew"),
+        "determinism_check": Foreign(("default",), "leave it out"),
+        "debug": Foreign(OFF, "leave it out"),
+    },
+    "quantize": dict.fromkeys(  # of model.converters
+        (
+            "linear.float8.enable_fsdp_float8_all_gather",
+            "linear.float8.precompute_float8_dynamic_scale_for_fsdp",
+            "linear.float8.recipe_name",
+            "linear.float8.filter_fqns",
+            "linear.float8.emulate",
+            "linear.mx.mxfp8_dim1_cast_kernel_choice",
+            "linear.mx.recipe_name",
+            "linear.mx.filter_fqns",
+            "grouped_mm.float8.fqns",
+            "grouped_mm.mx.recipe_name",
+            "grouped_mm.mx.fqns",
+        ),
+        Foreign(ANY),
+    ),
+    "fault_tolerance": {
+        "enable": Foreign(OFF, _NO_FT),
+        **dict.fromkeys(
+            (
+                "process_group",
+                "process_group_timeout_ms",
+                "replica_id",
+                "group_size",
+                "min_replica_size",
+                "semi_sync_method",
+            ),
+            Foreign(ANY),
+        ),
+    },
+    "memory_estimation": {
+        "enable": Foreign(OFF, "leave it out; `hetmesh simulate` predicts the memory of every rank"),
+        "disable_fake_mode": Foreign(ANY),
+    },
+    "experimental": {
+        "custom_import": Foreign(("",), 'name your class in [modules.<name>] model = "package.module:Class"'),
+        "custom_args_module": Foreign(("",), 'name your class in [modules.<name>] model = "package.module:Class"'),
+    },
+}
+"""By table and key; keys of tables inside a table with a dot. A key that has a field too is passed on, any other is
+dropped."""
+
+_ZERO_BUBBLE = "write 'zero_bubble' (a stage per rank), or 'Interleaved1F1B'"
+_SCHEDULES = {
+    "GPipe": "write '1F1B', whose stages hold fewer microbatches (the results are the same)",
+    "LoopedBFS": "write 'Interleaved1F1B'",
+    "InterleavedZeroBubble": _ZERO_BUBBLE,
+    "ZBVZeroBubble": _ZERO_BUBBLE,
+    "DualPipeV": _ZERO_BUBBLE,
+    "PipelineScheduleSingle": "write '1F1B'",
+    "PipelineScheduleMulti": "write 'Interleaved1F1B'",
+}
+
+VALUES: Mapping[str, Mapping[str, str]] = {
+    "parallelism.pipeline_parallel_schedule": _SCHEDULES,
+    "parallelism.bubble_fill_schedule": _SCHEDULES,
+    "activation_checkpoint.mode": {
+        "memory_budget": "write 'selective' (all but matrix products and attention) or 'full'"
+    },
+    "training.dtype": {"bfloat16": "write mixed_precision_param = 'bfloat16'; parameters stay in float32"},
+}
+"""Values of torchtitan's, of keys that are fields here -> what to write instead."""
+
+ELSEWHERE: Mapping[str, str] = {
+    "training.seed": "write [debug] seed",
+    "training.deterministic": "write [debug] deterministic",
+    "modules.mesh": "write [parallelism.<module>] ranks",
+    "modules.ranks": "write [parallelism.<module>] ranks",
+    "boundaries.source": "write from",
+    "boundaries.destination": "write to",
+    "job.world_size": "the ranks under [parallelism] say it",
+}
+"""Keys that newcomers look for -> where hetmesh has them."""

@@ -1,0 +1,162 @@
+"""The forms in which data sets hold conversations, and where a folder has them."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+
+import pytest
+import torch
+from PIL import Image
+from test_data_conversations import image, root, said, source, talk, text  # noqa: F401
+
+from hetmesh.data.find_conversations import Conversations, find_conversations
+from hetmesh.data.inline import inline
+from hetmesh.data.turns import turns_of
+from hetmesh.errors import RecipeError, SampleError
+
+ASK, SAY = {"type": "text", "text": "what"}, ("assistant", "a cat")
+CAT = {"type": "image", "image": "cat.png"}
+URL = "data:image/png;base64,AAAA"
+
+
+def messages(*parts, **record):
+    return {"messages": [{"role": "user", "content": list(parts)}, {"role": "assistant", "content": "a cat"}], **record}
+
+
+def llava(text, **record):
+    turns = [{"from": "human", "value": text}, {"from": "gpt", "value": "a cat"}]
+    return {"conversations": turns, **record}
+
+
+FORMS = {
+    # what: (record, content of the first turn)
+    "ours": (messages(CAT, ASK), [CAT, ASK]),
+    "LLaVA": (llava("<image>what", image="cat.png"), [CAT, ASK]),
+    "LLaVA, several": (llava("<image>what<image>", image=["cat.png", "b.png"]), [CAT, ASK, {**CAT, "image": "b.png"}]),
+    "OpenAI": (
+        messages({"type": "image_url", "image_url": {"url": URL, "detail": "low"}}, ASK),
+        [{**CAT, "image": URL}, ASK],
+    ),
+    "OpenAI, url alone": (messages({"type": "image_url", "image_url": "cat.png"}, ASK), [CAT, ASK]),
+    "OpenAI, responses": (
+        messages({"type": "input_image", "image_url": "cat.png"}, {"type": "input_text", "text": "what"}),
+        [CAT, ASK],
+    ),
+    "OpenAI, audio": (
+        messages({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}),
+        [{"type": "audio", "audio": "data:audio/wav;base64,AAAA"}],
+    ),
+    "transformers, url": (messages({"type": "image", "url": "cat.png"}, ASK), [CAT, ASK]),
+    "transformers, path": (messages({"type": "image", "path": "cat.png"}, ASK), [CAT, ASK]),
+    "transformers, base64": (messages({"type": "image", "base64": "AAAA"}), [{**CAT, "image": URL}]),
+    "files of the record": (messages({"type": "image"}, ASK, images=["cat.png"]), [CAT, ASK]),
+    "marks in messages": (
+        {
+            "messages": [{"role": "user", "content": "<image>what"}, {"role": "assistant", "content": "a cat"}],
+            "images": ["cat.png"],
+        },
+        [CAT, ASK],
+    ),
+    "a table's nulls": (messages({"type": "text", "text": "what", "image": None}), [ASK]),
+    "the same file named twice": (messages(CAT, ASK, image="cat.png"), [CAT, ASK]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_read_as_ours(form):
+    record, content = FORMS[form]
+    asked, said = turns_of(record)
+    assert asked == ("user", content)
+    assert said in (SAY, ("assistant", [{"type": "text", "text": "a cat"}]))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        llava("what", image="cat.png"),
+        llava("<image>what", image=["cat.png", "b.png"]),
+        messages(ASK, images=["cat.png"]),  # which nobody would see
+        messages({"type": "image"}, images=["cat.png", "b.png"]),
+    ],
+)
+def test_files_without_a_place_are_errors(record):
+    with pytest.raises(ValueError, match=r"more files of \['image'\] than marks in the text"):
+        turns_of(record)
+
+
+def test_who_speaks():
+    record = {"messages": [{"role": "developer", "content": "be kind"}, {"role": "user", "content": "what"}]}
+    assert turns_of(record) == [("system", "be kind"), ("user", "what")]
+    with pytest.raises(ValueError, match="`from` is 'bot', must be one of"):
+        turns_of({"conversations": [{"from": "bot", "value": "a"}]})
+
+
+def test_media_in_a_record():
+    data = b"12345"
+    url = "data:audio/x-wav;charset=x;base64," + base64.b64encode(data).decode()
+    item = inline(url, lambda: url)
+    assert (item.name, item.length, item.read(), item.open().read()) == ("inline.wav", 5, data, data)
+    with pytest.raises(OSError, match="is no data URL of base64"):
+        inline("data:,hello", str)
+    with pytest.raises(OSError, match="is no base64"):
+        inline("data:image/png;base64,A", lambda: "data:image/png;base64,A").read()
+
+
+def test_images_in_the_record_and_addresses(root):  # noqa: F811
+    data = base64.b64encode((root / "wide.png").read_bytes()).decode()
+    asked = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    own = source(root, talk([asked, text("what")], "a cat"), talk([image(), text("what")], "a cat"))
+    (given,), (expected,) = (own.load(i).media["image"] for i in range(2))
+    assert torch.equal(given, expected)
+    assert said(own) == said(own, 1)
+    file = {"type": "image_url", "image_url": {"url": (root / "wide.png").as_uri()}}
+    assert torch.equal(source(root, talk([file], "a cat")).load(0).media["image"][0], expected)
+    asked["image_url"]["url"] = "https://example.org/cat.png"
+    with pytest.raises(SampleError, match=r"sample 't': 'https://example.org/cat.png' is an address, and nothing is"):
+        source(root, talk([asked], "a cat")).meta(0)
+
+
+def test_conversations_in_which_nobody_answers_have_no_target(root):  # noqa: F811
+    """They are counted, or end the run, as [data] on_no_target says; a batch of nothing else is an error."""
+    turns = [{"from": "human", "value": "what is this"}, {"from": "human", "value": "and this"}]
+    data = source(root, {"id": "h", "conversations": turns}, talk("what", "a cat"))
+    assert [data.meta(i).targets == () for i in range(2)] == [True, False]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "pictures").mkdir()
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(buffer, "png")
+    (tmp_path / "pictures" / "cat.png").write_bytes(buffer.getvalue())
+    (tmp_path / "talks.jsonl").write_text(json.dumps(llava("<image>what", image="cat.png")) + "\n")
+    (tmp_path / "dataset.json").write_text('{"name": "pets"}')  # no conversation
+    return tmp_path
+
+
+def test_a_folder_has_one_file_of_conversations_and_the_media_beside_it(folder):
+    expected = Conversations(str(folder / "talks.jsonl"), "", str(folder / "pictures"))
+    assert find_conversations(str(folder)) == expected
+    (folder / "talks_val.jsonl").write_bytes((folder / "talks.jsonl").read_bytes())
+    found = find_conversations(str(folder))
+    assert found == Conversations(
+        str(folder / "talks.jsonl"), str(folder / "talks_val.jsonl"), str(folder / "pictures")
+    )
+    (folder / "pictures" / "cat.png").rename(folder / "cat.png")
+    assert find_conversations(str(folder / "talks.jsonl")) == Conversations(str(folder / "talks.jsonl"))
+    (folder / "more.jsonl").write_bytes((folder / "talks.jsonl").read_bytes())
+    with pytest.raises(RecipeError, match=r"several files hold conversations: .*more.jsonl, .*talks.jsonl, .*; name"):
+        find_conversations(str(folder))
+
+
+def test_what_is_not_there_is_said(folder):
+    (folder / "pictures" / "cat.png").unlink()
+    with pytest.raises(RecipeError, match=r"talks.jsonl names 'cat.png', which is neither beside it nor in a folder"):
+        find_conversations(str(folder))
+    assert find_conversations(str(folder), "elsewhere").media_folder == "elsewhere"
+    with pytest.raises(RecipeError, match=r"--data = '.*pictures': no conversations in it: one conversation per line"):
+        find_conversations(str(folder / "pictures"))
+    with pytest.raises(RecipeError, match="--data = 'nowhere': there is no such file"):
+        find_conversations("nowhere")

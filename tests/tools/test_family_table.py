@@ -1,0 +1,86 @@
+"""The README's table of families: it is what the code declares, and `hetmesh check` accepts and refuses accordingly."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from pathlib import Path
+
+import pytest
+
+from hetmesh.errors import RecipeError
+from hetmesh.models.can_do import LLM, YES
+from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.testing import tiny_vlms
+from hetmesh.training.describe import describe
+
+TOOLS = Path(__file__).parents[2] / "tools"
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+
+TRIED = {
+    "TP": "[parallelism.{module}]\ntensor_parallel_degree = 2",
+    "SP": "[parallelism.{module}]\ntensor_parallel_degree = 2\nenable_sequence_parallel = true",
+    "FSDP": "[parallelism.{module}]\ndata_parallel_shard_degree = 2",
+    "PP": "[parallelism.{module}]\npipeline_parallel_degree = 2",
+    "CP": "[parallelism.{module}]\ncontext_parallel_degree = 2",
+    "LoRA": "[modules.{module}.lora]\nrank = 2",
+}
+"""Tables of a recipe that needs a column's ability of one module."""
+
+
+@pytest.fixture
+def families(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    return importlib.import_module("family_table")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+
+    def saved(name):
+        return folder / name if (folder / name).exists() else tiny_vlms.save(name, folder)
+
+    return saved
+
+
+@pytest.mark.slow
+def test_the_readme_has_the_table_that_the_code_declares(families, tmp_path):
+    rows = {title: families.row_of(name, tmp_path) for name, title in families.FAMILIES.items()}
+    assert families.table(rows) == families.written(README)
+
+
+def cells(families):
+    """Of the README's table: name of the tiny model, column, cell."""
+    head, _, *lines = families.written(README).splitlines()
+    columns = [each.strip() for each in head.strip("|").split("|")][1:]
+    names = {title: name for name, title in families.FAMILIES.items()}
+    for line in lines:
+        title, *row = (each.strip() for each in line.strip("|").split("|"))
+        yield from ((names[title], column, cell) for column, cell in zip(columns, row, strict=True) if column in TRIED)
+
+
+def accepted(path, column, module):
+    try:
+        describe(parse_recipe(tiny_vlms.recipe_text(path, TRIED[column].format(module=module))))
+    except RecipeError:
+        return False
+    return True
+
+
+def check(directory, name, column, cell):
+    given = {module: accepted(directory(name), column, module) for module in ("llm", "vision")}
+    assert given == {"llm": cell in (YES, LLM), "vision": cell == YES}, f"{name}, {column}: {cell}"
+
+
+@pytest.mark.slow
+def test_check_accepts_and_refuses_what_some_cells_say(families, directory):
+    drawn = random.Random(0).sample(list(cells(families)), 6)
+    for name, column, cell in [*drawn, ("llava_cohere2", "SP", "no")]:
+        check(directory, name, column, cell)
+
+
+@pytest.mark.exhaustive
+def test_check_accepts_and_refuses_what_every_cell_says(families, directory):
+    for name, column, cell in cells(families):
+        check(directory, name, column, cell)

@@ -1,0 +1,248 @@
+"""Modules that one has parallelised oneself, through a schedule: gradients equal one process, or are refused."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import hetmesh
+from hetmesh import MeshSpec, Part, Pipeline
+from hetmesh.boundary import World
+from hetmesh.errors import BoundaryError, GradientError, GraphError, LossError, ReplicaError
+
+SAMPLES, TARGETS = 16, 16 * 3
+MESHES = {
+    "encoder": MeshSpec.make([0, 1], dp_shard=2),
+    "middle": MeshSpec.make([1, 2], dp_replicate=2),
+    "decoder": MeshSpec.make([2, 3], tp=2),
+}
+COLOCATED = {
+    "encoder": MeshSpec.make(range(4), dp_replicate=2, dp_shard=2),
+    "middle": MeshSpec.make(range(4), dp_shard=4),
+    "decoder": MeshSpec.make(range(4), dp_replicate=2, tp=2),
+}
+EDGES = [("encoder", "middle"), ("middle", "decoder")]
+
+
+class Rows(nn.Module):
+    """Four rows of six for each image."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Linear(8, 12), nn.Linear(12, 24)
+
+    def forward(self, images):
+        return self.out(torch.tanh(self.into(images.to(self.into.bias.dtype)))).unflatten(1, (4, 6))
+
+
+def modules(dtype=torch.float64):
+    torch.manual_seed(0)
+    decoder = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+    return {name: m.to(dtype) for name, m in {"encoder": Rows(), "middle": nn.Linear(6, 6), "decoder": decoder}.items()}
+
+
+def data():
+    torch.manual_seed(1)
+    return torch.randn(SAMPLES, 8).double(), torch.randn(SAMPLES, 3).double()
+
+
+def decode(module, batch, inputs):
+    return module(inputs["middle"].mean(1))
+
+
+def loss(output, batch):
+    return (output.double() - batch["targets"]).square().sum()
+
+
+def load(name, samples):
+    images, targets = data()
+    at = list(samples)
+    return {"encoder": {"images": images[at]}, "middle": {}, "decoder": {"targets": targets[at]}}[name]
+
+
+def one_process():
+    """Losses, and parameters after three steps."""
+    own, (images, targets) = modules(), data()
+    parameters = {f"{n}.{k}": p for n, m in own.items() for k, p in m.named_parameters()}
+    optimizer, losses = torch.optim.SGD(parameters.values(), lr=0.5), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        output = decode(own["decoder"], {}, {"middle": own["middle"](own["encoder"](images))})
+        value = loss(output, {"targets": targets}) / TARGETS
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses, {name: p.detach() for name, p in parameters.items()}
+
+
+def make(rank, meshes, *, summed=True, spoil=None, **more):
+    """The pipeline, sharded as its meshes say."""
+    world = World.current()
+    own, parts = modules(more.pop("dtype", torch.float64)), {}
+    for name, spec in meshes.items():
+        mesh = hetmesh.device_mesh(spec)
+        module = own[name] if mesh is not None else None
+        if mesh is not None and "tp" in spec.axes:
+            parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}, src_data_rank=None)
+        if mesh is not None and "dp_shard" in spec.axes:
+            fully_shard(module, mesh=mesh[tuple(a for a in spec.axes if a != "tp")])
+            if summed:
+                hetmesh.sum_over_shards(module)
+        if module is not None and spoil is not None:
+            spoil(name, module)
+        parts[name] = Part(module, spec, (4, 6), dtype=next(own[name].parameters()).dtype)
+    parts["decoder"] = Part(parts["decoder"].module, meshes["decoder"], dtype=parts["decoder"].dtype, call=decode)
+    return world, Pipeline(parts, EDGES, **{"loss": loss, "microbatch": 4} | more)
+
+
+def train(rank, meshes, schedule):
+    _, pipeline = make(rank, meshes, schedule=schedule)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.5, foreach=False)
+    losses = []
+    for _ in range(3):
+        losses.append(pipeline.step(load, SAMPLES, divide_by=TARGETS))
+        optimizer.step()
+    found = {f"{n}.{k}": p for n, each in pipeline.parallel.items() for k, p in each.module.named_parameters()}
+    full = {k: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for k, p in found.items()}
+    return losses, full, pipeline.checked, pipeline.evaluate(load, SAMPLES) / TARGETS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("meshes", "schedule"), [(MESHES, "1f1b"), (COLOCATED, "1f1b"), (COLOCATED, "sequential")])
+def test_parts_of_ones_own_equal_one_process(pool4, meshes, schedule):
+    losses, parameters = one_process()
+    ranks = pool4.run(train, meshes, schedule)
+    for found, full, checked, after in ranks:
+        assert found == pytest.approx(losses, rel=1e-12)
+        assert after < losses[-1]
+        assert set(checked) == set(meshes)
+        assert all(ratio == pytest.approx(1, abs=1e-3) for ratio in checked.values())
+        for name, value in full.items():
+            torch.testing.assert_close(value, parameters[name], rtol=1e-12, atol=1e-12)
+    assert {name for _, full, _, _ in ranks for name in full} == set(parameters)
+
+
+def halve_middle(name, module):
+    """A part that takes the mean over its two lanes by itself."""
+    if name == "middle":
+        for parameter in module.parameters():
+            parameter.register_hook(lambda gradient: gradient / 2)
+
+
+def other_weights(name, module):
+    if name == "middle" and World.current().rank == 2:
+        nn.init.zeros_(module.bias)
+
+
+def partial_gradients(name, module):
+    """A part with tensor parallelism whose ranks each compute a share of a parameter's gradient."""
+    if name == "decoder":
+        module.append(Share())
+
+
+class Share(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, output):
+        own = torch.zeros(3, dtype=torch.float64)
+        own[World.current().rank % 2 :: 2] = 1
+        return output * (own * self.scale + (1 - own) * self.scale.detach())
+
+
+def says(rank, steps, meshes, more):
+    try:
+        _, pipeline = make(rank, meshes, **more)
+        for _ in range(steps):
+            pipeline.step(load, SAMPLES)
+    except (BoundaryError, GradientError, GraphError, LossError, ReplicaError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("meshes", "more", "message"),
+    [
+        (MESHES, {"summed": False}, r"GradientError: part 'encoder': fully_shard of the whole module divides"),
+        (MESHES, {"spoil": halve_middle}, r"those of 'middle' are 0\.5 times what they should be"),
+        (MESHES, {"spoil": halve_middle, "dtype": torch.float32}, r"those of 'middle' are 0\.5 times"),
+        (MESHES, {"spoil": partial_gradients}, r"GradientError: ranks .*: decoder\.3\.scale \(along tp\)"),
+        (MESHES, {"spoil": other_weights}, r"ReplicaError: .*middle\.bias"),
+        (COLOCATED, {"schedule": "zero_bubble"}, r"GraphError: schedule = 'zero_bubble' splits the back"),
+        (MESHES, {"schedule": "gpipe"}, r"GraphError: schedule = 'gpipe': valid are sequential, 1f1b"),
+    ],
+)
+def test_what_would_not_be_a_sum_is_refused(pool4, meshes, more, message):
+    for found in pool4.run(says, 1, meshes, more):
+        assert re.search(message, found), found
+
+
+@pytest.fixture
+def world():
+    world = hetmesh.init()
+    yield world
+    world.close()
+
+
+ONE = MeshSpec.make([0], dp_shard=1)
+
+
+@pytest.mark.parametrize(
+    ("parts", "edges", "more", "message"),
+    [
+        (
+            {"a": Part(nn.Linear(8, 3), MeshSpec.make([0], dp=1))},
+            [],
+            {},
+            r"'a': the axes of its mesh are \['dp'\]; valid",
+        ),
+        (
+            {"a": Part(None, ONE)},
+            [],
+            {},
+            r"'a': rank 0 needs its module, and \(dp_shard=1\) on ranks \[0\] is its mesh",
+        ),
+        (
+            {"a": Part(nn.Linear(8, 3), ONE), "b": Part(nn.Linear(3, 3), ONE)},
+            [("a", "b")],
+            {},
+            r"give the shape of its out",
+        ),
+        (
+            {"a": Part(nn.Linear(8, 3), ONE, trainable=False)},
+            [],
+            {},
+            r"trainable = False, but it has parameters with req",
+        ),
+        ({"a": Part(nn.Linear(8, 3), ONE, (4,))}, [], {}, r"'a': must return shape \('samples', 4,\), got \(16, 3\)"),
+        (
+            {"a": Part(nn.Linear(8, 3), ONE)},
+            [],
+            {"loss": lambda o, b: o},
+            r"must return the sum over its samples, a sca",
+        ),
+        ({"a": Part(nn.parallel.DistributedDataParallel, ONE)}, [], {}, "is a DistributedDataParallel, which averages"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(world, parts, edges, more, message):
+    first = parts["a"]
+    if first.module is nn.parallel.DistributedDataParallel:
+        parts = {"a": Part(first.module(nn.Linear(8, 3)), ONE)}
+    options = {"loss": lambda output, batch: output.square().sum(), "microbatch": 16} | more
+    with pytest.raises((GraphError, BoundaryError, GradientError, LossError), match=message):
+        Pipeline(parts, edges, **options).step(lambda name, samples: {"input": torch.ones(len(samples), 8)}, SAMPLES)
+
+
+def test_a_frozen_part_and_a_flat_loss(world):
+    """Nothing is told about gradients that are zero."""
+    frozen = nn.Linear(8, 6).requires_grad_(False)
+    parts = {"a": Part(frozen, ONE, (6,), trainable=False), "b": Part(nn.Linear(6, 2), ONE)}
+    pipeline = Pipeline(parts, [("a", "b")], loss=lambda output, batch: 0 * output.sum() + 1)
+    assert pipeline.step(lambda name, samples: {"input": torch.ones(len(samples), 8)}, 4, divide_by=4) == 1
+    assert pipeline.checked == {"b": None}
+    assert pipeline.grad_norm() == 0

@@ -1,0 +1,140 @@
+"""Every image-text and audio-text class of the installed transformers: does hetmesh take it?
+
+    python tools/survey.py                       # a table; --json prints one JSON object
+    python tools/survey.py llava qwen3_vl        # some model types alone
+    python tools/survey.py --json --output tools/results/survey.json
+
+Each is built from its default config made tiny, with random weights, and saved; what hetmesh makes of the directory is
+compared with transformers' own forward (the self-check) and, where that passes, with two steps of training by
+transformers' own forward and backward in fp64. Each runs in a process of its own, with a limit of time.
+Exit status 1 where one is silently wrong: passes the self-check, and trains another way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+RESULTS = ("passed", "refused", "refused_by_self_check", "failed", "silently_wrong", "not_buildable")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Survey; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="MODEL_TYPE", help="some alone")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON object to FILE")
+    parser.add_argument("--processes", type=int, default=2, help="processes at once (2)")
+    parser.add_argument("--timeout", type=float, default=180.0, help="seconds for one class (180)")
+    args = parser.parse_args(argv)
+    result = run(args.names, args.processes, args.timeout)
+    text = json.dumps(result, indent=1)
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(text + "\n", encoding="utf-8")
+    print(text if args.json else table(result))
+    return 1 if result["image_text"]["silently_wrong"] or result["audio_text"]["silently_wrong"] else 0
+
+
+def run(names: Sequence[str], processes: int, timeout: float) -> dict[str, Any]:
+    """The counts by kind of class, and the rows."""
+    import torch
+    import transformers
+
+    from surveying.classes import audio_text_classes, image_text_classes
+
+    kinds = {"image_text": image_text_classes(), "audio_text": audio_text_classes()}
+    unknown = set(names) - {name for classes in kinds.values() for name in classes}
+    if unknown:
+        raise SystemExit(f"survey.py: no model types of image-text or audio-text classes: {sorted(unknown)}")
+    wanted = [
+        (kind, name, cls)
+        for kind, classes in kinds.items()
+        for name, cls in classes.items()
+        if not names or name in names
+    ]
+    rows = _rows([(name, cls) for _, name, cls in wanted], processes, timeout)
+    result: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
+    for kind in kinds:
+        held = [rows[name] for each, name, _ in wanted if each == kind]
+        result[kind] = {"classes": len(held), "split": sum(row["split"] for row in held)}
+        result[kind] |= {key: sum(row["result"] == key for row in held) for key in RESULTS}
+        result[kind]["rows"] = held
+    return result
+
+
+def _rows(wanted: Sequence[tuple[str, str]], processes: int, timeout: float) -> Mapping[str, dict[str, Any]]:
+    """Row by model type; every class in a process that is forked from this one, so that imports are paid once."""
+    import hetmesh.testing.whole_reference
+    import surveying.one_class  # noqa: F401
+
+    hetmesh.testing.whole_reference  # noqa: B018
+    context = multiprocessing.get_context("fork")
+    rows: dict[str, dict[str, Any]] = {}
+    waiting = list(wanted)
+    running: dict[Any, tuple[str, str, Any, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < processes:
+            name, cls = waiting.pop(0)
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_survey, args=(theirs, name, cls), daemon=True)
+            process.start()
+            theirs.close()
+            running[ours] = (name, cls, process, time.monotonic())
+        ready = wait(list(running), timeout=1.0)
+        for end, (name, cls, process, began) in list(running.items()):
+            row = {"model_type": name, "class": cls, "split": False, "result": "not_buildable"}
+            if end in ready:
+                try:
+                    row = end.recv()
+                except EOFError:
+                    row["result"] = "failed"
+                    row["reason"] = "the process died"
+            elif time.monotonic() - began > timeout:
+                process.kill()
+                row["reason"] = f"took more than {timeout:g} seconds"
+            else:
+                continue
+            process.join()
+            del running[end]
+            rows[name] = row
+            print(f"{len(rows)}/{len(wanted)} {name}: {row['result']} {row.get('reason', '')}", file=sys.stderr)
+    return rows
+
+
+def _survey(end: Any, name: str, cls: str) -> None:
+    import torch
+    import transformers
+
+    from surveying.one_class import survey
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    end.send(survey(name, cls))
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The counts, and a line per class."""
+    lines = []
+    for kind in ("image_text", "audio_text"):
+        counts = {key: value for key, value in result[kind].items() if key != "rows"}
+        lines.append(f"{kind}: " + ", ".join(f"{key} {value}" for key, value in counts.items()))
+        for row in result[kind]["rows"]:
+            how = " ".join([*row.get("parts", ()), row.get("mask", ""), row.get("positions", "")])
+            lines.append(f"  {row['model_type']:24} {row['result']:22} {how:45} {row.get('reason', '')[:160]}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
