@@ -38,7 +38,7 @@ def by_transformers(model, index):
         call = model.adapters["vision"].call
         arguments = call.arguments(call.collate(list(items)))
     kinds = _media_tokens(meta)[:, :-1]
-    if whole.family.positions == "rope_index":
+    if any("grid_thw" in name for name in arguments):
         arguments["mm_token_type_ids"] = kinds
     if whole.family.mask == "bidirectional_runs":
         arguments["token_type_ids"] = kinds
