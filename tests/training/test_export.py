@@ -358,3 +358,34 @@ def test_modules_that_are_named_by_hand_take_what_they_have_no_use_for_from_thei
         assert tower.config.num_hidden_layers == 2  # what the run has of it
         norm = next(key for key in before if key.endswith("post_layernorm.weight"))
         assert torch.equal(tower.post_layernorm.weight, before[norm])
+
+
+OWN = """
+from torch import nn
+
+class Own(nn.Module):
+    def __init__(self, in_features, out_features):
+        super().__init__()
+        self.out_features = out_features
+        self.only = nn.Linear(in_features, out_features)
+
+    def forward(self, rows):
+        return self.only(rows)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_remembers_where_code_beside_its_recipe_lies(tmp_path, capsys):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "own_projector_of_a_test.py").write_text(OWN)
+    text = (RECIPES / "digits_single.toml").read_text()
+    text = text.replace('model = "mlp"', 'model = "own_projector_of_a_test:Own"\nconfig = { out_features = 96 }')
+    (tmp_path / "code" / "recipe.toml").write_text(text)
+    small = ("--training.steps", "1", "--training.local_batch_size", "4", "--validation.samples", "4")
+    few = ("--validation.freq", "0", "--checkpoint.enable", "true", "--metrics.enable_tensorboard", "false")
+    keys = (*small, *few, "--job.dump_folder", str(tmp_path / "run"))
+    train(load_recipe(tmp_path / "code" / "recipe.toml", keys))
+    assert saved_run(tmp_path / "run").recipe.code_folder == str(tmp_path / "code")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert set(tensors(tmp_path / "out" / "projector")) == {"only.weight", "only.bias"}
+    assert main(["generate", str(tmp_path / "run"), "add 1+2", "--max-new-tokens", "3"]) == 0

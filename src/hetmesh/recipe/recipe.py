@@ -64,6 +64,11 @@ class Recipe(sections.Section):
 
         return wiring(self)
 
+    @property
+    def code_folder(self) -> str | None:
+        """The folder of the recipe's file, where it names code (`place_beside`)."""
+        return next((each.folder for each in (self.data, *self.modules.values()) if each.folder is not None), None)
+
     def meshes(self) -> Mapping[str, MeshSpec]:
         """Each module's mesh, by module name."""
         return self.wiring.meshes
@@ -137,13 +142,17 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         recipe = parse_recipe(text, overrides)
     except RecipeError as error:
         raise RecipeError("\n".join(f"{path}: {line}" for line in str(error).split("\n"))) from error.__cause__
-    folder = str(Path(path).resolve().parent)
+    place_beside(recipe, str(Path(path).resolve().parent))
+    return recipe
+
+
+def place_beside(recipe: Recipe, folder: str) -> None:
+    """Say in which folder the recipe's file lies, to the tables that name code, which may lie there too."""
     for module in recipe.modules.values():
         if ":" in module.model:
             module.beside(folder)
     if any(":" in source for source in (recipe.data.source, *(each.source for each in recipe.data.mixture))):
         recipe.data.beside(folder)
-    return recipe
 
 
 def parse_recipe(given: str | Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:

@@ -20,6 +20,9 @@ from hetmesh.training.checkpoint import complete_steps, newest_step
 RECIPE_FILE = "recipe.json"
 """In a run's folder: the recipe with all defaults, as it was last started. Locked while the run writes there."""
 
+CODE_FOLDER = "code_folder"
+"""Beside the recipe's tables in that file, where it names code: the folder that it was read from."""
+
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 _HINT = "job.dump_folder must be a folder that can be written"
@@ -65,7 +68,10 @@ class RunFolder:
             return
         with writing(self.path / RECIPE_FILE, _HINT):
             self.claim.truncate(0)
-            self.claim.write(to_json(recipe.model_dump(mode="json", by_alias=True), indent=2) + "\n")
+            told = recipe.model_dump(mode="json", by_alias=True)
+            if recipe.code_folder is not None:
+                told[CODE_FOLDER] = recipe.code_folder
+            self.claim.write(to_json(told, indent=2) + "\n")
             self.claim.flush()
         if self.step is not None:
             trim_metrics(self.path / METRICS_FILE, self.step)

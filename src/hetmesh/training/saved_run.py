@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.models.load import WRAPPERS
-from hetmesh.recipe.recipe import Recipe
+from hetmesh.recipe.recipe import Recipe, place_beside
 from hetmesh.recipe.sections import freeze
 from hetmesh.training import checksums
 from hetmesh.training.checkpoint import complete_steps, first_cause, newest_step, saved_tensors
-from hetmesh.training.dump_folder import RECIPE_FILE
+from hetmesh.training.dump_folder import CODE_FOLDER, RECIPE_FILE
 
 MODEL = "model."
 """What names of parameters and buffers begin with in a checkpoint."""
@@ -140,15 +140,19 @@ def run_recipe(folder: Path) -> Recipe:
         ) from error
     except ValueError as error:
         raise RecipeError(f"{file} is no JSON: {error}") from error
+    code = raw.pop(CODE_FOLDER, None) if isinstance(raw, dict) else None
     try:
         whole = Recipe.model_validate(freeze(raw))
         # All defaults are in the file; what a recipe was given and what it was not makes a difference to some checks.
-        return Recipe.model_validate(freeze(whole.model_dump(mode="json", by_alias=True, exclude_defaults=True)))
+        recipe = Recipe.model_validate(freeze(whole.model_dump(mode="json", by_alias=True, exclude_defaults=True)))
     except ValidationError as error:
         first = error.errors()[0]
         raise RecipeError(
             f"{file} is no recipe of this version: {'.'.join(map(str, first['loc']))}: {first['msg']}"
         ) from error
+    if code is not None:
+        place_beside(recipe, code)
+    return recipe
 
 
 def _without_wrappers(name: str) -> str:
