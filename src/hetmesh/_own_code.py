@@ -66,14 +66,19 @@ def _import_beside(module_name: str, folder: str) -> Any:
     with _at_the_end(folder):
         importlib.invalidate_caches()
         try:
-            return importlib.import_module(module_name)
+            found = importlib.import_module(module_name)
         finally:
-            inside = Path(folder).resolve()
-            for name in set(sys.modules) - before:
-                file = getattr(sys.modules[name], "__file__", None)
-                paths = [file] if file else list(getattr(sys.modules[name], "__path__", ()))
-                if any(Path(path).resolve().is_relative_to(inside) for path in paths):
-                    _beside[name] = folder
+            _beside.update({name: folder for name in set(sys.modules) - before if _came_from(folder, name)})
+    if not _came_from(folder, module_name):
+        where = getattr(found, "__file__", "elsewhere")
+        raise ImportError(f"{module_name!r} lies beside the recipe ({folder}), but was imported from {where} before")
+    return found
+
+
+def _came_from(folder: str, name: str) -> bool:
+    file = getattr(sys.modules[name], "__file__", None)
+    paths = [file] if file else list(getattr(sys.modules[name], "__path__", ()))
+    return any(Path(path).resolve().is_relative_to(Path(folder).resolve()) for path in paths)
 
 
 def _forget(folder: str) -> None:

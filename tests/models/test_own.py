@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -329,12 +330,21 @@ def test_two_folders_may_have_files_of_one_name(tmp_path):
     assert found == ["a", "b", "a"]
 
 
-def test_where_code_is_missing_or_there_twice_the_folder_is_named(tmp_path):
+def test_where_code_is_missing_or_there_twice_the_folder_is_named(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match=rf"No module named 'nowhere', neither beside the recipe \({tmp_path}\) nor"):
         import_named("nowhere:X", str(tmp_path))
     (tmp_path / "tomli.py").write_text("")
     with pytest.raises(ImportError, match=r"'tomli' is both beside the recipe .* and in .*tomli.*; rename the one"):
         import_named("tomli:X", str(tmp_path))
+    (tmp_path / "test_own.py").write_text("")
+    with pytest.raises(ImportError, match=r"'test_own' "):  # this very file, which Python knows by that name
+        import_named("test_own:X", str(tmp_path))
+    (tmp_path / "foreign.py").write_text("")
+    monkeypatch.setitem(sys.modules, "foreign", ModuleType("foreign"))
+    with pytest.raises(
+        ImportError, match=r"'foreign' lies beside the recipe \(.*\), but was imported from elsewhere bef"
+    ):
+        import_named("foreign:X", str(tmp_path))
     (tmp_path / "broken.py").write_text("import no_such_thing\n")
     with pytest.raises(ImportError, match="No module named 'no_such_thing'"):
         import_named("broken:X", str(tmp_path))
