@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 import hetmesh
 from hetmesh.boundary import World
-from hetmesh.errors import LossError, NonFiniteError, RecipeError
+from hetmesh.errors import LaunchError, LossError, NonFiniteError, RecipeError
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.testing.parity import Outcome, compare
 from hetmesh.training.trainer import Trainer
@@ -158,3 +158,28 @@ def test_the_number_of_ranks_and_how_to_start_them_is_said(tmp_path):
 
 def test_every_public_name_is_there():
     assert sorted(hetmesh.__all__) == sorted(name for name in hetmesh.__all__ if hasattr(hetmesh, name))
+
+
+def test_workers_that_load_samples_start_before_a_world(tmp_path):
+    world = hetmesh.init()
+    try:
+        with pytest.raises(RecipeError, match=r"data\.num_workers = 2: worker processes are forked before"):
+            hetmesh.train(recipe("digits_single", tmp_path, "--data.num_workers", "2"))
+    finally:
+        world.close()
+    with pytest.raises(TypeError, match=r"a hetmesh\.Recipe is needed: hetmesh\.load_recipe\(path\)"):
+        hetmesh.train("recipes/digits.toml")
+
+
+@pytest.mark.slow
+def test_what_a_launched_function_raises_is_told():
+    with pytest.raises(LaunchError, match=r"(?s)ValueError: invalid literal for int\(\).*'many'"):
+        hetmesh.launch(int, 2, "many")
+
+
+def test_a_launcher_that_started_another_number_is_told(monkeypatch):
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for key, value in (place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(LaunchError, match=r"4 ranks are needed, but torchrun started 2 processes"):
+        hetmesh.launch(print, 4)
