@@ -12,11 +12,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from hetmesh.recipe.section import NamesCode as NamesCode
-from hetmesh.recipe.section import Section as Section
-
 from hetmesh.recipe.frozen import FrozenDict, freeze, thaw
 from hetmesh.recipe.schedule_names import schedule_name, schedule_spelling
+from hetmesh.recipe.section import NamesCode as NamesCode
+from hetmesh.recipe.section import Section as Section
 
 MOST_RANKS = 1_000_000
 """Ranks that a job may have: a slip of the keyboard shall not fill the memory."""
