@@ -385,3 +385,31 @@ def test_images_within_a_number_of_pixels_are_those_of_transformers(model, size,
     assert ours.shape(*picture.size) == ours(picture).shape
     assert found["grids"].tolist() == expected["image_grid_thw"].tolist()
     torch.testing.assert_close(found["media"], expected["pixel_values"], rtol=0, atol=1e-5)
+
+
+ASKS = CHATML + "{% if add_generation_prompt %}<s>assistant {% endif %}"
+OTHER = CHATML + "{% if add_generation_prompt %}<s>assistant <think>{% endif %}"
+
+
+@pytest.mark.parametrize("template", [None, CHATML, ASKS, OTHER])
+def test_a_prompt_is_what_comes_before_an_answer(root, template):
+    both = {"image": "<image>", "audio": "<audio>"}
+    options = {"placeholders": both, "audio_processor": str(root / "whisper"), "chat_template": template}
+    asked = [image(), text("what is this and "), {"type": "audio", "audio": "sound.wav"}, text(" be kind")]
+    data = source(root, talk(asked, "a cat"), **options)
+    files = [("image", root / "wide.png"), ("audio", root / "sound.wav")]
+    meta, sample = data.prompt("<image>what is this and <audio> be kind", files)
+    like, loaded = data.meta(0), data.load(0)
+    start = like.targets[0][0]
+    assert sample.tokens.tolist() == loaded.tokens[:start].tolist()
+    assert (meta.tokens, meta.media, meta.targets) == (start, like.media, ())
+    for kind in both:
+        assert torch.equal(sample.media[kind][0], loaded.media[kind][0])
+    ends = {"</s>"} if template is None else {"</s>", "<|end|>"}
+    assert set(data._chat.tokenizer.convert_ids_to_tokens(list(data.end_ids))) == ends
+    answer = loaded.tokens[start:].tolist()
+    assert data.decode([*answer, *sample.tokens.tolist()]) == "a cat"
+    with pytest.raises(SampleError, match="more files of \\['audio'\\] than marks in the text"):
+        data.prompt("<image>what", files)
+    with pytest.raises(SampleError, match=r"cannot read .*broken.png"):
+        data.prompt("what", [("image", root / "broken.png")])

@@ -58,7 +58,7 @@ def by_transformers(model, index):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3", "paligemma"])
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3", "paligemma", "mistral3", "qwen2_5_vl"])
 def test_greedy_answers_are_those_of_transformers_generate(tmp_path, name):
     given = parse_recipe(tiny_vlms.recipe_text(tiny_vlms.save(name, tmp_path)).replace("float64", "float32"))
     model = OneProcess.load(given)
@@ -72,6 +72,11 @@ def test_greedy_answers_are_those_of_transformers_generate(tmp_path, name):
         # Untrained models repeat themselves, so tokens alone say little.
         ours = [model.logits(Continued(model.source, [index], [answer[:i]]))[-1] for i in range(LONG)]
         assert torch.allclose(torch.stack(ours), logits, rtol=1e-4, atol=1e-4)
+        if (cache := model.cache()) is not None:
+            rows: dict = {}
+            kept = [model.logits(Continued(model.source, [index], [answer[:i]]), rows, cache)[-1] for i in range(LONG)]
+            assert torch.allclose(torch.stack(kept), torch.stack(ours), rtol=1e-4, atol=1e-4)
+    assert (model.cache() is None) == (name in ("gemma3", "paligemma"))
 
 
 def test_a_continued_sample_is_cut_at_its_last_answer():
@@ -122,3 +127,19 @@ def test_a_digit_from_a_file_is_that_of_the_source(tmp_path):
             read_digit(tmp_path / file)
     with pytest.raises(SampleError, match="2 places for images, given are 1"):
         source.prompt("sum <image><image>", [("image", tmp_path / "five.png")])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name in tiny_vlms.MODELS if name not in ("paligemma2", "qwen2_audio")])
+def test_keys_and_values_that_are_kept_change_nothing_in_any_family(tmp_path, name):
+    model = OneProcess.load(parse_recipe(tiny_vlms.recipe_text(tiny_vlms.save(name, tmp_path))))
+    index = next(i for i in range(50) if model.source.meta(i).num_items("image") > 1)
+    answer = list(answer_tokens(model, model.source, index, most=20))
+    rows: dict = {}
+    if (cache := model.cache()) is None:
+        assert name in ("gemma3", "paligemma")
+        return
+    for i in range(20):
+        source = Continued(model.source, [index], [answer[:i]])
+        kept, again = model.logits(source, rows, cache)[-1], model.logits(source)[-1]
+        assert torch.allclose(kept, again, rtol=0, atol=1e-12)

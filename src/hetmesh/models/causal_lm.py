@@ -137,7 +137,7 @@ class CausalLMAdapter:
         if ids.numel() == 0:  # transformers' views are ambiguous on empty tensors: one token that predicts nothing
             ids, position_ids = ids.new_zeros(1, 1), position_ids.new_zeros(*position_ids.shape[:-2], 1, 1)
         tokens, total = tokens_of(module), ids.numel()
-        flat = inputs[PREVIOUS] if PREVIOUS in inputs else self._embed(model, ids, batch, inputs)
+        flat = inputs[PREVIOUS] if PREVIOUS in inputs else self.embedded(model, ids, batch, inputs)
         # Handing over the finished masks (none) keeps transformers from looking for packed sequences and building one.
         # Models without a choice of masks (Llama) take no finished ones: they look, find no packing, and build none.
         # Eager attention is causal by its mask alone, which transformers then builds.
@@ -177,7 +177,7 @@ class CausalLMAdapter:
         """The logits `[n, vocab]` of what the decoder returns, `[n, features]`."""
         return model.lm_head(hidden)
 
-    def _embed(self, model: Any, ids: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+    def embedded(self, model: Any, ids: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         """The flat tokens that this rank keeps, rows in the places of their placeholders."""
         tokens, total = tokens_of(model), ids.numel()
         flat = tokens.split(self.embed(model, ids).flatten(0, 1))

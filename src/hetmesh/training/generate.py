@@ -1,8 +1,8 @@
-"""Answers of a model in one process: token by token, each from a forward of all that came before it.
+"""Answers of a model in one process, token by token.
 
-What encoders and projectors make of the media is computed once. The LLM computes the whole prefix again for every
-token: it is the forward of training, with its masks and positions, for any model, at a cost that grows with the square
-of the length. There is no cache of keys and values.
+What encoders and projectors make of the media is computed once. So are the keys and values of an LLM whose attention is
+causal and transformers' own. Any other LLM (of masks that are not causal, of one's own) computes all tokens again for
+each new one, by the forward of training, at a cost that grows with the square of the length.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ def answer_tokens(
     draw = torch.Generator().manual_seed(seed)
     silent = list(source.placeholders.values())
     rows: dict[str, Tensor] = {}
+    cache = model.cache()
     said: list[int] = []
     while len(said) < most and not (said and said[-1] in ends):
-        logits = model.logits(Continued(source, [index], [said]), rows)[-1].double().cpu()
+        logits = model.logits(Continued(source, [index], [said]), rows, cache)[-1].double().cpu()
         logits[silent] = -torch.inf
         if temperature > 0:
             chosen = int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=draw))

@@ -15,6 +15,8 @@ from hetmesh.data.source import Source
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.graph import ModuleGraph, Stage, output_key
 from hetmesh.models import Adapter, pretrained_of
+from hetmesh.models.causal_lm import CausalLMAdapter
+from hetmesh.models.key_value_cache import Cache, keeps_keys, next_logits
 from hetmesh.models.load import materialize
 from hetmesh.models.lora import base_name, is_adapter
 from hetmesh.recipe import sections as sections
@@ -86,11 +88,18 @@ class OneProcess:
         """What expands the samples of another source of the same vocabulary."""
         return Loader(source, len(source), make_prepare(self.recipe, self.graph, self.adapters), shuffle=False)
 
-    def logits(self, source: Source, rows: dict[str, Tensor] | None = None) -> Tensor:
+    def cache(self) -> Cache | None:
+        """What `logits` may keep between the tokens of an answer; None where the LLM computes all of them again."""
+        sink = self.graph.sink
+        return {} if keeps_keys(self.adapters[sink.name], self.modules[sink.name], sink.packed) else None
+
+    def logits(self, source: Source, rows: dict[str, Tensor] | None = None, cache: Cache | None = None) -> Tensor:
         """The logits of the targets of all samples of `source`, `[targets, vocab]`, by the modules' own forward.
 
         Args:
             rows: what encoders and projectors gave; those that are missing are computed and put there.
+            cache: from the call for the token before, of the one sample of `source`: only the last target's logits
+                are given.
         """
         rows = {} if rows is None else rows
         loader = self.loader(source)
@@ -105,7 +114,11 @@ class OneProcess:
                 inputs = {b.key: rows[b.key] for b in self.graph.inputs(name)}
                 given = feed(Stage(name, 0), 0)
                 batch = {key: each.to(self.device) if isinstance(each, Tensor) else each for key, each in given.items()}
-                result = self.adapters[name].forward(self.modules[name], batch, inputs)
+                adapter, module = self.adapters[name], self.modules[name]
+                if name == sink and cache is not None:
+                    assert isinstance(adapter, CausalLMAdapter)
+                    return next_logits(adapter, module, batch, inputs, cache)
+                result = adapter.forward(module, batch, inputs)
                 if name == sink:
                     assert isinstance(result, Tensor)
                     return result

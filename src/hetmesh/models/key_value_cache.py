@@ -1,0 +1,55 @@
+"""Next tokens from an LLM that keeps the keys and values of the tokens before: each is computed once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hetmesh.models.adapter import Adapter
+from hetmesh.models.causal_lm import CausalLMAdapter
+
+KEYS = "keys and values"
+Cache = dict[str, Any]
+"""What is kept between two tokens; empty before the first."""
+
+
+def keeps_keys(adapter: Adapter, model: Any, packed: bool) -> bool:
+    """Whether `next_logits` takes the place of an LLM's forward: a causal decoder of transformers whose attention goes
+    through its registry.
+
+    Args:
+        packed: its attention is hetmesh's own, for samples in one row or another mask, which has no cache.
+    """
+    if packed or not isinstance(adapter, CausalLMAdapter) or adapter.abilities.use_packed is None:
+        return False
+    return "past_key_values" in inspect.signature(adapter.decoder_of(model).forward).parameters
+
+
+def next_logits(
+    adapter: CausalLMAdapter, model: Any, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor], cache: Cache
+) -> Tensor:
+    """The logits `[1, vocab]` of the last target of the one sample in `batch`, whose earlier tokens are those of the
+    call before. Masks are transformers' own, as in its `generate`.
+
+    Args:
+        inputs: as of `Adapter.forward`.
+        cache: of this sample; tokens up to the one before the last target are added.
+    """
+    from transformers import DynamicCache
+
+    known = cache.setdefault(KEYS, DynamicCache(config=adapter.config))
+    start, stop = known.get_seq_length(), int(batch["target_positions"][-1]) + 1
+    embedded = adapter.embedded(model, batch["input_ids"], batch, inputs)[None, start:stop]
+    features = adapter.added_features(model, embedded, batch, inputs) if start == 0 else {}
+    hidden = adapter.decoder_of(model)(
+        inputs_embeds=embedded,
+        position_ids=batch["position_ids"][..., start:stop],
+        attention_mask=None,
+        past_key_values=known,
+        use_cache=True,
+        **features,
+    ).last_hidden_state
+    return adapter.logits(model, hidden[0, -1:])
