@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import tarfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -149,6 +151,17 @@ def test_a_folder_has_one_file_of_conversations_and_the_media_beside_it(folder):
     (folder / "more.jsonl").write_bytes((folder / "talks.jsonl").read_bytes())
     with pytest.raises(RecipeError, match=r"several files hold conversations: .*more.jsonl, .*talks.jsonl, .*; name"):
         find_conversations(str(folder))
+
+
+def test_held_out_shards_are_not_among_the_others(folder):
+    for name in ("a.tar", "b.tar", "val.tar"):
+        with tarfile.open(folder / "pictures" / name, "w") as shard:
+            shard.add(folder / "talks.jsonl", name)
+    with pytest.raises(RecipeError, match=r"no pattern names a.tar, b.tar ... and leaves out the held-out ones"):
+        find_conversations(str(folder / "pictures"))
+    (folder / "pictures" / "b.tar").rename(folder / "pictures" / "a1.tar")
+    found = find_conversations(str(folder / "pictures"))
+    assert [Path(each).name for each in (found.path, found.validation_path)] == ["a*.tar", "val.tar"]
 
 
 def test_what_is_not_there_is_said(folder):

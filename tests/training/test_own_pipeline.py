@@ -111,7 +111,7 @@ def train(rank, meshes, schedule):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("meshes", "schedule"), [(MESHES, "1f1b"), (COLOCATED, "1f1b"), (COLOCATED, "sequential")])
+@pytest.mark.parametrize(("meshes", "schedule"), [(MESHES, "1f1b"), (COLOCATED, "1F1B"), (COLOCATED, "sequential")])
 def test_parts_of_ones_own_equal_one_process(pool4, meshes, schedule):
     losses, parameters = one_process()
     ranks = pool4.run(train, meshes, schedule)

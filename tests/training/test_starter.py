@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tomli
+import torch
 from PIL import Image
 from tiny_directory import save_directory
 
@@ -16,6 +19,7 @@ from hetmesh.cli import main
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.report.starter_text import COMMENTS
 
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 SMALL = """
 source = "a machine whose ranks hold little"
 peak_flops = { bfloat16 = 1e12, float32 = 1e11 }
@@ -101,23 +105,37 @@ def test_without_data_it_takes_random_ones(written):
 
 
 @pytest.mark.slow
-def test_the_commands_from_a_directory_and_a_folder_of_images(root):
-    """As README has them, on two ranks."""
+def test_readmes_four_commands_from_a_directory_and_a_folder_of_images(root):
+    """To a directory that transformers loads, on two ranks."""
+    from transformers import AutoModelForImageTextToText
 
-    def hetmesh(*arguments):
-        command = [sys.executable, "-m", "hetmesh", *arguments]
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    name = "llava-1.5-7b-hf"
+    (root / "models").mkdir()
+    (root / "models" / name).symlink_to(root / "qwen3_vl")
+    (root / "pets" / "cat.png").write_bytes((root / "pets" / "images" / "0.png").read_bytes())
+    (block,) = [each for each in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) if "hetmesh init" in each]
+    init, train, generate, export = block.replace("/models", f"{root}/models").replace("/data", str(root)).splitlines()
+
+    def run(command: str, more: str = ""):
+        line = command.partition(" #")[0].replace("hetmesh", f"{sys.executable} -m hetmesh", 1) + more
+        done = subprocess.run(line, shell=True, cwd=root, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         return done
 
-    recipe = hetmesh("init", "qwen3_vl", "--data", "pets", "--ranks", "2", "--job.dump_folder", "run").stdout
-    (root / "pets.toml").write_text(recipe)
-    trained = hetmesh("train", "pets.toml")
+    run(init, " --ranks 2")
+    trained = run(train)
     assert "weights: logits differ from transformers' own by at most" in trained.stdout
     assert "workers start anew" not in trained.stderr  # which takes three times as long
-    lines = [json.loads(line) for line in (root / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (root / "outputs" / name / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "grad_norm" in line] == [1, 2, 3]
-    assert (root / "run" / "checkpoint" / "step-3").is_dir()
+    assert "step-3" in run(generate, " --max-new-tokens 4").stderr
+    run(export)
+    before, after = (
+        dict(AutoModelForImageTextToText.from_pretrained(path).named_parameters())
+        for path in (root / "qwen3_vl", root / "pets_hf")
+    )
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[key], after[key]) for key in before)
 
 
 def test_what_is_wrong_with_directory_or_data_is_said_as_check_says_it(root, written, capsys, tmp_path):

@@ -79,19 +79,25 @@ def _groups(root: Path, key: str) -> Iterator[tuple[str, Store]]:
         for suffix in (".tar", *TABLES):
             alike = [file for file in files if file.suffix == suffix]
             for part in ([f for f in alike if _is_held_out(str(f))], [f for f in alike if not _is_held_out(str(f))]):
-                name = _pattern(part, alike)
+                name = _pattern(part, alike, key)
                 if name and (store := _opened(name, key)) is not None:
                     yield name, store
 
 
-def _pattern(files: list[Path], alike: list[Path]) -> str:
+def _pattern(files: list[Path], alike: list[Path], key: str) -> str:
+    """What names `files` and none of the others that are alike."""
     if len(files) < 2:
         return str(files[0]) if files else ""
     common = files[0].name
     while not all(file.name.startswith(common) for file in files):
         common = common[:-1]
     pattern = f"{common}*{files[0].suffix}"
-    return str(files[0].parent / pattern) if len([f for f in alike if f.match(pattern)]) == len(files) else ""
+    if any(file.match(pattern) for file in alike if file not in files):
+        raise RecipeError(
+            f"{key} = '{files[0].parent}': no pattern names {files[0].name}, {files[1].name} ... and leaves out the "
+            "held-out ones beside them; put these into a folder of their own, and name the pattern of the others"
+        )
+    return str(files[0].parent / pattern)
 
 
 def _opened(path: str, key: str) -> Store | None:

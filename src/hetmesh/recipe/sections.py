@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from hetmesh.recipe.frozen import FrozenDict, freeze, thaw
 from hetmesh.recipe.schedule_names import schedule_name, schedule_spelling
+from hetmesh.recipe.section import NamesCode as NamesCode
+from hetmesh.recipe.section import Section as Section
 
 MOST_RANKS = 1_000_000
 """Ranks that a job may have: a slip of the keyboard shall not fill the memory."""
@@ -110,12 +112,6 @@ InnerSchedule = Annotated[Literal["1f1b", "interleaved", "zero_bubble"], BeforeV
 BalancePolicy = Annotated[str, name_in(_balancers)]
 
 
-class Section(BaseModel):
-    """Base of the tables: frozen, no unknown keys, no conversion between types except int to float."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=False)
-
-
 class JobKeys(Section):
     """`[job]`: what the run is and where its results go."""
 
@@ -140,21 +136,6 @@ class LoRA(Section):
     alpha: Annotated[float, Field(gt=0)] = 16.0  # the adapter's output is scaled by alpha / rank
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     target_modules: tuple[str, ...] | None = None
-
-
-class NamesCode(Section):
-    """A table that may name code of its own, `"package.module:Class"`, which may lie beside the recipe's file."""
-
-    _folder: str | None = PrivateAttr(default=None)  # no key: it says where the file was, not what it says
-
-    @property
-    def folder(self) -> str | None:
-        """The folder of the file that the recipe was read from, if it names code."""
-        return self._folder
-
-    def beside(self, folder: str) -> None:
-        """Say where the recipe's file lies."""
-        self._folder = folder
 
 
 class Module(NamesCode):

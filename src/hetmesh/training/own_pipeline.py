@@ -30,6 +30,7 @@ from hetmesh.graph import (
 from hetmesh.layout import MeshSpec
 from hetmesh.parallel import AdaptedModule, ParallelModule, check_replicas, own_parallel_module, start_reduction
 from hetmesh.parallel.fully_shard import sharded_modules
+from hetmesh.recipe.schedule_names import schedule_name
 from hetmesh.runtime import Runtime
 from hetmesh.schedule import POLICIES, Schedule
 from hetmesh.training.gradient_check import check_gradients, check_replica_gradients
@@ -81,7 +82,7 @@ class Pipeline:
         boundaries: (from, to): the output of one part is an input of the other.
         loss: `loss(output, batch)` gets what the last part returned for the samples of a lane and microbatch, and what
             `load` gave for it: the SUM of the loss over these samples, a scalar.
-        schedule: one of `SCHEDULES`.
+        schedule: one of `SCHEDULES`, or torch's name of it, as in a recipe.
         microbatch: samples per microbatch and lane of the last part.
         check: whether to compare gradients in the first step; it takes two more forwards per part.
 
@@ -105,8 +106,9 @@ class Pipeline:
         seed: int = 0,
         check: bool = True,
     ) -> None:
+        given, schedule = schedule, schedule_name(schedule)
         if schedule not in SCHEDULES:
-            raise GraphError(f"schedule = {schedule!r}: valid are {', '.join(SCHEDULES)}")
+            raise GraphError(f"schedule = {given!r}: valid are {', '.join(SCHEDULES)}")
         self.world, self.parts, self.loss = World.current(), dict(parts), loss
         self.schedule, self.microbatch = schedule, microbatch
         self.graph = _graph(self.parts, boundaries)
