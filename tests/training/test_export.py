@@ -112,6 +112,21 @@ def test_no_steps_give_the_directory_back_bit_by_bit_and_transformers_loads_it(p
 
 
 @pytest.mark.slow
+def test_a_part_of_a_model_goes_back_between_the_other_parts(pool, tmp_path):
+    path = tiny_vlms.save_inside("qwen2_5_omni", "thinker_config", tmp_path)
+    pool(1).run(save_now, recipe(path, tmp_path / "run"), 1, timeout=120)
+    export(saved_run(tmp_path / "run"), tmp_path / "out", dtype=torch.float32)
+
+    before, after = tensors(path), tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert torch.equal(before["other.weight"], after["other.weight"])
+    assert not torch.equal(before["thinker.lm_head.weight"], after["thinker.lm_head.weight"])
+    model = type(tiny_vlms.build("qwen2_5_omni"))
+    _, told = model.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not told["missing_keys"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [LAYOUT, SHARDED])
 def test_a_checkpoint_of_any_layout_is_exported_as_that_of_one_process(pool4, pool, tmp_path, layout):
     path = tiny_vlms.save("llava", tmp_path)
