@@ -32,6 +32,8 @@ FAMILIES: Mapping[str, str] = {
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_vl": "Qwen3-VL",
     "glm4v": "GLM-4V",
+    "qwen2_audio": "Qwen2-Audio",
+    "qwen2_5_omni": "Qwen2.5-Omni (thinker)",
 }
 """Rows, by the name of the tiny model."""
 

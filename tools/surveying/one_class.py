@@ -6,7 +6,9 @@ import contextlib
 import re
 import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -82,6 +84,7 @@ def _saved(model_type: str, class_name: str, small_images: bool, original_form: 
 
 def _tried(path: Path, row: dict[str, Any]) -> dict[str, Any]:
     from hetmesh.models.pretrained import Pretrained
+    from hetmesh.models.split.item_calls import apart
     from hetmesh.models.split.whole_model import whole_model
     from hetmesh.recipe.recipe import parse_recipe
     from hetmesh.training.describe import describe
@@ -99,7 +102,8 @@ def _tried(path: Path, row: dict[str, Any]) -> dict[str, Any]:
         _ = whole.checkpoint_names
         calls = {at: each.call for at, each in _encoders(recipe, whole).items()}
         row["items"] = {at: type(call).__name__ for at, call in calls.items()}
-        recipe = parse_recipe(_recipe(path, {at: call.blank for at, call in calls.items()}))
+        items = {at: apart(call, call.blank) for at, call in calls.items()}
+        recipe = parse_recipe(_recipe(path, items, whole.around))
         adapters = describe(recipe)[1]
         row["abilities"] = {
             key: adapters["llm"].abilities.because(key) if not getattr(adapters["llm"].abilities, key) else True
@@ -141,14 +145,19 @@ def _has_experts(recipe: Any) -> bool:
     return pretrained is not None and any("experts" in name for name in whole_model(pretrained).owners)
 
 
-def _recipe(path: Path, shapes: dict[str, tuple[int, ...]]) -> str:
-    kinds = ", ".join(f"{at} = {list(shape)}" for at, shape in (shapes or {"image": (3, 8, 8)}).items())
+def _recipe(path: Path, items: Mapping[str, Any], around: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Random samples of `items`, each a shape and a size, with tokens `around` them."""
+    given = items or {"image": ((3, 8, 8), ())}
+    kinds = ", ".join(f"{at} = {list(shape)}" for at, (shape, _) in given.items())
+    choices = ", ".join(f"{at} = [[{list(shape)}, {list(size)}]]" for at, (shape, size) in given.items())
+    beside = ", ".join(f"{at} = {list(tokens)}" for at, tokens in around.items())
+    options = f"kinds = {{ {kinds} }}, choices = {{ {choices} }}, around = {{ {beside} }}"
     return f"""
 [model]
 hf_path = '{path}'
 [data]
 source = "hetmesh.testing.sources:RandomMedia"
-options = {{ kinds = {{ {kinds} }}, apart = true, max_text = 12, max_items = 2 }}
+options = {{ {options}, apart = true, max_text = 12, max_items = 2 }}
 [training]
 local_batch_size = 3
 dtype = "float64"

@@ -102,6 +102,10 @@ def make_tiny(config: Any, small_images: bool = True, axes: bool = False) -> Any
         _suit(part, axes and part is text)
         if small_images:
             _shrink_images(part)
+    vision = vars(config).get("vision_config")
+    if small_images and "image_grid_pinpoints" in vars(config) and vision is not None:
+        side = vision.image_size
+        config.image_grid_pinpoints = [[side, 2 * side], [2 * side, side]]
     return config
 
 
