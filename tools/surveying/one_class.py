@@ -16,11 +16,6 @@ import torch
 from hetmesh.errors import HetmeshError, SelfCheckError
 from surveying.tiny_config import make_tiny
 
-Extent = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shape and size of an item."""
-
-NONE: Mapping[str, tuple[int, int]] = MappingProxyType({})
-
 FP64, FP32 = 1e-9, 1e-4
 """Largest relative error of losses, gradients and parameters of two steps."""
 
@@ -107,7 +102,8 @@ def _tried(path: Path, row: dict[str, Any]) -> dict[str, Any]:
         _ = whole.checkpoint_names
         calls = {at: each.call for at, each in _encoders(recipe, whole).items()}
         row["items"] = {at: type(call).__name__ for at, call in calls.items()}
-        recipe = parse_recipe(_recipe(path, {at: apart(call, call.blank) for at, call in calls.items()}, whole.around))
+        items = {at: apart(call, call.blank) for at, call in calls.items()}
+        recipe = parse_recipe(_recipe(path, items, whole.around))
         adapters = describe(recipe)[1]
         row["abilities"] = {
             key: adapters["llm"].abilities.because(key) if not getattr(adapters["llm"].abilities, key) else True
@@ -149,18 +145,19 @@ def _has_experts(recipe: Any) -> bool:
     return pretrained is not None and any("experts" in name for name in whole_model(pretrained).owners)
 
 
-def _recipe(path: Path, items: Mapping[str, Extent], around: Mapping[str, tuple[int, int]] = NONE) -> str:
-    """A recipe with items of one shape and size by kind, and the tokens around them."""
-    kinds = ", ".join(f"{at} = {list(shape)}" for at, (shape, _) in (items or {"image": ((3, 8, 8), ())}).items())
-    choices = ", ".join(f"{at} = [[{list(shape)}, {list(size)}]]" for at, (shape, size) in items.items())
-    tokens = ", ".join(f"{at} = {list(pair)}" for at, pair in around.items() if at in items)
-    drawn = f"kinds = {{ {kinds} }}, choices = {{ {choices} }}, around = {{ {tokens} }}"
+def _recipe(path: Path, items: Mapping[str, Any], around: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Random samples of `items`, each a shape and a size, with tokens `around` them."""
+    given = items or {"image": ((3, 8, 8), ())}
+    kinds = ", ".join(f"{at} = {list(shape)}" for at, (shape, _) in given.items())
+    choices = ", ".join(f"{at} = [[{list(shape)}, {list(size)}]]" for at, (shape, size) in given.items())
+    beside = ", ".join(f"{at} = {list(tokens)}" for at, tokens in around.items())
+    options = f"kinds = {{ {kinds} }}, choices = {{ {choices} }}, around = {{ {beside} }}"
     return f"""
 [model]
 hf_path = '{path}'
 [data]
 source = "hetmesh.testing.sources:RandomMedia"
-options = {{ {drawn}, apart = true, max_text = 12, max_items = 2 }}
+options = {{ {options}, apart = true, max_text = 12, max_items = 2 }}
 [training]
 local_batch_size = 3
 dtype = "float64"

@@ -9,14 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from hetmesh.recipe.hf_families import family_of
-
 LAYERS, HEADS, KV_HEADS, EXPERTS, CHOSEN, WIDE, VOCABULARY = 4, 4, 2, 4, 2, 64, 256
 FIRST_OTHER = 100
 """The smallest id of a token that means something and stands for no item; text of `RandomMedia` is below it."""
-
-BEHIND = 200
-"""The smallest id of a token around items."""
 
 LAYER_KEYS = frozenset(
     [
@@ -107,12 +102,10 @@ def make_tiny(config: Any, small_images: bool = True, axes: bool = False) -> Any
         _suit(part, axes and part is text)
         if small_images:
             _shrink_images(part)
-    side = vars(vars(config).get("vision_config") or config).get("image_size")
-    if small_images and vars(config).get("image_grid_pinpoints") and isinstance(side, int):
-        config.image_grid_pinpoints = [[side, 2 * side], [2 * side, side], [2 * side, 2 * side]]
-    around = family_of(config.model_type).around
-    for i, key in enumerate(key for keys in around.values() for key in keys):  # not all default configs have them
-        setattr(config, key, BEHIND + i)
+    vision = vars(config).get("vision_config")
+    if small_images and "image_grid_pinpoints" in vars(config) and vision is not None:
+        side = vision.image_size
+        config.image_grid_pinpoints = [[side, 2 * side], [2 * side, side]]
     return config
 
 
@@ -170,8 +163,6 @@ def _changed(key: str, value: Any, layers: int, widths: dict[int, int], tokens: 
         return min(value, 1)
     if key in INNER_KEYS:
         return min(value, WIDE)
-    if key == "max_source_positions":  # of recordings: half of their frames
-        return min(value, 4 * LAYERS)
     if key == "vocab_size":
         return min(value, VOCABULARY)
     if key.endswith(("_size", "_dim", "_channels", "d_model")) and "head" not in key:
