@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-AUDIO = ("audio_config", "encoder_config", "acoustic_tokenizer_encoder_config", "codec_config")
-"""Configs of what reads audio, by which an audio-text class is known where its name is in no list of image classes."""
-
 
 def image_text_classes() -> Mapping[str, str]:
     """Class by `model_type`: transformers' own list."""
