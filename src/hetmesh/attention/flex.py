@@ -52,9 +52,11 @@ def _attend(q: Tensor, kv: Tensor, work: KernelCalls, terms: Terms) -> tuple[Ten
     apart = q.view(heads, rows, group, width).transpose(1, 2).reshape(1, heads * group, rows, width)
     k, v = (x.transpose(0, 1)[None] for x in kv.unbind(1))
     queries, keys = _padded(rows), _padded(len(kv))
-    apart, k, v = F.pad(apart, (0, 0, 0, queries - rows)), *(F.pad(x, (0, 0, 0, keys - len(kv))) for x in (k, v))
+    more = max(_NARROWEST - width, 0)  # zeros, which change no score: the scale is given
+    apart = F.pad(apart, (0, more, 0, queries - rows))
+    k, v = (F.pad(x, (0, more, 0, keys - len(kv))) for x in (k, v))
     mask = block_mask(work, terms.masks, queries, keys, q.device)
-    kernel = _kernel(q.device.type, heads, group, width, q.dtype, torch.is_grad_enabled())
+    kernel = _kernel(q.device.type, heads, group, width + more, q.dtype, torch.is_grad_enabled())
     out, aux = kernel(
         apart,
         k,
@@ -66,9 +68,12 @@ def _attend(q: Tensor, kv: Tensor, work: KernelCalls, terms: Terms) -> tuple[Ten
         # not the kernel for short queries: it has no block size for 65 to 127 rows of heads that share keys (in 2.11)
         kernel_options={"BACKEND": "TRITON"},
     )
-    out, logsumexp = out[:, :, :rows], aux.lse[:, :, :rows]
+    out, logsumexp = out[:, :, :rows, :width], aux.lse[:, :, :rows]
     out = out.reshape(heads, group, rows, width).transpose(1, 2).reshape(heads, folded, width)
     return out, logsumexp.reshape(heads, group, rows).transpose(1, 2).reshape(heads, folded)
+
+
+_NARROWEST = 16  # columns of a head that Triton's products take
 
 
 def _padded(rows: int) -> int:
@@ -79,9 +84,10 @@ def _padded(rows: int) -> int:
 @cache
 def _kernel(device: str, *kind: object) -> Callable:
     """flex_attention, compiled for each `kind` on its own: what one compiled function may meet before dynamo gives up,
-    and runs it with dense scores, is 8 kinds of arguments."""
+    and runs it with dense scores, is 8 kinds of arguments. In float64, which is for comparisons and which Triton's kernel
+    does not take, it has dense scores (torch warns of that)."""
     plain: Callable = flex_attention
-    return compiled_kernel("inductor") if device == "cuda" else plain
+    return compiled_kernel("inductor") if device == "cuda" and torch.float64 not in kind else plain
 
 
 def compiled_kernel(backend: str) -> Callable:
