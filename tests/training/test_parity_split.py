@@ -100,6 +100,11 @@ def test_u24_a_split_model_equals_transformers_own(pool4, tmp_path, name, layout
     check(pool4, tmp_path, name, layout)
 
 
+@pytest.mark.slow
+def test_u23_a_tower_with_position_embeddings_under_fsdp_equals_transformers_own(pool4, tmp_path):
+    check(pool4, tmp_path, "internvl", FSDP)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["llava", "internvl", "paligemma"])
 def test_a_projector_of_its_own_under_a_frozen_tower_and_an_llm_with_lora(pool4, tmp_path, name):

@@ -84,8 +84,8 @@ def _padded(rows: int) -> int:
 @cache
 def _kernel(device: str, *kind: object) -> Callable:
     """flex_attention, compiled for each `kind` on its own: what one compiled function may meet before dynamo gives up,
-    and runs it with dense scores, is 8 kinds of arguments. In float64, which is for comparisons and which Triton's kernel
-    does not take, it has dense scores (torch warns of that)."""
+    and runs it with dense scores, is 8 kinds of arguments. In float64, which is for comparisons and which Triton's
+    kernel does not take, it has dense scores (torch warns of that)."""
     plain: Callable = flex_attention
     return compiled_kernel("inductor") if device == "cuda" and torch.float64 not in kind else plain
 
