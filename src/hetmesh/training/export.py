@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from hetmesh.errors import OutputError
 from hetmesh.files import to_json, writing
 from hetmesh.models.pretrained import PICKLES, Pretrained
 from hetmesh.models.save import LARGEST_FILE, Stored, Written, write_config, write_tensors
+from hetmesh.recipe.hf_prompts import PROMPTS
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.checkpoint import PARTIAL
 from hetmesh.training.dump_folder import RECIPE_FILE
@@ -123,10 +125,10 @@ def _write(
         trained = (tensors[name].dtype for name, origin in directory.tensors.items() if origin.source is None)
         write_config(place, directory.config, next((d for d in trained if d.is_floating_point), torch.float32))
     copied = _copy_files(directory.source, place) if directory.source is not None else 0
-    done += _said(directory, written, copied)
+    done += _said(directory, written, copied, run.recipe)
 
 
-def _said(directory: Directory, written: Written, copied: int) -> Iterator[str]:
+def _said(directory: Directory, written: Written, copied: int, recipe: Recipe) -> Iterator[str]:
     origins = directory.tensors.values()
     kept = sum(origin.source is not None for origin in origins)
     merged = sum(len(origin.keys) > 1 for origin in origins)
@@ -142,6 +144,11 @@ def _said(directory: Directory, written: Written, copied: int) -> Iterator[str]:
     if copied:
         assert directory.source is not None
         yield f"  {copied} file{'s' * (copied > 1)} copied from {directory.source.path}"
+        if _has_own_form(recipe, directory.source.path):
+            yield (
+                "  the run trained on conversations in the form of its own data.options.chat_template; what was copied "
+                "writes another: give the run's to apply_chat_template"
+            )
     if directory.left_out:
         yield f"  without {', '.join(directory.left_out)}: nothing in the run reads them, so it has none"
     yield (
@@ -188,6 +195,21 @@ def _read(run: SavedRun, origins: Mapping[str, Origin], stored: Mapping[str, Sto
         out[name] = value.clone() if origin.keys[0] in used else value  # safetensors takes no two views of one memory
         used.add(origin.keys[0])
     return out
+
+
+def _has_own_form(recipe: Recipe, source: Path) -> bool:
+    """Whether the recipe writes conversations in a form that neither the files of the directory nor the processor of
+    its model has."""
+    forms = [each.options.get("chat_template") for each in recipe.data.mixture or (recipe.data,)]
+    files = [source / name for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")]
+    known = {form for prompt in PROMPTS.values() for form in (prompt.template, prompt.default)}
+    for file in (file for file in files if file.is_file()):
+        text = file.read_text(encoding="utf-8")
+        known.add(text)
+        if file.suffix == ".json" and isinstance(table := json.loads(text), dict):
+            found = table.get("chat_template")
+            known |= {each["template"] for each in found} if isinstance(found, list) else {found}
+    return any(form is not None and form not in known for form in forms)
 
 
 def _copy_files(source: Pretrained, place: Path) -> int:
