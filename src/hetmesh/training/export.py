@@ -202,7 +202,7 @@ def _has_own_form(recipe: Recipe, source: Path) -> bool:
     its model has."""
     forms = [each.options.get("chat_template") for each in recipe.data.mixture or (recipe.data,)]
     files = [source / name for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")]
-    known = {form for prompt in PROMPTS.values() for form in (prompt.template, prompt.default)}
+    known: set[object] = {form for prompt in PROMPTS.values() for form in (prompt.template, prompt.default)}
     for file in (file for file in files if file.is_file()):
         text = file.read_text(encoding="utf-8")
         known.add(text)
