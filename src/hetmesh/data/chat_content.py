@@ -95,7 +95,10 @@ def check_replacements(
 
 
 def _written(render: Render, form: Form, token: str) -> str | None:
-    """What a template writes for one item in a turn; None where the texts around it do not come out as they are."""
+    """What a template writes for one item in a turn; None where the texts around it do not come out as they are.
+
+    Templates like LLaVA's write the items of a turn before all its texts.
+    """
     user, behind, said = MARKS
     turns = [{"role": "user", "content": form(user + token + behind)}, {"role": "assistant", "content": form(said)}]
     try:
@@ -104,5 +107,8 @@ def _written(render: Render, form: Form, token: str) -> str | None:
         return None
     if any(text.count(mark) != 1 for mark in MARKS) or "'type'" in text or '"type"' in text:
         return None
-    _, _, rest = text.partition(user)
-    return rest.partition(behind)[0] if behind in rest else text.partition(user)[0] + rest
+    before, _, rest = text.partition(user)
+    between, found, _ = rest.partition(behind)
+    if not found:
+        return before + rest
+    return before if token in before and token not in between else between
