@@ -120,6 +120,17 @@ def test_a_template_of_the_tokenizer_or_of_the_recipe(root):
     assert targets == ["a cat <|end|>", "a dog <|end|>"]  # the end of the turn too: the model must learn to stop
 
 
+def test_a_template_whose_answers_do_not_end_is_noted(root):
+    unended = DEFAULT_TEMPLATE.replace("{{ eos_token }}", " ")
+    data = source(root, talk("what is this", "a cat"), chat_template=unended)
+    assert said(data)[1] == ["a cat"]
+    (note,) = data.notes
+    assert "does not learn to stop" in note
+    assert "writes </s> behind" in note
+    assert data.end_ids == (data._chat.tokenizer.eos_token_id,)
+    assert source(root, talk("what is this", "a cat")).notes == ()
+
+
 def test_templates_that_spoil_what_is_said_are_errors(root):
     for template, message in (
         (DEFAULT_TEMPLATE.replace("{% for m in messages %}", "{% for m in messages[:1] %}"), "each of the assistant's"),

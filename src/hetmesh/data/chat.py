@@ -155,11 +155,31 @@ class Chat:
     def end_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer: the tokenizer's EOS, and the special token that ends the assistant's turn."""
         found = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        return tuple(dict.fromkeys([*found, *([] if self._turn_end is None else [self._turn_end])]))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What somebody who trains with this template should know."""
+        try:
+            ended = self._turn_end is not None
+        except SampleError:  # the template asks more of a conversation, and says so of the data
+            return ()
+        if ended:
+            return ()
+        eos = self.tokenizer.eos_token or "the token that ends one"
+        return (
+            f"the chat template ends an answer without a special token: the model does not learn to stop; a "
+            f"chat_template in [data.options] that writes {eos} behind the assistant's turn teaches it",
+        )
+
+    @cached_property
+    def _turn_end(self) -> int | None:
+        """The special token that ends the assistant's turn, None if the template writes none."""
         encoded = self.encode("the end of a turn", [("user", "a"), ("assistant", "b")])
         last = encoded.ids[encoded.targets[-1][1] - 1] if encoded.targets else None
-        if last is not None and self.tokenizer.convert_ids_to_tokens(last) in self._special:
-            found.append(last)
-        return tuple(dict.fromkeys(found))
+        if last is None or last == self.tokenizer.unk_token_id:  # small vocabularies have no "b"
+            return None
+        return last if self.tokenizer.convert_ids_to_tokens(last) in self._special else None
 
     def _adds_to(self, text: str) -> bool:
         """Whether the tokenizer adds its special tokens to a text."""

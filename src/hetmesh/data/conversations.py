@@ -236,6 +236,11 @@ class ConversationsSource:
         """Tokens that end an answer."""
         return self._chat.end_ids
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What `hetmesh check` says of the form of its conversations."""
+        return self._chat.notes
+
     def prompt(self, text: str, media: Sequence[tuple[str, Path]]) -> tuple[SampleMeta, Sample]:
         """A question in the form that the conversations have, up to where the assistant speaks.
 
