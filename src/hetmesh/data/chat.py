@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hetmesh.data.chat_content import check_replacements, content_form
+from hetmesh.data.chat_content import check_replacements, content_form, left_out
 from hetmesh.errors import RecipeError, SampleError
 
 DEFAULT_TEMPLATE = (
@@ -160,17 +160,24 @@ class Chat:
     @property
     def notes(self) -> tuple[str, ...]:
         """What somebody who trains with this template should know."""
+        found = [
+            f"the chat template writes nothing for a part of type {kind!r}: texts have {self.texts[kind]!r} in its "
+            "place, without any tokens around it that the model may know"
+            for kind in left_out(self._apply, self._form, self.texts)
+        ]
+        if not self._ends_turns():
+            eos = self.tokenizer.eos_token or "the token that ends one"
+            found.append(
+                "the chat template ends an answer without a special token: the model does not learn to stop; a "
+                f"chat_template in [data.options] that writes {eos} behind the assistant's turn teaches it"
+            )
+        return tuple(found)
+
+    def _ends_turns(self) -> bool:
         try:
-            ended = self._turn_end is not None
+            return self._turn_end is not None
         except SampleError:  # the template asks more of a conversation, and says so of the data
-            return ()
-        if ended:
-            return ()
-        eos = self.tokenizer.eos_token or "the token that ends one"
-        return (
-            f"the chat template ends an answer without a special token: the model does not learn to stop; a "
-            f"chat_template in [data.options] that writes {eos} behind the assistant's turn teaches it",
-        )
+            return True
 
     @cached_property
     def _turn_end(self) -> int | None:

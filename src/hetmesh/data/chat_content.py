@@ -67,6 +67,17 @@ def content_form(render: Render, placeholders: Mapping[str, str], key: str) -> F
     return str
 
 
+def left_out(render: Render, form: Form, placeholders: Mapping[str, str]) -> list[str]:
+    """Kinds of media for which a template that takes parts writes nothing, so that texts hold the placeholder alone."""
+    if form is not str:
+        return []
+    return [
+        kind
+        for kind, token in placeholders.items()
+        if _written(render, lambda text: parts_of(text, placeholders), token) == ""
+    ]
+
+
 def check_replacements(
     render: Render, form: Form, placeholders: Mapping[str, str], replacements: Mapping[str, str], key: str
 ) -> None:
