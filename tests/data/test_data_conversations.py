@@ -131,6 +131,14 @@ def test_a_template_whose_answers_do_not_end_is_noted(root):
     assert source(root, talk("what is this", "a cat")).notes == ()
 
 
+def test_a_template_that_writes_nothing_for_an_image_is_noted(root):
+    parts = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+    written = f"{{% if m.content is string %}}{{{{ m.content }}}}{{% else %}}{parts}{{% endif %}}"
+    template = f"{{% for m in messages %}}{{{{ m.role }}}} {written} <|end|> {{% endfor %}}"
+    (note,) = source(root, talk([image(), text(" what")], "a cat"), chat_template=template).notes
+    assert "writes nothing for a part of type 'image': texts have '<image>' in its place" in note
+
+
 def test_templates_that_spoil_what_is_said_are_errors(root):
     for template, message in (
         (DEFAULT_TEMPLATE.replace("{% for m in messages %}", "{% for m in messages[:1] %}"), "each of the assistant's"),
@@ -251,6 +259,12 @@ def test_padding_to_a_square_shows_the_whole_image(root, tmp_path):
     assert result[:, :2].abs().max() < 0.01  # the mean
 
 
+def shown(files, asked):
+    """A record in LLaVA's form."""
+    turns = [{"from": "human", "value": asked}, {"from": "gpt", "value": "a cat"}]
+    return {"id": "x", "image": ["wide.png"] * files, "conversations": turns}
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -262,6 +276,9 @@ def test_padding_to_a_square_shows_the_whole_image(root, tmp_path):
         ("[" * 100_000, "sample 'data.jsonl:0': .*nested too deep"),
         (talk([{"type": "video", "video": "a"}]), r"a part of `content` must be .*'video'"),
         (talk([{"type": "image", "image": 3}]), "a part of `content` must be"),
+        (shown(1, "what is <image><image>"), "sample 'x': it has more places for 'image' than files"),
+        ({**shown(0, "<video> what"), "video": "a.mp4"}, "sample 'x': it has 'video', and videos are not read"),
+        (shown(2, "what is <image>"), r"sample 'x': more files of \['image'\] than marks in the text"),
         (talk("what is <image>"), "its text contains '<image>', which stands for media"),
         (
             talk([{"type": "audio", "audio": "a.npy"}]),

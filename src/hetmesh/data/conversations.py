@@ -283,12 +283,15 @@ class ConversationsSource:
         if not 0 <= index < len(self):
             raise IndexError(f"{self.path}: index {index} is not in 0..{len(self) - 1}")
         stored = self._store.record(index)
-        name = stored.name
+        name, record = stored.name, None
         try:
-            if stored.value.get("id") is not None:
-                name = str(stored.value["id"])
-            turns = turns_of(stored.value)
+            record = stored.value
+            if record.get("id") is not None:
+                name = str(record["id"])
+            turns = turns_of(record)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if record is not None and type(error) is ValueError:  # in words of its own
+                raise SampleError(f"sample {name!r}: {error}") from error
             raise SampleError(
                 f"sample {name!r}: must be an object with `messages`, a list of {{role, content}}: {error!r}"
             ) from error
@@ -339,6 +342,8 @@ class ConversationsSource:
             kind = part.get("type") if isinstance(part, dict) else None
             value = part.get(kind) if isinstance(part, dict) and isinstance(kind, str) else None
             by_order = kind in KINDS and value is None and self._store.in_order
+            if part == {"type": kind} and kind in KINDS and not by_order:
+                raise SampleError(f"sample {name!r}: it has more places for {kind!r} than files")
             if kind not in ("text", *KINDS) or not (isinstance(value, str) or by_order):
                 raise SampleError(
                     f"sample {name!r}: a part of `content` must be {{type, text}}, {{type, image}} or {{type, audio}} "

@@ -37,8 +37,10 @@ def turns_of(record: Mapping[str, Any]) -> list[tuple[str, Any]]:
     `audio` or `audios`, parts without a file and the marks `<image>` and `<audio>` in texts take them in order.
 
     Raises:
-        KeyError, TypeError, ValueError: it has neither form, or more files than places for them.
+        KeyError, TypeError, ValueError: it has neither form, or more files than places for them, or a video.
     """
+    if held := [key for key in ("video", "videos") if record.get(key)]:
+        raise ValueError(f"it has {held[0]!r}, and videos are not read; leave the sample out, or give frames as images")
     files = {kind: _Files(record, kind) for kind in MARKS.values()}
     if "messages" in record or "conversations" not in record:
         turns = [(_role(turn["role"]), _content(turn["content"], files)) for turn in record["messages"]]
@@ -46,7 +48,7 @@ def turns_of(record: Mapping[str, Any]) -> list[tuple[str, Any]]:
         turns = [(_speaker(turn["from"]), _parts(str(turn["value"]), files)) for turn in record["conversations"]]
     named = {kind for kind, _ in media_of(turns)}
     if left := [kind for kind, each in files.items() if each.take() is not None and (each.used or kind not in named)]:
-        raise ValueError(f"more files of {left} than marks in the text")
+        raise ValueError(f"more files of {left} than marks in the text (<image>, <audio>) or parts")
     return turns
 
 
