@@ -120,6 +120,19 @@ def test_a_template_of_the_tokenizer_or_of_the_recipe(root):
     assert targets == ["a cat <|end|>", "a dog <|end|>"]  # the end of the turn too: the model must learn to stop
 
 
+def test_a_line_break_behind_a_mark_is_the_one_that_the_template_writes(root):
+    written = "{% if p.type == 'image' %}<image>\n{% else %}{{ p.text | replace('\n', ' be ') }}{% endif %}"
+    form = f"{{% for m in messages %}}{{% for p in m.content %}}{written}{{% endfor %}} <|end|> {{% endfor %}}"
+    assert (
+        said(source(root, shown(1, "<image>\nwhat\nis"), chat_template=form))[0]
+        == "<image> what be is <|end|> a cat <|end|>"
+    )
+    parts = talk([image(), text("\nwhat")], "a cat")
+    assert said(source(root, parts, chat_template=form))[0] == "<image> be what <|end|> a cat <|end|>"
+    other = form.replace("<image>\n", "<image> ")
+    assert said(source(root, shown(1, "<image>\nwhat"), chat_template=other))[0].startswith("<image> be what <|end|>")
+
+
 def test_a_template_whose_answers_do_not_end_is_noted(root):
     unended = DEFAULT_TEMPLATE.replace("{{ eos_token }}", " ")
     data = source(root, talk("what is this", "a cat"), chat_template=unended)

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hetmesh.data.chat_content import check_replacements, content_form, left_out
+from hetmesh.data.chat_content import broken_lines, check_replacements, content_form, left_out
 from hetmesh.errors import RecipeError, SampleError
 
 DEFAULT_TEMPLATE = (
@@ -84,6 +84,8 @@ class Chat:
         self._replacements, self._adds = dict(replacements or {}), special_tokens
         self.reserved = frozenset((*self.texts.values(), *self._replacements))
         self._form = content_form(self._apply, self.texts, key)
+        self.breaks = broken_lines(self._apply, self._form, self.texts)
+        """Kinds of media behind which the template begins a new line."""
         check_replacements(self._apply, self._form, self.texts, self._replacements, key)
         fillers = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, *range(self.vocab_size))
         # Padding is never looked at, so any token but a placeholder does.

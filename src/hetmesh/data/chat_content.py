@@ -67,6 +67,13 @@ def content_form(render: Render, placeholders: Mapping[str, str], key: str) -> F
     return str
 
 
+def broken_lines(render: Render, form: Form, placeholders: Mapping[str, str]) -> frozenset[str]:
+    """Kinds of media behind which a template itself begins a new line."""
+    if form is str:
+        return frozenset()
+    return frozenset(k for k, token in placeholders.items() if (_written(render, form, token) or "").endswith("\n"))
+
+
 def left_out(render: Render, form: Form, placeholders: Mapping[str, str]) -> list[str]:
     """Kinds of media for which a template that takes parts writes nothing, so that texts hold the placeholder alone."""
     if form is not str:

@@ -148,6 +148,8 @@ class ConversationsSource:
             options["audio_frames"] = audio_frames
         if image_tiles is not None:
             options["image_tiles"] = image_tiles
+        if self._chat.breaks:
+            options["breaks"] = sorted(self._chat.breaks)
         read = [Path(each).expanduser() for each in folders.values() if each is not None]
         self._small = {
             "the options of [data]": options,
@@ -254,7 +256,9 @@ class ConversationsSource:
         if any(mark in text for mark in MARKS):
             given = {kind: [str(path) for other, path in media if other == kind] for kind in KINDS}
             try:
-                ((_, parts),) = turns_of({**given, "conversations": [{"from": "human", "value": text}]})
+                ((_, parts),) = turns_of(
+                    {**given, "conversations": [{"from": "human", "value": text}]}, self._chat.breaks
+                )
             except ValueError as error:
                 raise SampleError(f"{name}: {error}") from error
         parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
@@ -288,7 +292,7 @@ class ConversationsSource:
             record = stored.value
             if record.get("id") is not None:
                 name = str(record["id"])
-            turns = turns_of(record)
+            turns = turns_of(record, self._chat.breaks)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if record is not None and type(error) is ValueError:  # in words of its own
                 raise SampleError(f"sample {name!r}: {error}") from error
