@@ -144,6 +144,15 @@ def test_a_template_whose_answers_do_not_end_is_noted(root):
     assert source(root, talk("what is this", "a cat")).notes == ()
 
 
+def test_what_a_template_writes_behind_its_generation_prompt_is_noted(root):
+    form = "{% for m in messages %}{{ m.role }} THINK{{ m.content }} <|end|> {% endfor %}"
+    asks = "{% if add_generation_prompt %}assistant {% endif %}"
+    (note,) = source(root, talk("what", "a cat"), chat_template=form.replace("THINK", "be kind ") + asks).notes
+    assert "writes 'be kind ' between its generation prompt and an answer: it is no target" in note
+    for template in (form.replace("THINK", "") + asks, form.replace("THINK", "be kind ")):
+        assert source(root, talk("what", "a cat"), chat_template=template).notes == ()
+
+
 def test_a_template_that_writes_nothing_for_an_image_is_noted(root):
     parts = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
     written = f"{{% if m.content is string %}}{{{{ m.content }}}}{{% else %}}{parts}{{% endif %}}"

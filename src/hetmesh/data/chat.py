@@ -173,7 +173,22 @@ class Chat:
                 "the chat template ends an answer without a special token: the model does not learn to stop; a "
                 f"chat_template in [data.options] that writes {eos} behind the assistant's turn teaches it"
             )
+        if (between := self._before_answers()).strip():
+            found.append(
+                f"the chat template writes {between!r} between its generation prompt and an answer: it is no target, "
+                "and whoever generates from that prompt has the model write it untaught"
+            )
         return tuple(found)
+
+    def _before_answers(self) -> str:
+        """What stands between the generation prompt and what the assistant says."""
+        mark, asking = "\ue000", [("user", "a")]
+        try:
+            before, _, _ = self._render("", [*asking, ("assistant", mark)]).partition(mark)
+            asked, plain = self._render("", asking, asks=True), self._render("", asking)
+        except SampleError:
+            return ""
+        return before.removeprefix(asked) if before.startswith(asked) and len(asked) > len(plain) else ""
 
     def _ends_turns(self) -> bool:
         try:

@@ -142,7 +142,11 @@ class ConversationsSource:
             f"{KEY} audio_processor",
             audio_frames,
         )
-        options = {"placeholders": placeholders, "chat_template": chat_template, "pad_to_square": pad_to_square}
+        options: dict[str, Any] = {
+            "placeholders": placeholders,
+            "chat_template": chat_template,
+            "pad_to_square": pad_to_square,
+        }
         options |= {"replacements": replacements, "special_tokens": special_tokens}
         if audio_frames != "padded":  # older indices do not name it
             options["audio_frames"] = audio_frames
