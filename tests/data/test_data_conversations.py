@@ -120,6 +120,47 @@ def test_a_template_of_the_tokenizer_or_of_the_recipe(root):
     assert targets == ["a cat <|end|>", "a dog <|end|>"]  # the end of the turn too: the model must learn to stop
 
 
+def test_a_line_break_behind_a_mark_is_the_one_that_the_template_writes(root):
+    written = "{% if p.type == 'image' %}<image>\n{% else %}{{ p.text | replace('\n', ' be ') }}{% endif %}"
+    form = f"{{% for m in messages %}}{{% for p in m.content %}}{written}{{% endfor %}} <|end|> {{% endfor %}}"
+    assert (
+        said(source(root, shown(1, "<image>\nwhat\nis"), chat_template=form))[0]
+        == "<image> what be is <|end|> a cat <|end|>"
+    )
+    parts = talk([image(), text("\nwhat")], "a cat")
+    assert said(source(root, parts, chat_template=form))[0] == "<image> be what <|end|> a cat <|end|>"
+    other = form.replace("<image>\n", "<image> ")
+    assert said(source(root, shown(1, "<image>\nwhat"), chat_template=other))[0].startswith("<image> be what <|end|>")
+
+
+def test_a_template_whose_answers_do_not_end_is_noted(root):
+    unended = DEFAULT_TEMPLATE.replace("{{ eos_token }}", " ")
+    data = source(root, talk("what is this", "a cat"), chat_template=unended)
+    assert said(data)[1] == ["a cat"]
+    (note,) = data.notes
+    assert "does not learn to stop" in note
+    assert "writes </s> behind" in note
+    assert data.end_ids == (data._chat.tokenizer.eos_token_id,)
+    assert source(root, talk("what is this", "a cat")).notes == ()
+
+
+def test_what_a_template_writes_behind_its_generation_prompt_is_noted(root):
+    form = "{% for m in messages %}{{ m.role }} THINK{{ m.content }} <|end|> {% endfor %}"
+    asks = "{% if add_generation_prompt %}assistant {% endif %}"
+    (note,) = source(root, talk("what", "a cat"), chat_template=form.replace("THINK", "be kind ") + asks).notes
+    assert "writes 'be kind ' between its generation prompt and an answer: it is no target" in note
+    for template in (form.replace("THINK", "") + asks, form.replace("THINK", "be kind ")):
+        assert source(root, talk("what", "a cat"), chat_template=template).notes == ()
+
+
+def test_a_template_that_writes_nothing_for_an_image_is_noted(root):
+    parts = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+    written = f"{{% if m.content is string %}}{{{{ m.content }}}}{{% else %}}{parts}{{% endif %}}"
+    template = f"{{% for m in messages %}}{{{{ m.role }}}} {written} <|end|> {{% endfor %}}"
+    (note,) = source(root, talk([image(), text(" what")], "a cat"), chat_template=template).notes
+    assert "writes nothing for a part of type 'image': texts have '<image>' in its place" in note
+
+
 def test_templates_that_spoil_what_is_said_are_errors(root):
     for template, message in (
         (DEFAULT_TEMPLATE.replace("{% for m in messages %}", "{% for m in messages[:1] %}"), "each of the assistant's"),
@@ -240,6 +281,12 @@ def test_padding_to_a_square_shows_the_whole_image(root, tmp_path):
     assert result[:, :2].abs().max() < 0.01  # the mean
 
 
+def shown(files, asked):
+    """A record in LLaVA's form."""
+    turns = [{"from": "human", "value": asked}, {"from": "gpt", "value": "a cat"}]
+    return {"id": "x", "image": ["wide.png"] * files, "conversations": turns}
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -251,6 +298,9 @@ def test_padding_to_a_square_shows_the_whole_image(root, tmp_path):
         ("[" * 100_000, "sample 'data.jsonl:0': .*nested too deep"),
         (talk([{"type": "video", "video": "a"}]), r"a part of `content` must be .*'video'"),
         (talk([{"type": "image", "image": 3}]), "a part of `content` must be"),
+        (shown(1, "what is <image><image>"), "sample 'x': it has more places for 'image' than files"),
+        ({**shown(0, "<video> what"), "video": "a.mp4"}, "sample 'x': it has 'video', and videos are not read"),
+        (shown(2, "what is <image>"), r"sample 'x': more files of \['image'\] than marks in the text"),
         (talk("what is <image>"), "its text contains '<image>', which stands for media"),
         (
             talk([{"type": "audio", "audio": "a.npy"}]),

@@ -53,6 +53,13 @@ TEMPLATE = (
     "{% else %}{{ p.text | trim }}{% endif %}{% endfor %}</s>\n{% endfor %}"
 )
 
+IMAGES_FIRST = (  # as in the directories of LLaVA and LLaVA-OneVision
+    "{% for m in messages %}{{ m.role | upper }}: {% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content | selectattr('type', 'equalto', 'image') %}WRITTEN\n{% endfor %}"
+    "{% for p in m.content | selectattr('type', 'equalto', 'text') %}{{ p.text }}{% endfor %}{% endif %}"
+    "{{ '</s>' if m.role == 'assistant' else ' ' }}{% endfor %}"
+)
+
 
 def directory(folder, name, template=TEMPLATE):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -115,10 +122,13 @@ def processor_of(name, tokenizer, monkeypatch):
     return kind(image_processor=images, tokenizer=tokenizer, **given)
 
 
-@pytest.mark.parametrize("name", COMPARED)
-def test_prompts_are_those_of_transformers_own_processor(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [*((name, TEMPLATE) for name in COMPARED), ("LlavaProcessor", IMAGES_FIRST)],
+)
+def test_prompts_are_those_of_transformers_own_processor(tmp_path, monkeypatch, name, template):
     own = PROMPTS[name].template
-    tokenizer = directory(tmp_path, name, template="" if own else TEMPLATE)
+    tokenizer = directory(tmp_path, name, template="" if own else template)
     image, asked = {"type": "image"}, {"type": "text", "text": "what is it?"}
     turns = [
         {"role": "user", "content": [image, image, asked]},

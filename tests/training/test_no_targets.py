@@ -1,6 +1,8 @@
 """U14: samples without a target are named and counted; a batch, or a validation split, of nothing else is an error."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,23 @@ def test_targets_that_seq_len_cuts_are_told_with_the_key(world, text):
     source = ("--data.options.max_text", "30", "--data.options.text_only", "1.0", "--training.seq_len", "1")
     with pytest.raises(SampleError, match=r"\(training\.seq_len = 1 cuts the targets of 6\)"):
         Trainer(small(text, *source), world).run()
+
+
+class LongAnswers(RandomMedia):
+    """The same, and all but the first token are the answer."""
+
+    def meta(self, index):
+        meta = super().meta(index)
+        return replace(meta, targets=((1, meta.tokens),))
+
+
+@pytest.mark.slow
+def test_answers_that_seq_len_cuts_in_part_are_told_once(world, text, capsys):
+    keys = ("--data.options.text_only", "1.0", "--data.options.max_text", "30", "--training.seq_len", "9")
+    Trainer(small(text, *keys, "--data.source", "test_no_targets:LongAnswers"), world).run()
+    out = capsys.readouterr().out
+    assert re.search(r"step 1: training\.seq_len = 9 cuts [2-6] of 6 samples by \d+ tokens: samples 'random-0-", out)
+    assert out.count(" lose the end of an answer; from here on only counted") == 1
 
 
 @pytest.mark.slow

@@ -95,6 +95,7 @@ def test_another_machine_gets_as_many_ranks_as_hold_the_model(root, written):
     assert recipe.world_size in (2, 4)
     assert (recipe.metrics.machine, recipe.training.mixed_precision_param) == ("small.toml", "bfloat16")
     assert "kB that a rank may hold" in (root / "few.toml").read_text()
+    assert "--write few.toml: it is there already" in written("--data", "pets", "--write", "few.toml", status=2)
 
 
 @pytest.mark.slow

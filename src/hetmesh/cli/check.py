@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from hetmesh.recipe.recipe import Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from hetmesh.data.source import Source
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,9 +60,9 @@ def checked(recipe: Recipe) -> list[str]:
     from hetmesh.training.refusals import check_run
     from hetmesh.training.summary import summary
 
-    refusals, adapters = Refusals(), None
+    refusals, adapters, source = Refusals(), None, None
     with refusals.collect():
-        _, adapters, _ = describe(recipe)
+        source, adapters, _ = describe(recipe)
     with refusals.collect():
         check_run(recipe)
     if adapters is not None:  # without a source there are no splits either
@@ -66,4 +70,12 @@ def checked(recipe: Recipe) -> list[str]:
             held_out_source(recipe)
     refusals.finish()
     assert adapters is not None
-    return list(summary(recipe, adapters))
+    return [*summary(recipe, adapters), *(f"note: {note}" for note in _notes(source))]
+
+
+def _notes(source: Source | None) -> list[str]:
+    """What sources say of themselves, each once."""
+    from hetmesh.data.mixture import MixtureSource
+
+    parts = source.parts.values() if isinstance(source, MixtureSource) else (source,)
+    return list(dict.fromkeys(note for part in parts for note in getattr(part, "notes", ())))

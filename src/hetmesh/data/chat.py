@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hetmesh.data.chat_content import check_replacements, content_form
+from hetmesh.data.chat_content import broken_lines, check_replacements, content_form, left_out
 from hetmesh.errors import RecipeError, SampleError
 
 DEFAULT_TEMPLATE = (
@@ -84,6 +84,8 @@ class Chat:
         self._replacements, self._adds = dict(replacements or {}), special_tokens
         self.reserved = frozenset((*self.texts.values(), *self._replacements))
         self._form = content_form(self._apply, self.texts, key)
+        self.breaks = broken_lines(self._apply, self._form, self.texts)
+        """Kinds of media behind which the template begins a new line."""
         check_replacements(self._apply, self._form, self.texts, self._replacements, key)
         fillers = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, *range(self.vocab_size))
         # Padding is never looked at, so any token but a placeholder does.
@@ -155,11 +157,53 @@ class Chat:
     def end_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer: the tokenizer's EOS, and the special token that ends the assistant's turn."""
         found = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        return tuple(dict.fromkeys([*found, *([] if self._turn_end is None else [self._turn_end])]))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What somebody who trains with this template should know."""
+        found = [
+            f"the chat template writes nothing for a part of type {kind!r}: texts have {self.texts[kind]!r} in its "
+            "place, without any tokens around it that the model may know"
+            for kind in left_out(self._apply, self._form, self.texts)
+        ]
+        if not self._ends_turns():
+            eos = self.tokenizer.eos_token or "the token that ends one"
+            found.append(
+                "the chat template ends an answer without a special token: the model does not learn to stop; a "
+                f"chat_template in [data.options] that writes {eos} behind the assistant's turn teaches it"
+            )
+        if (between := self._before_answers()).strip():
+            found.append(
+                f"the chat template writes {between!r} between its generation prompt and an answer: it is no target, "
+                "and whoever generates from that prompt has the model write it untaught"
+            )
+        return tuple(found)
+
+    def _before_answers(self) -> str:
+        """What stands between the generation prompt and what the assistant says."""
+        mark, asking = "\ue000", [("user", "a")]
+        try:
+            before, _, _ = self._render("", [*asking, ("assistant", mark)]).partition(mark)
+            asked, plain = self._render("", asking, asks=True), self._render("", asking)
+        except SampleError:
+            return ""
+        return before.removeprefix(asked) if before.startswith(asked) and len(asked) > len(plain) else ""
+
+    def _ends_turns(self) -> bool:
+        try:
+            return self._turn_end is not None
+        except SampleError:  # the template asks more of a conversation, and says so of the data
+            return True
+
+    @cached_property
+    def _turn_end(self) -> int | None:
+        """The special token that ends the assistant's turn, None if the template writes none."""
         encoded = self.encode("the end of a turn", [("user", "a"), ("assistant", "b")])
         last = encoded.ids[encoded.targets[-1][1] - 1] if encoded.targets else None
-        if last is not None and self.tokenizer.convert_ids_to_tokens(last) in self._special:
-            found.append(last)
-        return tuple(dict.fromkeys(found))
+        if last is None or last == self.tokenizer.unk_token_id:  # small vocabularies have no "b"
+            return None
+        return last if self.tokenizer.convert_ids_to_tokens(last) in self._special else None
 
     def _adds_to(self, text: str) -> bool:
         """Whether the tokenizer adds its special tokens to a text."""

@@ -67,6 +67,24 @@ def content_form(render: Render, placeholders: Mapping[str, str], key: str) -> F
     return str
 
 
+def broken_lines(render: Render, form: Form, placeholders: Mapping[str, str]) -> frozenset[str]:
+    """Kinds of media behind which a template itself begins a new line."""
+    if form is str:
+        return frozenset()
+    return frozenset(k for k, token in placeholders.items() if (_written(render, form, token) or "").endswith("\n"))
+
+
+def left_out(render: Render, form: Form, placeholders: Mapping[str, str]) -> list[str]:
+    """Kinds of media for which a template that takes parts writes nothing, so that texts hold the placeholder alone."""
+    if form is not str:
+        return []
+    return [
+        kind
+        for kind, token in placeholders.items()
+        if _written(render, lambda text: parts_of(text, placeholders), token) == ""
+    ]
+
+
 def check_replacements(
     render: Render, form: Form, placeholders: Mapping[str, str], replacements: Mapping[str, str], key: str
 ) -> None:
@@ -95,7 +113,10 @@ def check_replacements(
 
 
 def _written(render: Render, form: Form, token: str) -> str | None:
-    """What a template writes for one item in a turn; None where the texts around it do not come out as they are."""
+    """What a template writes for one item in a turn; None where the texts around it do not come out as they are.
+
+    Templates like LLaVA's write the items of a turn before all its texts.
+    """
     user, behind, said = MARKS
     turns = [{"role": "user", "content": form(user + token + behind)}, {"role": "assistant", "content": form(said)}]
     try:
@@ -104,5 +125,8 @@ def _written(render: Render, form: Form, token: str) -> str | None:
         return None
     if any(text.count(mark) != 1 for mark in MARKS) or "'type'" in text or '"type"' in text:
         return None
-    _, _, rest = text.partition(user)
-    return rest.partition(behind)[0] if behind in rest else text.partition(user)[0] + rest
+    before, _, rest = text.partition(user)
+    between, found, _ = rest.partition(behind)
+    if not found:
+        return before + rest
+    return before if token in before and token not in between else between

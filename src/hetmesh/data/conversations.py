@@ -142,12 +142,18 @@ class ConversationsSource:
             f"{KEY} audio_processor",
             audio_frames,
         )
-        options = {"placeholders": placeholders, "chat_template": chat_template, "pad_to_square": pad_to_square}
+        options: dict[str, Any] = {
+            "placeholders": placeholders,
+            "chat_template": chat_template,
+            "pad_to_square": pad_to_square,
+        }
         options |= {"replacements": replacements, "special_tokens": special_tokens}
         if audio_frames != "padded":  # older indices do not name it
             options["audio_frames"] = audio_frames
         if image_tiles is not None:
             options["image_tiles"] = image_tiles
+        if self._chat.breaks:
+            options["breaks"] = sorted(self._chat.breaks)
         read = [Path(each).expanduser() for each in folders.values() if each is not None]
         self._small = {
             "the options of [data]": options,
@@ -236,6 +242,11 @@ class ConversationsSource:
         """Tokens that end an answer."""
         return self._chat.end_ids
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What `hetmesh check` says of the form of its conversations."""
+        return self._chat.notes
+
     def prompt(self, text: str, media: Sequence[tuple[str, Path]]) -> tuple[SampleMeta, Sample]:
         """A question in the form that the conversations have, up to where the assistant speaks.
 
@@ -249,7 +260,9 @@ class ConversationsSource:
         if any(mark in text for mark in MARKS):
             given = {kind: [str(path) for other, path in media if other == kind] for kind in KINDS}
             try:
-                ((_, parts),) = turns_of({**given, "conversations": [{"from": "human", "value": text}]})
+                ((_, parts),) = turns_of(
+                    {**given, "conversations": [{"from": "human", "value": text}]}, self._chat.breaks
+                )
             except ValueError as error:
                 raise SampleError(f"{name}: {error}") from error
         parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
@@ -278,12 +291,15 @@ class ConversationsSource:
         if not 0 <= index < len(self):
             raise IndexError(f"{self.path}: index {index} is not in 0..{len(self) - 1}")
         stored = self._store.record(index)
-        name = stored.name
+        name, record = stored.name, None
         try:
-            if stored.value.get("id") is not None:
-                name = str(stored.value["id"])
-            turns = turns_of(stored.value)
+            record = stored.value
+            if record.get("id") is not None:
+                name = str(record["id"])
+            turns = turns_of(record, self._chat.breaks)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if record is not None and type(error) is ValueError:  # in words of its own
+                raise SampleError(f"sample {name!r}: {error}") from error
             raise SampleError(
                 f"sample {name!r}: must be an object with `messages`, a list of {{role, content}}: {error!r}"
             ) from error
@@ -334,6 +350,8 @@ class ConversationsSource:
             kind = part.get("type") if isinstance(part, dict) else None
             value = part.get(kind) if isinstance(part, dict) and isinstance(kind, str) else None
             by_order = kind in KINDS and value is None and self._store.in_order
+            if part == {"type": kind} and kind in KINDS and not by_order:
+                raise SampleError(f"sample {name!r}: it has more places for {kind!r} than files")
             if kind not in ("text", *KINDS) or not (isinstance(value, str) or by_order):
                 raise SampleError(
                     f"sample {name!r}: a part of `content` must be {{type, text}}, {{type, image}} or {{type, audio}} "

@@ -3,7 +3,7 @@ LLaVA's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -29,24 +29,32 @@ _NAMES = ("url", "path", "file", "data", "base64")
 """Under which a part, or the table in it, has its media, beside its type and its kind."""
 
 
-def turns_of(record: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def turns_of(record: Mapping[str, Any], breaks: Collection[str] = ()) -> list[tuple[str, Any]]:
     """`(role, content)` of each turn of `messages`, or of `conversations` in LLaVA's form.
 
     A content is a text, or a list of parts `{"type": "text", "text": ...}`, `{"type": "image", "image": FILE}` and
     `{"type": "audio", "audio": FILE}`; the file may be a data URL. Where the record itself has `image`, `images`,
     `audio` or `audios`, parts without a file and the marks `<image>` and `<audio>` in texts take them in order.
 
+    Args:
+        breaks: kinds of media behind which the chat template begins a new line: the line break that LLaVA's form has
+            behind a mark (`<image>\\n`) is that one, and not in the text too.
+
     Raises:
-        KeyError, TypeError, ValueError: it has neither form, or more files than places for them.
+        KeyError, TypeError, ValueError: it has neither form, or more files than places for them, or a video.
     """
+    if held := [key for key in ("video", "videos") if record.get(key)]:
+        raise ValueError(f"it has {held[0]!r}, and videos are not read; leave the sample out, or give frames as images")
     files = {kind: _Files(record, kind) for kind in MARKS.values()}
     if "messages" in record or "conversations" not in record:
-        turns = [(_role(turn["role"]), _content(turn["content"], files)) for turn in record["messages"]]
+        turns = [(_role(turn["role"]), _content(turn["content"], files, breaks)) for turn in record["messages"]]
     else:
-        turns = [(_speaker(turn["from"]), _parts(str(turn["value"]), files)) for turn in record["conversations"]]
+        turns = [
+            (_speaker(turn["from"]), _parts(str(turn["value"]), files, breaks)) for turn in record["conversations"]
+        ]
     named = {kind for kind, _ in media_of(turns)}
     if left := [kind for kind, each in files.items() if each.take() is not None and (each.used or kind not in named)]:
-        raise ValueError(f"more files of {left} than marks in the text")
+        raise ValueError(f"more files of {left} than marks in the text (<image>, <audio>) or parts")
     return turns
 
 
@@ -86,10 +94,10 @@ def _role(name: Any) -> str:
     return "system" if name == "developer" else str(name)  # OpenAI's newer word for it
 
 
-def _content(content: Any, files: Mapping[str, _Files]) -> Any:
+def _content(content: Any, files: Mapping[str, _Files], breaks: Collection[str]) -> Any:
     if isinstance(content, str):
         marked = any(mark in content and files[kind].given for mark, kind in MARKS.items())
-        return _parts(content, files) if marked else content
+        return _parts(content, files, breaks) if marked else content
     if not isinstance(content, list):
         return content
     return [_part(part, files) if isinstance(part, dict) else part for part in content]
@@ -116,7 +124,7 @@ def _part(part: Mapping[str, Any], files: Mapping[str, _Files]) -> dict[str, Any
     return {"type": media, media: value}
 
 
-def _parts(text: str, files: Mapping[str, _Files]) -> list[dict[str, Any]]:
+def _parts(text: str, files: Mapping[str, _Files], breaks: Collection[str]) -> list[dict[str, Any]]:
     """The text between marks, and the media that the marks stand for."""
     parts: list[dict[str, Any]] = []
     while found := min(((at, mark) for mark in MARKS if (at := text.find(mark)) >= 0), default=None):
@@ -127,4 +135,5 @@ def _parts(text: str, files: Mapping[str, _Files]) -> list[dict[str, Any]]:
         files[kind].used = True
         parts.append({"type": kind} if name is None else {"type": kind, kind: name})
         text = text[at + len(mark) :]
+        text = text.removeprefix("\n") if kind in breaks else text
     return [*parts, {"type": "text", "text": text}] if text else parts

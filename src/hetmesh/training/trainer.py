@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from hetmesh.boundary import World
+from hetmesh.data.cut_samples import describe_cut
 from hetmesh.data.loader import DrawnBatch, describe_without_targets
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.payloads import Payloads
@@ -264,6 +265,12 @@ class Trainer:
                 "samples_without_target",
                 f"step {step}: {len(without)} of {len(drawn)} samples add nothing to the loss: {text}; from here on "
                 "they are only counted, as samples_without_target in metrics.jsonl",
+            )
+        if cut := describe_cut(drawn, self.recipe.training.seq_len):
+            self.reporter.warn_once(
+                "cut",
+                f"step {self.step + 1}: {cut}; from here on only counted, as tokens_dropped and media_dropped in "
+                "metrics.jsonl",
             )
         return len(without)
 
