@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 import hetmesh
@@ -175,6 +176,20 @@ def test_workers_that_load_samples_start_before_a_world(tmp_path):
 def test_what_a_launched_function_raises_is_told():
     with pytest.raises(LaunchError, match=r"(?s)ValueError: invalid literal for int\(\).*'many'"):
         hetmesh.launch(int, 2, "many")
+
+
+def again():
+    for _ in range(3):
+        world = hetmesh.init(timeout=20, init_timeout=20)
+        everyone = torch.ones(1)
+        dist.all_reduce(everyone)
+        assert everyone.item() == world.size
+        world.close()
+
+
+@pytest.mark.slow
+def test_a_process_may_join_its_job_again():
+    hetmesh.launch(again, 2)
 
 
 def test_a_launcher_that_started_another_number_is_told(monkeypatch):
