@@ -1,0 +1,116 @@
+"""Modules of one's own that compute samples together: what differs from layout to layout is refused, whatever it is."""
+
+import pytest
+import torch
+from torch import nn
+
+from hetmesh.errors import RecipeError
+from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.training.describe import describe
+
+
+class Encoder(nn.Module):
+    rows_per_item = 1
+
+    def __init__(self, media_shape, out_features=8):
+        super().__init__()
+        self.out_features = out_features
+        self.linear = nn.Linear(media_shape[1] * media_shape[2], out_features)
+
+    def forward(self, images):
+        return self.linear(images.flatten(1)).unsqueeze(1)
+
+
+class Centred(Encoder):
+    def forward(self, images):
+        rows = super().forward(images)
+        return rows - rows.mean(0)
+
+
+class CentredItems(Encoder):
+    rows_per_item = None
+
+    def item_rows(self, shape):
+        return 1
+
+    def forward(self, images):
+        rows = self.linear(torch.stack([image.flatten() for image in images]))
+        return rows - rows.mean(0)
+
+
+class Noisy(Encoder):
+    """Random whatever is beside it: as dropout is."""
+
+    def forward(self, images):
+        return super().forward(images) + torch.randn(len(images), 1, 1).to(images)
+
+
+class Lazy(Encoder):
+    def __init__(self, media_shape, out_features=8):
+        super().__init__(media_shape, out_features)
+        self.linear = nn.LazyLinear(out_features)
+
+
+class CentredRows(nn.Module):
+    def __init__(self, in_features, out_features):
+        super().__init__()
+        self.out_features = out_features
+        self.linear = nn.Linear(in_features, out_features)
+
+    def forward(self, rows):
+        return self.linear(rows - rows.mean(0))
+
+
+class Language(nn.Module):
+    def __init__(self, vocab_size, in_features=8):
+        super().__init__()
+        self.in_features = in_features
+        self.embed, self.head = nn.Embedding(vocab_size, in_features), nn.Linear(in_features, vocab_size)
+
+    def forward(self, batch, inputs):
+        hidden = self.embed(batch["input_ids"])
+        for rows in inputs.values():
+            hidden = hidden.flatten(0, 1).index_copy(0, batch["positions.image"], rows).view_as(hidden)
+        return self.head(self.mixed(hidden).flatten(0, 1)[batch["target_positions"]])
+
+    def mixed(self, hidden):
+        return hidden
+
+
+class SeesPadding(Language):
+    def mixed(self, hidden):
+        return hidden + hidden.mean(1, keepdim=True)
+
+
+class Causal(Language):
+    def mixed(self, hidden):
+        return hidden + hidden.cumsum(1)
+
+
+def described(vision="Encoder", projector=None, llm="Language"):
+    own = {"vision": vision, "projector": projector, "llm": llm}
+    names = [name for name, model in own.items() if model]
+    edges = [{"from": a, "to": b} for a, b in zip(names, names[1:], strict=False)]
+    edges[-1]["at"] = "image"
+    modules = {name: {"model": f"test_own_apart:{own[name]}"} for name in names}
+    return describe(parse_recipe({"modules": modules, "boundaries": edges, "data": {"source": "digits"}}))
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"vision": "Centred"}, r"modules\.vision: what Centred computes .* the rows of an item differ by [\d.]+ where"),
+        ({"vision": "CentredItems"}, r"modules\.vision: what CentredItems computes .* the rows of an item differ by"),
+        ({"projector": "CentredRows"}, r"modules\.projector: what CentredRows computes .* the rows of an item differ by"),
+        ({"llm": "SeesPadding"}, r"modules\.llm: what SeesPadding computes .* differ by [\d.]+ where a longer one, or pad"),
+        ({"vision": "Lazy"}, r"modules\.vision: Lazy makes its parameters \['linear\.weight', 'linear\.bias'\] lazily"),
+    ],
+)
+def test_what_other_samples_change_is_refused(own, message):
+    with pytest.raises(RecipeError, match=message):
+        described(**own)
+
+
+@pytest.mark.parametrize("own", [{}, {"llm": "Causal"}, {"vision": "Noisy"}])
+def test_what_each_sample_alone_decides_is_taken(own):
+    described(**own)
