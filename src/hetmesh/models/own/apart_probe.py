@@ -68,7 +68,9 @@ def _calls(adapter: OwnAdapter, request: AdapterRequest) -> tuple[Call, Sequence
     shape = _shape_of_one(adapter)
     first, second = torch.randn(2, 1, *shape, generator=generator, dtype=torch.float64)
     if isinstance(adapter, OwnItemsEncoder):
-        return ({"media.0": first[0], "media.1": second[0]}, {}), [({"media.0": each[0]}, {}) for each in (first, second)]
+        return ({"media.0": first[0], "media.1": second[0]}, {}), [
+            ({"media.0": each[0]}, {}) for each in (first, second)
+        ]
     calls: list[Call] = [
         ({"media": each}, {}) if isinstance(adapter, OwnEncoder) else ({}, {"rows": each})
         for each in (torch.cat([first, second]), first, second)
