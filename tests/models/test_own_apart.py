@@ -1,6 +1,7 @@
 """Modules of one's own that compute samples together: what differs from layout to layout is refused, whatever it is."""
 
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -138,7 +139,7 @@ class SummedHeads(Heads):
 def recipe(vision="Encoder", projector=None, llm="Language"):
     own = {"vision": vision, "projector": projector, "llm": llm}
     names = [name for name, model in own.items() if model]
-    edges = [{"from": a, "to": b} for a, b in zip(names, names[1:], strict=False)]
+    edges = [{"from": a, "to": b} for a, b in pairwise(names)]
     edges[-1]["at"] = "image"
     modules = {name: {"model": f"test_own_apart:{own[name]}"} for name in names}
     layouts = {"llm": {"ranks": [2, 3], "tensor_parallel_degree": 2}} if "Heads" in llm else {"llm": {"ranks": [2, 3]}}

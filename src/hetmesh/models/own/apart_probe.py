@@ -1,4 +1,4 @@
-"""Whether what a user's module makes of a sample depends on those beside it: it is called with two, and with each alone.
+"""Whether what a user's module makes of a sample depends on those beside it: called with two, and with each alone.
 
 Lanes and microbatches hold other samples together in every layout, so a mean over the batch, or attention that sees
 padding, would train something else in each of them. Layers that are known to do so are refused by their class

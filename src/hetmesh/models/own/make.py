@@ -163,8 +163,8 @@ def _example(model_class: type[nn.Module], arguments: Mapping[str, Any], request
     if lazy := [name for name, p in example.named_parameters() if isinstance(p, UninitializedParameter)]:
         raise RecipeError(
             f"{request.key}: {model_class.__name__} makes its parameters {lazy[:4]} lazily, in its first forward, but "
-            "they are sharded before that: give its layers their sizes (in_features and media_shape are filled in where "
-            "the constructor takes them)"
+            "they are sharded before that: give its layers their sizes (in_features and media_shape are filled in "
+            "where the constructor takes them)"
         )
     return example
 
