@@ -228,10 +228,10 @@ class Pipeline:
             found = self._own_modules(meshes)
         except HetmeshError as own:
             error = own
-        own = {name: described_parameters(each.module) for name, each in found.items()}
+        described = {name: described_parameters(each.module) for name, each in found.items()}
         told: list[Any] = [None] * self.world.size
         with self.world.waiting("whether every rank has its parts"):
-            dist.all_gather_object(told, (error, own), group=self.world.group(range(self.world.size)))
+            dist.all_gather_object(told, (error, described), group=self.world.group(range(self.world.size)))
         if first := next((each for each, _ in told if each is not None), None):
             raise first
         check_equal_parameters([each for _, each in told])
