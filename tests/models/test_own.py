@@ -444,6 +444,12 @@ class Beside(Good):
         self.place = nn.Parameter(torch.zeros(in_features))
 
 
+class Sharing(Good):
+    def __init__(self, vocab_size, in_features=8):
+        super().__init__(vocab_size, in_features)
+        self.blocks[1].weight = self.blocks[0].weight
+
+
 class NoHidden(Good):
     def forward(self, batch, inputs):
         return super().forward(batch, inputs)
@@ -505,6 +511,10 @@ class Mixer(nn.Module):
         (
             "Beside",
             r"its parameters \['place'\] belong to none of its layers \['embed', 'blocks.0', 'blocks.1', 'head'\]",
+        ),
+        (
+            "Sharing",
+            r"its layers \['blocks.0', 'blocks.1'\] share parameters, whose gradients two stages would each have",
         ),
         ("NoHidden", r"activation = 8: then forward must take `hidden=None`"),
         ("Leaking", r"Leaking declares `packed_attention`, but its logits of two samples in one row differ by"),

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 import hetmesh
 from hetmesh.boundary import World
-from hetmesh.errors import LaunchError, LossError, NonFiniteError, RecipeError
+from hetmesh.errors import BoundaryError, LaunchError, LossError, NonFiniteError, RecipeError
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.testing.parity import Outcome, compare
 from hetmesh.training.trainer import Trainer
@@ -175,6 +176,28 @@ def test_workers_that_load_samples_start_before_a_world(tmp_path):
 def test_what_a_launched_function_raises_is_told():
     with pytest.raises(LaunchError, match=r"(?s)ValueError: invalid literal for int\(\).*'many'"):
         hetmesh.launch(int, 2, "many")
+
+
+def test_a_job_that_is_over_says_so(tmp_path):
+    """Nobody would plan its next step, which would be waited for."""
+    with hetmesh.open_job(recipe("digits_single", tmp_path)) as job:
+        job.forward_backward()
+    with pytest.raises(BoundaryError, match=r"the job is over, .*: step within `with open_job"):
+        job.forward_backward()
+
+
+def again():
+    for _ in range(3):
+        world = hetmesh.init(timeout=20, init_timeout=20)
+        everyone = torch.ones(1)
+        dist.all_reduce(everyone)
+        assert everyone.item() == world.size
+        world.close()
+
+
+@pytest.mark.slow
+def test_a_process_may_join_its_job_again():
+    hetmesh.launch(again, 2)
 
 
 def test_a_launcher_that_started_another_number_is_told(monkeypatch):

@@ -12,6 +12,8 @@ import hetmesh
 from hetmesh import MeshSpec, Part, Pipeline
 from hetmesh.boundary import World
 from hetmesh.errors import BoundaryError, GradientError, GraphError, LossError, ReplicaError
+from hetmesh.training.loss import CheckedLoss
+from hetmesh.training.part_checks import CheckedSum
 
 SAMPLES, TARGETS = 16, 16 * 3
 MESHES = {
@@ -107,6 +109,9 @@ def train(rank, meshes, schedule):
         optimizer.step()
     found = {f"{n}.{k}": p for n, each in pipeline.parallel.items() for k, p in each.module.named_parameters()}
     full = {k: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for k, p in found.items()}
+    norm = pipeline.grad_norm()
+    pipeline.step(load, SAMPLES, divide_by=TARGETS, max_norm=norm / 4)
+    assert pipeline.grad_norm() == pytest.approx(norm / 4, rel=1e-3)
     return losses, full, pipeline.checked, pipeline.evaluate(load, SAMPLES) / TARGETS
 
 
@@ -135,6 +140,16 @@ def halve_middle(name, module):
 def other_weights(name, module):
     if name == "middle" and World.current().rank == 2:
         nn.init.zeros_(module.bias)
+
+
+def frozen_on_one_rank(name, module):
+    if name == "middle" and World.current().rank == 2:
+        module.bias.requires_grad_(False)
+
+
+def missing_on_one_rank(name, module):
+    if name == "middle" and World.current().rank == 2:
+        module.register_parameter("bias", None)
 
 
 def partial_gradients(name, module):
@@ -173,6 +188,12 @@ def says(rank, steps, meshes, more):
         (MESHES, {"spoil": halve_middle, "dtype": torch.float32}, r"those of 'middle' are 0\.5 times"),
         (MESHES, {"spoil": partial_gradients}, r"GradientError: ranks .*: decoder\.3\.scale \(along tp\)"),
         (MESHES, {"spoil": other_weights}, r"ReplicaError: .*middle\.bias"),
+        (
+            MESHES,
+            {"spoil": frozen_on_one_rank},
+            r"GraphError: part 'middle': .*: bias is .*requires_grad = False on rank 2, and .* = True on 1",
+        ),
+        (MESHES, {"spoil": missing_on_one_rank}, r"GraphError: part 'middle': .*: bias is missing on rank 2, and"),
         (COLOCATED, {"schedule": "zero_bubble"}, r"GraphError: schedule = 'zero_bubble' splits the back"),
         (MESHES, {"schedule": "gpipe"}, r"GraphError: schedule = 'gpipe': valid are sequential, 1f1b"),
     ],
@@ -226,6 +247,24 @@ ONE = MeshSpec.make([0], dp_shard=1)
             {"loss": lambda o, b: o},
             r"must return the sum over its samples, a sca",
         ),
+        (
+            {"a": Part(nn.Linear(8, 3), ONE)},
+            [],
+            {"loss": lambda o, b: (o + b["input"][:, :3]).square().mean()},
+            r"must be a sum over samples, but gives .* for 16 of them, .*; for a mean divide once, by divide_by",
+        ),
+        (
+            {"a": Part(nn.Linear(8, 3), ONE)},
+            [],
+            {"loss": lambda o, b: o.detach().square().sum()},
+            r"does not depend on the output",
+        ),
+        (
+            {"a": Part(nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3)), ONE)},
+            [],
+            {},
+            r"part 'a': its layers \['1'\] are BatchNorm1d, whose result depends on the samples that",
+        ),
         ({"a": Part(nn.parallel.DistributedDataParallel, ONE)}, [], {}, "is a DistributedDataParallel, which averages"),
     ],
 )
@@ -236,6 +275,40 @@ def test_parts_that_do_not_fit_are_refused(world, parts, edges, more, message):
     options = {"loss": lambda output, batch: output.square().sum(), "microbatch": 16} | more
     with pytest.raises((GraphError, BoundaryError, GradientError, LossError), match=message):
         Pipeline(parts, edges, **options).step(lambda name, samples: {"input": torch.ones(len(samples), 8)}, SAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, r"load\('a', samples\) of 4 samples must return tensors by name, .* got None"),
+        (
+            {"input": torch.ones(1, 8)},
+            r"load\('a', samples\) of 4 samples: 'input' must have a row per sample, got shape \(1, 8",
+        ),
+        ({"input": torch.ones(())}, r"'input' must have a row per sample, got shape \(\)"),
+    ],
+)
+def test_batches_that_have_no_row_per_sample_are_refused(world, given, message):
+    """One row would be broadcast against the output, in silence."""
+    pipeline = Pipeline({"a": Part(nn.Linear(8, 3), ONE)}, loss=lambda o, b: o.square().sum(), microbatch=4)
+    with pytest.raises(GraphError, match=message):
+        pipeline.step(lambda name, samples: given, 4)
+
+
+@pytest.mark.parametrize("checked", [CheckedSum, CheckedLoss])
+def test_a_sum_in_half_precision_is_no_mean(checked):
+    given = torch.tensor([4.90625, 6.5625], dtype=torch.bfloat16)  # its sum is rounded by 0.3 %
+    assert checked(lambda output, batch: output.sum())(given, {}) == 11.5
+    with pytest.raises(LossError, match="must be a sum over"):
+        checked(lambda output, batch: output.mean())(given, {})
+
+
+def test_layers_that_keep_statistics_may_be_there_in_eval(world):
+    part = Part(nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3).eval()), ONE)
+    pipeline = Pipeline({"a": part}, loss=lambda o, b: o.square().sum(), microbatch=2)
+    torch.manual_seed(0)
+    given = torch.randn(4, 8)
+    assert pipeline.step(lambda name, samples: {"input": given[list(samples)]}, 4) > 0
 
 
 def test_a_frozen_part_and_a_flat_loss(world):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetmesh.boundary.watchdog import Watchdog
+from hetmesh.errors import BoundaryError
 
 Message = tuple[int, Tensor]
 """The other rank and the buffer."""
@@ -114,7 +115,8 @@ class Nccl(Backend):
 
 def _everyone() -> dist.ProcessGroup:
     group = dist.group.WORLD
-    assert group is not None
+    if group is None:
+        raise BoundaryError("the World of this process is closed: nothing can be sent any more")
     return group
 
 

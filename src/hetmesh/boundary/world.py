@@ -18,6 +18,7 @@ from hetmesh._torch_compat import one_gloo_device, set_group_timeout
 from hetmesh.boundary import pending
 from hetmesh.boundary.backend import Backend, Nccl
 from hetmesh.boundary.buffers import Buffers
+from hetmesh.boundary.joining import join
 from hetmesh.boundary.log import CommunicationLog
 from hetmesh.boundary.neighbours import Neighbours
 from hetmesh.boundary.transport import MEMORY
@@ -265,12 +266,7 @@ def init(
     if backend.device_type == "cuda":
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
-        patience = backend.group_timeout(init_timeout)
-        with one_gloo_device():
-            if "RANK" in os.environ:
-                dist.init_process_group(backend.name, timeout=patience)
-            else:
-                dist.init_process_group(backend.name, store=dist.HashStore(), rank=0, world_size=1, timeout=patience)
+        join(backend.name, backend.group_timeout(init_timeout))
     world = _current = World(timeout=init_timeout, backend=backend)
     world.connect()
     world.timeout = world.watchdog.timeout = timeout

@@ -58,7 +58,7 @@ def check_replica_gradients(parts: Mapping[str, ParallelModule], world: World) -
         raise GradientError(
             f"ranks that hold the same parameter have different gradients of it: {', '.join(everything[:8])}"
             f"{' and more' if len(everything) > 8 else ''}; what each rank computed of it must be summed over that "
-            "axis, or be the same on all of its ranks"
+            "axis, or be the same on all of its ranks (in a tensor_parallel_plan: replicated_with_grad_allreduce)"
         )
 
 
@@ -67,8 +67,8 @@ def _summary(parameter: nn.Parameter) -> Tensor:
     gradient = local_gradient(parameter)
     if gradient is None or not gradient.numel():
         return torch.zeros(2, dtype=torch.float64)
-    gradient = gradient.double()
-    return torch.stack([gradient.norm(), gradient.sum() / gradient.numel() ** 0.5]).cpu()
+    norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    return torch.stack([norm, gradient.sum(dtype=torch.float64) / gradient.numel() ** 0.5]).cpu()
 
 
 def check_gradients(

@@ -33,6 +33,7 @@ from hetmesh.schedule import Schedule
 from hetmesh.training.balance import recipe_balance
 from hetmesh.training.describe import describe, make_loader
 from hetmesh.training.feed import Feed
+from hetmesh.training.first_steps import FirstSteps
 from hetmesh.training.gradients import counted, reduce_over_ranks, squared_norm
 from hetmesh.training.loss import CheckedLoss, OwnLoss, sum_cross_entropy
 from hetmesh.training.module_shapes import module_shape_of
@@ -160,6 +161,12 @@ class Job:
     def upcoming(self) -> Upcoming:
         """The steps to come, planned while earlier ones run."""
         return Upcoming(self, self.recipe.training.steps)
+
+    @cached_property
+    def first_steps(self) -> FirstSteps:
+        """What is looked for behind them."""
+        own = frozenset(name for name, module in self.recipe.modules.items() if ":" in module.model)
+        return FirstSteps(self.parallel, own, self.world)
 
     @cached_property
     def counted(self) -> list[nn.Parameter]:

@@ -27,6 +27,11 @@ def sum_cross_entropy(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     return cross_entropy(logits, batch["targets"], reduction="sum")
 
 
+def rounding(dtype: torch.dtype) -> float:
+    """By which share a sum of losses of `dtype` may differ from that of two halves: a mean is off by about half."""
+    return max(1e-3, 16 * torch.finfo(dtype).eps)
+
+
 class CheckedLoss:
     """A loss of one's own that is found out where it is no sum: a mean would weigh targets by the microbatch and the
     rank that they are in.
@@ -51,17 +56,19 @@ class CheckedLoss:
                 f"loss {name}: what it returns does not depend on the logits, so nothing can be trained by it"
             )
         if not self._tried and len(logits) > 1:
-            self._try(name, logits.detach(), batch, float(value.detach()))
+            self._try(name, logits.detach(), batch, value.detach())
             self._tried = True
         return value
 
     @torch.no_grad()
-    def _try(self, name: str, logits: Tensor, batch: Mapping[str, Tensor], whole: float) -> None:
-        half, parts = len(logits) // 2, []
+    def _try(self, name: str, logits: Tensor, batch: Mapping[str, Tensor], value: Tensor) -> None:
+        half, whole, parts = len(logits) // 2, float(value), []
         for part in (slice(None, half), slice(half, None)):
             own = {key: batch[key][part] for key in _OF_TARGETS if key in batch}
             parts.append(float(self.loss(logits[part], {**batch, **own})))
-        if not math.isfinite(whole) or abs(sum(parts) - whole) <= 1e-3 * max(map(abs, (whole, *parts))):
+        if not math.isfinite(whole) or abs(sum(parts) - whole) <= rounding(value.dtype) * max(
+            map(abs, (whole, *parts))
+        ):
             return
         raise LossError(
             f"loss {name}: must be a sum over batch['targets'], but gives {whole:.6g} for {len(logits)} targets, and "

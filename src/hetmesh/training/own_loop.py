@@ -66,6 +66,7 @@ def forward_backward(job: Job, max_norm: float) -> StepResult:
     without = [i for i in np.flatnonzero(drawn.metas.num_targets == 0).tolist() if i not in left_out]
     result = StepResult(step + 1, loss, grad_norm, targets, len(drawn), len(left_out), len(without))
     if result.finite:
+        job.first_steps.check()
         # Gradients are sums over the whole batch; this is the only place where they are normalised.
         scale(parameters, clip_factor(grad_norm, max_norm) / targets)
         return result

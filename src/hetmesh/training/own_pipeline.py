@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hetmesh.balance import BatchPlan, plan_batch
 from hetmesh.boundary import World
-from hetmesh.errors import BoundaryError, GraphError, HetmeshError, LossError
+from hetmesh.errors import BoundaryError, GraphError, HetmeshError
 from hetmesh.graph import (
     LANE_AXES,
     BoundarySpec,
@@ -34,7 +34,14 @@ from hetmesh.recipe.schedule_names import schedule_name
 from hetmesh.runtime import Runtime
 from hetmesh.schedule import POLICIES, Schedule
 from hetmesh.training.gradient_check import check_gradients, check_replica_gradients
-from hetmesh.training.gradients import counted, reduce_over_ranks, scale, squared_norm
+from hetmesh.training.gradients import clip_factor, counted, reduce_over_ranks, scale, squared_norm
+from hetmesh.training.part_checks import (
+    CheckedSum,
+    check_equal_parameters,
+    check_own_layers,
+    checked_batch,
+    described_parameters,
+)
 
 SCHEDULES = ("sequential", "1f1b", "zero_bubble")
 """Names of schedules that a Pipeline can have."""
@@ -128,7 +135,7 @@ class Pipeline:
             self.graph,
             {Stage(name): module.adapted for name, module in self.parallel.items()},
             reducers={Stage(n): partial(start_reduction, m) for n, m in self.parallel.items() if Stage(n) in trained},
-            loss=self._checked_loss,
+            loss=CheckedSum(loss),
             seed=seed,
         )
         self._counted = counted(self.parallel.values(), self.world.rank)
@@ -139,16 +146,22 @@ class Pipeline:
         meshes."""
         return [p for each in self.parallel.values() for p in each.module.parameters()]
 
-    def step(self, load: Load, samples: int, *, divide_by: float = 1.0) -> float:
+    def step(self, load: Load, samples: int, *, divide_by: float = 1.0, max_norm: float = 0.0) -> float:
         """Forward and backward of a batch; leaves gradients in `.grad`, in place of those of before. Collective.
 
         Args:
             load: what parts read of which samples.
             samples: of the batch, over all lanes and microbatches.
             divide_by: what the summed loss and its gradients are divided by: the number of targets of the whole batch.
+            max_norm: clips the gradient of all parts together; 0 does not. (`clip_grad_norm_` of torch would clip by
+                the norm of what this rank happens to hold, another one on each.)
 
         Returns:
-            The loss of the batch, equal on all ranks.
+            The loss of the batch, equal on all ranks. Where it is not finite, do not take the optimizer's step.
+
+        Raises:
+            GraphError: `load` gives something else than a row per sample.
+            LossError: the loss is no sum over samples, or does not depend on the output.
         """
         if samples < 1 or not divide_by > 0:
             raise GraphError(
@@ -166,6 +179,8 @@ class Pipeline:
                 self.world,
             )
         scale(self.parameters(), 1.0 / divide_by)
+        if max_norm:
+            scale(self.parameters(), clip_factor(self.grad_norm(), max_norm))
         self.steps += 1
         return total / divide_by
 
@@ -184,7 +199,8 @@ class Pipeline:
         def load_batch(stage: Stage, microbatch: int) -> Mapping[str, Tensor]:
             lane = self.graph[stage.module].lane_of(rank)
             assert lane is not None
-            return load(stage.module, plan.samples_of(stage.module, microbatch, lane))
+            samples = plan.samples_of(stage.module, microbatch, lane)
+            return checked_batch(stage.module, samples, load(stage.module, samples))
 
         mine = self.runtime.run(schedule, plan, load_batch, step=self.steps)
         for module in self.parallel.values():  # where no backward came, nothing else lets go of what was gathered
@@ -212,11 +228,13 @@ class Pipeline:
             found = self._own_modules(meshes)
         except HetmeshError as own:
             error = own
-        told: list[HetmeshError | None] = [None] * self.world.size
+        described = {name: described_parameters(each.module) for name, each in found.items()}
+        told: list[Any] = [None] * self.world.size
         with self.world.waiting("whether every rank has its parts"):
-            dist.all_gather_object(told, error, group=self.world.group(range(self.world.size)))
-        if first := next((each for each in told if each is not None), None):
+            dist.all_gather_object(told, (error, described), group=self.world.group(range(self.world.size)))
+        if first := next((each for each, _ in told if each is not None), None):
             raise first
+        check_equal_parameters([each for _, each in told])
         return found
 
     def _own_modules(self, meshes: Mapping[str, DeviceMesh | None]) -> dict[str, ParallelModule]:
@@ -228,6 +246,7 @@ class Pipeline:
                 raise GraphError(f"part {name!r}: rank {self.world.rank} {what}, and {part.mesh} is its mesh")
             if part.module is None or mesh is None:
                 continue
+            check_own_layers(name, part.module)
             if part.trainable != any(p.requires_grad for p in part.module.parameters()):
                 has = "no parameter" if part.trainable else "parameters"
                 raise GraphError(f"part {name!r}: trainable = {part.trainable}, but it has {has} with requires_grad")
@@ -235,13 +254,6 @@ class Pipeline:
             stage = AdaptedModule(caller, part.module, part.dtype)
             found[name] = own_parallel_module(name, part.module, stage, part.mesh, mesh)
         return found
-
-    def _checked_loss(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        value = self.loss(output, batch)
-        if not isinstance(value, Tensor) or value.shape != ():
-            given = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
-            raise LossError(f"loss: must return the sum over its samples, a scalar tensor, got {given}")
-        return value
 
 
 class _Caller:

@@ -210,6 +210,7 @@ class Trainer:
         loss, grad_norm = self.job.totals(loss_sum, targets)
         finite = math.isfinite(loss) and math.isfinite(grad_norm)  # equal on all ranks, so all do the same
         if finite:
+            self.job.first_steps.check()
             # Gradients are sums over the whole batch; this is the only place where they are normalised.
             scale(self.parameters, clip_factor(grad_norm, self.recipe.training.max_norm) / targets)
         else:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hetmesh.balance import BatchPlan
 from hetmesh.data.loader import DrawnBatch
+from hetmesh.errors import BoundaryError
 from hetmesh.runtime.step_transfers import StepTransfers
 from hetmesh.schedule import Schedule
 from hetmesh.training.feed import Feed
@@ -77,7 +78,10 @@ class Upcoming:
 
         Raises:
             SampleError, GraphError: what `plan_step` raised.
+            BoundaryError: the job is over.
         """
+        if self._background.closed:
+            raise BoundaryError("the job is over, and its process groups may be gone: step within `with open_job(...)`")
         started, loader = time.perf_counter(), self._job.loader
         number = loader.step
         self._plan_to(min(number + self._ahead, self._last - 1))
@@ -124,6 +128,7 @@ class Background:
     def __init__(self) -> None:
         self._todo: queue.SimpleQueue[tuple[Future, Callable[[], object]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self.closed = False
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Do it when all before is done."""
@@ -144,5 +149,6 @@ class Background:
 
     def close(self) -> None:
         """Do nothing more once the current thing is done."""
+        self.closed = True
         if self._thread is not None:
             self._todo.put(None)

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from hetmesh._own_code import import_named
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Adapter, AdapterRequest
 from hetmesh.models.config_keys import constructor_arguments, positive_int
 from hetmesh.models.own.adapters import OwnAdapter, OwnEncoder, OwnItemsEncoder, OwnSink
+from hetmesh.models.own.apart_probe import check_apart
 from hetmesh.models.own.declared import declared_abilities, declared_layers
 from hetmesh.models.own.packing_probe import check_packing
 from hetmesh.models.own.stage_probe import first_layers
@@ -72,6 +74,7 @@ def _of_module(model_class: type[nn.Module], request: AdapterRequest) -> OwnAdap
         check_tokenwise(adapter, example, request)
     if isinstance(adapter, OwnSink) and abilities.use_packed is not None:
         check_packing(adapter, example, request)
+    check_apart(adapter, example, request)
     if abilities.activation is not None:  # last: it takes the example apart
         abilities = dataclasses.replace(abilities, first_layers=first_layers(adapter, example, request))
         adapter = dataclasses.replace(adapter, abilities=abilities)
@@ -151,12 +154,19 @@ def _example(model_class: type[nn.Module], arguments: Mapping[str, Any], request
     """An instance without memory, to read attributes from."""
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            return model_class(**arguments)
+            example = model_class(**arguments)
     except Exception as error:
         raise RecipeError(
             f"{request.key}: {model_class.__name__}({_listed(arguments)}) failed: {error}; it is first constructed on "
             "the meta device, so its constructor must not read values of its parameters"
         ) from error
+    if lazy := [name for name, p in example.named_parameters() if isinstance(p, UninitializedParameter)]:
+        raise RecipeError(
+            f"{request.key}: {model_class.__name__} makes its parameters {lazy[:4]} lazily, in its first forward, but "
+            "they are sharded before that: give its layers their sizes (in_features and media_shape are filled in "
+            "where the constructor takes them)"
+        )
+    return example
 
 
 def _listed(arguments: Mapping[str, Any]) -> str:

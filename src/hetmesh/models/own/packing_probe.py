@@ -29,7 +29,7 @@ def check_packing(adapter: OwnSink, example: nn.Module, request: AdapterRequest)
         return
     module = build_module(adapter, request.name, 0, torch.float64).eval()
     where = f"{request.key}: {type(example).__name__} declares `packed_attention`"
-    batch, inputs, lengths = _samples(adapter, request.vocab_size)
+    batch, inputs, lengths = two_samples(adapter, request.vocab_size)
     kept = ((0, sum(lengths)),)
     together = pack_tokens(batch, lengths, kept)
     state = ContextAttention(packed([causal(length) for length in lengths]), name=f"{request.name} attention")
@@ -49,7 +49,7 @@ def check_packing(adapter: OwnSink, example: nn.Module, request: AdapterRequest)
         )
 
 
-def _samples(adapter: OwnSink, vocab_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor], tuple[int, int]]:
+def two_samples(adapter: OwnSink, vocab_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor], tuple[int, int]]:
     """Two samples of unequal lengths as `collate_tokens` pads them, a row of each source in each, and targets."""
     places = list(adapter.sources.values())
     short = len(places) + 3

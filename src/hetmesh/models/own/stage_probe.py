@@ -50,6 +50,11 @@ def first_layers(adapter: OwnAdapter, example: nn.Module, request: AdapterReques
             f"{where}, but its parameters {outside[:6]} belong to none of its layers {list(layers)}, so no stage would "
             "own them; put them into a layer"
         )
+    if shared := _shared_inside(example, layers):
+        raise RecipeError(
+            f"{where}, but its layers {shared} share parameters, whose gradients two stages would each have a part of; "
+            "only the first and the last layer may share some"
+        )
     for layer in layers:
         parent, _, child = layer.rpartition(".")
         setattr(example.get_submodule(parent), child, _Noting(layer, called))
@@ -75,6 +80,15 @@ def first_layers(adapter: OwnAdapter, example: nn.Module, request: AdapterReques
             f"would compute again: put it into one of {list(layers)}"
         )
     return layers[: first or 1]
+
+
+def _shared_inside(example: nn.Module, layers: tuple[str, ...]) -> list[str]:
+    """Layers that share a parameter with another one, but for the ends, whose shared weights are summed."""
+    owners: dict[int, list[str]] = {}
+    for layer in layers:
+        for parameter in set(example.get_submodule(layer).parameters()):
+            owners.setdefault(id(parameter), []).append(layer)
+    return next((found for found in owners.values() if len(found) > 1 and found != [layers[0], layers[-1]]), [])
 
 
 def _inside(name: str, layers: tuple[str, ...]) -> bool:

@@ -1,0 +1,111 @@
+"""What a Pipeline is given piece by piece while it runs, and whether it is what it must be: batches and losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetmesh.errors import GraphError, LossError
+from hetmesh.models.batch_statistics import batch_dependent_layers
+from hetmesh.training.loss import rounding
+
+Parameters = tuple[tuple[str, str], ...]
+"""Of a part on a rank: each parameter, with what of it is equal on all of them."""
+
+
+def described_parameters(module: nn.Module) -> Parameters:
+    """What `check_equal_parameters` compares: names, shapes of whole parameters, dtypes, and which are trained."""
+    return tuple(
+        (name, f"{tuple(p.shape)} {p.dtype}, requires_grad = {p.requires_grad}")
+        for name, p in module.named_parameters()
+    )
+
+
+def check_equal_parameters(ranks: Sequence[Mapping[str, Parameters]]) -> None:
+    """Raise GraphError unless all ranks that have a part have the same parameters in it: what is gathered and summed of
+    them would not fit together. `ranks` has the parts of each."""
+    first: dict[str, tuple[int, dict[str, str]]] = {}
+    for rank, parts in enumerate(ranks):
+        for part, given in parts.items():
+            other, expected = first.setdefault(part, (rank, dict(given)))
+            here = dict(given)
+            for name in [*expected, *here]:
+                if here.get(name) != expected.get(name):
+                    raise GraphError(
+                        f"part {part!r}: its parameters must be equal on all ranks: {name} is "
+                        f"{here.get(name, 'missing')} on rank {rank}, and {expected.get(name, 'missing')} on {other}"
+                    )
+            if list(here) != list(expected):
+                raise GraphError(f"part {part!r}: its parameters have another order on rank {rank} than on {other}")
+
+
+def check_own_layers(name: str, module: nn.Module) -> None:
+    """Raise GraphError if layers of a part depend on what a lane and microbatch happen to hold, while they train."""
+    if found := [fqn for fqn in batch_dependent_layers(module) if module.get_submodule(fqn).training]:
+        kinds = sorted({type(module.get_submodule(fqn)).__name__ for fqn in found})
+        raise GraphError(
+            f"part {name!r}: its layers {found[:4]}{' and more' if len(found) > 4 else ''} are "
+            f"{', '.join(kinds)}, whose result depends on the samples that are computed together and would "
+            "change with lanes and microbatches; use LayerNorm, GroupNorm or RMSNorm, or put these layers into eval()"
+        )
+
+
+def checked_batch(part: str, samples: tuple[int, ...], given: Any) -> Mapping[str, Tensor]:
+    """What `load` gave for some samples.
+
+    Raises:
+        GraphError: it is no mapping, or a tensor of it has not a row per sample.
+    """
+    asked = f"load({part!r}, samples) of {len(samples)} samples"
+    if not isinstance(given, Mapping):
+        raise GraphError(f"{asked} must return tensors by name, {{}} for a part that reads nothing, got {given!r:.80}")
+    for key, value in given.items():
+        if isinstance(value, Tensor) and (value.ndim == 0 or len(value) != len(samples)):
+            raise GraphError(f"{asked}: {key!r} must have a row per sample, got shape {tuple(value.shape)}")
+    return given
+
+
+class CheckedSum:
+    """The loss of a Pipeline, found out where it is no sum over samples: a mean would weigh a sample by the lane and
+    microbatch that it is in.
+
+    Raises:
+        LossError: it gives something else than a scalar that depends on the output; or, of the first batch with several
+            samples, something else than the sum of what it gives for two halves of them.
+    """
+
+    def __init__(self, loss: Callable[[Tensor, Mapping[str, Tensor]], Tensor]) -> None:
+        self.loss = loss
+        self._tried = False
+
+    def __call__(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        value = self.loss(output, batch)
+        if not isinstance(value, Tensor) or value.shape != ():
+            given = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
+            raise LossError(f"loss: must return the sum over its samples, a scalar tensor, got {given}")
+        if not isinstance(output, Tensor):
+            return value
+        if output.requires_grad and torch.is_grad_enabled() and not value.requires_grad:
+            raise LossError("loss: what it returns does not depend on the output, so nothing can be trained by it")
+        if not self._tried and output.ndim and len(output) > 1:
+            self._tried = True
+            self._try(output.detach(), batch, value.detach())
+        return value
+
+    @torch.no_grad()
+    def _try(self, output: Tensor, batch: Mapping[str, Tensor], value: Tensor) -> None:
+        samples, whole, parts = len(output), float(value), list[float]()
+        if any(len(each) != samples for each in batch.values() if isinstance(each, Tensor)):
+            return  # the last part returns several rows of a sample, or one of several
+        for part in (slice(None, samples // 2), slice(samples // 2, None)):
+            own = {key: each[part] if isinstance(each, Tensor) else each for key, each in batch.items()}
+            parts.append(float(self.loss(output[part], own)))
+        if math.isfinite(whole) and abs(sum(parts) - whole) > rounding(value.dtype) * max(map(abs, (whole, *parts))):
+            raise LossError(
+                f"loss: must be a sum over samples, but gives {whole:.6g} for {samples} of them, and {parts[0]:.6g} + "
+                f"{parts[1]:.6g} for the two halves; for a mean divide once, by divide_by of Pipeline.step"
+            )

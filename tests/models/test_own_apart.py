@@ -1,0 +1,202 @@
+"""Modules of one's own that compute samples together: what differs from layout to layout is refused, whatever it is."""
+
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import hetmesh
+from hetmesh.errors import GradientError, RecipeError
+from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.training.describe import describe
+
+
+class Encoder(nn.Module):
+    rows_per_item = 1
+
+    def __init__(self, media_shape, out_features=8):
+        super().__init__()
+        self.out_features = out_features
+        self.linear = nn.Linear(media_shape[1] * media_shape[2], out_features)
+
+    def forward(self, images):
+        return self.linear(images.flatten(1)).unsqueeze(1)
+
+
+class Centred(Encoder):
+    def forward(self, images):
+        rows = super().forward(images)
+        return rows - rows.mean(0)
+
+
+class CentredItems(Encoder):
+    rows_per_item = None
+
+    def item_rows(self, shape):
+        return 1
+
+    def forward(self, images):
+        rows = self.linear(torch.stack([image.flatten() for image in images]))
+        return rows - rows.mean(0)
+
+
+class Noisy(Encoder):
+    """Random whatever is beside it: as dropout is."""
+
+    def forward(self, images):
+        return super().forward(images) + torch.randn(len(images), 1, 1).to(images)
+
+
+class Lazy(Encoder):
+    def __init__(self, media_shape, out_features=8):
+        super().__init__(media_shape, out_features)
+        self.linear = nn.LazyLinear(out_features)
+
+
+class CentredRows(nn.Module):
+    def __init__(self, in_features, out_features):
+        super().__init__()
+        self.out_features = out_features
+        self.linear = nn.Linear(in_features, out_features)
+
+    def forward(self, rows):
+        return self.linear(rows - rows.mean(0))
+
+
+class Language(nn.Module):
+    def __init__(self, vocab_size, in_features=8):
+        super().__init__()
+        self.in_features = in_features
+        self.embed, self.head = nn.Embedding(vocab_size, in_features), nn.Linear(in_features, vocab_size)
+
+    def forward(self, batch, inputs):
+        hidden = self.embed(batch["input_ids"])
+        for rows in inputs.values():
+            hidden = hidden.flatten(0, 1).index_copy(0, batch["positions.image"], rows).view_as(hidden)
+        return self.head(self.mixed(hidden).flatten(0, 1)[batch["target_positions"]])
+
+    def mixed(self, hidden):
+        return hidden
+
+
+class SeesPadding(Language):
+    def mixed(self, hidden):
+        return hidden + hidden.mean(1, keepdim=True)
+
+
+class Causal(Language):
+    def mixed(self, hidden):
+        return hidden + hidden.cumsum(1)
+
+
+class Averaging(Encoder):
+    """Keeps a running mean of its rows."""
+
+    def __init__(self, media_shape, out_features=8):
+        super().__init__(media_shape, out_features)
+        self.register_buffer("mean", torch.zeros(out_features))
+
+    def forward(self, images):
+        rows = super().forward(images)
+        if self.training:
+            self.mean.lerp_(rows.detach().mean((0, 1)), 0.1)
+        return rows - self.mean
+
+
+class Caching(Encoder):
+    """Fills a buffer in its first forward."""
+
+    def __init__(self, media_shape, out_features=8):
+        super().__init__(media_shape, out_features)
+        self.register_buffer("shift", torch.zeros(out_features))
+
+    def forward(self, images):
+        self.shift.fill_(1.0)
+        return super().forward(images) + self.shift
+
+
+class Heads(Language):
+    """Tensor parallel; each rank scales its share of the features by weights that all ranks hold."""
+
+    tensor_parallel_plan = {"up": "colwise", "down": "rowwise"}  # noqa: RUF012
+
+    def __init__(self, vocab_size, in_features=8):
+        super().__init__(vocab_size, in_features)
+        self.up, self.down = nn.Linear(in_features, 16), nn.Linear(16, in_features)
+        self.scale = nn.LayerNorm(4)
+
+    def mixed(self, hidden):
+        heads = self.scale(self.up(hidden).unflatten(-1, (-1, 4)))
+        return hidden + self.down(heads.flatten(-2))
+
+
+class SummedHeads(Heads):
+    tensor_parallel_plan = Heads.tensor_parallel_plan | {"scale": "replicated_with_grad_allreduce"}
+
+
+def recipe(vision="Encoder", projector=None, llm="Language"):
+    own = {"vision": vision, "projector": projector, "llm": llm}
+    names = [name for name, model in own.items() if model]
+    edges = [{"from": a, "to": b} for a, b in pairwise(names)]
+    edges[-1]["at"] = "image"
+    modules = {name: {"model": f"test_own_apart:{own[name]}"} for name in names}
+    layouts = {"llm": {"ranks": [2, 3], "tensor_parallel_degree": 2}} if "Heads" in llm else {"llm": {"ranks": [2, 3]}}
+    parallelism = {name: {"ranks": [0, 1]} for name in names} | layouts
+    tables = {"modules": modules, "boundaries": edges, "data": {"source": "digits"}, "parallelism": parallelism}
+    return parse_recipe(tables | {"training": {"local_batch_size": 4}})
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (
+            {"vision": "Centred"},
+            r"modules\.vision: what Centred computes .* the rows of an item differ by [\d.]+ where",
+        ),
+        ({"vision": "CentredItems"}, r"modules\.vision: what CentredItems computes .* the rows of an item differ by"),
+        (
+            {"projector": "CentredRows"},
+            r"modules\.projector: what CentredRows computes .* the rows of an item differ by",
+        ),
+        (
+            {"llm": "SeesPadding"},
+            r"modules\.llm: what SeesPadding computes .* differ by [\d.]+ where a longer one, or pad",
+        ),
+        ({"vision": "Lazy"}, r"modules\.vision: Lazy makes its parameters \['linear\.weight', 'linear\.bias'\] lazily"),
+    ],
+)
+def test_what_other_samples_change_is_refused(own, message):
+    with pytest.raises(RecipeError, match=message):
+        describe(recipe(**own))
+
+
+@pytest.mark.parametrize("own", [{}, {"llm": "Causal"}, {"vision": "Noisy"}])
+def test_what_each_sample_alone_decides_is_taken(own):
+    describe(recipe(**own))
+
+
+def two_steps(rank, own):
+    try:
+        with hetmesh.open_job(recipe(**own)) as job:
+            return [job.forward_backward().step for _ in range(3)]
+    except GradientError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (
+            {"llm": "Heads"},
+            r"have different gradients of it: llm\.scale\.weight \(along tp\), .*replicated_with_grad_all",
+        ),
+        ({"vision": "Averaging"}, r"forward changes buffers in every step: vision\.mean\. Lanes and microbatches"),
+        ({"vision": "Caching", "llm": "SummedHeads"}, None),
+    ],
+)
+def test_what_only_training_shows_ends_it_on_all_ranks(pool4, own, message):
+    for found in pool4.run(two_steps, own):
+        assert found == [1, 2, 3] if message is None else re.search(message, found), found
