@@ -173,3 +173,10 @@ def test_what_is_not_there_is_said(folder):
         find_conversations(str(folder / "pictures"))
     with pytest.raises(RecipeError, match="--data = 'nowhere': there is no such file"):
         find_conversations("nowhere")
+
+
+@pytest.mark.parametrize(("mark", "kind"), [("<image>", "image"), ("<audio>", "audio")])
+def test_a_mark_in_a_message_without_a_file_is_refused_whatever_the_placeholder(mark, kind):
+    # A tokenizer with another placeholder would make plain text of it, and nobody would miss the file.
+    with pytest.raises(ValueError, match=f"contains '{mark}', which stands for media, and the record names no {kind}"):
+        turns_of({"messages": [{"role": "user", "content": f"{mark} what is this"}]})

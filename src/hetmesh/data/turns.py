@@ -41,7 +41,8 @@ def turns_of(record: Mapping[str, Any], breaks: Collection[str] = ()) -> list[tu
             behind a mark (`<image>\\n`) is that one, and not in the text too.
 
     Raises:
-        KeyError, TypeError, ValueError: it has neither form, or more files than places for them, or a video.
+        KeyError, TypeError, ValueError: it has neither form, or more files than places for them, or a mark in
+            a message without any, or a video.
     """
     if held := [key for key in ("video", "videos") if record.get(key)]:
         raise ValueError(f"it has {held[0]!r}, and videos are not read; leave the sample out, or give frames as images")
@@ -96,7 +97,14 @@ def _role(name: Any) -> str:
 
 def _content(content: Any, files: Mapping[str, _Files], breaks: Collection[str]) -> Any:
     if isinstance(content, str):
-        marked = any(mark in content and files[kind].given for mark, kind in MARKS.items())
+        # where the placeholder is another token, the mark would be trained on as text, and its file be missed by nobody
+        if alone := [mark for mark, kind in MARKS.items() if mark in content and not files[kind].given]:
+            kind = MARKS[alone[0]]
+            raise ValueError(
+                f"its text contains {alone[0]!r}, which stands for media, and the record names no {kind}; give it "
+                f"under {kind!r}, or as a part of type {kind!r}, or leave the mark out of the text"
+            )
+        marked = any(mark in content for mark in MARKS)
         return _parts(content, files, breaks) if marked else content
     if not isinstance(content, list):
         return content
