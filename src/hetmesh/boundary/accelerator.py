@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-
 _CPU = torch.device("cpu")
 
 
