@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hetmesh._torch_compat import python_device
+from hetmesh.attention.kernels import FLEX
 from hetmesh.boundary.accelerator import Accelerator
 
 NAME = "fake_gpu"
@@ -143,9 +144,11 @@ class FakeModule:
 def fake_device() -> torch.device:
     """The device; made once per process."""
     device = python_device(NAME, FakeModule())
+    from hetmesh.runtime.fake_attention import flex_attention_without_values
     from hetmesh.runtime.fake_autocast import register
 
     register()
+    FLEX[NAME] = flex_attention_without_values
     return device
 
 

@@ -27,12 +27,10 @@ from hetmesh._torch_compat import (
 )
 from hetmesh.runtime.fake_autocast import CASTS
 from hetmesh.runtime.fake_device import FakeAccelerator
+from hetmesh.runtime.fake_values import MOST_KNOWN, forget, known_value, learn, may_know
 from hetmesh.runtime.host_waits import HostWaits, listing
 
 aten = torch.ops.aten
-
-_MOST_KNOWN = {True: 1 << 10, False: 1 << 24}
-"""Elements of a tensor whose values are kept: of floating point, of integers and booleans."""
 
 _SHAPED_BY_VALUES = {
     aten.nonzero.default,
@@ -65,7 +63,6 @@ class FakeTensors(TorchDispatchMode):
         self.accelerator, self.waits, self.kind = accelerator, waits, accelerator.device.type
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.observe: Callable[[Any, Any, Any, Any], None] | None = None
-        self._unknown: set[int] = set()
 
     def __enter__(self) -> FakeTensors:
         self._made_on_host = tensors_made_on_host()
@@ -109,7 +106,7 @@ class FakeTensors(TorchDispatchMode):
 
     def _collective(self, func: Any, args: Any, tensors: list[Tensor]) -> Any:
         for x in tensors:
-            self._forget(x)
+            forget(x)
         if self.observe is not None:
             self.observe(func, args, {}, None)
         returns = func._schema.returns
@@ -132,7 +129,7 @@ class FakeTensors(TorchDispatchMode):
                 host, waiting = target, waiting or not self.accelerator.is_pinned(target)
             if waiting:
                 self.waits.device_to_host("copy")
-            known = self._known(source)
+            known = known_value(source)
             return host.zero_() if known is None else host.copy_(known)
         if to_device and not from_device and source.ndim + (target is None):
             if waiting or not self.accelerator.is_pinned(source):
@@ -143,7 +140,7 @@ class FakeTensors(TorchDispatchMode):
                 out = torch.empty_strided(
                     source.shape, source.stride(), dtype=kwargs.get("dtype") or source.dtype, device=onto
                 )
-            self._learn(out, source.to(out.dtype, copy=True) if self._may_know(out) else None)
+            learn(out, source.to(out.dtype, copy=True) if may_know(out) else None)
             return out
         return self._operation(func, args, kwargs, [x for x in (source, target) if x is not None])
 
@@ -170,11 +167,11 @@ class FakeTensors(TorchDispatchMode):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     for x in tree_leaves(given):
                         if isinstance(x, FakeTensor):
-                            self._forget(x)
+                            forget(x)
         elif known is not None:
             for fake, value in zip(tree_leaves(out), tree_leaves(known), strict=True):
                 if isinstance(fake, FakeTensor) and isinstance(value, Tensor):
-                    self._learn(fake, value)
+                    learn(fake, value)
         return out
 
     def _indexed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -184,7 +181,7 @@ class FakeTensors(TorchDispatchMode):
             if index is None or index.dtype not in (torch.bool, torch.uint8):
                 indices.append(index)
                 continue
-            known = self._known(index) if isinstance(index, FakeTensor) else index
+            known = known_value(index) if isinstance(index, FakeTensor) else index
             if known is None:
                 raise RuntimeError(
                     f"{func}: a mask is computed on the device, and its values decide a shape, which a dry run does "
@@ -194,38 +191,16 @@ class FakeTensors(TorchDispatchMode):
         with self.fake:
             return func(args[0], indices, *args[2:], **kwargs)
 
-    # Values that are known
-
-    def _may_know(self, x: Tensor) -> bool:
-        return x.numel() <= _MOST_KNOWN[x.is_floating_point()] and not x.is_complex()
-
-    def _learn(self, fake: Tensor, value: Tensor | None) -> None:
-        if value is not None and self._may_know(fake):
-            fake.hetmesh_value = value  # type: ignore[attr-defined]
-
     def _as_fake(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         with self.fake:
-            out = torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=self.accelerator.device
-            )
-        self._learn(out, value)
+            out = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self.accelerator.device)
+        learn(out, value)
         return out
 
-    def _forget(self, x: Tensor) -> None:
-        value = getattr(x, "hetmesh_value", None)
-        if value is not None:
-            value.untyped_storage().hetmesh_unknown = True
-
-    def _known(self, x: Tensor) -> Tensor | None:
-        value = getattr(x, "hetmesh_value", None)
-        if value is None or getattr(value.untyped_storage(), "hetmesh_unknown", False):
-            return None
-        return value
-
     def _value(self, x: Tensor) -> Any:
-        known = self._known(x)
+        known = known_value(x)
         if known is not None:
             return known.item()
         return False if x.dtype == torch.bool else 0.0 if x.is_floating_point() else 0
@@ -236,7 +211,7 @@ class FakeTensors(TorchDispatchMode):
             return None
         values: dict[int, Tensor] = {}
         for x in tensors:
-            value = self._known(x) if isinstance(x, FakeTensor) else x
+            value = known_value(x) if isinstance(x, FakeTensor) else x
             if value is None:
                 return None
             values[id(x)] = value
@@ -246,7 +221,7 @@ class FakeTensors(TorchDispatchMode):
         if "device" in on_host:
             on_host["device"] = torch.device("cpu")
         given, named = tree_map_only(Tensor, lambda x: values[id(x)], (args, on_host))
-        if any(x.numel() > _MOST_KNOWN[x.is_floating_point()] for x in values.values()):
+        if any(x.numel() > MOST_KNOWN[x.is_floating_point()] for x in values.values()):
             return None
         try:
             return func(*given, **named)
@@ -264,8 +239,8 @@ def _small(args: Any, kwargs: Mapping[str, Any]) -> bool:
     floating = dtype is None or dtype.is_floating_point
     sizes = args[0] if args and isinstance(args[0], (list, tuple)) else None
     if sizes is None:  # arange and the like
-        return not floating or all(isinstance(x, (int, float)) and abs(x) <= _MOST_KNOWN[True] for x in args)
+        return not floating or all(isinstance(x, (int, float)) and abs(x) <= MOST_KNOWN[True] for x in args)
     count = 1
     for size in sizes:
         count *= size
-    return count <= _MOST_KNOWN[floating]
+    return count <= MOST_KNOWN[floating]
