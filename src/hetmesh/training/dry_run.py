@@ -125,19 +125,16 @@ def dry_run(recipe: Recipe, rank: int = 0, *, microbatches: int | None = None) -
 
 def _prepared(recipe: Recipe, folder: str, microbatches: int | None) -> Recipe:
     """The recipe without checkpoints, and with the batch that is asked for."""
-    training = recipe.training
     if microbatches is not None:
         batch = recipe.batch
         rounds = batch.local_batch_size // batch.microbatch_size
         if microbatches < 1 or microbatches % rounds:
             raise RecipeError(f"--microbatches {microbatches}: must be a multiple of {rounds} and above 0")
-        size = batch.lanes * batch.microbatch_size * microbatches
-        training = training.model_copy(update={"global_batch_size": size})
+        recipe = recipe.with_global_batch_size(batch.lanes * batch.microbatch_size * microbatches)
     return recipe.model_copy(
         update={
             "job": recipe.job.model_copy(update={"dump_folder": folder}),
             "checkpoint": recipe.checkpoint.model_copy(update={"enable": False, "initial_load_path": None}),
-            "training": training,
         }
     )
 
