@@ -46,6 +46,13 @@ def dry_runs(
     return DryRuns(tuple(groups), found.name, found.memory_bytes)
 
 
+def fullest_group(recipe: Recipe, machine: str | None = None) -> RankGroup:
+    """Of all groups of equal ranks the one that is predicted to hold most, run."""
+    found = load_machine(machine or recipe.metrics.machine or MACHINE)
+    ranks, fullest, predicted = max(_groups(recipe, found), key=lambda group: group[2])
+    return RankGroup(ranks, dry_run(recipe, fullest), predicted)
+
+
 def _groups(recipe: Recipe, machine: Machine) -> list[tuple[tuple[int, ...], int, int]]:
     """Ranks that hold the same stages; of them the one with most to do in the first global batch; and the predicted
     peak."""
