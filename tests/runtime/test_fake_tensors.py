@@ -20,7 +20,7 @@ def test_indices_of_the_host_keep_their_values_through_what_is_computed_of_them(
 
 
 def test_a_shape_that_values_of_the_device_decide_is_an_error_that_names_the_line(apart):
-    with pytest.raises(RuntimeError, match=r"its values decide a shape.*on_fake_device\.py:\d+"):
+    with pytest.raises(RuntimeError, match=r"a mask decides its shape.*on_fake_device\.py:\d+"):
         apart(entered, by_values)
 
 

@@ -45,5 +45,3 @@ def test_the_command_prints_text_and_json(apart):
     status, text = apart(printed, ["dryrun", "recipes/digits.toml", "--rank", "7"])
     assert status == 2
     assert "ranks 0-3" in text
-
-
