@@ -156,15 +156,17 @@ class FakeAccelerator(Accelerator):
     """The accelerator of a dry run: what is asked of it costs nothing, and it remembers what memory is pinned.
 
     Attributes:
+        draws: whether weights are drawn as if they had values, to see what that takes.
         pinned_memory: storages of the host from which a copy does not hold the host up.
     """
 
+    draws: bool = False
     pinned_memory: WeakSet[torch.UntypedStorage] = field(default_factory=WeakSet)
 
     @classmethod
-    def make(cls) -> FakeAccelerator:
+    def make(cls, *, draws: bool = False) -> FakeAccelerator:
         """One, on the device of this process."""
-        return cls(fake_device())
+        return cls(fake_device(), draws)
 
     @property
     def asynchronous(self) -> bool:
@@ -172,7 +174,7 @@ class FakeAccelerator(Accelerator):
 
     @property
     def computes(self) -> bool:
-        return False
+        return self.draws
 
     @property
     def random_module(self) -> Any:

@@ -28,14 +28,17 @@ from hetmesh.training.dump_folder import RunFolder
 from hetmesh.training.trainer import Trainer
 
 
-def dry_run(recipe: Recipe, rank: int = 0) -> DryRun:
+def dry_run(recipe: Recipe, rank: int = 0, *, draws: bool = False) -> DryRun:
     """Run one step of `rank` on the fake device, after the optimizer has made its state.
+
+    Args:
+        draws: draw the weights, which takes seconds for a billion of them, so that `built_peak` is that of training.
 
     Raises:
         RecipeError: what `hetmesh check` would find.
         RuntimeError: a module decides shapes by values that only the device could compute.
     """
-    waits, backend, accelerator = HostWaits(), FakeBackend(), FakeAccelerator.make()
+    waits, backend, accelerator = HostWaits(), FakeBackend(), FakeAccelerator.make(draws=draws)
     with fake_process_group(recipe.world_size, rank), tempfile.TemporaryDirectory() as folder:
         prepared = _prepared(recipe, folder)
         with FakeTensors(accelerator, waits) as tensors, DeviceWork(waits) as work:

@@ -46,11 +46,11 @@ def dry_runs(
     return DryRuns(tuple(groups), found.name, found.memory_bytes)
 
 
-def fullest_group(recipe: Recipe, machine: str | None = None) -> RankGroup:
-    """Of all groups of equal ranks the one that is predicted to hold most, run."""
+def fullest_group(recipe: Recipe, machine: str | None = None, *, draws: bool = False) -> RankGroup:
+    """Of all groups of equal ranks the one that is predicted to hold most, run; `draws` as in `dry_run`."""
     found = load_machine(machine or recipe.metrics.machine or MACHINE)
     ranks, fullest, predicted = max(_groups(recipe, found), key=lambda group: group[2])
-    return RankGroup(ranks, dry_run(recipe, fullest), predicted)
+    return RankGroup(ranks, dry_run(recipe, fullest, draws=draws), predicted)
 
 
 def _groups(recipe: Recipe, machine: Machine) -> list[tuple[tuple[int, ...], int, int]]:
