@@ -23,6 +23,7 @@ __all__ = [
     "averaged_over",
     "cpu_flash_attention",
     "cpu_flash_attention_backward",
+    "default_store",
     "fake_process_group",
     "fsdp_groups",
     "one_gloo_device",
@@ -146,3 +147,8 @@ def fake_process_group(size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def default_store() -> dist.Store:
+    """The store of the default process group, on which all ranks can leave word."""
+    return distributed_c10d._get_default_store()

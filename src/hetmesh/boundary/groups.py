@@ -1,13 +1,15 @@
 """The process groups of a job, as a pure function of its graph: those that axes, edges and tied weights need, no more.
 
 A group costs every rank a connection to its members and, on NCCL, device memory on each of them. Messages between two
-ranks need no group of their own: they travel on the group of all ranks.
+ranks need no group of their own on gloo, which has tags: they travel on the group of all ranks. On NCCL they go through
+`channels`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from hetmesh.boundary.channels import Channels, job_channels
 from hetmesh.boundary.transport import MEMORY, may_use_all_to_all
 from hetmesh.cost import ModuleShape
 from hetmesh.graph import ModuleGraph, ModuleSpec, StageGraph, stage_graph
@@ -20,12 +22,15 @@ Ranks = tuple[int, ...]
 def job_groups(
     graph: ModuleGraph, world_size: int, tied: Callable[[ModuleSpec], bool], link: str = ""
 ) -> tuple[Ranks, ...]:
-    """All groups of several ranks of a job, besides torch's default one, in the order in which every rank makes them.
+    """All groups of several ranks of a job, besides torch's default one. Groups of equal ranks are one group, except
+    for channels, of which each is one more.
 
     Args:
         tied: whether the first and the last stage of a module share a weight that is trained.
-        link: what carries messages (`World.link`), as far as it is known: edges need no groups where it is `MEMORY`.
+        link: what carries messages (`World.link`): edges need no groups where it is `MEMORY`, and channels where it is
+            NCCL. Where it is not known, as on NCCL.
     """
+    by_order = not link or "nccl" in link
     groups: dict[Ranks, None] = {}
     for name in graph.order:
         spec = graph[name]
@@ -33,9 +38,11 @@ def job_groups(
             groups |= dict.fromkeys(mesh_groups(spec.stage_mesh(i)))
         if tied(spec):
             groups |= dict.fromkeys(tied_pairs(spec))
-    groups |= dict.fromkeys(edge_groups(stage_graph(graph), link=link))
+    channels = job_channels(graph) if by_order else None
+    groups |= dict.fromkeys(edge_groups(stage_graph(graph), link=link, channels=channels))
     groups[tuple(range(world_size))] = None  # losses, norms and metrics
-    return tuple(ranks for ranks in groups if len(ranks) > 1)
+    own = () if channels is None else (channel.ranks for channel in channels.all)
+    return (*(ranks for ranks in groups if len(ranks) > 1), *own)
 
 
 def mesh_groups(spec: MeshSpec) -> Iterator[Ranks]:
@@ -74,11 +81,15 @@ def ends_are_tied(spec: ModuleSpec, shape: ModuleShape | None) -> bool:
     return bool(first & last)
 
 
-def edge_groups(stages: StageGraph, transport: str = "auto", link: str = "") -> Iterator[Ranks]:
-    """The groups that edges may need: those whose transfers may be carried by an all-to-all."""
+def edge_groups(
+    stages: StageGraph, transport: str = "auto", link: str = "", channels: Channels | None = None
+) -> Iterator[Ranks]:
+    """The groups that edges may need: those whose transfers may be carried by an all-to-all, and have no channel."""
     if link == MEMORY and transport == "auto":
         return
     for edge in stages.edges:
+        if channels is not None and edge in channels.of_edge:
+            continue
         ranks = tuple(sorted({*stages.ranks_of(edge.source), *stages.ranks_of(edge.destination)}))
         if may_use_all_to_all(len(ranks), transport):
             yield ranks

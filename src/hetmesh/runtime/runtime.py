@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
+from hetmesh.boundary.channels import job_channels
 from hetmesh.boundary.groups import edge_groups
 from hetmesh.boundary.watchdog import timed_out
 from hetmesh.errors import BoundaryError, BoundaryTimeout
@@ -73,8 +74,12 @@ class Runtime:
         self.recording: Recording | None = None
         self.live_bytes: LiveBytes | None = None
         world.connect()
-        for ranks in edge_groups(stage_graph(graph), transport, world.link):
+        channels = job_channels(graph) if world.backend.by_order else None
+        if channels is not None:
+            world.open(channels.all)
+        for ranks in edge_groups(stage_graph(graph), transport, world.link, channels):
             world.group(ranks)
+        self.channels = {} if channels is None else channels.of_edge
 
     def run(
         self,
@@ -101,7 +106,7 @@ class Runtime:
         """
         runner = StepRunner(self, schedule, plan, load_batch, observe, step, transfers)
         reductions = []
-        with torch.set_grad_enabled(schedule.training):
+        with self.world.backend.step(), torch.set_grad_enabled(schedule.training):
             for action in schedule.of_rank(self.world.rank):
                 started = time.perf_counter()
                 with self._guarded(action), self._counted(action):

@@ -209,6 +209,7 @@ class StepRunner:
                 transport=runtime.transport,
                 tag=2 * len(self.forward_edges) * (route.source * self.schedule.routes.most + route.destination)
                 + self.tags[edge],
+                group=runtime.world.channel(runtime.channels.get(along.edge)),
             )
             self.exchanges[route] = exchange.start()
             if runtime.world.rank not in exchange.plan.dst.mesh:
