@@ -94,6 +94,25 @@ class Backend:
         received: Posted = [(peer, everyone.recv([buffer], peer, tag)) for peer, buffer in receives]
         return received, [(peer, everyone.send([buffer], peer, tag)) for peer, buffer in sends]
 
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        sizes: tuple[Sequence[int], Sequence[int]],
+        tag: int,
+        group: dist.ProcessGroup,
+        what: object,
+    ) -> Waited:
+        """Begin an all-to-all of flat buffers in which the ranks of `group` follow each other.
+
+        Args:
+            sizes: elements per rank, received and sent.
+            tag, what: as in `post`.
+        """
+        work = dist.all_to_all_single(received, sent, *map(list, sizes), group=group, async_op=True)
+        assert work is not None
+        return work
+
     def posted(self, works: Posted, watchdog: Watchdog, what: object) -> None:
         """Called once behind whatever was posted: messages and collectives that nobody waits for on the spot.
 

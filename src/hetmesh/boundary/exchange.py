@@ -152,7 +152,7 @@ class _Pending:
         self.out = self._result()
         self.by_p2p = exchange.transport != "all_to_all"
         if not self.by_p2p:
-            self._post_all_to_all(step)
+            self._post_all_to_all(step, exchange.tag)
         elif self.step.messages:
             near = self.world.neighbours
             if near is None or not near.everyone:
@@ -243,7 +243,7 @@ class _Pending:
                 except RuntimeError as error:
                     raise self._lost(error) from error
 
-    def _post_all_to_all(self, step: Step) -> None:
+    def _post_all_to_all(self, step: Step, tag: int) -> None:
         ranks = sorted({*step.src.mesh.ranks, *step.dst.mesh.ranks})
         channel = self.group
         own = channel is not None and dist.get_process_group_ranks(channel) == ranks
@@ -260,12 +260,11 @@ class _Pending:
             if rank in sent:
                 self._pack(sent[rank], buffer_in, start)
         flat_in, flat_out = buffer_in[:all_in], buffer_out[:all_out]
-        work = dist.all_to_all_single(flat_out, flat_in, sizes_out, sizes_in, group=group, async_op=True)
+        work = self.world.backend.all_to_all(flat_out, flat_in, (sizes_out, sizes_in), tag, group, self.label)
         self.world.log.add(self.label, "received", None, flat_out.nbytes, "all_to_all")
         for rank, start in zip(ranks, itertools.accumulate(sizes_out, initial=0), strict=False):
             if rank in expected:
                 self.arrived.append((expected[rank], buffer_out, start))
-        assert work is not None
         self.receives.append((None, work))
         self.world.backend.posted(self.receives, self.world.watchdog, _Name(self.label, self.world.rank, ()))
 

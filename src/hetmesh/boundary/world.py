@@ -305,7 +305,9 @@ def init(
         join(backend.name, backend.group_timeout(init_timeout))
     world = _current = World(timeout=init_timeout, backend=backend, accelerator=accelerator)
     world.connect()
-    world.set_timeout(timeout)
+    if timeout > init_timeout:  # the default group would give up before the watchdog speaks
+        world.set_timeout(timeout)
+    world.timeout = world.watchdog.timeout = timeout
     return world
 
 

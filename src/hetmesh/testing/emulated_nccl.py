@@ -22,8 +22,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from hetmesh.boundary import Nccl
+from hetmesh.boundary import Nccl, World
 from hetmesh.boundary.backend import Message, Posted
 from hetmesh.testing.emulated_queue import Batch, EmulatedError, Part, Queue
 from hetmesh.testing.in_flight import InFlight, compare_collectives
@@ -58,6 +59,8 @@ class EmulatedNccl(Nccl):
             groups, when NCCL would end the process.
         delay: each batch waits up to so many seconds before it begins, at random.
         seed: of the delays.
+        chooses_as: the backend whose costs and abilities count where transports are chosen: with "gloo" nearly all
+            goes by messages.
 
     Attributes:
         counts: what happened.
@@ -68,12 +71,13 @@ class EmulatedNccl(Nccl):
     patience: float | None = None
     delay: float = 0.0
     seed: int = 0
+    chooses_as: str = "nccl"
     counts: Counts = field(default_factory=Counts)
     _state: _State = field(default_factory=lambda: _State(next(_numbers)))
 
     @property
     def link(self) -> str:
-        return "nccl"
+        return self.chooses_as
 
     def connect(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         super().connect(device, group)
@@ -96,19 +100,36 @@ class EmulatedNccl(Nccl):
         """
         parts = [Part.receive(peer, buffer) for peer, buffer in receives]
         parts += [Part.send(peer, buffer) for peer, buffer in sends]
-        if not parts:
-            return [], []
+        return ([(None, self._put(Batch(parts, tag, str(what)), group))] if parts else []), []
+
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        sizes: tuple[Sequence[int], Sequence[int]],
+        tag: int,
+        group: dist.ProcessGroup,
+        what: object,
+    ) -> EmulatedWork:
+        """A batch of messages between all ranks of the group, as it is on NCCL; see `Backend.all_to_all`."""
+        peers = dist.get_process_group_ranks(group)
+        parts = [Part.receive(peer, part) for peer, part in zip(peers, received.split(list(sizes[0])), strict=True)]
+        parts += [Part.send(peer, part) for peer, part in zip(peers, sent.split(list(sizes[1])), strict=True)]
+        here = dist.get_rank()
+        return self._put(Batch([p for p in parts if p.buffer.numel() and p.peer != here], tag, str(what)), group)
+
+    def _put(self, batch: Batch, group: dist.ProcessGroup | None) -> EmulatedWork:
         queue = self._queue(group)
-        work = EmulatedWork(Batch(parts, tag, str(what)), self)
+        work = EmulatedWork(batch, self)
         if not queue.connected:
-            queue.rendezvous(work.batch)
+            queue.rendezvous(batch)
             self.counts.communicators += 1
         self._state.posted.append(work)
         self._state.in_flight.add(work)
-        queue.put(work.batch)
+        queue.put(batch)
         self.counts.batches += 1
-        self.counts.messages += len(parts)
-        return [(None, work)], []
+        self.counts.messages += len(batch.parts)
+        return work
 
     def group_timeout(self, timeout: float) -> timedelta:
         limit = super().group_timeout(timeout)
@@ -149,6 +170,22 @@ class EmulatedNccl(Nccl):
             limit = self._state.limit if self.patience is None else self.patience
             queues[group.group_name] = Queue(group, self._state.number, limit, self.delay, self.seed)
         return queues[group.group_name]
+
+
+@contextmanager
+def emulated_world(backend: EmulatedNccl | None = None, *, timeout: float = 60.0) -> Iterator[World]:
+    """A World of emulated NCCL over the gloo processes there are, connected, and the current one in the body. Every
+    rank enters it. What `backend` counted can be read afterwards."""
+    backend = EmulatedNccl() if backend is None else backend
+    world = World(timeout=timeout, backend=backend)
+    backend.group_timeout(timeout)
+    try:
+        with world.as_current():
+            world.connect()
+            yield world
+    finally:
+        backend.close()
+        world.watchdog.close()
 
 
 class _State:
