@@ -108,7 +108,7 @@ def test_waits_on_gloo_have_one():
 
 
 def test_the_watchdog_names_a_boundary_whose_message_never_comes(world):
-    """The host does not wait, so nothing else on it would tell; and NCCL counts from posting, whether it waits or not."""
+    """The host does not wait, so nothing else would tell; the time counts from posting, as NCCL's does."""
     said, spoke = [], threading.Event()
     world.watchdog = Watchdog(0.05, lambda message: (said.append(message), spoke.set()))
     receive(world)

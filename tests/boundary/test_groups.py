@@ -78,8 +78,6 @@ def test_every_edge_and_context_parallel_group_has_a_channel_of_its_own():
     meshes = [graph["llm"].stage_mesh(i) for i in range(2)]
     assert context == list(dict.fromkeys(ranks for mesh in meshes for ranks in mesh.axis_groups("cp")))
     assert len(found.all) == len(found.of_edge) + len(context)
-    for edge, channel in found.of_edge.items():
-        assert set(channel.ranks) == {*stages.ranks_of(edge.source), *stages.ranks_of(edge.destination)}
 
 
 @pytest.mark.parametrize("most", [1, 2, 4])

@@ -14,7 +14,9 @@ Messages go through gloo and collectives too; order, communicators, and what is 
 from __future__ import annotations
 
 import itertools
+import json
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,9 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hetmesh._torch_compat import default_store
 from hetmesh.boundary import Nccl, World
 from hetmesh.boundary.backend import Message, Posted
-from hetmesh.testing.emulated_queue import Batch, EmulatedError, Part, Queue
+from hetmesh.testing.emulated_queue import Batch, EmulatedError, Part, Queue, missing
 from hetmesh.testing.in_flight import InFlight, compare_collectives
 
 _numbers = itertools.count()  # of backends in this process; equal on all ranks, which make them alike
@@ -138,11 +141,32 @@ class EmulatedNccl(Nccl):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Watch every operation of the body; at its end every work must have been waited for."""
-        with self._state.in_flight:
-            yield
-        self.check()
-        self.counts.collectives += compare_collectives(self._state.in_flight.take_collectives())
+        """Watch every operation of the body; at its end every work must have been waited for, on every rank.
+
+        Raises:
+            EmulatedError: it was not, another rank failed, or ranks had their collectives in different orders.
+        """
+        state, store, rank = self._state, default_store(), dist.get_rank()
+        state.steps += 1
+        key = f"hetmesh emulated NCCL {state.number} step {state.steps} rank "
+        try:
+            with state.in_flight:
+                yield
+            self.check()
+        except BaseException as error:
+            store.set(f"{key}{rank}", json.dumps({"failed": str(error)}))
+            raise
+        mine = state.in_flight.take_collectives()
+        store.set(f"{key}{rank}", json.dumps(mine))
+        absent = missing(store, key, range(dist.get_world_size()), time.monotonic() + self._limit)
+        if absent:
+            raise EmulatedError(f"rank {rank} is done with its step; within {self._limit:g} s {absent} were not")
+        seen = {other: json.loads(store.get(f"{key}{other}")) for other in range(dist.get_world_size())}
+        for other, each in seen.items():
+            if isinstance(each.get("failed"), str):
+                raise EmulatedError(f"rank {other} failed in this step: {each['failed']}")
+        compare_collectives(rank, seen)
+        self.counts.collectives += sum(map(len, mine.values()))
 
     def check(self) -> None:
         """Raise EmulatedError for works that were posted and that nobody has waited for."""
@@ -167,9 +191,12 @@ class EmulatedNccl(Nccl):
         assert group is not None
         queues = self._state.queues
         if group.group_name not in queues:
-            limit = self._state.limit if self.patience is None else self.patience
-            queues[group.group_name] = Queue(group, self._state.number, limit, self.delay, self.seed)
+            queues[group.group_name] = Queue(group, self._state.number, self._limit, self.delay, self.seed)
         return queues[group.group_name]
+
+    @property
+    def _limit(self) -> float:
+        return self._state.limit if self.patience is None else self.patience
 
 
 @contextmanager
@@ -194,6 +221,7 @@ class _State:
     def __init__(self, number: int) -> None:
         self.number = number
         self.limit = 300.0
+        self.steps = 0
         self.queues: dict[str, Queue] = {}
         self.posted: list[EmulatedWork] = []  # since the last step ended
         self.in_flight = InFlight()

@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -125,18 +126,14 @@ class Queue:
         Raises:
             EmulatedError: some do not.
         """
-        store = default_store()
-        store.set(f"{self._prefix} rank {self._rank}", batch.what)
-        deadline = batch.posted + self._limit
-        absent = list(self._ranks)
-        while absent := [rank for rank in absent if not store.check([f"{self._prefix} rank {rank}"])]:
-            if time.monotonic() > deadline:
-                raise EmulatedError(
-                    f"{batch}: rank {self._rank} posted the first batch on the communicator of ranks {self._ranks}, "
-                    "which nobody connected: all of them must come to make it, and within "
-                    f"{self._limit:g} s {_ranks(absent)} did not; NCCL would hang here (timed out)"
-                )
-            time.sleep(0.002)
+        store, key = default_store(), f"{self._prefix} rank "
+        store.set(f"{key}{self._rank}", batch.what)
+        if absent := missing(store, key, self._ranks, batch.posted + self._limit):
+            raise EmulatedError(
+                f"{batch}: rank {self._rank} posted the first batch on the communicator of ranks {self._ranks}, which "
+                f"nobody connected: all of them must come to make it, and within {self._limit:g} s {absent} did not; "
+                "NCCL would hang here"
+            )
         self.connected = True
 
     def put(self, batch: Batch) -> None:
@@ -216,13 +213,20 @@ class Queue:
             left = max(deadline - time.monotonic(), 0.001)
             try:
                 work.wait(timedelta(seconds=left))
-            except RuntimeError as error:
-                if time.monotonic() < deadline:
-                    raise EmulatedError(f"{batch}: rank {self._rank} lost rank {part.peer}: {error}") from error
+            except RuntimeError as error:  # too late, or the peer has given up before
                 raise EmulatedError(
-                    f"{batch}: rank {self._rank} has waited {self._limit:g} s since it was posted, and rank "
-                    f"{part.peer} has not come to it; NCCL would end the process (timed out)"
+                    f"{batch}: rank {self._rank} has waited up to the limit of {self._limit:g} s since it was posted, "
+                    f"and rank {part.peer} has not come to it: {self._stands(batch, part.peer)}; NCCL would hang, and "
+                    "then end the process"
                 ) from error
+
+    def _stands(self, batch: Batch, peer: int) -> str:
+        """What a peer waits for itself, as it says when it gives up too."""
+        store, key = default_store(), f"{self._prefix} gave up: rank "
+        store.set(f"{key}{self._rank}", str(batch))
+        if missing(store, key, [peer], time.monotonic() + 1.0):
+            return "it posted nothing that it waits for"
+        return f"it stands at {store.get(f'{key}{peer}').decode()}"
 
 
 @dataclass(eq=False)
@@ -235,6 +239,16 @@ class _Talk:
     theirs: Tensor
     said: dist.Work
     header: dist.Work
+
+
+def missing(store: dist.Store, key: str, ranks: Iterable[int], deadline: float) -> str:
+    """The ranks that have not left word under `key` and their number by `deadline`, of `time.monotonic`; or nothing."""
+    absent = list(ranks)
+    while absent := [rank for rank in absent if not store.check([f"{key}{rank}"])]:
+        if time.monotonic() > deadline:
+            return f"rank {absent[0]}" if len(absent) == 1 else f"ranks {', '.join(map(str, absent))}"
+        time.sleep(0.001)
+    return ""
 
 
 def _header(value: dict[str, object]) -> Tensor:
@@ -254,7 +268,3 @@ def _poison(dtype: torch.dtype) -> float | int | bool:
     if dtype in _POISON:
         return _POISON[dtype]
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -127,29 +127,22 @@ class InFlight(TorchDispatchMode):
         self._collectives.setdefault(group, []).append(f"{name}{sizes if sizes else ''}")
 
 
-def compare_collectives(mine: Collectives) -> int:
-    """Compare the order of collectives with that of the other ranks of each group. Every rank calls it.
+def compare_collectives(rank: int, seen: Mapping[int, Collectives]) -> None:
+    """Raise EmulatedError if ranks of one group had different collectives in a step than `rank`, or in another order.
 
-    Returns:
-        How many collectives this rank had.
-
-    Raises:
-        EmulatedError: ranks of one group had different ones, or in another order.
+    Args:
+        seen: by all ranks.
     """
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for name, seen in mine.items():
-        for rank, theirs in enumerate(everyone):
-            if name not in theirs or theirs[name] == seen:
+    for name, mine in seen[rank].items():
+        for other, theirs in ((other, each[name]) for other, each in seen.items() if name in each):
+            if mine == theirs:
                 continue
-            n = next((i for i, (a, b) in enumerate(zip(seen, theirs[name], strict=False)) if a != b), None)
-            here = f"{len(seen)} collectives" if n is None else seen[n]
-            there = f"{len(theirs[name])} collectives" if n is None else theirs[name][n]
-            raise EmulatedError(
-                f"process group {name}: rank {dist.get_rank()} had {here} and rank {rank} {there}"
-                + ("" if n is None else f" as collective {n} of the step")
-            )
-    return sum(map(len, mine.values()))
+            n = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
+            if n is None:
+                told = f"{len(mine)} collectives in the step, and rank {other} {len(theirs)}"
+            else:
+                told = f"{mine[n]} as collective {n} of the step, and rank {other} {theirs[n]}"
+            raise EmulatedError(f"process group {name}: rank {rank} had {told}")
 
 
 def _touched(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Tensor, bool]]:
