@@ -285,8 +285,9 @@ class StageCosts:
         gathered = sum(self._gathered_together.get(owner, 0) for owner in kept[self.options.reshard_after_forward])
         replicas = self._size("cp") > 1 or (self._size("dp_replicate") > 1 and not self._gathered_together)
         if not self.backward:
-            return StageBytes()
-        return StageBytes(gradients, gathered * self.options.row_dtype.itemsize, gradients * replicas)
+            return StageBytes(gathering=self._gathering)
+        kept_bytes = gathered * self.options.row_dtype.itemsize
+        return StageBytes(gradients, kept_bytes, gradients * replicas, self._gathering)
 
     @cached_property
     def _sums(self) -> tuple[float, float, float]:
