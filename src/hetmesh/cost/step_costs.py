@@ -76,12 +76,15 @@ class StageBytes:
         gathered: parameters that FSDP gathers for a forward and keeps for the backward, while one is to come.
         summed: copies of gradients that are packed to be summed over ranks after the last backward.
         gathering: of the bytes that an action holds for a moment, those of parameters that FSDP gathers for it alone.
+        scattered: whole gradients of what FSDP gathers for all of a forward, while they are summed to shards at the end
+            of each backward.
     """
 
     gradients: int = 0
     gathered: int = 0
     summed: int = 0
     gathering: int = 0
+    scattered: int = 0
 
 
 @dataclass(frozen=True, slots=True)

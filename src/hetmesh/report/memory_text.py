@@ -39,8 +39,8 @@ def fit_lines(fit: MemoryFit) -> Iterator[str]:
     alike = [rank for rank, each in fit.ranks.items() if each.total == memory.total]
     yield f"  rank {ranks_text(tuple(alike))} in {memory.at}: {contents(memory)}"
     yield (
-        f"  on the largest batch that {counted(fit.samples, 'sample')} of {fit.drawn:,} can make; what kernels allocate "
-        "inside, and fragments, are not in it"
+        f"  on the largest batch that {counted(fit.samples, 'sample')} of {fit.drawn:,} can make; what kernels "
+        "allocate inside, and fragments, are not in it"
     )
 
 

@@ -115,6 +115,7 @@ def peaks(schedule: Schedule, costs: StepCosts, columns: Program) -> list[Peak]:
         in_flight[stage] -= 1
         if not in_flight[stage]:
             add(stage, -facts.fixed[stage].gathered, GATHERED)
+        join(stage, facts.fixed[stage].scattered)
         if fresh[stage]:
             fresh[stage] = False
             add(stage, facts.fixed[stage].gradients, STATIC)
