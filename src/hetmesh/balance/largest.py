@@ -9,10 +9,10 @@ from hetmesh.graph import MetaArrays, ModuleGraph
 
 
 def largest_batches(graph: ModuleGraph, samples: MetaArrays, size: int) -> list[MetaArrays]:
-    """Global batches of `size` samples, each of those that give one module most rows, or the sink most targets:
-    what is kept grows with these. A batch of only such samples is a bound for all that can be drawn from `samples`: chance rarely puts
-    them together. Of equal samples the earlier ones count, so that it is deterministic; fewer samples than `size` come
-    again from the largest on.
+    """Global batches of `size` samples, each of those that give one module most rows, or the sink most targets: what is
+    kept grows with these. A batch of only such samples is a bound for all that can be drawn from `samples`: chance
+    rarely puts them together. Of equal samples the earlier ones count, so that it is deterministic; fewer samples than
+    `size` come again from the largest on.
 
     Args:
         samples: expanded metadata, at least one.

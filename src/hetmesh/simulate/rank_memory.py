@@ -146,7 +146,11 @@ def _tensors(peak: Peak, static: int, own: StaticMemory) -> RankMemory:
         own.parameters,
         max(own.gradients - missing, 0),
         own.optimizer,
-        *(peak.bytes[i] for i in (ACTIVATIONS, GATHERED, TEMPORARIES, SUMS, ROWS)),
+        peak.bytes[ACTIVATIONS],
+        peak.bytes[GATHERED],
+        peak.bytes[TEMPORARIES],
+        peak.bytes[SUMS],
+        peak.bytes[ROWS],
     )
 
 
