@@ -7,7 +7,8 @@ ranks need no group of their own on gloo, which has tags: they travel on the gro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 
 from hetmesh.boundary.channels import Channels, job_channels
 from hetmesh.boundary.transport import MEMORY, may_use_all_to_all
@@ -95,10 +96,23 @@ def edge_groups(
             yield ranks
 
 
+def groups_of_ranks(groups: Iterable[Ranks]) -> Counter[int]:
+    """How many groups each rank is a member of."""
+    return Counter(rank for ranks in groups for rank in ranks)
+
+
+def job_communicators(
+    graph: ModuleGraph, world_size: int, shape: Callable[[ModuleSpec], ModuleShape | None]
+) -> dict[int, int]:
+    """How many communicators each rank of a job uses: one per group, and torch's default one, which carries messages.
+
+    Args:
+        shape: the sizes of a module; None where they are not known.
+    """
+    counts = groups_of_ranks(job_groups(graph, world_size, lambda spec: ends_are_tied(spec, shape(spec))))
+    return {rank: counts[rank] + (world_size > 1) for rank in range(world_size)}
+
+
 def most_on_a_rank(groups: tuple[Ranks, ...]) -> int:
     """How many groups the rank with most of them is a member of."""
-    counts: dict[int, int] = {}
-    for ranks in groups:
-        for rank in ranks:
-            counts[rank] = counts.get(rank, 0) + 1
-    return max(counts.values(), default=0)
+    return max(groups_of_ranks(groups).values(), default=0)

@@ -17,6 +17,7 @@ from hetmesh.parallel.tensor_parallel import (
     apply_tensor_parallel,
 )
 from hetmesh.parallel.tied import TiedParameter, sum_tied_parameters, tied_parameters
+from hetmesh.parallel.vocabulary import VocabularyShards
 
 __all__ = [
     "AdaptedModule",
@@ -27,6 +28,7 @@ __all__ = [
     "RandomPlace",
     "Rowwise",
     "TiedParameter",
+    "VocabularyShards",
     "apply_activation_checkpoint",
     "apply_compile",
     "apply_fully_shard",

@@ -25,6 +25,7 @@ from hetmesh.parallel.random_state import seed_by_place
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.stages import prune, shared_parameters, view
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
+from hetmesh.parallel.vocabulary import VocabularyShards, shard_vocabulary
 
 
 class ParallelAdapter(Protocol):
@@ -86,6 +87,7 @@ class ParallelModule:
         device_mesh: the handle of `spec`.
         axes: per parameter, over which axes of `spec` its gradient is summed, and along which it is sharded.
         tied: FQNs of the parameters that several layers of the whole module share.
+        vocabulary: how the logits lie over the ranks of `tp`; None: each has all of them.
     """
 
     module: nn.Module
@@ -94,6 +96,7 @@ class ParallelModule:
     device_mesh: DeviceMesh
     axes: Mapping[str, ParameterAxes] = field(default_factory=dict)
     tied: frozenset[str] = frozenset()
+    vocabulary: VocabularyShards | None = None
 
     def __post_init__(self) -> None:
         self.parameters_of(0)  # found before any forward, while FSDP has its shards in place
@@ -132,6 +135,7 @@ def parallelize(
     options: ModuleOptions = DEFAULT,
     runs: Sequence[Sequence[str]] | None = None,
     token_sharded: Sequence[str] = (),
+    head: str = "",
 ) -> ParallelModule:
     """Shard `module` in place as `spec` says; only members call it. Nothing is sent: every rank holds the same full
     weights beforehand (`hetmesh.models.build_module`), so any layout starts from those of one process.
@@ -141,6 +145,7 @@ def parallelize(
         options: how it runs; its parameters keep the dtype that they have.
         runs: the layers of each pipeline stage that this rank holds, in order; None: all layers as one stage.
         token_sharded: of sequence parallelism: FQNs of the submodules that work on a share of the tokens.
+        head: FQN of the layer that makes logits, if they may stay shares of the vocabulary where `tp` splits it.
 
     Raises:
         LayoutError: the calling rank is no member, or `device_mesh` is not a handle of `spec`.
@@ -151,11 +156,13 @@ def parallelize(
     if device_mesh.get_coordinate() is None:
         raise LayoutError(f"only members of {spec} hold its module; this rank is none")
     partial: tuple[str, ...] = ()
+    vocabulary: VocabularyShards | None = None
     plan = adapter.tensor_parallel_plan() if plan is None else plan
     shared = token_sharded if options.sequence_parallel else ()
     seed_by_place(module, adapter.layers(), plan, shared, split=spec.axis_size("tp") > 1)
     if spec.axis_size("tp") > 1:
         partial = apply_tensor_parallel(module, device_mesh["tp"], plan)
+        vocabulary = shard_vocabulary(module, head)
         if options.sequence_parallel:
             over_tokens = apply_sequence_parallel(module, device_mesh["tp"], shared)
             partial = tuple(dict.fromkeys((*partial, *over_tokens)))
@@ -177,7 +184,7 @@ def parallelize(
         held = set(stage.modules())
         apply_fully_shard(stage, [layer for layer in layers if layer in held], device_mesh, options)
     axes = gradient_axes(dict(module.named_parameters()), spec, partial)
-    return ParallelModule(module, stages, spec, device_mesh, axes, tied)
+    return ParallelModule(module, stages, spec, device_mesh, axes, tied, vocabulary)
 
 
 def reduce_gradients(parallel: ParallelModule) -> None:

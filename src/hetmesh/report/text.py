@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from hetmesh.report.memory_text import fit_lines
 from hetmesh.report.values import BoundaryView, ModuleView, RecipeView, Traffic
 from hetmesh.training.metrics import amount
 from hetmesh.training.wording import counted, ranks_text, table
@@ -36,6 +37,9 @@ def _lines(view: RecipeView, width: int) -> Iterator[str]:
     )
     yield from _stages(view)
     yield from _held(view)
+    if view.fit is not None:
+        yield ""
+        yield from fit_lines(view.fit)
     if view.boundaries:
         yield ""
         alike = all(boundary.microbatches == (0, 0) for boundary in view.boundaries)

@@ -21,6 +21,7 @@ from hetmesh.models import Adapter, load_weights, lora_plan, pretrained_of
 from hetmesh.parallel import (
     ParallelModule,
     TiedParameter,
+    VocabularyShards,
     check_replicas,
     parallelize,
     start_reduction,
@@ -35,7 +36,7 @@ from hetmesh.training.describe import describe, make_loader
 from hetmesh.training.feed import Feed
 from hetmesh.training.first_steps import FirstSteps
 from hetmesh.training.gradients import counted, reduce_over_ranks, squared_norm
-from hetmesh.training.loss import CheckedLoss, OwnLoss, sum_cross_entropy
+from hetmesh.training.loss import CheckedLoss, OwnLoss, cross_entropy_of
 from hetmesh.training.module_shapes import module_shape_of
 from hetmesh.training.modules import full_module
 from hetmesh.training.optimizers import Root
@@ -91,7 +92,15 @@ class Job:
             runs = [graph[name].stage_layers(stage.index) for stage in own] if graph[name].splits else None
             spec = graph[name].stage_mesh(own[0].index)
             parallel = parallelize(
-                adapters[name], module, spec, mesh, plan, graph[name].options, runs, abilities.token_sharded
+                adapters[name],
+                module,
+                spec,
+                mesh,
+                plan,
+                graph[name].options,
+                runs,
+                abilities.token_sharded,
+                abilities.head if loss is None else "",  # a loss of one's own gets whole logits
             )
             if pretrained is not None:
                 device = "cpu" if graph[name].options.cpu_offload and parallel.fully_sharded else world.device
@@ -107,7 +116,7 @@ class Job:
             graph,
             adapted,
             reducers=reducers,
-            loss=sum_cross_entropy if loss is None else CheckedLoss(loss),
+            loss=cross_entropy_of(modules.get(graph.sink.name)) if loss is None else CheckedLoss(loss),
             seed=recipe.debug.seed,
             finish=partial(sum_tied_parameters, tied, world),
         )
@@ -202,6 +211,12 @@ class Job:
         """This rank's lane of the module that computes the loss; -1 outside it."""
         lane = self.graph.sink.lane_of(self.world.rank)
         return -1 if lane is None else lane
+
+    @property
+    def vocabulary(self) -> VocabularyShards | None:
+        """How the logits of this rank lie over those that compute them with it; None: it has all of them."""
+        sink = self.parallel.get(self.graph.sink.name)
+        return None if sink is None else sink.vocabulary
 
     @property
     def counts_loss(self) -> bool:
