@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 import torch.distributed as dist
 from torch import nn
 
-from hetmesh.boundary.accelerator import Accelerator
+from hetmesh.boundary.accelerator import Accelerator, Stream
 from hetmesh.parallel.apply import ParallelModule
 from hetmesh.parallel.gradient_axes import SUM_ORDER
 from hetmesh.parallel.gradient_sums import have_gradients, make_missing, start_sum
@@ -27,6 +27,7 @@ class Reduction:
     Args:
         accelerator: of these gradients. Where it is asynchronous, sums have a stream of their own: what is packed there
             takes the memory of what was packed before, and neither the host nor later computation waits.
+        stream: for them; several may share one.
         always: ids of parameters that have a gradient in the end whatever happens here (tied to another stage).
     """
 
@@ -36,10 +37,11 @@ class Reduction:
         stage: int = 0,
         *,
         accelerator: Accelerator | None = None,
+        stream: Stream | None = None,
         always: Collection[int] = (),
     ) -> None:
         self.accelerator = Accelerator() if accelerator is None else accelerator
-        self.stream = self.accelerator.stream()
+        self.stream = self.accelerator.stream() if stream is None else stream
         own = parallel.parameters_of(stage)
         over = {
             axis: [p for name, p in own.items() if axis in parallel.axes[name].after_backward] for axis in SUM_ORDER

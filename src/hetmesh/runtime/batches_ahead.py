@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetmesh.boundary.accelerator import Accelerator, Event
+from hetmesh.boundary.accelerator import Accelerator, Event, Stream
 from hetmesh.graph import Stage
 
 LoadBatch = Callable[[Stage, int], Mapping[str, Tensor]]
@@ -27,13 +27,16 @@ class BatchesAhead:
     Args:
         load: called once per forward.
         forwards: of this rank, in order.
+        stream: for the copies, the same in every step: memory belongs to a stream.
     """
 
-    def __init__(self, load: LoadBatch, accelerator: Accelerator, forwards: Iterable[Forward]) -> None:
+    def __init__(
+        self, load: LoadBatch, accelerator: Accelerator, forwards: Iterable[Forward], stream: Stream | None
+    ) -> None:
         self.load, self.accelerator = load, accelerator
         self._waiting: deque[Forward] = deque(forwards if accelerator.asynchronous else ())
         self._copied: dict[Forward, _Copied | Exception] = {}
-        self._stream = accelerator.stream() if self._waiting else None
+        self._stream = stream
 
     def take(self, stage: Stage, microbatch: int) -> dict[str, Any]:
         """The batch of a forward, on the device; what else than tensors it holds as it is.

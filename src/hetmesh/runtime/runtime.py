@@ -48,6 +48,7 @@ class Runtime:
     Attributes:
         places: per stage of this rank, where it draws random numbers.
         device_module: whose generator is seeded beside the CPU's; None where the device is the CPU.
+        copying, beside: streams for batches and for slices in gaps; None where there are none.
         recording: set it to a list to have the actions of the next steps recorded.
         live_bytes: set it to a `LiveBytes` that is entered to have a span of it for each action of the next steps.
     """
@@ -69,6 +70,7 @@ class Runtime:
         self.finish = finish
         self.places = {stage: random_place(graph[stage.module], stage.index, world.rank, seed) for stage in modules}
         self.device_module = world.accelerator.random_module
+        self.copying, self.beside = world.accelerator.stream(), world.accelerator.stream()
         self.reductions = tuple(reducer for reducer in reducers.values() if isinstance(reducer, Reduction))
         self.recording: Recording | None = None
         self.live_bytes: LiveBytes | None = None

@@ -19,17 +19,17 @@ class StageStreams:
     what passes between two streams waits for an event, and keeps its memory until the second has read it.
 
     Args:
-        apart: False runs everything on the current stream.
+        side: for the slices; None runs everything on the current stream. The same in every step: memory belongs to a
+            stream.
     """
 
-    def __init__(self, accelerator: Accelerator, schedule: Schedule, rank: int, *, apart: bool = True) -> None:
+    def __init__(self, accelerator: Accelerator, schedule: Schedule, rank: int, side: Stream | None) -> None:
         self.accelerator, self.schedule = accelerator, schedule
         self._held = frozenset(s for s in schedule.stages.stages if rank in schedule.stages.ranks_of(s))
         beside = self._held & schedule.beside
-        wanted = apart and accelerator.asynchronous and beside and beside != self._held
-        self._beside = beside if wanted else frozenset()
-        self._own = accelerator.current_stream() if wanted else None
-        self._side = accelerator.stream() if wanted else None
+        self._side = side if beside and beside != self._held else None
+        self._beside = frozenset() if self._side is None else beside
+        self._own = accelerator.current_stream()
         self._sent: dict[Route, Event] = {}
         if self._side is not None:
             self._side.wait_event(self._reached())

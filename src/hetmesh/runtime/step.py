@@ -54,9 +54,10 @@ class StepRunner:
         self.transfers = transfers or StepTransfers(plan, schedule, runtime.world.rank, runtime.world.ranks_per_node)
         accelerator, rank = runtime.world.accelerator, runtime.world.rank
         self.actions, self.observe = schedule.of_rank(rank), observe
-        self.batches = BatchesAhead(load_batch, accelerator, forwards(self.actions))
+        self.batches = BatchesAhead(load_batch, accelerator, forwards(self.actions), runtime.copying)
         # A recorded step shows its actions one after another.
-        self.streams = StageStreams(accelerator, schedule, rank, apart=runtime.recording is None)
+        side = None if runtime.recording is not None else runtime.beside
+        self.streams = StageStreams(accelerator, schedule, rank, side)
         self.tags: dict[Edge, int] = {}
         for i, edge in enumerate(schedule.stages.edges):
             self.tags[edge], self.tags[edge.reversed] = 2 * i, 2 * i + 1

@@ -75,6 +75,7 @@ class Job:
         adapted: dict[Stage, nn.Module] = {}
         reducers: dict[Stage, Reducer] = {}
         tied: list[TiedParameter] = []
+        accelerator, sums = world.accelerator, world.accelerator.stream()
         for name in graph.order:
             own, mesh = _own_stages(world, graph[name])
             tied_groups = _tied_groups(world, graph[name]) if shares_ends(recipe, adapters[name], graph[name]) else {}
@@ -103,7 +104,7 @@ class Job:
             always = frozenset(id(copy.parameter) for copy in shared)
             for i, stage in enumerate(own):
                 if stage in stages.trainable_stages:
-                    reducers[stage] = Reduction(parallel, i, accelerator=world.accelerator, always=always)
+                    reducers[stage] = Reduction(parallel, i, accelerator=accelerator, stream=sums, always=always)
             tied += shared
         runtime = Runtime(
             world,
