@@ -23,8 +23,6 @@ def on_streams(rank, case, steps, fault=None):
     with streamed(world) as races, pytest.MonkeyPatch.context() as patch:
         if fault == "no wait":
             patch.setattr(StageStreams, "receive", lambda *_: None)
-        if fault == "not told":
-            patch.setattr(StageStreams, "received", lambda *_: None)
         if fault == "no wait for batches":
             patch.setattr(BatchesAhead, "take", take_without_waiting)
         outcome = parity.run(CASES[case], world, steps)
@@ -37,14 +35,16 @@ def take_without_waiting(self, stage, microbatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [each if "FSDP" in each else pytest.param(each, marks=pytest.mark.exhaustive) for each in CASES]
+)
 def test_streams_change_nothing_and_are_in_order(pool4, case):
-    results = pool4.run(on_streams, case, 3, timeout=240.0)
+    results = pool4.run(on_streams, case, 2, timeout=240.0)
     for _, races, streams, waits in results:
         assert races[:8] == []
         assert streams >= 2
         assert waits == 0
-    expected = parity.reference(CASES[case], 3)
+    expected = parity.reference(CASES[case], 2)
     assert parity.compare(expected, [outcome for outcome, *_ in results], 1e-10) < 1e-10
 
 
