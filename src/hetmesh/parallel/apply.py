@@ -1,8 +1,8 @@
-"""One module on its mesh: shard it, and sum its gradients once per step."""
+"""One module on its mesh: everything that is done to it, in its order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,8 +19,7 @@ from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.blocks import blocks
 from hetmesh.parallel.compile import apply_compile
 from hetmesh.parallel.fully_shard import apply_fully_shard
-from hetmesh.parallel.gradient_axes import SUM_ORDER, ParameterAxes, gradient_axes
-from hetmesh.parallel.gradient_sums import start_sum, sum_gradients
+from hetmesh.parallel.gradient_axes import ParameterAxes, gradient_axes
 from hetmesh.parallel.random_state import seed_by_place
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.stages import prune, shared_parameters, view
@@ -185,37 +184,3 @@ def parallelize(
         apply_fully_shard(stage, [layer for layer in layers if layer in held], device_mesh, options)
     axes = gradient_axes(dict(module.named_parameters()), spec, partial)
     return ParallelModule(module, stages, spec, device_mesh, axes, tied, vocabulary)
-
-
-def reduce_gradients(parallel: ParallelModule) -> None:
-    """Complete the gradients that accumulated on the members; see `start_reduction`, whose end it awaits."""
-    for stage in range(len(parallel.stages)):
-        start_reduction(parallel, stage)()
-
-
-def start_reduction(parallel: ParallelModule, stage: int = 0) -> Callable[[], None]:
-    """Begin to complete the gradients of entry `stage` of `parallel.stages`: sum each over the axes of `parallel.axes`
-    over which the backward has not summed it.
-
-    Collective over the mesh of the stage; call it once per step, after the stage's last backward.
-
-    Returns:
-        What waits for the sums and writes them into the gradients.
-    """
-    own = parallel.parameters_of(stage)
-    over = {axis: [p for name, p in own.items() if axis in parallel.axes[name].after_backward] for axis in SUM_ORDER}
-    sums = [(parallel.device_mesh.get_group(axis), parameters) for axis, parameters in over.items() if parameters]
-    if sums and len(sums[0][1]) < len(own):  # a few small ones: done before all others follow
-        group, few = sums.pop(0)
-        sum_gradients(few, [group])
-    if not sums:
-        return lambda: None
-    group, parameters = sums.pop(0)
-    first = start_sum(parameters, group)
-
-    def finish() -> None:
-        first()
-        for group, parameters in sums:
-            sum_gradients(parameters, [group])
-
-    return finish

@@ -98,7 +98,7 @@ def _evaluate(job: Job, source: Source, limit: int | None, silent: Collection[in
     width = int(drawn.metas.num_targets.max())
     # The line of a sample is written by one rank; the sum over ranks hands it to all.
     results = torch.zeros(count, width + 1, dtype=torch.int64)
-    loss = torch.zeros((), dtype=torch.float64)
+    loss = torch.zeros((), dtype=torch.float64, device=job.world.device)
     skipped: dict[int, str] = {}
     parts = [(start, drawn[start : start + batch]) for start in range(0, count, batch)]
     planned = [(start, part, job.plan(part.metas)) for start, part in parts]
@@ -131,7 +131,7 @@ def _evaluate(job: Job, source: Source, limit: int | None, silent: Collection[in
         schedule = job.schedule(plan, training=False)
         lane_loss = job.runtime.run(schedule, plan, feed, observe, step=0)
         loss += lane_loss if job.counts_loss else 0
-    results, loss = results.to(job.world.device), loss.to(job.world.device)
+    results = results.to(job.world.device)
     everyone = job.world.group(range(job.world.size))
     with job.world.waiting("sum of the evaluation over all ranks"):
         dist.all_reduce(results, group=everyone)

@@ -20,11 +20,11 @@ from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, SampleMeta, Stage,
 from hetmesh.models import Adapter, load_weights, lora_plan, pretrained_of
 from hetmesh.parallel import (
     ParallelModule,
+    Reduction,
     TiedParameter,
     VocabularyShards,
     check_replicas,
     parallelize,
-    start_reduction,
     sum_tied_parameters,
     tied_parameters,
 )
@@ -76,6 +76,7 @@ class Job:
         adapted: dict[Stage, nn.Module] = {}
         reducers: dict[Stage, Reducer] = {}
         tied: list[TiedParameter] = []
+        accelerator, sums = world.accelerator, world.accelerator.stream()
         for name in graph.order:
             own, mesh = _own_stages(world, graph[name])
             tied_groups = _tied_groups(world, graph[name]) if shares_ends(recipe, adapters[name], graph[name]) else {}
@@ -108,9 +109,12 @@ class Job:
                 parallel = replace(parallel)  # which looks its parameters up: those on meta are others now
             modules[name] = parallel
             adapted |= zip(own, parallel.stages, strict=True)
-            trained = ((i, stage) for i, stage in enumerate(own) if stage in stages.trainable_stages)
-            reducers |= {stage: partial(start_reduction, parallel, i) for i, stage in trained}
-            tied += tied_parameters(graph[name], own, parallel, tied_groups)
+            shared = tied_parameters(graph[name], own, parallel, tied_groups)
+            always = frozenset(id(copy.parameter) for copy in shared)
+            for i, stage in enumerate(own):
+                if stage in stages.trainable_stages:
+                    reducers[stage] = Reduction(parallel, i, accelerator=accelerator, stream=sums, always=always)
+            tied += shared
         runtime = Runtime(
             world,
             graph,
@@ -140,8 +144,7 @@ class Job:
 
     def feed(self, drawn: DrawnBatch, plan: BatchPlan, loader: Loader | None = None) -> Feed:
         """What gives this rank's modules their inputs in a step over `drawn`, from `loader` or that of training."""
-        pin = self.world.device.type == "cuda"
-        return Feed(loader or self.loader, drawn, plan, self.adapters, self.world.rank, pin)
+        return Feed(loader or self.loader, drawn, plan, self.adapters, self.world.rank)
 
     def parameters(self) -> list[nn.Parameter]:
         """What this rank holds of the parameters of its modules: plain, or DTensors on the meshes of their modules. An
@@ -191,10 +194,15 @@ class Job:
     def totals(self, loss_sum: Tensor, targets: int) -> tuple[float, float]:
         """Of a step whose gradients are sums: the loss per target, and the norm of the gradient of that over all
         modules, replicas counted once. Equal on all ranks; not finite if any gradient of any rank is not. Collective.
+        Gradients are settled then. The host waits for the device once; twice where they had to be settled.
         """
-        mine = loss_sum if self.counts_loss else 0.0
-        norm = squared_norm(self.counted, self.counted_by_others)
-        total, squares = reduce_over_ranks([mine, norm], self.world)
+        mine, runtime = loss_sum if self.counts_loss else 0.0, self.runtime
+        norm = squared_norm(self.counted, self.counted_by_others, self.world.device)
+        total, squares, changed = reduce_over_ranks([mine, norm, runtime.changed], self.world)
+        if changed:
+            runtime.settle()
+            norm = squared_norm(self.counted, self.counted_by_others, self.world.device)
+            (squares,) = reduce_over_ranks([norm], self.world)
         return total / targets, math.sqrt(squares) / targets
 
     @property
