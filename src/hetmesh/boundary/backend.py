@@ -162,8 +162,9 @@ class Nccl(Backend):
 
     def posted(self, works: Posted, watchdog: Watchdog, what: object) -> None:
         """The watchdog looks after them from here on, since NCCL counts from here too."""
+        name = str(what)  # its words alone: it may hold buffers, and is kept until somebody looks
         for _, work in works:
-            watchdog.expect(work, what)
+            watchdog.expect(work, name)
 
     def wait(self, work: Waited, timeout: float) -> None:
         """Let the stream wait. With a timeout the host would wait too."""
