@@ -73,7 +73,12 @@ def steps(device: str, keys: dict[str, str]) -> dict[str, Any]:
     torch._dynamo.reset()
     counters.clear()
     with tempfile.TemporaryDirectory() as folder:
-        given = {**keys, "job.dump_folder": folder, "training.local_batch_size": 8, "metrics.enable_tensorboard": "false"}
+        given = {
+            **keys,
+            "job.dump_folder": folder,
+            "training.local_batch_size": 8,
+            "metrics.enable_tensorboard": "false",
+        }
         world = hetmesh.init(device=device)
         trainer = Trainer(load_recipe(RECIPE, [f"--{key}={value}" for key, value in given.items()]), world)
         losses, graphs = [], []

@@ -165,4 +165,4 @@ def source_line() -> str:
     frames = [f for f in traceback.extract_stack(sys._getframe(1)) if f.filename != __file__]
     ours = [f for f in frames if "/hetmesh/" in f.filename]
     frame = (ours or frames)[-1]
-    return f"{frame.filename[max(frame.filename.rfind('hetmesh/'), 0):]}:{frame.lineno} {frame.name}: {frame.line}"
+    return f"{frame.filename[max(frame.filename.rfind('hetmesh/'), 0) :]}:{frame.lineno} {frame.name}: {frame.line}"

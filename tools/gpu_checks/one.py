@@ -1,4 +1,4 @@
-"""One check in a process of its own: `python -m gpu_checks.one NAME DEVICE STEPS FILE`; the row goes to FILE as JSON.
+"""One check in a process of its own: `python -m gpu_checks.one NAME DEVICE GPUS STEPS FILE`; the row goes to FILE as JSON.
 
 What the check prints are lines of progress.
 """
@@ -30,10 +30,10 @@ def main() -> int:
     """Run it and write the row."""
     import torch
 
-    name, device, steps, file = sys.argv[1:]
+    name, device, gpus, steps, file = sys.argv[1:]
     if device == "cpu":
         torch.set_num_threads(1)
-    row = check(name, Place(device, torch.cuda.device_count(), int(steps)))
+    row = check(name, Place(device, int(gpus), int(steps)))
     Path(file).write_text(json.dumps(row.as_json()), encoding="utf-8")
     return 0
 

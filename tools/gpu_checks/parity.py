@@ -65,7 +65,9 @@ def _errors(recipes: dict[str, Recipe], ranks: int, place: Place) -> dict[str, f
             errors[name] = compare(reference(each, STEPS), [of_rank[i] for of_rank in outcomes], float("inf"))
         except ParityError as error:  # a gradient on one side only
             raise ParityError(f"{name}: {error}") from error
-        print(f"{name}: largest error {errors[name]:.1e} ({time.monotonic() - began:.1f} s for one process)", flush=True)
+        print(
+            f"{name}: largest error {errors[name]:.1e} ({time.monotonic() - began:.1f} s for one process)", flush=True
+        )
     return errors
 
 
@@ -80,4 +82,3 @@ def _on_host(outcome: Outcome) -> Outcome:
 
     gradients, parameters = (moved(dict(t)) for t in (outcome.gradients, outcome.parameters))
     return replace(outcome, gradients=gradients, parameters={k: t for k, t in parameters.items() if t is not None})
-

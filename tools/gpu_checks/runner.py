@@ -19,6 +19,8 @@ from gpu_checks.found import Place, Row
 
 TOOLS = Path(__file__).parents[1]
 Tell = Callable[[str], None]
+COMMAND = (sys.executable, "-m", "gpu_checks.one")
+"""Takes the name of a check, the device, GPUs, steps and the file that the row goes to."""
 
 
 def run_check(name: str, place: Place, timeout: float, tell: Tell) -> Row:
@@ -35,7 +37,7 @@ def run_check(name: str, place: Place, timeout: float, tell: Tell) -> Row:
 
 def _run(name: str, place: Place, timeout: float, tell: Tell, folder: Path) -> Row:
     file, errors = folder / "row.json", folder / "errors.txt"
-    command = [sys.executable, "-m", "gpu_checks.one", name, place.device, str(place.steps), str(file)]
+    command = [*COMMAND, name, place.device, str(place.gpus), str(place.steps), str(file)]
     with errors.open("wb") as stream:
         process = subprocess.Popen(
             command, env=_environment(place), stdout=subprocess.PIPE, stderr=stream, text=True, start_new_session=True

@@ -85,7 +85,9 @@ def reads(events: Sequence[Event], span: Span) -> list[Block]:
 
 def prepared(events: Sequence[Event], span: Span) -> int:
     """Calls inside `span` that took new memory from the device or pinned some."""
-    return sum(e.get("cat") in ("cuda_runtime", "cuda_driver") and e["name"] in PREPARES and span.holds(e) for e in events)
+    return sum(
+        e.get("cat") in ("cuda_runtime", "cuda_driver") and e["name"] in PREPARES and span.holds(e) for e in events
+    )
 
 
 def _working(events: Iterable[Event], span: Span) -> set[object]:

@@ -98,7 +98,9 @@ class Bare:
         for step in Planned(world, transfer).plan.steps:
             receives = [(p.src, p.numel) for p in step.received(world.rank) if p.src != world.rank]
             sends = [(p.dst, p.numel) for p in step.sent(world.rank) if p.dst != world.rank]
-            self.steps.append([[(peer, torch.zeros(n, device=world.device)) for peer, n in m] for m in (receives, sends)])
+            self.steps.append(
+                [[(peer, torch.zeros(n, device=world.device)) for peer, n in m] for m in (receives, sends)]
+            )
 
     def run(self, local: Tensor | None) -> None:
         """Post and wait; `local` is for nobody."""
