@@ -5,10 +5,10 @@
     python tools/gpu_check.py --device fake     # what a dry run on a fake accelerator can say
     python tools/gpu_check.py --list            # the checks; --only NAME runs one (may be given several times)
 
-One GPU will do: NCCL takes the ranks on it for ranks of different hosts. With several GPUs every rank has one, as far as
-they go. Each check has a process of its own and a limit of time. With `--json` lines of progress go to standard error.
-Exit status 1 if a check failed. tools/results/gpu_check.json keeps step times of one H100, from when these were the
-whole list; gpu_check_cpu.json and gpu_check_fake.json are the list's on a CPU and on the fake accelerator.
+One GPU will do: NCCL takes the ranks on it for ranks of different hosts. With several GPUs ranks have one each. A check
+has a process of its own and a limit of time. With `--json` lines of progress go to standard error. Exit status 1 if a
+check failed. tools/results/gpu_check.json keeps step times of one H100, from when these were the whole list;
+gpu_check_cpu.json and gpu_check_fake.json are the list's on a CPU and on the fake accelerator.
 """
 
 from __future__ import annotations

@@ -69,9 +69,7 @@ def run(place: Place) -> Found:
                     float32 = max(float32, case.error(kernel, torch.float32))
                     rounded, dense_too = (case.error(each, torch.bfloat16) for each in (kernel, None))
                     over_dense = max(over_dense, rounded / dense_too)
-            print(
-                f"{which}, {heads}: so far {float32:.1e} in float32, in bfloat16 {over_dense:.2f} of dense", flush=True
-            )
+            print(f"{which}, {heads}: so far {float32:.1e}, in bfloat16 {over_dense:.2f} of dense", flush=True)
     left_out = {} if place.on_gpu else {"compiled kernels, flex's gradients": "flex_attention has them on CUDA alone"}
     figures = {"float32_error": float32, "bfloat16_over_dense": over_dense}
     return Found(figures, {"float32_error": FLOAT32, "bfloat16_over_dense": OVER_DENSE}, left_out)

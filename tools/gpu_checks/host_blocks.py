@@ -1,7 +1,7 @@
 """Nothing in a profiler's trace holds the host up between the first and the last action of a step.
 
-On CUDA three recipes train on four ranks, and one step of each is traced. Waits are named by function from the trace, and
-by source line where torch's own debug mode for synchronisations sees them.
+On CUDA three recipes train on four ranks, and one step of each is traced. Waits are named by function from the trace,
+and by source line where torch's own debug mode for synchronisations sees them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One check in a process of its own: `python -m gpu_checks.one NAME DEVICE GPUS STEPS FILE`; the row goes to FILE as JSON.
+"""One check in a process of its own: `python -m gpu_checks.one NAME DEVICE GPUS STEPS FILE`.
 
-What the check prints are lines of progress.
+The row goes to FILE as JSON. What the check prints are lines of progress.
 """
 
 from __future__ import annotations

@@ -65,9 +65,7 @@ def _errors(recipes: dict[str, Recipe], ranks: int, place: Place) -> dict[str, f
             errors[name] = compare(reference(each, STEPS), [of_rank[i] for of_rank in outcomes], float("inf"))
         except ParityError as error:  # a gradient on one side only
             raise ParityError(f"{name}: {error}") from error
-        print(
-            f"{name}: largest error {errors[name]:.1e} ({time.monotonic() - began:.1f} s for one process)", flush=True
-        )
+        print(f"{name}: largest error {errors[name]:.1e} (one process: {time.monotonic() - began:.1f} s)", flush=True)
     return errors
 
 

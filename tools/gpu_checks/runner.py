@@ -1,7 +1,8 @@
-"""Runs checks one after the other, each in a process of its own, so that a crash or a hang is one failure in the list."""
+"""Runs a check in a process of its own, so that a crash or a hang is one failure in the list."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -70,10 +71,8 @@ def _forward(stream: IO[str], tell: Tell) -> None:
 
 def _end(process: subprocess.Popen[str]) -> None:
     """Kill what is left of the process and of those that it has started: they are a process group."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

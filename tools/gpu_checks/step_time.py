@@ -26,7 +26,7 @@ WARM_UP = 3
 LOOPS = ("hetmesh", "plain")
 LARGE_CASE = "SigLIP-so400m + Qwen3-0.6B in bf16"
 RATIO = 1.1
-"""Of the large case; 1.06 on an H100 (torch 2.11). Digits are so small that the host's time counts: shown, not judged."""
+"""Of the large case; 1.06 on an H100 (torch 2.11). Digits are so small that the host's time counts: they are shown."""
 AGREE = 1e-4
 """Difference of the losses of the first step."""
 

@@ -9,6 +9,8 @@ from typing import Any
 
 Event = Mapping[str, Any]
 
+CALLS = ("cuda_runtime", "cuda_driver")
+"""Categories of what the host calls."""
 WAITS = (
     *("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemset"),
     *("cuCtxSynchronize", "cuStreamSynchronize", "cuEventSynchronize", "cudaFree", "cudaFreeHost"),
@@ -67,7 +69,7 @@ def blocks(events: Sequence[Event], span: Span) -> list[Block]:
     }
     found = []
     for e in events:
-        if e.get("cat") not in ("cuda_runtime", "cuda_driver") or e["tid"] not in threads or not span.holds(e):
+        if e.get("cat") not in CALLS or e["tid"] not in threads or not span.holds(e):
             continue
         if e["name"] in WAITS:
             found.append((e["name"], e))
@@ -85,9 +87,7 @@ def reads(events: Sequence[Event], span: Span) -> list[Block]:
 
 def prepared(events: Sequence[Event], span: Span) -> int:
     """Calls inside `span` that took new memory from the device or pinned some."""
-    return sum(
-        e.get("cat") in ("cuda_runtime", "cuda_driver") and e["name"] in PREPARES and span.holds(e) for e in events
-    )
+    return sum(e.get("cat") in CALLS and e["name"] in PREPARES and span.holds(e) for e in events)
 
 
 def _working(events: Iterable[Event], span: Span) -> set[object]:
