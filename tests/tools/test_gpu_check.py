@@ -155,7 +155,7 @@ def test_attention_that_is_wrong_is_seen(load):
     from hetmesh.context import causal
 
     flex = load("gpu_checks.flex")
-    case = flex.Case(flex.Heads(4, 2, 12), causal(90), None, torch.device("cpu"), True)
+    case = flex.Case(flex.Heads(4, 2, 12), causal(390), None, torch.device("cpu"), True)
     assert case.error(flex.CPU, torch.float32) < flex.FLOAT32
 
     def shifted(saved, kv, work, terms, dq, dkv):
