@@ -35,7 +35,7 @@ WARM_UP = 3
 def run(place: Place) -> Found:
     """Both ways, round by round in turns."""
     place.need_kernels("messages")
-    ranks = (min(place.gpus, 8) // 2 * 2 or 2) if place.on_gpu else 4
+    ranks = (min(place.gpus, 8) // 2 * 2 or 2) if place.on_gpu else 2
     rows = SIZES[place.device]
     every = run_ranks(measure, ranks, place, rows, place.steps, timeout=240)
     transfers = [_row(name, [of_rank[name] for of_rank in every]) for name in every[0]]
