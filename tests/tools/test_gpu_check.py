@@ -127,6 +127,9 @@ TRACE = [
     event("cudaMemcpyAsync", "cuda_runtime", 120.0, correlation=3),
     event("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", 161.0, tid=7, correlation=3),
     event("cudaLaunchKernel", "cuda_runtime", 121.0, correlation=4),
+    event("transformers/inputs.py(7): move", "python_function", 126.0, dur=2.0),
+    event("cudaMemcpyAsync", "cuda_runtime", 127.0, correlation=9),
+    event("Memcpy HtoD (Pageable -> Device)", "gpu_memcpy", 162.0, tid=7, correlation=9),
     event("autograd::engine::evaluate_function: IndexBackward0", "cpu_op", 130.0, tid=2, dur=5.0),
     event("cudaStreamSynchronize", "cuda_runtime", 131.0, tid=2, correlation=5),
     event("cudaEventSynchronize", "cuda_runtime", 140.0, tid=3, correlation=6),
@@ -140,13 +143,13 @@ def test_waits_are_found_in_a_trace_and_named_by_what_was_running(load):
     span = trace.Span.of(TRACE, "actions")
     place = "hetmesh/runtime/step.py(90): _forward"
     found = [(b.call, b.where, b.count) for b in trace.blocks(TRACE, span)]
-    assert found == [
-        ("cudaMemcpyAsync of memory that is not pinned", place, 1),
+    assert found == [  # a read's copy and wait are one
+        ("cudaMemcpyAsync of memory that is not pinned", "transformers/inputs.py(7): move", 1),
         ("cudaStreamSynchronize", "backward of IndexBackward0", 1),
         ("cudaStreamSynchronize", place, 1),
     ]
     assert [(b.call, b.where) for b in trace.reads(TRACE, span)] == [("aten::_local_scalar_dense", place)]
-    assert trace.prepared(TRACE, span) == 1
+    assert (trace.prepared(TRACE, span), trace.launches(TRACE, span)) == (1, 1)
     with pytest.raises(ValueError, match="0 spans 'other'"):
         trace.Span.of(TRACE, "other")
 

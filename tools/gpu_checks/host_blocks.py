@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from gpu_checks.found import Found, Place
 from gpu_checks.ranks import run_ranks
-from gpu_checks.trace import Block, Span, blocks, prepared, reads
+from gpu_checks.trace import Block, Span, blocks, launches, prepared, reads
 from hetmesh.boundary import World
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.training.trainer import Trainer
@@ -111,6 +111,8 @@ def traced(world: World, name: str) -> dict[str, Any]:
         profiler.export_chrome_trace(str(file))
         events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     actions = Span.of(events, ACTIONS)
+    if on_device and not launches(events, actions):
+        raise RuntimeError("the profiler saw no kernel of the step: may this process use CUPTI?")
     return {
         "blocks": blocks(events, actions),
         "in_step": sum(b.count for b in blocks(events, Span.of(events, STEP)) if not allowed(b.where)),

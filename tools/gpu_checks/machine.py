@@ -14,8 +14,8 @@ import torch
 from gpu_checks.found import Found, Place, Skip
 from hetmesh.parallel.compile import missing_compiler
 
-IN_USE = 0.05
-"""Share of a GPU's memory that drivers and this process may have taken; above it somebody else uses the GPU."""
+IN_USE = 1.5e9
+"""Bytes of a GPU's memory that the driver and this process may have taken; above it somebody else uses the GPU."""
 
 
 def run(place: Place) -> Found:
@@ -33,7 +33,7 @@ def run(place: Place) -> Found:
     }
     if not place.on_gpu:
         return Found(figures, {}, {"GPUs": f"the list runs on {place.device}"})
-    return Found({**figures, **_gpus(place.gpus)}, {"memory_in_use_before": IN_USE}, _alone(place.gpus))
+    return Found({**figures, **_gpus(place.gpus)}, {"bytes_in_use_before": IN_USE}, _alone(place.gpus))
 
 
 def _gpus(count: int) -> dict[str, Any]:
@@ -42,11 +42,11 @@ def _gpus(count: int) -> dict[str, Any]:
         free, total = torch.cuda.mem_get_info(index)
         names.append(torch.cuda.get_device_name(index))
         memory.append(total)
-        used.append(1 - free / total)
+        used.append(total - free)
     return {
         "gpus": names,
         "memory_bytes": memory,
-        "memory_in_use_before": max(used),
+        "bytes_in_use_before": max(used),
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "capability": [".".join(map(str, torch.cuda.get_device_capability(i))) for i in range(count)],

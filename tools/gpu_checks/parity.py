@@ -57,21 +57,28 @@ def recipe(name: str, local: int, **overrides: object) -> Recipe:
 
 def _errors(recipes: dict[str, Recipe], ranks: int, place: Place) -> dict[str, float]:
     """All in the same processes, one after the other."""
-    outcomes = run_ranks(outcomes_of, ranks, place, list(recipes.values()), timeout=300)
+    outcomes = run_ranks(outcomes_of, ranks, place, recipes, timeout=500)
     errors = {}
-    for i, (name, each) in enumerate(recipes.items()):
+    for name, each in recipes.items():
         began = time.monotonic()
         try:
-            errors[name] = compare(reference(each, STEPS), [of_rank[i] for of_rank in outcomes], float("inf"))
+            errors[name] = compare(reference(each, STEPS), [of_rank[name] for of_rank in outcomes], float("inf"))
         except ParityError as error:  # a gradient on one side only
             raise ParityError(f"{name}: {error}") from error
         print(f"{name}: largest error {errors[name]:.1e} (one process: {time.monotonic() - began:.1f} s)", flush=True)
     return errors
 
 
-def outcomes_of(world: World, recipes: list[Recipe]) -> list[Outcome]:
+def outcomes_of(world: World, recipes: dict[str, Recipe]) -> dict[str, Outcome]:
     """What this rank has of each, on the CPU."""
-    return [_on_host(run_layout(each, world, STEPS)) for each in recipes]
+    found = {}
+    for name, each in recipes.items():
+        print(f"began {name}", flush=True)
+        try:
+            found[name] = _on_host(run_layout(each, world, STEPS))
+        except Exception as error:
+            raise RuntimeError(f"layout {name}: {error}") from error
+    return found
 
 
 def _on_host(outcome: Outcome) -> Outcome:

@@ -86,9 +86,14 @@ class Launched:
                 process.kill()
                 process.wait()
         if broken is not None:
-            told = self.logs[broken].read_text(errors="replace").strip().splitlines()[-6:]
-            return f"rank {broken} ended with {self.processes[broken].returncode}: {' | '.join(told)}"
-        return f"not done after {timeout:g} s: ranks {running}" if running else None
+            return f"rank {broken} ended with {self.processes[broken].returncode}: {self._told(broken)}"
+        if running:
+            return f"ranks {running} were not done after {timeout:g} s; rank {running[0]}: {self._told(running[0])}"
+        return None
+
+    def _told(self, rank: int) -> str:
+        """The end of what a rank printed."""
+        return " | ".join(self.logs[rank].read_text(errors="replace").strip().splitlines()[-6:])
 
 
 def run_ranks(function: Callable[..., Any], size: int, place: Place, *args: Any, timeout: float) -> list[Any]:

@@ -67,15 +67,28 @@ def blocks(events: Sequence[Event], span: Span) -> list[Block]:
         for e in events
         if e.get("cat") == "gpu_memcpy" and ("DtoH" in e["name"] or "HtoD" in e["name"]) and "Pageable" in e["name"]
     }
-    found = []
-    for e in events:
-        if e.get("cat") not in CALLS or e["tid"] not in threads or not span.holds(e):
-            continue
-        if e["name"] in WAITS:
-            found.append((e["name"], e))
-        elif e["name"] in COPIES and e.get("args", {}).get("correlation") in unpinned:
-            found.append((f"{e['name']} of memory that is not pinned", e))
-    return _by_place(events, found)
+    calls = [e for e in events if e.get("cat") in CALLS and e["tid"] in threads and span.holds(e)]
+    waits = [(e["name"], e) for e in calls if e["name"] in WAITS]
+    copies = [e for e in calls if e["name"] in COPIES and e["args"].get("correlation") in unpinned]
+    # torch's blocking copy is a copy and a wait, in one operation: one block.
+    operations = [_operation(events, e) for _, e in waits]
+    alone = [e for e in copies if (operation := _operation(events, e)) is None or operation not in operations]
+    return _by_place(events, [*waits, *((f"{e['name']} of memory that is not pinned", e) for e in alone)])
+
+
+def launches(events: Sequence[Event], span: Span) -> int:
+    """Kernels that were launched inside `span`: a trace without any has not seen the device."""
+    return sum(e.get("cat") in CALLS and "Launch" in e["name"] and span.holds(e) for e in events)
+
+
+def _operation(events: Sequence[Event], call: Event) -> Event | None:
+    """The innermost operation in which `call` was made."""
+    found = [e for e in events if e.get("cat") == "cpu_op" and e["tid"] == call["tid"] and _around(e, call)]
+    return max(found, key=lambda e: e["ts"], default=None)
+
+
+def _around(outer: Event, call: Event) -> bool:
+    return outer["ts"] <= call["ts"] < outer["ts"] + outer["dur"]
 
 
 def reads(events: Sequence[Event], span: Span) -> list[Block]:
@@ -104,8 +117,7 @@ def _by_place(events: Sequence[Event], calls: Sequence[tuple[str, Event]]) -> li
 
 def _place(around: Sequence[Event], call: Event) -> str:
     """Where a call came from; the functions around it lie on its thread and begin before it and end behind it."""
-    at = call["ts"]
-    open_ = [e for e in around if e["tid"] == call["tid"] and e["ts"] <= at < e["ts"] + e["dur"]]
+    open_ = [e for e in around if e["tid"] == call["tid"] and _around(e, call)]
     open_.sort(key=lambda e: e["ts"])
     files = [e["name"] for e in open_ if e["cat"] == "python_function" and not e["name"].startswith("<")]
     ours = [name for name in files if "hetmesh/" in name]
