@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from hetmesh.attention.kernels import FLEX
 from hetmesh.attention.key_blocks import BLOCK, Buffer, KernelCalls, PartialMasks
 from hetmesh.attention.terms import Running, Saved, Terms
 from hetmesh.context.rule import ALWAYS, BEFORE, NEVER, reach
@@ -86,6 +87,8 @@ def _kernel(device: str, *kind: object) -> Callable:
     """flex_attention, compiled for each `kind` on its own: what one compiled function may meet before dynamo gives up,
     and runs it with dense scores, is 8 kinds of arguments. In float64, which is for comparisons and which Triton's
     kernel does not take, it has dense scores (torch warns of that)."""
+    if (other := FLEX.get(device)) is not None:
+        return other
     plain: Callable = flex_attention
     return compiled_kernel("inductor") if device == "cuda" and torch.float64 not in kind else plain
 

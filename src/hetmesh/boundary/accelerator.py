@@ -73,6 +73,11 @@ class Accelerator:
         return False
 
     @property
+    def computes(self) -> bool:
+        """Whether its tensors have values; if not, weights need neither be drawn nor read."""
+        return True
+
+    @property
     def random_module(self) -> Any:
         """Whose `get_rng_state(device)`, `set_rng_state(state, device)` and `manual_seed` are the device's; None where
         the device has no random state beside the CPU's."""

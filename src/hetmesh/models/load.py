@@ -143,8 +143,15 @@ def materialize(module: nn.Module, device: torch.device) -> None:
                 if id(parameter) not in made:
                     made[id(parameter)] = _with_memory(parameter, device)
                 owner._parameters[name] = made[id(parameter)]
+    if device.type != "cpu":
+        move_buffers(module, device)
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Bring the buffers of `module` to `device`."""
+    for owner in module.modules():
         for name, buffer in owner._buffers.items():
-            if buffer is not None and device.type != "cpu":
+            if buffer is not None:
                 owner._buffers[name] = buffer.to(device)
 
 

@@ -85,7 +85,8 @@ class LiveBytes(TorchDispatchMode):
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = theirs(storage, size)
-            self._count_storage(storage)
+            if storage.device.type == self.device or id(storage) in self._known:
+                self._count_storage(storage)
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
@@ -112,7 +113,7 @@ class LiveBytes(TorchDispatchMode):
             self._count_storage(tensor.untyped_storage())
 
     def _count_storage(self, storage: torch.UntypedStorage) -> None:
-        if storage.device.type != self.device or not (storage.resizable() or id(storage) in self._known):
+        if not (storage.resizable() or id(storage) in self._known):
             return  # what torch has not allocated
         key, size = id(storage), storage.nbytes()
         if key not in self._known:  # torch keeps the Python object of a storage for as long as the storage lives

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +19,7 @@ from hetmesh.data.loader import TRAIN, DrawnBatch, Loader
 from hetmesh.data.payloads import Payloads
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, SampleMeta, Stage, stage_graph
 from hetmesh.models import Adapter, load_weights, lora_plan, pretrained_of
+from hetmesh.models.load import materialize, move_buffers
 from hetmesh.parallel import (
     ParallelModule,
     TiedParameter,
@@ -37,7 +39,7 @@ from hetmesh.training.first_steps import FirstSteps
 from hetmesh.training.gradients import counted, reduce_over_ranks, squared_norm
 from hetmesh.training.loss import CheckedLoss, OwnLoss, sum_cross_entropy
 from hetmesh.training.module_shapes import module_shape_of
-from hetmesh.training.modules import full_module
+from hetmesh.training.modules import empty_module, full_module
 from hetmesh.training.optimizers import Root
 from hetmesh.training.own_loop import StepResult, forward_backward
 from hetmesh.training.recipe_schedule import StepSchedules
@@ -81,8 +83,12 @@ class Job:
             if mesh is None:
                 continue
             pretrained = pretrained_of(name, recipe.modules[name])
-            module = full_module(recipe, adapters[name], name)
-            if pretrained is None:
+            computes = world.accelerator.computes
+            make = full_module if computes else empty_module
+            module = make(recipe, adapters[name], name)
+            if not computes:
+                move_buffers(module, world.device)
+            elif pretrained is None:
                 module = module.to(world.device)
             abilities = adapters[name].abilities
             if (graph[name].packed or graph[name].tokens_per_row) and abilities.use_packed is not None:
@@ -93,7 +99,11 @@ class Job:
             parallel = parallelize(
                 adapters[name], module, spec, mesh, plan, graph[name].options, runs, abilities.token_sharded
             )
-            if pretrained is not None:
+            if not computes:
+                device = "cpu" if graph[name].options.cpu_offload and parallel.fully_sharded else world.device
+                materialize(parallel.module, torch.device(device))
+                parallel = replace(parallel)
+            elif pretrained is not None:
                 device = "cpu" if graph[name].options.cpu_offload and parallel.fully_sharded else world.device
                 load_weights(adapters[name], parallel.module, pretrained, device, roots=parallel.stages)
                 parallel = replace(parallel)  # which looks its parameters up: those on meta are others now
