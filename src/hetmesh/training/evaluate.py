@@ -98,6 +98,7 @@ def _evaluate(job: Job, source: Source, limit: int | None, silent: Collection[in
     # The line of a sample is written by one rank; the sum over ranks hands it to all.
     results = torch.zeros(count, width + 1, dtype=torch.int64)
     loss = torch.zeros((), dtype=torch.float64, device=job.world.device)
+    never = torch.tensor(list(silent), dtype=torch.int64).to(job.world.device)
     skipped: dict[int, str] = {}
     parts = [(start, drawn[start : start + batch]) for start in range(0, count, batch)]
     planned = [(start, part, job.plan(part.metas)) for start, part in parts]
@@ -110,13 +111,19 @@ def _evaluate(job: Job, source: Source, limit: int | None, silent: Collection[in
             plan, left_out = leave_out_unreadable(feed, job.world)
             skipped |= {start + i: reason for i, reason in left_out.items()}
 
-        def observe(m: int, logits: Tensor, batch: Mapping[str, Tensor], start: int = start, plan=plan) -> None:
-            if silent:
-                logits = logits.index_fill(-1, torch.tensor(list(silent), device=logits.device), -torch.inf)
-            guesses = logits.argmax(-1)
-            hits = (guesses == batch["targets"]).cpu()
+        guessed: list[tuple[int, Tensor, Tensor, Tensor]] = []  # left on the device until all is queued
+
+        def observe(m: int, logits: Tensor, batch: Mapping[str, Tensor], guessed: list = guessed) -> None:
+            guesses = (logits.index_fill(-1, never, -torch.inf) if silent else logits).argmax(-1)
             # Where ranks share the tokens of a lane, this one has some of its targets.
-            index = batch.get("target_index", torch.arange(len(guesses))).cpu()
+            index = batch.get("target_index", torch.arange(len(guesses)))
+            guessed.append((m, guesses, guesses == batch["targets"], index))
+
+        counts = job.counts_loss
+        schedule = job.schedule(plan, training=False)
+        lane_loss = job.runtime.run(schedule, plan, feed, observe if counts else None, step=0)
+        loss += lane_loss if counts else 0
+        for m, guesses, hits, index in guessed:
             places = [
                 (start + i, j)
                 for i in plan.samples_of(job.graph.sink.name, m, job.sink_lane)
@@ -126,11 +133,6 @@ def _evaluate(job: Job, source: Source, limit: int | None, silent: Collection[in
                 sample, j = places[k]
                 results[sample, 0] += hit
                 results[sample, 1 + j] = guess + 1
-
-        counts = job.counts_loss
-        schedule = job.schedule(plan, training=False)
-        lane_loss = job.runtime.run(schedule, plan, feed, observe if counts else None, step=0)
-        loss += lane_loss if counts else 0
     results = results.to(job.world.device)
     everyone = job.world.group(range(job.world.size))
     with job.world.waiting("sum of the evaluation over all ranks"):
