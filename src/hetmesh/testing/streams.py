@@ -230,7 +230,7 @@ class StreamedCpu(Accelerator):
 
 @contextmanager
 def streamed(world: World) -> Iterator[Races]:
-    """Inside, `world` computes on a `StreamedCpu`, and ranks share no memory; jobs are to be built there. Collective."""
+    """Inside, `world` computes on a `StreamedCpu`, and ranks share no memory; jobs are built there. Collective."""
     world.connect()
     accelerator, before = StreamedCpu(world.device), (world.accelerator, world.neighbours)
     world.accelerator, world.neighbours = accelerator, None

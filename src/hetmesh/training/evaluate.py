@@ -111,13 +111,22 @@ def _evaluate(job: Job, source: Source, limit: int | None, silent: Collection[in
             plan, left_out = leave_out_unreadable(feed, job.world)
             skipped |= {start + i: reason for i, reason in left_out.items()}
 
-        def observe(m: int, logits: Tensor, batch: Mapping[str, Tensor], start: int = start, plan=plan) -> None:
+        guessed: list[tuple[int, Tensor, Tensor, Tensor]] = []  # left on the device until all is queued
+
+        def observe(m: int, logits: Tensor, batch: Mapping[str, Tensor], guessed: list = guessed) -> None:
             guesses = _most_likely(logits, silent, job.vocabulary)
             if not job.counts_loss:  # it only has a share of the vocabulary
                 return
-            hits = (guesses == batch["targets"]).cpu()
             # Where ranks share the tokens of a lane, this one has some of its targets.
-            index = batch.get("target_index", torch.arange(len(guesses))).cpu()
+            index = batch.get("target_index", torch.arange(len(guesses)))
+            guessed.append((m, guesses, guesses == batch["targets"], index))
+
+        counts = job.counts_loss
+        schedule = job.schedule(plan, training=False)
+        observing = counts or job.vocabulary is not None
+        lane_loss = job.runtime.run(schedule, plan, feed, observe if observing else None, step=0)
+        loss += lane_loss if counts else 0
+        for m, guesses, hits, index in guessed:
             places = [
                 (start + i, j)
                 for i in plan.samples_of(job.graph.sink.name, m, job.sink_lane)
@@ -127,10 +136,6 @@ def _evaluate(job: Job, source: Source, limit: int | None, silent: Collection[in
                 sample, j = places[k]
                 results[sample, 0] += hit
                 results[sample, 1 + j] = guess + 1
-
-        schedule = job.schedule(plan, training=False)
-        lane_loss = job.runtime.run(schedule, plan, feed, observe, step=0)
-        loss += lane_loss if job.counts_loss else 0
     results = results.to(job.world.device)
     everyone = job.world.group(range(job.world.size))
     with job.world.waiting("sum of the evaluation over all ranks"):
