@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
+    "FakeTensor",
     "StridedShard",
     "TorchDispatchMode",
     "all_gather_single",
