@@ -73,7 +73,7 @@ class InFlight(TorchDispatchMode):
         """The buffers of `work` are in flight from here on."""
         for part in work.batch.parts:
             if part.buffer.numel():
-                start = part.buffer.storage_offset() * part.buffer.itemsize
+                start = int(part.buffer.storage_offset()) * part.buffer.itemsize
                 region = _Region(start, start + part.buffer.nbytes, part.sends, work)
                 self._regions.setdefault(_storage(part.buffer), []).append(region)
 
