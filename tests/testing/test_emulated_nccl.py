@@ -178,7 +178,7 @@ def test_a_crossed_order(pool4, case):
                 f"boundary '{here}', microbatch 3, forward (from rank {1 - rank}): rank {rank} has waited" in told[rank]
             )
             assert f"it stands at boundary '{there}', microbatch 3, forward (from rank {rank})" in told[rank]
-    assert all("failed in this step" in each for each in told[2:])
+    assert all("in this step" in each or "done with its step" in each for each in told[2:])
 
 
 def unequal(rank):
@@ -229,7 +229,7 @@ def transfers(rank):
                         Label("x"),
                         transport=transport,
                         tag=n,
-                        group=world.channel(channel),
+                        group=group,
                     )
                     out = exchange.start().finish()
                     want = scatter(value, dst).get(rank)

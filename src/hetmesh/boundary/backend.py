@@ -109,7 +109,8 @@ class Backend:
             sizes: elements per rank, received and sent.
             tag, what: as in `post`.
         """
-        work = dist.all_to_all_single(received, sent, *map(list, sizes), group=group, async_op=True)
+        to_receive, to_send = (list(each) for each in sizes)
+        work = dist.all_to_all_single(received, sent, to_receive, to_send, group=group, async_op=True)
         assert work is not None
         return work
 

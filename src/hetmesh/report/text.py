@@ -32,8 +32,8 @@ def _lines(view: RecipeView, width: int) -> Iterator[str]:
     )
     yield f"  state: parameters, gradients and {view.optimizer}'s state in {view.dtype}; activations come on top"
     yield (
-        f"  {counted(view.process_groups, 'process group')}, at most {view.process_groups_per_rank} on one rank: per "
-        "mesh axis, for edges between few ranks (not where all share one host's memory), and one of all ranks"
+        f"  {counted(view.process_groups, 'process group')}, at most {view.process_groups_per_rank} on one rank, on "
+        "NCCL: per mesh axis, for the messages of edges and of context parallelism, and one of all ranks"
     )
     yield from _stages(view)
     yield from _held(view)

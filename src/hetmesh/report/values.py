@@ -129,7 +129,8 @@ class RecipeView:
         dtype: of parameters, gradients and optimizer state.
         optimizer: its name.
         modules, boundaries: in the recipe's order.
-        process_groups, process_groups_per_rank: that a run makes besides torch's default one; at most on one rank.
+        process_groups, process_groups_per_rank: that a run on NCCL makes besides torch's default one; at most on one
+            rank. Gloo needs none for messages.
         fit: what ranks hold at their fullest, on the largest batch, and whether the machine has as much; None where the
             sizes of a module are not known.
     """

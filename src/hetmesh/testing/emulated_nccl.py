@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetmesh._torch_compat import default_store
-from hetmesh.boundary import Nccl, World
+from hetmesh.boundary import Nccl, World, init
 from hetmesh.boundary.backend import Message, Posted
 from hetmesh.testing.emulated_queue import Batch, EmulatedError, Part, Queue, missing
 from hetmesh.testing.in_flight import InFlight, compare_collectives
@@ -213,6 +213,12 @@ def emulated_world(backend: EmulatedNccl | None = None, *, timeout: float = 60.0
     finally:
         backend.close()
         world.watchdog.close()
+
+
+def emulate() -> None:
+    """From here on the World of this process is one of emulated NCCL: `WorkerPool(4, begin=emulate)`, and whatever its
+    workers do goes over NCCL."""
+    init(backend=EmulatedNccl(), timeout=60.0)
 
 
 class _State:

@@ -15,7 +15,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hetmesh._torch_compat import TorchDispatchMode, tree_leaves
+from hetmesh._torch_compat import FakeTensor, TorchDispatchMode, tree_leaves
 from hetmesh.testing.emulated_queue import Batch, EmulatedError
 
 # They take shape and type of a tensor, and not what is in it.
@@ -73,7 +73,7 @@ class InFlight(TorchDispatchMode):
         """The buffers of `work` are in flight from here on."""
         for part in work.batch.parts:
             if part.buffer.numel():
-                start = part.buffer.storage_offset() * part.buffer.itemsize
+                start = int(part.buffer.storage_offset()) * part.buffer.itemsize
                 region = _Region(start, start + part.buffer.nbytes, part.sends, work)
                 self._regions.setdefault(_storage(part.buffer), []).append(region)
 
@@ -93,6 +93,8 @@ class InFlight(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(each is not Tensor and each is not nn.Parameter for each in types):
+            if any(issubclass(each, FakeTensor) for each in types):
+                return func(*args, **(kwargs or {}))  # shapes alone: DTensor works out what an operation gives
             return NotImplemented  # it comes again, with what is inside
         kwargs = kwargs or {}
         if func.namespace in _COLLECTIVES:
