@@ -1,7 +1,8 @@
 """Nothing in a profiler's trace holds the host up between the first and the last action of a step.
 
 On CUDA three recipes train on four ranks, and one step of each is traced. Waits are named by function from the trace,
-and by source line where torch's own debug mode for synchronisations sees them. On the fake accelerator a dry run counts them.
+and by source line where torch's own debug mode for synchronisations sees them. On the fake accelerator a dry run counts
+them.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def dry_runs() -> Found:
             "timed_waits": run.timed_waits,
             "lines": dict(lines),
         }
-        told = "{reads_per_step} reads a step, {reads_in_actions} of them in actions, {copies_in_actions} copies in actions"
+        told = "{reads_per_step} reads a step, {reads_in_actions} in actions, {copies_in_actions} copies to the device there"
         print(f"{name}, rank {rank}: " + told.format(**found[f"{name}, rank {rank}"]), flush=True)
         for line, count in lines.items():
             print(f"  {count} {line}", flush=True)

@@ -1,7 +1,7 @@
 """Peak memory of a step as measured, beside what `hetmesh dryrun` says and what `explain` and `simulate` predict.
 
-On CUDA the allocator is asked; on a CPU live bytes of tensors are counted. On the fake accelerator the dry run stands for
-the measurement, at full size. All batches are equal: samples have one size.
+On CUDA the allocator is asked; on a CPU live bytes of tensors are counted. On the fake accelerator the dry run stands
+for the measurement, at full size. All batches are equal.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from gpu_checks.found import Found, Place
 from gpu_checks.ranks import run_ranks
-from gpu_checks.sizes import LARGE, ONE_RANK, SMALL, TWO_RANKS, sized
+from gpu_checks.sizes import EQUAL, LARGE, ONE_RANK, SMALL, TWO_RANKS, sized
 from hetmesh.balance import plan_batch
 from hetmesh.boundary import World
 from hetmesh.cost import load_machine
@@ -33,10 +33,6 @@ WARM_UP = 2
 """Steps before the one whose peak is measured: optimizer state and buffers are there by then."""
 ERROR = 0.1
 LAYOUTS = {"one rank": ONE_RANK, "FSDP 2, encoder data parallel 2": TWO_RANKS}
-EQUAL: Mapping[str, object] = {
-    **{"data.options.max_images": 1, "data.options.text_only": 0.0},
-    "data.options.text_tokens": "[256, 256]",
-}
 AS_WRITTEN = "the 8B recipe, two microbatches"
 
 

@@ -18,7 +18,7 @@ import torch
 import hetmesh
 from benchmarks.overhead import PlainLoop
 from gpu_checks.found import Found, Place
-from gpu_checks.sizes import LARGE, ONE_RANK, RECIPES, sized
+from gpu_checks.sizes import EQUAL, LARGE, ONE_RANK, RECIPES, sized
 from hetmesh.balance import plan_batch
 from hetmesh.cost import Work, lane_work, module_flops
 from hetmesh.recipe.recipe import Recipe, load_recipe
@@ -57,7 +57,7 @@ def run(place: Place) -> Found:
 
 def flops() -> Found:
     """FLOPs of the large case as MFU counts them, beside those of the operations of a dry run."""
-    recipe = sized(LARGE, ONE_RANK)
+    recipe = sized({**LARGE, **EQUAL}, ONE_RANK)
     source, adapters, graph = describe(recipe)
     drawn = make_loader(recipe, source, graph, adapters).batch(0)
     plan = plan_batch(graph, drawn.metas, recipe.batch.microbatch_size, recipe_balance(recipe, graph, adapters))
@@ -69,7 +69,10 @@ def flops() -> Found:
         upstream = any(graph.needs_gradient(b) for b in graph.inputs(name))
         formula = module_flops(shape, Work.sum_of(lane_work(plan, name)), upstream=upstream).total
         modules[name] = {"formula": formula, "operations": counted[name].flops}
-        print("{0}: {formula:.4g} FLOPs by formula, {operations:.4g} by operation".format(name, **modules[name]))
+        print(
+            "{0}: {formula:.4g} FLOPs by formula, {operations:.4g} by operation".format(name, **modules[name]),
+            flush=True,
+        )
     ours, run = (sum(each[key] for each in modules.values()) for key in ("formula", "operations"))
     figures = {"modules": modules, "flops_error": abs(ours / run - 1)}
     return Found(figures, {"flops_error": FLOPS}, {"times": "a fake accelerator takes none"})
