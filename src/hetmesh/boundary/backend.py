@@ -106,7 +106,7 @@ class Nccl(Backend):
     def wait(self, work: Waited, timeout: float, watchdog: Watchdog, what: object) -> None:
         """Let the stream wait. With a timeout the host would wait too; the watchdog looks after the work instead."""
         work.wait()
-        watchdog.expect(work, what)
+        watchdog.expect(work, str(what))  # its words alone: it may hold the buffers, and is kept until somebody looks
 
     def group_timeout(self, timeout: float) -> timedelta:
         """Twice: when it is over NCCL ends the process, and the watchdog must have named the boundary before."""

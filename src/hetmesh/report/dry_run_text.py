@@ -8,7 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from hetmesh.runtime.live_bytes import SpanBytes
-from hetmesh.training.dry_run import DryRun
+from hetmesh.training.dry_run_values import DryRun, DryRuns, RankGroup
+from hetmesh.training.wording import ranks_text
 
 NOT_MODELLED = (
     "not modelled: fragments of the allocator, workspaces inside kernels (cuBLAS, attention), what the driver's context "
@@ -17,12 +18,39 @@ NOT_MODELLED = (
 _DIRECTIONS = {"device_to_host": "device to host", "host_to_device": "host to device"}
 
 
-def dry_run_lines(run: DryRun) -> Iterator[str]:
+def dry_run_lines(runs: DryRuns) -> Iterator[str]:
     """In short lines."""
-    yield f"rank {run.rank}: one step of {run.microbatches} microbatches in {run.seconds:.1f} s on a fake device"
+    for group in runs.groups:
+        yield from _group(group)
+        yield ""
+    yield verdict(runs)
+    yield NOT_MODELLED
+
+
+def verdict(runs: DryRuns) -> str:
+    """Whether what was run fits the machine."""
+    if not runs.memory_bytes:
+        return f"the memory of machine {runs.machine} is not known: name one (--machine)"
+    spare = runs.memory_bytes - runs.peak
+    share = 100 * abs(spare) / runs.memory_bytes
+    fits, rest = ("fits", "to spare") if spare >= 0 else ("does not fit", "too much")
+    return (
+        f"{fits} {runs.machine}: tensors take {gib(runs.peak)} of {gib(runs.memory_bytes)} at most, "
+        f"{gib(abs(spare))} ({share:.0f}%) {rest}"
+    )
+
+
+def _group(group: RankGroup) -> Iterator[str]:
+    run = group.run
+    of = f", one of the ranks {ranks_text(group.ranks)}, which hold the same stages" if len(group.ranks) > 1 else ""
+    yield f"rank {run.rank}{of}"
+    yield f"one step of {run.microbatches} microbatches, run in {run.seconds:.1f} s on a fake device"
     yield f"built      {gib(run.built)}, {gib(run.built_peak)} at most while it was built"
     yield f"behind it  {gib(run.live)} alive: parameters, buffers and optimizer state are {gib(run.state)}"
     yield f"peak       {gib(run.peak)} in a step, {gib(run.first_checks)} while replicas are compared in the first one"
+    if group.predicted is not None and group.memory_error is not None:
+        sign = "more" if group.predicted >= run.peak else "less"
+        yield f"predicted  {gib(group.predicted)} for the fullest of them, {100 * group.memory_error:.0f}% {sign}"
     yield ""
     yield "bytes alive by kind of action        before      peak     after"
     for name, spans in _by_kind(run.actions).items():
@@ -42,8 +70,6 @@ def dry_run_lines(run: DryRun) -> Iterator[str]:
             yield f"  {each.edge:<36} {each.messages:>7,} {gib(each.sent):>9} {gib(each.received):>9}"
     yield ""
     yield from _waits(run)
-    yield ""
-    yield NOT_MODELLED
 
 
 def _waits(run: DryRun) -> Iterator[str]:
@@ -68,8 +94,22 @@ def _by_kind(actions: tuple[SpanBytes, ...]) -> dict[str, list[SpanBytes]]:
     return found
 
 
-def dry_run_json(run: DryRun) -> dict[str, Any]:
-    """As plain values."""
+def dry_run_json(runs: DryRuns) -> dict[str, Any]:
+    """As plain values; bytes are plain numbers."""
+    fits = runs.peak <= runs.memory_bytes if runs.memory_bytes else None
+    return {
+        "machine": runs.machine,
+        "memory_bytes": runs.memory_bytes,
+        "peak": runs.peak,
+        "fits": fits,
+        "groups": [
+            {"ranks": group.ranks, "predicted": group.predicted, "memory_error": group.memory_error, **_plain(group.run)}
+            for group in runs.groups
+        ],
+    }
+
+
+def _plain(run: DryRun) -> dict[str, Any]:
     plain = {key: value for key, value in vars(run).items() if isinstance(value, (int, float))}
     return plain | {
         "actions": [{**asdict(span), "label": str(span.label)} for span in run.actions],
@@ -86,5 +126,3 @@ def gib(size: int) -> str:
             return f"{size / bytes_:.2f} {unit}"
     return f"{size} B"
 
-
-__all__ = ["dry_run_json", "dry_run_lines", "gib"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetmesh._torch_compat import implement, tree_map_only, without_autocast
+from hetmesh._torch_compat import FakeTensor, implement, tree_map_only, without_autocast
 
 _KEY = "AutocastPrivateUse1"
 
@@ -38,7 +38,7 @@ class _Casts:
 
     def lower(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """`x` in `dtype`; a weight's cast is kept."""
-        if not x.is_floating_point() or x.dtype in (dtype, torch.float64) or x.device.type == "cpu":
+        if not x.is_floating_point() or x.dtype in (dtype, torch.float64) or not isinstance(x, FakeTensor):
             return x
         if not (x.is_leaf and x.requires_grad and x.dtype == torch.float32 and torch.is_autocast_cache_enabled()):
             return x.to(dtype)

@@ -78,6 +78,8 @@ class FakeTensors(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
         kwargs = dict(kwargs or {})
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its own operations come here one by one, on local tensors

@@ -109,7 +109,8 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _count(self, tensor: Tensor) -> None:
-        if tensor.device.type == self.device:
+        device = getattr(tensor, "fake_device", None) or tensor.device  # asking a fake tensor is an operation too
+        if device.type == self.device:
             self._count_storage(tensor.untyped_storage())
 
     def _count_storage(self, storage: torch.UntypedStorage) -> None:

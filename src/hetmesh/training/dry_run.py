@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,94 +16,26 @@ from hetmesh._torch_compat import fake_process_group
 from hetmesh.boundary.world import init
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.runtime.device_work import BEHIND, DeviceWork, Work, moments
+from hetmesh.runtime.device_work import DeviceWork, Work, moments
 from hetmesh.runtime.fake_backend import FakeBackend
 from hetmesh.runtime.fake_device import FakeAccelerator
 from hetmesh.runtime.fake_tensors import FakeTensors
-from hetmesh.runtime.host_waits import HostWait, HostWaits
-from hetmesh.runtime.live_bytes import SpanBytes
+from hetmesh.runtime.host_waits import HostWaits
+from hetmesh.training.dry_run_values import DryRun, Traffic
 from hetmesh.training.dump_folder import RunFolder
 from hetmesh.training.trainer import Trainer
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """What one rank sent and received along one boundary in one direction.
-
-    Attributes:
-        edge: the boundary and `forward` or `backward`.
-        messages: how many.
-        sent, received: bytes.
-    """
-
-    edge: str
-    messages: int
-    sent: int
-    received: int
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """What a step of one rank did. Bytes are of tensors on the device.
-
-    Attributes:
-        rank: whose step it was.
-        microbatches: of the step.
-        built, built_peak: alive behind the building of its modules, and the most while they were built.
-        state: parameters, buffers and optimizer state.
-        live: alive behind the step; more than `state` is what a step leaves behind.
-        peak: the most in a step.
-        first_checks: the most while the gradients of the first step are compared between replicas.
-        actions: alive before and after each action, and the most in it; the first is what is before all actions, the
-            last what is behind them (sums, norm, optimizer).
-        work: per module, and `""` for what is in no action.
-        waits: where the host waits for the device in a step.
-        timed_waits: waits with a timeout, for which NCCL holds up the host.
-        traffic: messages by boundary.
-        build_seconds, seconds: that building and the step took here.
-    """
-
-    rank: int
-    microbatches: int
-    built: int
-    built_peak: int
-    state: int
-    live: int
-    peak: int
-    first_checks: int
-    actions: tuple[SpanBytes, ...]
-    work: dict[str, Work]
-    waits: tuple[tuple[HostWait, int], ...]
-    timed_waits: int
-    traffic: tuple[Traffic, ...]
-    build_seconds: float
-    seconds: float
-
-    def waiting(self, direction: str, *, within: bool = False) -> int:
-        """How often the host waits in a step.
-
-        Args:
-            direction: `device_to_host` or `host_to_device`.
-            within: only between the begin of the first action and the end of the last.
-        """
-        return sum(n for w, n in self.waits if w.direction == direction and (w.within or not within))
-
-
-def dry_run(recipe: Recipe, rank: int = 0, *, microbatches: int | None = None) -> DryRun:
+def dry_run(recipe: Recipe, rank: int = 0) -> DryRun:
     """Run one step of `rank` on the fake device, after the optimizer has made its state.
 
-    Args:
-        microbatches: of the step, by a smaller global batch; None: as many as the recipe says.
-
     Raises:
-        RecipeError: what `hetmesh check` would find; there is no such rank or number of microbatches.
+        RecipeError: what `hetmesh check` would find.
         RuntimeError: a module decides shapes by values that only the device could compute.
     """
-    if not 0 <= rank < recipe.world_size:
-        raise RecipeError(f"--rank {rank}: the recipe has ranks 0-{recipe.world_size - 1}")
     waits, backend, accelerator = HostWaits(), FakeBackend(), FakeAccelerator.make()
     with fake_process_group(recipe.world_size, rank), tempfile.TemporaryDirectory() as folder:
-        prepared = _prepared(recipe, folder, microbatches)
+        prepared = _prepared(recipe, folder)
         with FakeTensors(accelerator, waits) as tensors, DeviceWork(waits) as work:
             tensors.observe = work.note
             started = time.perf_counter()
@@ -123,21 +53,27 @@ def dry_run(recipe: Recipe, rank: int = 0, *, microbatches: int | None = None) -
                 world.close()
 
 
-def _prepared(recipe: Recipe, folder: str, microbatches: int | None) -> Recipe:
-    """The recipe without checkpoints, and with the batch that is asked for."""
-    training = recipe.training
-    if microbatches is not None:
-        batch = recipe.batch
-        rounds = batch.local_batch_size // batch.microbatch_size
-        if microbatches < 1 or microbatches % rounds:
-            raise RecipeError(f"--microbatches {microbatches}: must be a multiple of {rounds} and above 0")
-        size = batch.lanes * batch.microbatch_size * microbatches
-        training = training.model_copy(update={"global_batch_size": size})
+def with_microbatches(recipe: Recipe, count: int | None) -> Recipe:
+    """The recipe with `count` microbatches per step; None: as many as it says.
+
+    Raises:
+        RecipeError: a local batch does not come to so many.
+    """
+    if count is None:
+        return recipe
+    batch = recipe.batch
+    rounds = recipe.training.local_batch_size // batch.microbatch_size
+    if count < 1 or count % rounds:
+        raise RecipeError(f"--microbatches {count}: a local batch is {rounds}, so valid are multiples of {rounds}")
+    return recipe.with_global_batch_size(batch.lanes * batch.microbatch_size * count)
+
+
+def _prepared(recipe: Recipe, folder: str) -> Recipe:
+    """The recipe without checkpoints, and with a folder that does not stay."""
     return recipe.model_copy(
         update={
             "job": recipe.job.model_copy(update={"dump_folder": folder}),
             "checkpoint": recipe.checkpoint.model_copy(update={"enable": False, "initial_load_path": None}),
-            "training": training,
         }
     )
 
@@ -204,5 +140,3 @@ def _traffic(trainer: Trainer) -> tuple[Traffic, ...]:
         total[1 if message.op == "sent" else 2] += message.bytes
     return tuple(Traffic(edge, *each) for edge, each in totals.items())
 
-
-__all__: Sequence[str] = ["BEHIND", "DryRun", "Traffic", "dry_run"]
