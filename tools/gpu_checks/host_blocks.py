@@ -81,7 +81,7 @@ def dry_runs() -> Found:
             "timed_waits": run.timed_waits,
             "lines": dict(lines),
         }
-        told = "{reads_per_step} reads a step, {reads_in_actions} in actions, {copies_in_actions} copies to the device there"
+        told = "{reads_per_step} reads a step, {reads_in_actions} in actions, {copies_in_actions} waiting copies there"
         print(f"{name}, rank {rank}: " + told.format(**found[f"{name}, rank {rank}"]), flush=True)
         for line, count in lines.items():
             print(f"  {count} {line}", flush=True)

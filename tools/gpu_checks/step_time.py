@@ -69,10 +69,8 @@ def flops() -> Found:
         upstream = any(graph.needs_gradient(b) for b in graph.inputs(name))
         formula = module_flops(shape, Work.sum_of(lane_work(plan, name)), upstream=upstream).total
         modules[name] = {"formula": formula, "operations": counted[name].flops}
-        print(
-            "{0}: {formula:.4g} FLOPs by formula, {operations:.4g} by operation".format(name, **modules[name]),
-            flush=True,
-        )
+        told = "{0}: {formula:.4g} FLOPs by formula, {operations:.4g} by operation"
+        print(told.format(name, **modules[name]), flush=True)
     ours, run = (sum(each[key] for each in modules.values()) for key in ("formula", "operations"))
     figures = {"modules": modules, "flops_error": abs(ours / run - 1)}
     return Found(figures, {"flops_error": FLOPS}, {"times": "a fake accelerator takes none"})
