@@ -38,17 +38,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     import torch
 
+    from hetmesh.files import to_json, write_json
+
     def tell(line: str) -> None:
         print(line, file=sys.stderr if args.json else sys.stdout, flush=True)
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     place = Place(args.device, gpus, args.steps or (10 if args.device == "cuda" else 4))
     result = run(place, args.only or list(CHECKS), tell, args.timeout)
-    text = json.dumps(result, indent=1)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text + "\n", encoding="utf-8")
-    print(text if args.json else "{passed} passed, {failed} failed, {skipped} skipped".format(**result))
+        write_json(args.output, result, indent=1)
+    print(
+        to_json(result, indent=1)
+        if args.json
+        else "{passed} passed, {failed} failed, {skipped} skipped".format(**result)
+    )
     return int(result["failed"] > 0)
 
 

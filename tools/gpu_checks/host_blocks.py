@@ -49,7 +49,7 @@ def run(place: Place) -> Found:
         return dry_runs()
     found: dict[str, Any] = {}
     for name in TRACED[place.device]:
-        found[name] = _together(run_ranks(traced, RANKS, place, name, timeout=180))
+        found[name] = _together(run_ranks(traced, RANKS, place, name, timeout=280))
         told = "{in_actions} waits between actions, {reads_in_actions} reads on the host".format(**found[name])
         print(f"{name}: {told}", flush=True)
         for block in found[name]["blocks"]:
