@@ -1,6 +1,9 @@
 """What all tests share: the worker pools, and a deterministic hypothesis."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -31,6 +34,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if {"pool", "pool4", "pool8"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("pool"))
+        elif "apart" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("apart"))
+
+
+@pytest.fixture(scope="session")
+def apart() -> Iterator[Callable[..., Any]]:
+    """`apart(function, *arguments)`: what it returns or raises in a process of its own, started by the first call: the
+    fake device stays a device of its process to the end of it."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        yield lambda function, *arguments: process.submit(function, *arguments).result()
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,8 @@
 """One rank's real step of an 8B model on a fake device: host waits, memory beside the prediction, seconds.
 
-Two layouts of recipes/siglip_qwen3_8b.toml: its own (tensor parallel 4 x FSDP 2, 8 microbatches), and context parallel 4
-with a pipeline of two stages and FSDP 2 over samples of up to 32,768 tokens. Of each the rank that is predicted to hold
-most takes a whole step, for all figures but `seconds`, which are those of building and of a step of two microbatches.
+Two layouts of recipes/siglip_qwen3_8b.toml: its own (tensor parallel 4 x FSDP 2, 8 microbatches), and context parallel
+4 with a pipeline of two stages and FSDP 2 over samples of up to 32,768 tokens. Of each the rank that is predicted to
+hold most takes a whole step, for all figures but `seconds`, which are those of building and of two microbatches.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Stream(Protocol):
 class Event(Protocol):
     """A point in a queue: of `torch.Event`."""
 
-    def record(self) -> None:
+    def record(self) -> object:
         """Put it at the end of the current queue."""
         ...
 

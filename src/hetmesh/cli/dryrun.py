@@ -1,4 +1,4 @@
-"""`hetmesh dryrun RECIPE`: a rank's real training step on a device that computes nothing, at full size, without a GPU."""
+"""`hetmesh dryrun RECIPE`: a rank's real training step on a device that computes nothing, at full size: no GPU."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from hetmesh.training.dry_run_values import DryRun, DryRuns, RankGroup
 from hetmesh.training.wording import ranks_text
 
 NOT_MODELLED = (
-    "not modelled: fragments of the allocator, workspaces inside kernels (cuBLAS, attention), what the driver's context "
-    "and NCCL's communicators take, and time"
+    "not modelled: fragments of the allocator, workspaces inside kernels (cuBLAS, attention), the driver's context, "
+    "NCCL's communicators, time"
 )
 _DIRECTIONS = {"device_to_host": "device to host", "host_to_device": "host to device"}
 
@@ -48,9 +48,8 @@ def _group(group: RankGroup) -> Iterator[str]:
     yield f"built      {gib(run.built)}, {gib(run.built_peak)} at most while it was built"
     yield f"behind it  {gib(run.live)} alive: parameters, buffers and optimizer state are {gib(run.state)}"
     yield f"peak       {gib(run.peak)} in a step, {gib(run.first_checks)} while replicas are compared in the first one"
-    if group.predicted is not None and group.memory_error is not None:
-        sign = "more" if group.predicted >= run.peak else "less"
-        yield f"predicted  {gib(group.predicted)} for the fullest of them, {100 * group.memory_error:.0f}% {sign}"
+    sign = "more" if group.predicted >= run.peak else "less"
+    yield f"predicted  {gib(group.predicted)} for the fullest of them, {100 * group.memory_error:.0f}% {sign}"
     yield ""
     yield "bytes alive by kind of action        before      peak     after"
     for name, spans in _by_kind(run.actions).items():
@@ -103,7 +102,12 @@ def dry_run_json(runs: DryRuns) -> dict[str, Any]:
         "peak": runs.peak,
         "fits": fits,
         "groups": [
-            {"ranks": group.ranks, "predicted": group.predicted, "memory_error": group.memory_error, **_plain(group.run)}
+            {
+                "ranks": group.ranks,
+                "predicted": group.predicted,
+                "memory_error": group.memory_error,
+                **_plain(group.run),
+            }
             for group in runs.groups
         ],
     }
@@ -125,4 +129,3 @@ def gib(size: int) -> str:
         if size >= bytes_:
             return f"{size / bytes_:.2f} {unit}"
     return f"{size} B"
-

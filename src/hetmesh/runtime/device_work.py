@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
@@ -109,20 +108,3 @@ def _bytes(values: Any) -> int:
 def _largest(args: Any) -> int:
     """The larger of what a collective reads and what it writes."""
     return max((_bytes(each) for each in args), default=0)
-
-
-def moments(parameters: Any, optimizers: Any) -> int:
-    """Bytes on the fake device of parameters and of what optimizers keep for them."""
-    from hetmesh.parallel import local_part
-
-    seen: dict[int, int] = {}
-    tensors: list[Tensor] = list(parameters)
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            tensors += [x for x in tree_leaves(state) if isinstance(x, torch.Tensor)]
-    for tensor in tensors:
-        own = local_part(tensor)
-        if own.device.type == NAME:
-            storage = own.untyped_storage()
-            seen[id(storage)] = storage.nbytes()
-    return sum(seen.values())

@@ -1,5 +1,7 @@
-"""What torch.autocast does on the fake device, and which attention kernel scaled_dot_product_attention takes: as on CUDA
-(aten/src/ATen/autocast_mode.h and native/transformers/cuda/sdp_utils.cpp in torch 2.13)."""
+"""What torch.autocast does on the fake device, and which kernel scaled_dot_product_attention takes there: as on CUDA.
+
+Rules: aten/src/ATen/autocast_mode.h and aten/src/ATen/native/transformers/cuda/sdp_utils.cpp of torch 2.13.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,35 @@ from hetmesh._torch_compat import FakeTensor, implement, tree_map_only, without_
 
 _KEY = "AutocastPrivateUse1"
 
-_LOWER = """conv1d conv2d conv3d conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution prelu addmm
-addmv addr matmul einsum mm mv linalg_vecdot linalg_multi_dot linear addbmm baddbmm bmm chain_matmul
-scaled_dot_product_attention""".split()
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_LOWER = _names(
+    """
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution prelu addmm
+    addmv addr matmul einsum mm mv linalg_vecdot linalg_multi_dot linear addbmm baddbmm bmm chain_matmul
+    scaled_dot_product_attention
+    """
+)
 """Operations that autocast computes in its dtype."""
 
-_FP32 = """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
-pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm group_norm rms_norm norm.Scalar cosine_similarity
-nll_loss nll_loss2d mse_loss cross_entropy_loss softmax.int log_softmax.int cumprod cumsum prod sum""".split()
+_FP32 = _names(
+    """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+    pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm group_norm rms_norm norm.Scalar
+    cosine_similarity nll_loss nll_loss2d mse_loss cross_entropy_loss softmax.int log_softmax.int cumprod cumsum
+    prod sum
+    """
+)
 """Operations that autocast computes in fp32."""
 
-_WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add cat stack".split()
+_WIDEST = _names(
+    """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add cat stack
+    """
+)
 """Operations whose arguments autocast brings to the widest dtype among them."""
 
 

@@ -3,9 +3,8 @@ kernels. What its tensors are is `fake_tensors.py`'s."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 from weakref import WeakSet
@@ -160,12 +159,12 @@ class FakeAccelerator(Accelerator):
         pinned_memory: storages of the host from which a copy does not hold the host up.
     """
 
-    pinned_memory: WeakSet[Any] = None  # type: ignore[assignment]
+    pinned_memory: WeakSet[torch.UntypedStorage] = field(default_factory=WeakSet)
 
     @classmethod
     def make(cls) -> FakeAccelerator:
         """One, on the device of this process."""
-        return cls(fake_device(), WeakSet())
+        return cls(fake_device())
 
     @property
     def asynchronous(self) -> bool:

@@ -10,7 +10,7 @@ them (`nonzero`, `tolist`) is right; where a shape would depend on anything else
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from hetmesh._torch_compat import (
 )
 from hetmesh.runtime.fake_autocast import CASTS
 from hetmesh.runtime.fake_device import FakeAccelerator
-from hetmesh.runtime.fake_values import MOST_KNOWN, forget, known_value, learn, may_know
+from hetmesh.runtime.fake_values import MOST_KNOWN, forget, known_value, learn
 from hetmesh.runtime.host_waits import HostWaits, listing
 
 aten = torch.ops.aten
@@ -55,7 +55,7 @@ class FakeTensors(TorchDispatchMode):
         observe: called with each operation on the device and its arguments and result.
 
     Raises:
-        RuntimeError: an operation needs values that only the device could compute.
+        RuntimeError: a shape depends on values that only the device could compute; names the line.
     """
 
     def __init__(self, accelerator: FakeAccelerator, waits: HostWaits) -> None:
@@ -64,7 +64,7 @@ class FakeTensors(TorchDispatchMode):
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.observe: Callable[[Any, Any, Any, Any], None] | None = None
 
-    def __enter__(self) -> FakeTensors:
+    def __enter__(self) -> Self:
         self._made_on_host = tensors_made_on_host()
         self._made_on_host.__enter__()
         super().__enter__()
@@ -75,9 +75,7 @@ class FakeTensors(TorchDispatchMode):
         self._made_on_host.__exit__(*error)
         CASTS.clear()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func is torch.ops.prim.device.default:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
         kwargs = dict(kwargs or {})
@@ -115,93 +113,83 @@ class FakeTensors(TorchDispatchMode):
         return (args[0], finished_work()) if len(returns) > 1 else finished_work()
 
     def _copy(self, func: Any, args: Any, kwargs: dict[str, Any], onto: Any) -> Any:
-        source = args[1] if func is aten.copy_.default else args[0]
+        """A copy between host and device, or on the device."""
+        target, source = args[:2] if func is aten.copy_.default else (None, args[0])
         waiting = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         from_device = isinstance(source, FakeTensor)
-        if func is aten.copy_.default:
-            target = args[0]
+        if target is not None:
             to_device = isinstance(target, FakeTensor)
         else:
-            target = None
             to_device = from_device if onto is None else torch.device(onto).type == self.kind
         if from_device and not to_device:
-            if target is None:
-                host = torch.empty(source.shape, dtype=kwargs.get("dtype") or source.dtype)
-            else:
-                host, waiting = target, waiting or not self.accelerator.is_pinned(target)
-            if waiting:
-                self.waits.device_to_host("copy")
-            known = known_value(source)
-            return host.zero_() if known is None else host.copy_(known)
-        if to_device and not from_device and source.ndim + (target is None):
+            return self._to_host(source, target, kwargs.get("dtype"), waiting)
+        if not from_device and (source.ndim or target is None):  # a number is an argument of the kernel that writes it
             if waiting or not self.accelerator.is_pinned(source):
                 self.waits.host_to_device("copy")
-        if target is None and not from_device:
-            kwargs.pop("non_blocking", None)
-            with self.fake:
-                out = torch.empty_strided(
-                    source.shape, source.stride(), dtype=kwargs.get("dtype") or source.dtype, device=onto
-                )
-            learn(out, source.to(out.dtype, copy=True) if may_know(out) else None)
-            return out
+            if target is None:
+                return self._as_fake(source.to(kwargs.get("dtype") or source.dtype, copy=True))
         return self._operation(func, args, kwargs, [x for x in (source, target) if x is not None])
+
+    def _to_host(self, source: Tensor, target: Tensor | None, dtype: torch.dtype | None, waiting: bool) -> Tensor:
+        if target is not None:
+            host, waiting = target, waiting or not self.accelerator.is_pinned(target)
+        else:  # into pinned memory, if the host need not wait
+            host = torch.empty(source.shape, dtype=dtype or source.dtype)
+        if waiting:
+            self.waits.device_to_host("copy")
+        known = known_value(source)
+        return host.zero_() if known is None else host.copy_(known)
 
     def _operation(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         known = self._computed(func, args, kwargs, tensors)
-        if func in _SHAPED_BY_VALUES or (func in _INDEXED and _by_mask(args[1])):
-            self.waits.device_to_host(func.overloadpacket.__name__)
-            if func in _INDEXED:
-                return self._indexed(func, args, kwargs)
-            if known is None:
-                raise RuntimeError(
-                    f"{func}: the result depends on values that are computed on the device, which a dry run does not "
-                    f"have: {self.waits.place()}"
-                )
-            if not isinstance(known, Tensor):
-                if isinstance(known, (tuple, list)):
-                    return type(known)(self._as_fake(x) for x in known)
-                return known
-            return self._as_fake(known)
-        with self.fake:
-            out = func(*args, **kwargs)
         if func._schema.is_mutable and known is None:
             for argument, given in zip(func._schema.arguments, args, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     for x in tree_leaves(given):
-                        if isinstance(x, FakeTensor):
-                            forget(x)
-        elif known is not None:
+                        forget(x)
+        if func in _SHAPED_BY_VALUES:
+            self.waits.device_to_host(func.overloadpacket.__name__)
+            if known is None:
+                raise self._unknown(func, "its result depends on values")
+            return tree_map_only(Tensor, self._as_fake, known)
+        if func in _INDEXED and any(_is_mask(index) for index in args[1]):
+            self.waits.device_to_host("a mask as index")
+            args = (args[0], self._without_masks(func, args[1]), *args[2:])
+        with self.fake:
+            out = func(*args, **kwargs)
+        if known is not None:
             for fake, value in zip(tree_leaves(out), tree_leaves(known), strict=True):
                 if isinstance(fake, FakeTensor) and isinstance(value, Tensor):
                     learn(fake, value)
         return out
 
-    def _indexed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """With masks among the indices: these as the indices that they stand for."""
-        indices: list[Tensor | None] = []
-        for index in args[1]:
-            if index is None or index.dtype not in (torch.bool, torch.uint8):
-                indices.append(index)
+    def _without_masks(self, func: Any, indices: Any) -> list[Tensor | None]:
+        """Masks as the indices that they stand for."""
+        found: list[Tensor | None] = []
+        for index in indices:
+            if not _is_mask(index):
+                found.append(index)
                 continue
             known = known_value(index) if isinstance(index, FakeTensor) else index
             if known is None:
-                raise RuntimeError(
-                    f"{func}: a mask is computed on the device, and its values decide a shape, which a dry run does "
-                    f"not have: {self.waits.place()}"
-                )
-            indices += [self._as_fake(each) for each in known.nonzero(as_tuple=True)]
-        with self.fake:
-            return func(args[0], indices, *args[2:], **kwargs)
+                raise self._unknown(func, "a mask decides its shape, and is")
+            found += [self._as_fake(each) for each in known.nonzero(as_tuple=True)]
+        return found
 
-    def _as_fake(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def _unknown(self, func: Any, why: str) -> RuntimeError:
+        return RuntimeError(
+            f"{func.overloadpacket}: {why} that the device computes, which a dry run does not have: "
+            f"{self.waits.place()}"
+        )
+
+    def _as_fake(self, value: Tensor) -> Tensor:
         with self.fake:
             out = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self.accelerator.device)
         learn(out, value)
         return out
 
     def _value(self, x: Tensor) -> Any:
+        """Of one element: 0 and False where nobody knows better, so that nothing seems not finite."""
         known = known_value(x)
         if known is not None:
             return known.item()
@@ -231,8 +219,8 @@ class FakeTensors(TorchDispatchMode):
             return None
 
 
-def _by_mask(indices: Any) -> bool:
-    return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices)
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
 def _small(args: Any, kwargs: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ def known_value(x: Tensor) -> Tensor | None:
     value = getattr(x, "hetmesh_value", None)
     if value is None or getattr(value.untyped_storage(), "hetmesh_unknown", False):
         return None
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def learn(x: Tensor, value: Tensor | None) -> None:

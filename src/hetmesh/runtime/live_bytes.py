@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ class LiveBytes(TorchDispatchMode):
             self.spans.append(SpanBytes(label, before, self.peak, self.live))
             self.peak = max(self.peak, most)
 
-    def __enter__(self) -> LiveBytes:
+    def __enter__(self) -> Self:
         theirs = self._resize = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:

@@ -11,14 +11,16 @@ import time
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from hetmesh._torch_compat import fake_process_group
+from hetmesh._torch_compat import fake_process_group, tree_leaves
 from hetmesh.boundary.world import init
 from hetmesh.errors import RecipeError
+from hetmesh.parallel import local_part
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.runtime.device_work import DeviceWork, Work, moments
+from hetmesh.runtime.device_work import DeviceWork, Work
 from hetmesh.runtime.fake_backend import FakeBackend
-from hetmesh.runtime.fake_device import FakeAccelerator
+from hetmesh.runtime.fake_device import NAME, FakeAccelerator
 from hetmesh.runtime.fake_tensors import FakeTensors
 from hetmesh.runtime.host_waits import HostWaits
 from hetmesh.training.dry_run_values import DryRun, Traffic
@@ -115,10 +117,10 @@ def _step(
         by_module.setdefault(getattr(target, "module", ""), Work()).add(each)
     return DryRun(
         rank=trainer.world.rank,
-        microbatches=max((span.label.microbatch for span in actions if hasattr(span.label, "microbatch")), default=0) + 1,
+        microbatches=trainer.recipe.batch.num_microbatches,
         built=building[0],
         built_peak=building[1],
-        state=moments([*trainer.parameters, *job.root.buffers()], [] if trainer.optimizers is None else trainer.optimizers[0]),
+        state=_state(trainer),
         live=work.live,
         peak=peak,
         first_checks=checks,
@@ -132,6 +134,19 @@ def _step(
     )
 
 
+def _state(trainer: Trainer) -> int:
+    """Bytes on the device of parameters, buffers and what the optimizer keeps for them."""
+    tensors = [*trainer.parameters, *trainer.job.root.buffers()]
+    for optimizer in () if trainer.optimizers is None else trainer.optimizers[0]:
+        tensors += [x for x in tree_leaves(dict(optimizer.state)) if isinstance(x, Tensor)]
+    storages = {}
+    for tensor in map(local_part, tensors):
+        if tensor.device.type == NAME:
+            storage = tensor.untyped_storage()
+            storages[id(storage)] = storage
+    return sum(storage.nbytes() for storage in storages.values())
+
+
 def _traffic(trainer: Trainer) -> tuple[Traffic, ...]:
     totals: dict[str, list[int]] = {}
     for message in trainer.world.log.messages:
@@ -139,4 +154,3 @@ def _traffic(trainer: Trainer) -> tuple[Traffic, ...]:
         total[0] += 1
         total[1 if message.op == "sent" else 2] += message.bytes
     return tuple(Traffic(edge, *each) for edge, each in totals.items())
-

@@ -80,17 +80,17 @@ class RankGroup:
     Attributes:
         ranks: they hold the same stages; the one that was run has most to do in this batch.
         run: its step.
-        predicted: the peak that the simulator predicts for the fullest of them, in this batch; None: sizes are not known.
+        predicted: the peak that the simulator predicts for the fullest of them, in this batch.
     """
 
     ranks: tuple[int, ...]
     run: DryRun
-    predicted: int | None
+    predicted: int
 
     @property
-    def memory_error(self) -> float | None:
+    def memory_error(self) -> float:
         """By which share of the peak the prediction is off."""
-        return None if self.predicted is None else abs(self.predicted - self.run.peak) / self.run.peak
+        return abs(self.predicted - self.run.peak) / self.run.peak
 
 
 @dataclass(frozen=True)
