@@ -8,7 +8,7 @@
 One GPU will do: NCCL takes the ranks on it for ranks of different hosts. With several GPUs ranks have one each. A check
 has a process of its own and a limit of time. With `--json` lines of progress go to standard error. Exit status 1 if a
 check failed. tools/results/gpu_check.json keeps step times of one H100, from when these were the whole list;
-gpu_check_cpu.json and gpu_check_fake.json are the list's on a CPU and on the fake accelerator.
+gpu_check_cpu.json is the list's on a CPU.
 """
 
 from __future__ import annotations
@@ -38,17 +38,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     import torch
 
+    from hetmesh.files import to_json, write_json
+
     def tell(line: str) -> None:
         print(line, file=sys.stderr if args.json else sys.stdout, flush=True)
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     place = Place(args.device, gpus, args.steps or (10 if args.device == "cuda" else 4))
     result = run(place, args.only or list(CHECKS), tell, args.timeout)
-    text = json.dumps(result, indent=1)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text + "\n", encoding="utf-8")
-    print(text if args.json else "{passed} passed, {failed} failed, {skipped} skipped".format(**result))
+        write_json(args.output, result, indent=1)
+    counts = "{passed} passed, {failed} failed, {skipped} skipped".format(**result)
+    print(to_json(result, indent=1) if args.json else counts)
     return int(result["failed"] > 0)
 
 

@@ -17,10 +17,10 @@ CHECKS = {
     "parity": 600.0,
     "recipes": 1200.0,
     "transfers": 300.0,
-    "flex": 600.0,
+    "flex": 900.0,
     "compiling": 600.0,
-    "host_blocks": 600.0,
-    "memory": 600.0,
+    "host_blocks": 900.0,
+    "memory": 900.0,
     "step_time": 900.0,
 }
 """Seconds that each may take on the slowest of its devices; in the order in which they run."""

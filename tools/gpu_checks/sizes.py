@@ -58,6 +58,12 @@ TWO_RANKS: Mapping[str, object] = {
     "training.global_batch_size": 8,
 }
 
+EQUAL: Mapping[str, object] = {
+    **{"data.options.max_images": 1, "data.options.text_only": 0.0},
+    "data.options.text_tokens": "[256, 256]",
+}
+"""Samples of one size: all batches are equal, and nothing is padded."""
+
 
 def sized(sizes: Mapping[str, object], layout: Mapping[str, object], **more: object) -> Recipe:
     """The recipe; it runs as long as somebody steps it."""
