@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ __all__ = [
     "shared_buffer",
     "split_backward",
     "tree_leaves",
+    "trunc_normal_calls",
 ]
 
 # torch 2.13 renamed these two and warns at every use of the old names.
@@ -146,3 +147,20 @@ def fake_process_group(size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def trunc_normal_calls(instead: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts, `torch.nn.init.trunc_normal_` calls `instead(original, tensor, mean, std, a, b, generator)`.
+
+    It is no operation that a dispatch mode could see: it rejects draws in a loop, and does nothing on the meta device.
+    """
+    from torch.nn import init
+
+    owner: Any = init
+    original = owner._no_grad_trunc_normal_
+    owner._no_grad_trunc_normal_ = partial(instead, original)
+    try:
+        yield
+    finally:
+        owner._no_grad_trunc_normal_ = original

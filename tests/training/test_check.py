@@ -19,7 +19,7 @@ from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.training.checkpoint import COMPLETE
 from hetmesh.training.describe import describe
 from hetmesh.training.held_out import held_out_source
-from hetmesh.training.modules import full_module
+from hetmesh.training.modules import unfilled_module
 from hetmesh.training.refusals import check_recipe, check_run
 from hetmesh.training.summary import count_parameters, summary
 from hetmesh.training.wording import ranks_text
@@ -224,7 +224,7 @@ class Unbuildable(Adapter):
 def test_they_are_refused_at_the_latest_when_the_module_is_built():
     check_recipe(parse_recipe(TEXT), {"vision": Unbuildable()})
     with pytest.raises(RecipeError, match=r"modules.vision.model = 'siglip': its layers \['1'\] are BatchNorm1d"):
-        full_module(parse_recipe(TEXT), Unbuildable(), "vision")  # type: ignore[arg-type]
+        unfilled_module(parse_recipe(TEXT), Unbuildable(), "vision")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hetmesh.boundary.groups import ends_are_tied, tied_pairs
 from hetmesh.data.loader import TRAIN, DrawnBatch, Loader
 from hetmesh.data.payloads import Payloads
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, SampleMeta, Stage, stage_graph
-from hetmesh.models import Adapter, load_weights, lora_plan, pretrained_of
+from hetmesh.models import Adapter, lora_plan
 from hetmesh.parallel import (
     ParallelModule,
     TiedParameter,
@@ -37,7 +37,7 @@ from hetmesh.training.first_steps import FirstSteps
 from hetmesh.training.gradients import counted, reduce_over_ranks, squared_norm
 from hetmesh.training.loss import CheckedLoss, OwnLoss, sum_cross_entropy
 from hetmesh.training.module_shapes import module_shape_of
-from hetmesh.training.modules import full_module
+from hetmesh.training.modules import fill_module, unfilled_module
 from hetmesh.training.optimizers import Root
 from hetmesh.training.own_loop import StepResult, forward_backward
 from hetmesh.training.recipe_schedule import StepSchedules
@@ -80,10 +80,8 @@ class Job:
             tied_groups = _tied_groups(world, graph[name]) if shares_ends(recipe, adapters[name], graph[name]) else {}
             if mesh is None:
                 continue
-            pretrained = pretrained_of(name, recipe.modules[name])
-            module = full_module(recipe, adapters[name], name)
-            if pretrained is None:
-                module = module.to(world.device)
+            unfilled = unfilled_module(recipe, adapters[name], name)
+            module = unfilled.module
             abilities = adapters[name].abilities
             if (graph[name].packed or graph[name].tokens_per_row) and abilities.use_packed is not None:
                 abilities.use_packed(module)
@@ -93,10 +91,9 @@ class Job:
             parallel = parallelize(
                 adapters[name], module, spec, mesh, plan, graph[name].options, runs, abilities.token_sharded
             )
-            if pretrained is not None:
-                device = "cpu" if graph[name].options.cpu_offload and parallel.fully_sharded else world.device
-                load_weights(adapters[name], parallel.module, pretrained, device, roots=parallel.stages)
-                parallel = replace(parallel)  # which looks its parameters up: those on meta are others now
+            device = "cpu" if graph[name].options.cpu_offload and parallel.fully_sharded else world.device
+            fill_module(recipe, adapters[name], name, unfilled, device, roots=parallel.stages)
+            parallel = replace(parallel)  # which looks its parameters up: those on meta are others now
             modules[name] = parallel
             adapted |= zip(own, parallel.stages, strict=True)
             trained = ((i, stage) for i, stage in enumerate(own) if stage in stages.trainable_stages)
