@@ -41,6 +41,16 @@ def build_unfilled(adapter: Adapter, name: str, seed: int, dtype: torch.dtype = 
     return built_really(build, name, seed, found) if isinstance(found, str) else found
 
 
+def why_whole(adapter: Adapter, name: str) -> str | None:
+    """Why a module's weights are kept whole while it is built; None if they are drawn row by row. Takes no memory.
+
+    Raises:
+        RecipeError: nothing initialises one of its parameters.
+    """
+    found = recorded(lambda: _build(adapter), name, 0)
+    return found if isinstance(found, str) else None
+
+
 def build_empty(adapter: Adapter, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The full module without weights: parameters on the meta device, buffers as `build_module` makes them.
 

@@ -79,6 +79,11 @@ def fill(tensor: Tensor, source: Any, rows: int | None = None) -> None:
         layout = Layout(MeshSpec.of(local.device_mesh), tuple(local.placements))
         regions = layout.intervals(tuple(local.shape), dist.get_rank())
         local = local.to_local()
+    copy_part(local, regions, source, rows)
+
+
+def copy_part(local: Tensor, regions: Sequence[Intervals], source: Any, rows: int | None = None) -> None:
+    """`fill` for what `local` holds: `regions` are, per dim, the intervals of the whole tensor that follow each other."""
     for piece in itertools.product(
         *(_with_offsets(each, rows if dim == 0 else None) for dim, each in enumerate(regions))
     ):

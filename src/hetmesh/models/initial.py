@@ -197,8 +197,7 @@ class Initial:
         return values
 
     def __getitem__(self, index: Any) -> Tensor:
-        if index is ...:
-            index = ()
+        index = () if index is ... else index if isinstance(index, tuple) else (index,)
         whole = tuple(slice(0, n) for n in self.shape[len(index) :])
         at = tuple(slice(*each.indices(n)[:2]) for each, n in zip((*index, *whole), self.shape, strict=True))
         first, last = (at[0].start, at[0].stop) if at else (0, 1)

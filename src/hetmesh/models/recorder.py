@@ -239,7 +239,7 @@ class _OnCpu(TorchFunctionMode):
         self.answers = {
             torch.Tensor.device.__get__: CPU,  # type: ignore[attr-defined]
             torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
-            torch.Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
+            torch.Tensor.is_cpu.__get__: True,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
