@@ -66,7 +66,9 @@ def test_every_layout_begins_with_the_weights_of_one_process(pool, kind):
     assert held == expected.keys()
 
 
-LARGE = MODEL.replace("hidden_size = 10", "hidden_size = 512").replace("intermediate_size = 18", "intermediate_size = 6144")
+LARGE = MODEL.replace("hidden_size = 10", "hidden_size = 512").replace(
+    "intermediate_size = 18", "intermediate_size = 6144"
+)
 
 
 def peak_over_shard(rank, recipe):
@@ -77,9 +79,9 @@ def peak_over_shard(rank, recipe):
         return live.peak / kept, kept
 
 
-@pytest.mark.parametrize("layout", ["data_parallel_shard_degree = 4", "tensor_parallel_degree = 4"])
-def test_building_takes_little_more_memory_than_what_a_rank_keeps(pool, layout):
-    recipe = parse_recipe(f'{LARGE}\n[parallelism]\nranks = "0-3"\n{layout}'.replace("num_key_value_heads = 2", "num_key_value_heads = 4"))
+@pytest.mark.parametrize("kind", ["uneven rows", "rows of tensor parallel"])
+def test_building_takes_little_more_memory_than_what_a_rank_keeps(pool, kind):
+    recipe = parse_recipe(f'{LARGE}\n[parallelism]\nranks = "0-3"\n{LAYOUTS[kind]}')
     for ratio, kept in pool(4).run(peak_over_shard, recipe):
-        assert 15e6 < kept < 25e6, "a quarter of 80 MB"
+        assert 8e6 < kept < 25e6
         assert ratio <= 1.2

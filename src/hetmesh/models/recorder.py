@@ -236,11 +236,8 @@ class _OnCpu(TorchFunctionMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
-        self.answers = {
-            torch.Tensor.device.__get__: CPU,  # type: ignore[attr-defined]
-            torch.Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
-            torch.Tensor.is_cpu.__get__: True,
-        }
+        tensor: Any = Tensor
+        self.answers = {tensor.device.__get__: CPU, tensor.is_meta.__get__: False, tensor.is_cpu.__get__: True}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = self.answers.get(func)

@@ -84,7 +84,9 @@ def recorded(build: Callable[[], nn.Module], name: str, seed: int) -> Unfilled |
 
 def built_really(build: Callable[[], nn.Module], name: str, seed: int, why: str) -> Unfilled:
     """The module that `build` makes, whose weights are kept whole."""
-    logger.info(f"modules.{name} is built whole before it is sharded: its constructor computes with its weights ({why})")
+    logger.info(
+        f"modules.{name} is built whole before it is sharded: its constructor computes with its weights ({why})"
+    )
     with _random_state(name, seed):
         module = build()
     return Unfilled(module, _take_values(module, name, Recorder(f"{seed}:{name}")), why)

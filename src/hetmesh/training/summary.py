@@ -61,8 +61,8 @@ def summary(recipe: Recipe, adapters: Mapping[str, Adapter]) -> Iterator[str]:
     if why := why_not_compared(recipe):
         yield f"note: its weights are not compared with transformers' own forward: {why}"
     for name, module in recipe.modules.items():
-        if ":" in module.model and name in adapters and (why := why_whole(adapters[name], name)):
-            yield f"note: each rank of {name} builds it whole: its constructor computes with its weights ({why})"
+        if ":" in module.model and name in adapters and (cause := why_whole(adapters[name], name)):
+            yield f"note: each rank of {name} builds it whole: its constructor computes with its weights ({cause})"
     useless = list(recipe.without_effect)
     if recipe.compile.enable and "loss" in recipe.compile.components:
         useless.append("compile.components: the loss is not compiled")
