@@ -55,9 +55,8 @@ LAYOUTS = {
 def test_every_layout_begins_with_the_weights_of_one_process(pool, kind):
     vision = LAYOUTS[kind] if "pipeline" not in LAYOUTS[kind] else LAYOUTS["uneven rows"]
     lora = "\n[modules.vision.lora]\nrank = 2" if kind != "stages" else ""
-    recipe = parse_recipe(
-        f'{MODEL}{lora}\n[parallelism.vision]\nranks = "0-3"\n{vision}\n[parallelism.llm]\nranks = "0-3"\n{LAYOUTS[kind]}'
-    )
+    tables = f'[parallelism.vision]\nranks = "0-3"\n{vision}\n[parallelism.llm]\nranks = "0-3"\n{LAYOUTS[kind]}'
+    recipe = parse_recipe(f"{MODEL}{lora}\n{tables}")
     expected = reference(recipe, 0).parameters
     held = set()
     for outcome in pool(4).run(run_as, recipe, 0):

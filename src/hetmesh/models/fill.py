@@ -83,7 +83,7 @@ def fill(tensor: Tensor, source: Any, rows: int | None = None) -> None:
 
 
 def copy_part(local: Tensor, regions: Sequence[Intervals], source: Any, rows: int | None = None) -> None:
-    """`fill` for what `local` holds: `regions` are, per dim, the intervals of the whole tensor that follow each other."""
+    """`fill` of what `local` holds: per dim, `regions` are those intervals of the whole tensor, in order."""
     for piece in itertools.product(
         *(_with_offsets(each, rows if dim == 0 else None) for dim, each in enumerate(regions))
     ):

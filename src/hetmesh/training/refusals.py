@@ -375,7 +375,7 @@ def _lora(recipe: Recipe, name: str, adapter: Adapter, module: nn.Module) -> Non
 
 
 def _weights(recipe: Recipe, name: str, adapter: Adapter) -> None:
-    """Compare the headers of the module's checkpoint with its parameters; without one, its constructor initialises them."""
+    """Compare the headers of the module's checkpoint with its parameters; else its constructor sets them."""
     if (pretrained := pretrained_of(name, recipe.modules[name])) is not None:
         check_weights(adapter, build_empty(adapter), pretrained)
     elif ":" in recipe.modules[name].model:
