@@ -165,3 +165,14 @@ def test_a_parameter_that_nothing_initialises_is_an_error():
 
     with pytest.raises(RecipeError, match=r"modules.m: parameter weight: nothing initialises it"):
         build_module(Given(Forgotten), "m", 0)
+
+
+def test_a_module_that_is_built_really_has_no_parameter_without_values_either():
+    class Forgotten(Orthogonal):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3, 4))
+
+    with pytest.raises(RecipeError, match=r"modules.m: parameter weight: nothing initialises it"):
+        build_module(Given(Forgotten), "m", 0)
+    assert not torch.are_deterministic_algorithms_enabled()

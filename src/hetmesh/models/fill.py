@@ -51,20 +51,28 @@ def materialize(module: nn.Module, device: torch.device, roots: Sequence[nn.Modu
             root._apply(lambda tensor: tensor)  # FSDP keeps references to parameters; now it looks them up again
 
 
-def draw_weights(module: nn.Module, initial: MutableMapping[str, Initial]) -> None:
+def draw_weights(module: nn.Module, initial: MutableMapping[str, Initial]) -> list[str]:
     """Give the parameters of `module` that `initial` has, by their names before it was wrapped, the values with which
     they begin: of each, this rank's rows and columns, a block of rows at a time. What is drawn is taken out of
-    `initial`, so that values that were kept whole do not outlive their turn."""
+    `initial`, so that values that were kept whole do not outlive their turn.
+
+    Returns:
+        The names of the parameters that `initial` does not have; they are as they were.
+    """
     names: dict[int, list[str]] = {}
     held: dict[int, nn.Parameter] = {}
     for fqn, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(plain_name(fqn))
         held[id(parameter)] = parameter
+    others: list[str] = []
     with torch.no_grad():
         for key, parameter in held.items():
             found = [each for name in names[key] if (each := initial.pop(name, None)) is not None]
             if found:
                 fill(parameter, found[0], found[0].rows_per_block)
+            else:
+                others.append(names[key][0])
+    return others
 
 
 def fill(tensor: Tensor, source: Any, rows: int | None = None) -> None:

@@ -83,12 +83,19 @@ def recorded(build: Callable[[], nn.Module], name: str, seed: int) -> Unfilled |
 
 
 def built_really(build: Callable[[], nn.Module], name: str, seed: int, why: str) -> Unfilled:
-    """The module that `build` makes, whose weights are kept whole."""
+    """The module that `build` makes, whose weights are kept whole.
+
+    Raises:
+        RecipeError: nothing initialises one of its parameters.
+    """
     logger.info(
         f"modules.{name} is built whole before it is sharded: its constructor computes with its weights ({why})"
     )
-    with _random_state(name, seed):
+    with _random_state(name, seed), _nan_in_new_memory():
         module = build()
+    for fqn, parameter in module.named_parameters():
+        if parameter.is_floating_point() and parameter.isnan().any():
+            raise _never_initialised(f"modules.{name}: parameter {fqn}")
     return Unfilled(module, _take_values(module, name, Recorder(f"{seed}:{name}")), why)
 
 
@@ -98,6 +105,30 @@ def _random_state(name: str, seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))  # 32 bits: the CPU generator ignores higher ones
         yield
+
+
+@contextmanager
+def _nan_in_new_memory() -> Iterator[None]:
+    """torch fills new memory with what tells that nothing was written to it."""
+    before, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+def _never_initialised(where: str) -> RecipeError:
+    return RecipeError(
+        f"{where}: nothing initialises it; it would be whatever was in memory, other values on every rank. Give it values "
+        "in its constructor"
+    )
 
 
 def _take_values(module: nn.Module, name: str, recorder: Recorder, known: Container[int] = ()) -> dict[str, Initial]:
@@ -115,10 +146,7 @@ def _take_values(module: nn.Module, name: str, recorder: Recorder, known: Contai
                 where = f"modules.{name}: parameter {fqn}"
                 memory = recorder.memory(parameter)
                 if memory is not None and not memory.steps and parameter.numel():
-                    raise RecipeError(
-                        f"{where}: nothing initialises it; it would be whatever was in memory, other values on every "
-                        "rank. Give it values in its constructor"
-                    )
+                    raise _never_initialised(where)
                 taken[id(parameter)] = _on_meta(parameter), recorder.initial(where, parameter)
             empty, found[fqn] = taken[id(parameter)]
             owner._parameters[key] = empty

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
+from hetmesh.errors import RecipeError
 from hetmesh.models import (
     Adapter,
     Unfilled,
@@ -19,6 +21,7 @@ from hetmesh.models import (
 )
 from hetmesh.models.batch_statistics import check_batch_statistics
 from hetmesh.models.fill import draw_weights, materialize
+from hetmesh.models.lora import is_adapter
 from hetmesh.recipe.module_options import DTYPES
 from hetmesh.recipe.recipe import Recipe
 
@@ -41,11 +44,9 @@ def _adapted(recipe: Recipe, adapter: Adapter, name: str, unfilled: Unfilled) ->
     own, module = recipe.modules[name], unfilled.module
     check_batch_statistics(name, own.model, module)
     if own.lora is not None:
-        lora = own.lora
+        seed = recipe.debug.seed
         with stand_ins(module):
-            unfilled.extend(
-                name, recipe.debug.seed, lambda: add_lora(module, lora, name, recipe.debug.seed, adapter.layers())
-            )
+            unfilled.extend(name, seed, partial(add_lora, module, own.lora, name, seed, adapter.layers()))
     elif not own.trainable:
         module.requires_grad_(False)
     return unfilled
@@ -64,12 +65,21 @@ def fill_module(
 
     Args:
         roots: the modules that wrap it or parts of it, where FSDP was applied to these.
+
+    Raises:
+        RecipeError: the directory's tensors are not those of the module, or some parameters have no values.
     """
     if (pretrained := pretrained_of(name, recipe.modules[name])) is not None:
         load_weights(adapter, unfilled.module, pretrained, device, roots)
     else:
         materialize(unfilled.module, torch.device(device), roots)
-    draw_weights(unfilled.module, unfilled.initial)
+    others = draw_weights(unfilled.module, unfilled.initial)
+    lost = [fqn for fqn in others if pretrained is None or is_adapter(fqn)]
+    if lost:
+        raise RecipeError(
+            f"modules.{name}: its parameters {lost[:4]}{' and more' if len(lost) > 4 else ''} were made when it was "
+            "parallelised, and have no values; a ParallelStyle may shard the parameters of a module, not make others"
+        )
 
 
 def loaded_module(recipe: Recipe, adapter: Adapter, name: str) -> nn.Module:
