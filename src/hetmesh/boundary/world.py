@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hetmesh._torch_compat import one_gloo_device, set_group_timeout
 from hetmesh.boundary import pending
+from hetmesh.boundary.accelerator import Accelerator, Cuda
 from hetmesh.boundary.backend import Backend, Nccl
 from hetmesh.boundary.buffers import Buffers
 from hetmesh.boundary.joining import join
@@ -41,10 +42,11 @@ class World:
     Args:
         timeout: seconds that any single wait may take.
         backend: how tensors move between processes; by default that of the default process group.
+        accelerator: where this process computes; by default the CPU, or with NCCL the current CUDA device.
 
     Attributes:
         rank, size: this process and the number of processes.
-        device: where this process computes: `cpu`, or the CUDA device of its local rank.
+        device: of `accelerator`.
         log: the communication log.
         watchdog: ends the process when something outlasts the timeout that does not raise by itself.
         buffers: memory for packed messages.
@@ -52,15 +54,17 @@ class World:
         ranks_per_node: consecutive ranks that share a node.
     """
 
-    def __init__(self, *, timeout: float = 300.0, backend: Backend | None = None) -> None:
+    def __init__(
+        self, *, timeout: float = 300.0, backend: Backend | None = None, accelerator: Accelerator | None = None
+    ) -> None:
         if not dist.is_initialized():
             raise LaunchError("torch.distributed is not initialised; call hetmesh.init() or init_process_group first")
         check_timeout(timeout)
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.backend = Backend.of(dist.get_backend()) if backend is None else backend
-        cuda = self.backend.device_type == "cuda"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.accelerator = _accelerator(self.backend) if accelerator is None else accelerator
+        self.device = self.accelerator.device
         self.timeout = timeout
         self.log = CommunicationLog()
         self.watchdog = Watchdog(timeout)
@@ -237,6 +241,7 @@ def init(
     init_timeout: float = 300.0,
     device: str | None = None,
     backend: Backend | None = None,
+    accelerator: Accelerator | None = None,
 ) -> World:
     """Join the job that the environment describes (torchrun's variables), or a job of one rank if there are none.
 
@@ -245,6 +250,7 @@ def init(
         init_timeout: seconds to wait for the other ranks to appear.
         device: `cpu` or `cuda`; by default `cuda` where this machine has GPUs.
         backend: how tensors move between processes; by default NCCL on `cuda` and gloo on `cpu`.
+        accelerator: where this process computes; by default what `backend` needs.
 
     Returns:
         The World of this process. `World.close()` ends it.
@@ -267,10 +273,17 @@ def init(
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
         join(backend.name, backend.group_timeout(init_timeout))
-    world = _current = World(timeout=init_timeout, backend=backend)
+    world = _current = World(timeout=init_timeout, backend=backend, accelerator=accelerator)
     world.connect()
     world.timeout = world.watchdog.timeout = timeout
     return world
+
+
+def _accelerator(backend: Backend) -> Accelerator:
+    """Where a process computes whose tensors `backend` moves."""
+    if backend.device_type == "cuda":
+        return Cuda(torch.device("cuda", torch.cuda.current_device()))
+    return Accelerator()
 
 
 def _device_type(wanted: str | None) -> str:

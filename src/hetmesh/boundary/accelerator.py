@@ -1,0 +1,137 @@
+"""Accelerator: what the device of a process can do that a host's memory cannot, as one value that the World takes.
+
+Streams, events, pinned memory and random state come from here and from nowhere else, so that another device (a fake
+one, on which a dry run counts) is a subclass handed to `World` or `init`, not a patch.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_CPU = torch.device("cpu")
+
+
+class Stream(Protocol):
+    """What follows of a queue of a device: of `torch.Stream`."""
+
+    def wait_event(self, event: Any, /) -> None:
+        """What is queued from here on begins when `event` has been reached."""
+        ...
+
+
+class Event(Protocol):
+    """A point in a queue: of `torch.Event`."""
+
+    def record(self) -> None:
+        """Put it at the end of the current queue."""
+        ...
+
+    def synchronize(self) -> None:
+        """Let the host wait until it is reached."""
+        ...
+
+    def elapsed_time(self, other: Any, /) -> float:
+        """Milliseconds from here to `other`; both must have been reached."""
+        ...
+
+
+class _Now:
+    """An event of a device that does everything at once: it is reached when it is recorded."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: _Now) -> float:
+        return 1e3 * (other.at - self.at)
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """The CPU: what is asked of it is done before the call returns.
+
+    Attributes:
+        device: where this process computes.
+    """
+
+    device: torch.device = _CPU
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the host only queues work, and must not wait for it inside a step."""
+        return False
+
+    @property
+    def random_module(self) -> Any:
+        """Whose `get_rng_state(device)`, `set_rng_state(state, device)` and `manual_seed` are the device's; None where
+        the device has no random state beside the CPU's."""
+        return None
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """`tensor`, a host's, in memory from which the device copies while the host goes on."""
+        return tensor
+
+    def stream(self) -> Stream | None:
+        """A new queue beside the current one; None where there are none."""
+        return None
+
+    def current_stream(self) -> Stream | None:
+        """The queue that operations go to."""
+        return None
+
+    def on(self, stream: Stream | None) -> AbstractContextManager[object]:
+        """Operations of the body go to `stream`."""
+        return nullcontext()
+
+    def event(self, *, timing: bool = False) -> Event:
+        """An event, not yet recorded.
+
+        Args:
+            timing: whether `elapsed_time` will be asked.
+        """
+        return _Now()
+
+    def synchronize(self) -> None:
+        """Let the host wait for all that is queued; never inside a step."""
+
+
+@dataclass(frozen=True)
+class Cuda(Accelerator):
+    """A CUDA device."""
+
+    @property
+    def asynchronous(self) -> bool:
+        return True
+
+    @property
+    def random_module(self) -> Any:
+        return torch.get_device_module(self.device)
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        return tensor.pin_memory()
+
+    def stream(self) -> Stream:
+        return torch.Stream(self.device)
+
+    def current_stream(self) -> Stream:
+        return torch.accelerator.current_stream(self.device)
+
+    def on(self, stream: Stream | None) -> AbstractContextManager[object]:
+        return nullcontext() if stream is None else stream  # type: ignore[return-value]
+
+    def event(self, *, timing: bool = False) -> Event:
+        return torch.Event(self.device, enable_timing=timing)
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.device)
