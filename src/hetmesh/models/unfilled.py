@@ -110,10 +110,8 @@ def _random_state(name: str, seed: int) -> Iterator[None]:
 @contextmanager
 def _nan_in_new_memory() -> Iterator[None]:
     """torch fills new memory with what tells that nothing was written to it."""
-    before, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
