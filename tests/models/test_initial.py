@@ -12,7 +12,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.layout import Layout, MeshSpec
 from hetmesh.models import build_unfilled
 from hetmesh.models.fill import copy_part
-from hetmesh.models.initial import BLOCK, Identity, Initial, Part, Step
+from hetmesh.models.initial import BLOCK, Elements, Identity, Initial, Operation
 
 WIDTH = 700
 ROWS = 2 * (BLOCK // WIDTH) + 101
@@ -123,7 +123,7 @@ def test_seed_module_and_name_make_the_difference():
 
 
 def test_elements_without_values_are_an_error():
-    step = Step(torch.Tensor.fill_, Part((3, 2), (4, 1), 0), (1.0,))
+    step = Operation(torch.Tensor.fill_, Elements((3, 2), (4, 1), 0), (1.0,))
     some = Initial("modules.m: parameter w", (3, 4), torch.float32, (step,))
     with pytest.raises(RecipeError, match=r"modules.m: parameter w: nothing initialises some of its elements"):
         some[0:1, 0:2]
@@ -137,7 +137,7 @@ def test_only_blocks_that_are_needed_are_drawn():
         rows.zero_()
 
     identity = Identity("0:m", "w")
-    step = Step(note, Part((ROWS, WIDTH), (WIDTH, 1), 0), draws=(identity, 0))
+    step = Operation(note, Elements((ROWS, WIDTH), (WIDTH, 1), 0), draws=(identity, 0))
     initial = Initial("w", (ROWS, WIDTH), torch.float32, (step,))
     full = BLOCK // WIDTH
     assert initial[full : full + 3, 10:20].shape == (3, 10)

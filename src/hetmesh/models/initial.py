@@ -42,7 +42,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Part:
+class Elements:
     """Elements of a contiguous tensor, as `torch.as_strided` names them."""
 
     size: tuple[int, ...]
@@ -50,7 +50,7 @@ class Part:
     offset: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Part:
+    def of(cls, tensor: Tensor) -> Elements:
         """What `tensor` sees of its storage, without dims of size 1."""
         dims = [(n, step) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
         return cls(tuple(n for n, _ in dims), tuple(step for _, step in dims), int(tensor.storage_offset()))
@@ -86,14 +86,14 @@ class Part:
         """Whether `within` can say what of it lies in some rows."""
         return self.numel == 0 or self.row_dim(width) is not None or self.is_run
 
-    def within(self, width: int, start: int, stop: int) -> tuple[Part, Callable[[Tensor], Tensor]] | None:
+    def within(self, width: int, start: int, stop: int) -> tuple[Elements, Callable[[Tensor], Tensor]] | None:
         """What of it lies in rows [start, stop) of `width` elements, seen from the first of these, and the same cut of
         a tensor that is expanded to `size`; None if nothing does."""
         if self.numel == 0:
             return None
         dim, first = self.row_dim(width), self.offset // width
         if dim == -1:
-            part = Part(self.size, self.stride, self.offset - start * width)
+            part = Elements(self.size, self.stride, self.offset - start * width)
             return (part, lambda value: value) if start <= first < stop else None
         if dim is not None:
             step = self.stride[dim] // width
@@ -101,18 +101,18 @@ class Part:
             if low >= high:
                 return None
             size = (*self.size[:dim], high - low, *self.size[dim + 1 :])
-            part = Part(size, self.stride, self.offset + low * self.stride[dim] - start * width)
+            part = Elements(size, self.stride, self.offset + low * self.stride[dim] - start * width)
             return part, lambda value: value.narrow(dim, low, high - low)
         low = max(self.offset, start * width)
         high = min(self.offset + self.numel, stop * width)
         if low >= high:
             return None
-        part = Part((high - low,), (1,), low - start * width)
+        part = Elements((high - low,), (1,), low - start * width)
         return part, lambda value: value.reshape(-1)[low - self.offset : high - self.offset]
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class Operation:
     """One operation in place on a part of a parameter.
 
     Attributes:
@@ -121,7 +121,7 @@ class Step:
     """
 
     apply: Callable[..., Any]
-    part: Part
+    part: Elements
     arguments: Sequence[Any] = ()
     keywords: Mapping[str, Any] = field(default_factory=dict)
     draws: tuple[Identity, int] | None = None
@@ -154,12 +154,12 @@ class Initial:
     where: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    steps: tuple[Step, ...]
+    steps: tuple[Operation, ...]
 
     @classmethod
     def of_value(cls, where: str, value: Tensor) -> Initial:
         """Begin as `value`, which is kept whole."""
-        step = Step(torch.Tensor.copy_, Part.of(torch.empty(value.shape, device="meta")), (value.squeeze(),))
+        step = Operation(torch.Tensor.copy_, Elements.of(torch.empty(value.shape, device="meta")), (value.squeeze(),))
         return cls(where, tuple(value.shape), value.dtype, (step,))
 
     @property

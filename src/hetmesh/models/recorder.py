@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hetmesh._torch_compat import TorchDispatchMode, tree_leaves, trunc_normal_calls
-from hetmesh.models.initial import Identity, Initial, Part, Step
+from hetmesh.models.initial import Elements, Identity, Initial, Operation
 
 aten = torch.ops.aten
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -58,7 +58,7 @@ class Memory:
     identity: Identity
     numel: int
     dtype: torch.dtype
-    steps: tuple[Step, ...] = ()
+    steps: tuple[Operation, ...] = ()
     cast: bool = False
 
 
@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):
 
     def _step(self, apply: Any, target: Tensor, arguments: Sequence[Any], keywords: Any, draws: bool) -> Tensor:
         memory = self._memory[id(target.untyped_storage())]
-        part = Part.of(target)
+        part = Elements.of(target)
         kept = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in arguments)
         kept = tuple(a.expand(target.shape).squeeze() if isinstance(a, Tensor) and a.dim() else a for a in kept)
         if any(isinstance(a, Tensor) and a.is_meta for a in kept):
@@ -186,7 +186,7 @@ class Recorder(TorchDispatchMode):
                 self._fail("a draw from a generator of its own")
             number = (memory.identity, memory.identity.draws)
             memory.identity.draws += 1
-        step = Step(apply, part, kept, keywords, number)
+        step = Operation(apply, part, kept, keywords, number)
         if part.numel == memory.numel and (draws or apply in OVERWRITE):
             memory.steps, memory.dtype, memory.cast = (), target.dtype, False
         if memory.cast:
@@ -209,7 +209,7 @@ class Recorder(TorchDispatchMode):
 
     def _taken_over(self, target: Tensor, source: Tensor) -> Tensor:
         here, there = (self._memory[id(t.untyped_storage())] for t in (target, source))
-        if here is there and Part.of(target) == Part.of(source):  # `w[0] *= 2` ends with that
+        if here is there and Elements.of(target) == Elements.of(source):  # `w[0] *= 2` ends with that
             return target
         same = target.shape == source.shape and target.dtype == source.dtype
         if not (same and self._is_whole(target, here) and self._is_whole(source, there)):

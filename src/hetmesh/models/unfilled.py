@@ -124,8 +124,8 @@ def _nan_in_new_memory() -> Iterator[None]:
 
 def _never_initialised(where: str) -> RecipeError:
     return RecipeError(
-        f"{where}: nothing initialises it; it would be whatever was in memory, other values on every rank. Give it values "
-        "in its constructor"
+        f"{where}: nothing initialises it; it would be whatever was in memory, other values on every rank. Give it "
+        "values in its constructor"
     )
 
 
