@@ -69,6 +69,15 @@ class Elements:
             expected *= n
         return True
 
+    def covers(self, numel: int) -> bool:
+        """Whether these are all elements of a tensor of `numel`, each once."""
+        expected = 1
+        for step, n in sorted(zip(self.stride, self.size, strict=True)):
+            if step != expected:
+                return False
+            expected *= n
+        return self.offset == 0 and expected == numel
+
     def row_dim(self, width: int) -> int | None:
         """The dim that walks over rows of `width` elements, while all others stay inside one; -1 if the part lies in
         one row; None if it is not of that kind."""
@@ -183,7 +192,7 @@ class Initial:
     def _block(self, block: int) -> Tensor:
         start = block * self.rows_per_block
         rows = min(self.rows_per_block, self.rows - start)
-        known = bool(self.steps) and self.steps[0].part.numel == self.rows * self.width
+        known = bool(self.steps) and self.steps[0].part.covers(self.rows * self.width)
         empty = torch.empty(rows, *self.shape[1:], dtype=self.dtype)
         values = empty if known or not self.dtype.is_floating_point else empty.fill_(math.nan)
         with torch.no_grad():

@@ -147,7 +147,8 @@ class Recorder(TorchDispatchMode):
         if func is aten.copy_.default and len(recorded) == 2:
             return self._taken_over(args[0], args[1])
         in_place = torch.Tag.inplace in func.tags and len(recorded) == 1 and recorded[0] is args[0]
-        if in_place and (func in DRAW or func in OVERWRITE or torch.Tag.pointwise in func.tags):
+        by_element = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+        if in_place and (func in DRAW or func in OVERWRITE or by_element):
             return self._step(func, args[0], args[1:], keywords, func in DRAW)
         self._fail(f"{func.name()} of a parameter")
 
@@ -178,8 +179,10 @@ class Recorder(TorchDispatchMode):
         part = Elements.of(target)
         kept = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in arguments)
         kept = tuple(a.expand(target.shape).squeeze() if isinstance(a, Tensor) and a.dim() else a for a in kept)
-        if any(isinstance(a, Tensor) and a.is_meta for a in kept):
-            self._fail("a value that has no memory")
+        if any(isinstance(a, Tensor) for a in keywords.values()) or any(
+            isinstance(a, Tensor) and a.is_meta for a in kept
+        ):
+            self._fail("an operation with a tensor that is no plain value")
         number = None
         if draws:
             if keywords.pop("generator", None) is not None:
@@ -187,7 +190,7 @@ class Recorder(TorchDispatchMode):
             number = (memory.identity, memory.identity.draws)
             memory.identity.draws += 1
         step = Operation(apply, part, kept, keywords, number)
-        if part.numel == memory.numel and (draws or apply in OVERWRITE):
+        if part.covers(memory.numel) and (draws or apply in OVERWRITE):
             memory.steps, memory.dtype, memory.cast = (), target.dtype, False
         if memory.cast:
             self._fail("an operation on a parameter behind its conversion to another dtype")
