@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -112,14 +113,14 @@ def _nan_in_new_memory() -> Iterator[None]:
     """torch fills new memory with what tells that nothing was written to it."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    memory: Any = torch.utils.deterministic
+    fills, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, True
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        memory.fill_uninitialized_memory = fills
 
 
 def _never_initialised(where: str) -> RecipeError:
