@@ -136,8 +136,9 @@ def parallelize(
     token_sharded: Sequence[str] = (),
     head: str = "",
 ) -> ParallelModule:
-    """Shard `module` in place as `spec` says; only members call it. Nothing is sent: every rank holds the same full
-    weights beforehand (`hetmesh.models.build_module`), so any layout starts from those of one process.
+    """Shard `module` in place as `spec` says; only members call it. Nothing is sent. It may be without weights
+    (`hetmesh.models.build_unfilled`), which each rank then gets for what it keeps; else every rank holds the same full
+    ones beforehand. So any layout starts from those of one process.
 
     Args:
         plan: the tensor parallel plan; None takes the adapter's own.

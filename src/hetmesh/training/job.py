@@ -18,8 +18,8 @@ from hetmesh.boundary.groups import ends_are_tied, tied_pairs
 from hetmesh.data.loader import TRAIN, DrawnBatch, Loader
 from hetmesh.data.payloads import Payloads
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, SampleMeta, Stage, stage_graph
-from hetmesh.models import Adapter, load_weights, lora_plan, pretrained_of
-from hetmesh.models.load import materialize, move_buffers
+from hetmesh.models import Adapter, lora_plan
+from hetmesh.models.fill import materialize, move_buffers
 from hetmesh.parallel import (
     ParallelModule,
     Reduction,
@@ -40,7 +40,7 @@ from hetmesh.training.first_steps import FirstSteps
 from hetmesh.training.gradients import counted, reduce_over_ranks, squared_norm
 from hetmesh.training.loss import CheckedLoss, OwnLoss, cross_entropy_of
 from hetmesh.training.module_shapes import module_shape_of
-from hetmesh.training.modules import empty_module, full_module
+from hetmesh.training.modules import fill_module, unfilled_module
 from hetmesh.training.optimizers import Root
 from hetmesh.training.own_loop import StepResult, forward_backward
 from hetmesh.training.recipe_schedule import StepSchedules
@@ -84,14 +84,9 @@ class Job:
             tied_groups = _tied_groups(world, graph[name]) if shares_ends(recipe, adapters[name], graph[name]) else {}
             if mesh is None:
                 continue
-            pretrained = pretrained_of(name, recipe.modules[name])
-            computes = world.accelerator.computes
-            make = full_module if computes else empty_module
-            module = make(recipe, adapters[name], name)
-            if not computes:
-                move_buffers(module, world.device)
-            elif pretrained is None:
-                module = module.to(world.device)
+            unfilled = unfilled_module(recipe, adapters[name], name)
+            module = unfilled.module
+            move_buffers(module, world.device)  # FSDP would, but cannot bring them to every device
             abilities = adapters[name].abilities
             if (graph[name].packed or graph[name].tokens_per_row) and abilities.use_packed is not None:
                 abilities.use_packed(module)
@@ -109,14 +104,12 @@ class Job:
                 abilities.token_sharded,
                 abilities.head if loss is None else "",  # a loss of one's own gets whole logits
             )
-            if not computes:
-                device = "cpu" if graph[name].options.cpu_offload and parallel.fully_sharded else world.device
-                materialize(parallel.module, torch.device(device))
-                parallel = replace(parallel)
-            elif pretrained is not None:
-                device = "cpu" if graph[name].options.cpu_offload and parallel.fully_sharded else world.device
-                load_weights(adapters[name], parallel.module, pretrained, device, roots=parallel.stages)
-                parallel = replace(parallel)  # which looks its parameters up: those on meta are others now
+            device = "cpu" if graph[name].options.cpu_offload and parallel.fully_sharded else world.device
+            if world.accelerator.computes:
+                fill_module(recipe, adapters[name], name, unfilled, device, roots=parallel.stages)
+            else:
+                materialize(parallel.module, torch.device(device), parallel.stages)
+            parallel = replace(parallel)  # which looks its parameters up: those on meta are others now
             modules[name] = parallel
             adapted |= zip(own, parallel.stages, strict=True)
             shared = tied_parameters(graph[name], own, parallel, tied_groups)
