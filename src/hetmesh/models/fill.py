@@ -43,12 +43,19 @@ def materialize(module: nn.Module, device: torch.device, roots: Sequence[nn.Modu
                 if id(parameter) not in made:
                     made[id(parameter)] = _with_memory(parameter, device)
                 owner._parameters[name] = made[id(parameter)]
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and device.type != "cpu":
-                owner._buffers[name] = buffer.to(device)
+    if device.type != "cpu":
+        move_buffers(module, device)
     for root in roots:
         if any(isinstance(each, FSDPModule) for each in root.modules()):
             root._apply(lambda tensor: tensor)  # FSDP keeps references to parameters; now it looks them up again
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Bring the buffers of `module` to `device`."""
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = buffer.to(device)
 
 
 def draw_weights(module: nn.Module, initial: MutableMapping[str, Initial]) -> list[str]:
