@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from hetmesh._torch_compat import tree_leaves
-from hetmesh.runtime.fake_device import NAME
+from hetmesh.runtime.fake_autocast import NAME
 from hetmesh.runtime.host_waits import HostWaits
 from hetmesh.runtime.live_bytes import LiveBytes
 
@@ -20,7 +20,7 @@ BEFORE, BEHIND = "before", "behind"
 
 
 @dataclass
-class Work:
+class WorkCount:
     """What the device does.
 
     Attributes:
@@ -34,7 +34,7 @@ class Work:
     collectives: int = 0
     collective_bytes: int = 0
 
-    def add(self, other: Work) -> None:
+    def add(self, other: WorkCount) -> None:
         """Both."""
         self.kernels += other.kernels
         self.flops += other.flops
@@ -57,7 +57,7 @@ class DeviceWork(LiveBytes):
     def __init__(self, waits: HostWaits) -> None:
         super().__init__(device=NAME)
         self.waits = waits
-        self.by_action: dict[object, Work] = {}
+        self.by_action: dict[object, WorkCount] = {}
         self._label: object = BEFORE
         self._kinds: dict[Any, bool] = {}
 
@@ -82,7 +82,7 @@ class DeviceWork(LiveBytes):
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation on the device."""
-        work = self.by_action.setdefault(self._label, Work())
+        work = self.by_action.setdefault(self._label, WorkCount())
         if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
             if "wait" not in func.__name__:
                 work.collectives += 1

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from hetmesh._torch_compat import FakeTensor, implement, tree_map_only, without_autocast
 
+NAME = "fake_gpu"
+"""The type of the device, as torch calls it."""
+
 _KEY = "AutocastPrivateUse1"
 
 
@@ -78,8 +81,6 @@ CASTS = _Casts()
 
 
 def _dtype() -> torch.dtype:
-    from hetmesh.runtime.fake_device import NAME
-
     return torch.get_autocast_dtype(NAME)
 
 

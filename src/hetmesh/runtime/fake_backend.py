@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hetmesh.boundary.backend import Message, Nccl, Posted
-from hetmesh.runtime.fake_device import NAME
+from hetmesh.runtime.fake_autocast import NAME
 
 
 @dataclass

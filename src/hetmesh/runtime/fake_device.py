@@ -15,9 +15,7 @@ from torch import Tensor
 from hetmesh._torch_compat import python_device
 from hetmesh.attention.kernels import FLEX
 from hetmesh.boundary.accelerator import Accelerator
-
-NAME = "fake_gpu"
-"""The type of the device, as torch calls it."""
+from hetmesh.runtime.fake_autocast import NAME, register
 
 
 class FakeStream:
@@ -144,7 +142,6 @@ def fake_device() -> torch.device:
     """The device; made once per process."""
     device = python_device(NAME, FakeModule())
     from hetmesh.runtime.fake_attention import flex_attention_without_values
-    from hetmesh.runtime.fake_autocast import register
 
     register()
     FLEX[NAME] = flex_attention_without_values

@@ -18,12 +18,13 @@ from hetmesh.boundary.world import init
 from hetmesh.errors import RecipeError
 from hetmesh.parallel import local_part
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.runtime.device_work import DeviceWork, Work
+from hetmesh.runtime.device_work import DeviceWork, WorkCount
+from hetmesh.runtime.fake_autocast import NAME
 from hetmesh.runtime.fake_backend import FakeBackend
-from hetmesh.runtime.fake_device import NAME, FakeAccelerator
+from hetmesh.runtime.fake_device import FakeAccelerator
 from hetmesh.runtime.fake_tensors import FakeTensors
 from hetmesh.runtime.host_waits import HostWaits
-from hetmesh.training.dry_run_values import DryRun, Traffic
+from hetmesh.training.dry_run_values import DryRun, EdgeTraffic
 from hetmesh.training.dump_folder import RunFolder
 from hetmesh.training.trainer import Trainer
 
@@ -114,10 +115,10 @@ def _step(
     checks = work.peak
     if trainer.optimizers is not None:
         trainer.optimizers[0].zero_grad()
-    by_module: dict[str, Work] = {}
+    by_module: dict[str, WorkCount] = {}
     for label, each in by_action.items():
         target = getattr(label, "target", None)
-        by_module.setdefault(getattr(target, "module", ""), Work()).add(each)
+        by_module.setdefault(getattr(target, "module", ""), WorkCount()).add(each)
     return DryRun(
         rank=trainer.world.rank,
         microbatches=trainer.recipe.batch.num_microbatches,
@@ -150,10 +151,10 @@ def _state(trainer: Trainer) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def _traffic(trainer: Trainer) -> tuple[Traffic, ...]:
+def _traffic(trainer: Trainer) -> tuple[EdgeTraffic, ...]:
     totals: dict[str, list[int]] = {}
     for message in trainer.world.log.messages:
         total = totals.setdefault(f"{message.label.boundary} {message.label.direction}", [0, 0, 0])
         total[0] += 1
         total[1 if message.op == "sent" else 2] += message.bytes
-    return tuple(Traffic(edge, *each) for edge, each in totals.items())
+    return tuple(EdgeTraffic(edge, *each) for edge, each in totals.items())

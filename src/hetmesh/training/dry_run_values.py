@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hetmesh.runtime.device_work import Work
+from hetmesh.runtime.device_work import WorkCount
 from hetmesh.runtime.host_waits import HostWait
 from hetmesh.runtime.live_bytes import SpanBytes
 
 
 @dataclass(frozen=True)
-class Traffic:
+class EdgeTraffic:
     """What one rank sent and received along one boundary in one direction.
 
     Attributes:
@@ -56,10 +56,10 @@ class DryRun:
     peak: int
     first_checks: int
     actions: tuple[SpanBytes, ...]
-    work: Mapping[str, Work]
+    work: Mapping[str, WorkCount]
     waits: tuple[tuple[HostWait, int], ...]
     timed_waits: int
-    traffic: tuple[Traffic, ...]
+    traffic: tuple[EdgeTraffic, ...]
     build_seconds: float
     seconds: float
 
