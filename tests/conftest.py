@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from hetmesh.testing.emulated_nccl import emulate
 from hetmesh.testing.pool import WorkerPool
 
 # The same examples on every run and machine; timings of a shared machine are no reason to fail.
@@ -22,6 +23,11 @@ _PRELOAD = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.siglip.modeling_siglip",
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--emulate-nccl`: workers send over emulated NCCL. For tests of parity; those of gloo's own ways would fail."""
+    parser.addoption("--emulate-nccl", action="store_true", help="workers of the pools send over emulated NCCL")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -47,12 +53,13 @@ def apart() -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Callable[[int], WorkerPool]]:
+def pool(request: pytest.FixtureRequest) -> Iterator[Callable[[int], WorkerPool]]:
     """`pool(n)`: the session's pool of n workers. Started by its first `run`, kept to the end of the session."""
     pools: dict[int, WorkerPool] = {}
+    begin = emulate if request.config.getoption("--emulate-nccl") else None
 
     def get(size: int) -> WorkerPool:
-        return pools.setdefault(size, WorkerPool(size, preload=_PRELOAD))
+        return pools.setdefault(size, WorkerPool(size, preload=_PRELOAD, begin=begin))
 
     yield get
     for each in pools.values():

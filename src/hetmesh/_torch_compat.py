@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ __all__ = [
     "averaged_over",
     "cpu_flash_attention",
     "cpu_flash_attention_backward",
+    "default_store",
     "fake_process_group",
     "finished_work",
     "fsdp_groups",
@@ -39,6 +40,7 @@ __all__ = [
     "tensors_made_on_host",
     "tree_leaves",
     "tree_map_only",
+    "trunc_normal_calls",
     "without_autocast",
 ]
 
@@ -198,3 +200,25 @@ def without_autocast(key: str) -> Iterator[None]:
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     with torch._C._ExcludeDispatchKeyGuard(keys):
         yield
+
+
+def default_store() -> dist.Store:
+    """The store of the default process group, on which all ranks can leave word."""
+    return distributed_c10d._get_default_store()
+
+
+@contextmanager
+def trunc_normal_calls(instead: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts, `torch.nn.init.trunc_normal_` calls `instead(original, tensor, mean, std, a, b, generator)`.
+
+    It is no operation that a dispatch mode could see: it rejects draws in a loop, and does nothing on the meta device.
+    """
+    from torch.nn import init
+
+    owner: Any = init
+    original = owner._no_grad_trunc_normal_
+    owner._no_grad_trunc_normal_ = partial(instead, original)
+    try:
+        yield
+    finally:
+        owner._no_grad_trunc_normal_ = original

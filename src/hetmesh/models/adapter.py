@@ -66,6 +66,8 @@ class Abilities:
         position_ids: of an LLM with multimodal RoPE: the positions of an expanded sample, given the grids by media.
         item_grid: of an encoder: the grid of an item's rows, from its raw shape.
         attention_dropout: the share of attention probabilities that its own attention drops in training.
+        head: of an LLM: FQN of the layer that makes its logits, where what is behind it treats each logit by itself, so
+            that tensor-parallel ranks may have shares of them.
         reasons: why an ability is absent, by its name; for refusals.
     """
 
@@ -80,6 +82,7 @@ class Abilities:
     position_ids: Callable[[SampleMeta, Mapping[str, ItemGrid]], tuple[tuple[int, ...], ...]] | None = None
     item_grid: ItemGrid | None = None
     attention_dropout: float = 0.0
+    head: str = ""
     reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def because(self, ability: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from hetmesh.boundary.backend import Message, Nccl, Posted
 from hetmesh.runtime.fake_device import NAME
@@ -46,10 +47,17 @@ class FakeBackend(Nccl):
     device_type: str = NAME
     timed: TimedWaits = field(default_factory=TimedWaits)
 
-    def connect(self, device: torch.device) -> None:
+    def connect(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         """There is nobody to connect to."""
 
-    def post(self, receives: Sequence[Message], sends: Iterable[Message], tag: int) -> tuple[Posted, Posted]:
+    def post(
+        self,
+        receives: Sequence[Message],
+        sends: Iterable[Message],
+        tag: int,
+        group: dist.ProcessGroup | None,
+        what: object,
+    ) -> tuple[Posted, Posted]:
         """Packs what is sent; see `Backend.post`."""
         count = len(receives) + sum(1 for _ in sends)
         return ([(None, _Done(self.timed))] if count else []), []
