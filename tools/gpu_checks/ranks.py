@@ -37,7 +37,7 @@ def environment(rank: int, size: int, port: int, gpus: int) -> dict[str, str]:
     apart = 0 < gpus < size
     place = {
         **{"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-        "LOCAL_RANK": rank % gpus if gpus else 0,
+        "LOCAL_RANK": rank % gpus if gpus else rank,
         "LOCAL_WORLD_SIZE": 1 if apart else size,
     }
     env = {**OF_THIS_HOST, **{key: str(value) for key, value in place.items()}}

@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from hetmesh.attention.kernels import FLEX
 from hetmesh.attention.key_blocks import BLOCK, Buffer, KernelCalls, PartialMasks
 from hetmesh.attention.terms import Running, Saved, Terms
+from hetmesh.boundary import World
 from hetmesh.context.rule import ALWAYS, BEFORE, NEVER, reach
 
 
@@ -143,7 +144,11 @@ def _listed(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
 def _on(array: np.ndarray, device: torch.device) -> Tensor:
     """The array on the device, for which the host does not wait."""
     host = torch.tensor(array)
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+    if device.type == "cpu":
+        return host
+    # Also where there is no World: its accelerator knows how others than CUDA pin.
+    pinned = host.pin_memory() if device.type == "cuda" else World.current().accelerator.pinned(host)
+    return pinned.to(device, non_blocking=True)
 
 
 def _overlap(run: tuple[int, int], blocks: int) -> np.ndarray:
