@@ -89,7 +89,7 @@ def _case(recipe: Recipe, small: Recipe) -> dict[str, Any]:
         "peak_while_building_over_shard": drawn.built_peak / drawn.built,
         "memory_error": whole.memory_error,
         "peak_bytes": run.peak,
-        "predicted_bytes": whole.predicted,
+        "predicted_bytes": whole.predicted.tensors,
         "state_bytes": run.state,
         "left_behind_bytes": run.live - run.state,
         "first_checks_bytes": run.first_checks,

@@ -21,10 +21,10 @@ from hetmesh.boundary import World
 from hetmesh.cost import load_machine
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.runtime import LiveBytes
-from hetmesh.simulate import simulate
 from hetmesh.training.balance import recipe_balance
 from hetmesh.training.dry_run import dry_run
 from hetmesh.training.job import describe, make_loader
+from hetmesh.training.memory_fit import step_memory
 from hetmesh.training.recipe_schedule import StepSchedules
 from hetmesh.training.step_model import recipe_step_model
 from hetmesh.training.trainer import Trainer
@@ -77,14 +77,13 @@ def _cases(name: str, recipe: Recipe, place: Place) -> list[dict[str, Any]]:
 
 
 def predicted(recipe: Recipe) -> list[int]:
-    """Bytes that each rank holds at most in a step."""
+    """Bytes that tensors of each rank take at most in a step, as `hetmesh explain` predicts them."""
     source, adapters, graph = describe(recipe)
     drawn = make_loader(recipe, source, graph, adapters).batch(0)
     plan = plan_batch(graph, drawn.metas, recipe.batch.microbatch_size, recipe_balance(recipe, graph, adapters))
-    schedule = StepSchedules(recipe, graph, adapters).of(plan)
-    costs = recipe_step_model(recipe, graph, adapters, machine=load_machine("h100")).costs(plan, schedule)
-    timeline = simulate(schedule, costs)
-    return [timeline.peak_bytes[timeline.track_of(rank)] for rank in range(recipe.world_size)]
+    model = recipe_step_model(recipe, graph, adapters, machine=load_machine("h100"))
+    memory = step_memory(recipe, model, plan, StepSchedules(recipe, graph, adapters))
+    return [memory[rank].tensors for rank in range(recipe.world_size)]
 
 
 def peaks(world: World, recipe: Recipe) -> dict[str, Any]:

@@ -11,10 +11,8 @@ from hetmesh.runtime.live_bytes import SpanBytes
 from hetmesh.training.dry_run_values import DryRun, DryRuns, RankGroup
 from hetmesh.training.wording import ranks_text
 
-NOT_MODELLED = (
-    "not modelled: fragments of the allocator, workspaces inside kernels (cuBLAS, attention), the driver's context, "
-    "NCCL's communicators, time"
-)
+NOT_MODELLED = "not modelled: fragments of the allocator, workspaces inside kernels (cuBLAS, attention), time"
+_BESIDE = ("communicators", "context")
 _DIRECTIONS = {"device_to_host": "device to host", "host_to_device": "host to device"}
 
 
@@ -35,8 +33,9 @@ def verdict(runs: DryRuns) -> str:
     share = 100 * abs(spare) / runs.memory_bytes
     fits, rest = ("fits", "to spare") if spare >= 0 else ("does not fit", "too much")
     return (
-        f"{fits} {runs.machine}: tensors take {gib(runs.peak)} of {gib(runs.memory_bytes)} at most, "
-        f"{gib(abs(spare))} ({share:.0f}%) {rest}"
+        f"{fits} {runs.machine}: {gib(runs.peak)} of {gib(runs.memory_bytes)} at most, of which "
+        f"{gib(runs.fullest.beside)} are its estimate for context and communicators; {gib(abs(spare))} "
+        f"({share:.0f}%) {rest}"
     )
 
 
@@ -48,8 +47,12 @@ def _group(group: RankGroup) -> Iterator[str]:
     yield f"built      {gib(run.built)}, {gib(run.built_peak)} at most while it was built"
     yield f"behind it  {gib(run.live)} alive: parameters, buffers and optimizer state are {gib(run.state)}"
     yield f"peak       {gib(run.peak)} in a step, {gib(run.first_checks)} while replicas are compared in the first one"
-    sign = "more" if group.predicted >= run.peak else "less"
-    yield f"predicted  {gib(group.predicted)} for the fullest of them, {100 * group.memory_error:.0f}% {sign}"
+    sign = "more" if group.predicted.tensors >= run.peak else "less"
+    parts = {name: size for name, size in group.predicted.parts.items() if size and name not in _BESIDE}
+    largest = sorted(parts, key=lambda name: -parts[name])[:3]
+    yield f"explained  {gib(group.predicted.tensors)}, {100 * group.memory_error:.0f}% {sign}: most of it " + ", ".join(
+        f"{name} {gib(parts[name])}" for name in largest
+    )
     yield ""
     yield "bytes alive by kind of action        before      peak     after"
     for name, spans in _by_kind(run.actions).items():
@@ -104,7 +107,8 @@ def dry_run_json(runs: DryRuns) -> dict[str, Any]:
         "groups": [
             {
                 "ranks": group.ranks,
-                "predicted": group.predicted,
+                "predicted": group.predicted.tensors,
+                "predicted_parts": group.predicted.parts,
                 "memory_error": group.memory_error,
                 **_plain(group.run),
             }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hetmesh.runtime.device_work import WorkCount
 from hetmesh.runtime.host_waits import HostWait
 from hetmesh.runtime.live_bytes import SpanBytes
+from hetmesh.simulate import RankMemory
 
 
 @dataclass(frozen=True)
@@ -80,17 +81,27 @@ class RankGroup:
     Attributes:
         ranks: they hold the same stages; the one that was run has most to do in this batch.
         run: its step.
-        predicted: the peak that the simulator predicts for the fullest of them, in this batch.
+        predicted: what `hetmesh explain` would say of the rank that was run, in this batch.
     """
 
     ranks: tuple[int, ...]
     run: DryRun
-    predicted: int
+    predicted: RankMemory
 
     @property
     def memory_error(self) -> float:
         """By which share of the peak the prediction is off."""
-        return abs(self.predicted - self.run.peak) / self.run.peak
+        return abs(self.predicted.tensors - self.run.peak) / self.run.peak
+
+    @property
+    def peak(self) -> int:
+        """The most that the rank ever has in tensors."""
+        return max(self.run.peak, self.run.first_checks, self.run.built_peak)
+
+    @property
+    def beside(self) -> int:
+        """What a device holds beside tensors, as far as the machine says: its context and the rank's communicators."""
+        return self.predicted.communicators + self.predicted.context
 
 
 @dataclass(frozen=True)
@@ -108,6 +119,11 @@ class DryRuns:
     memory_bytes: int
 
     @property
+    def fullest(self) -> RankGroup:
+        """Those that hold most."""
+        return max(self.groups, key=lambda group: group.peak + group.beside)
+
+    @property
     def peak(self) -> int:
         """The most that any of them holds."""
-        return max(max(group.run.peak, group.run.first_checks, group.run.built_peak) for group in self.groups)
+        return self.fullest.peak + self.fullest.beside

@@ -8,13 +8,14 @@ from hetmesh.balance import BatchPlan, plan_batch
 from hetmesh.cost import Machine, lane_work, load_machine
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.simulate import simulate
+from hetmesh.simulate import RankMemory, simulate
 from hetmesh.training.balance import recipe_balance
 from hetmesh.training.describe import describe, make_loader
 from hetmesh.training.dry_run import dry_run, with_microbatches
 from hetmesh.training.dry_run_values import DryRuns, RankGroup
+from hetmesh.training.memory_fit import step_memory
 from hetmesh.training.recipe_schedule import StepSchedules
-from hetmesh.training.step_model import named_step_model
+from hetmesh.training.step_model import recipe_step_model
 
 MACHINE = "h100"
 """Whose memory counts where neither the command nor the recipe names a machine."""
@@ -39,33 +40,31 @@ def dry_runs(
     found = load_machine(machine or recipe.metrics.machine or MACHINE)
     recipe = with_microbatches(recipe, microbatches)
     groups = []
-    for ranks, fullest, predicted in _groups(recipe, found):
+    for ranks, fullest, memory in _groups(recipe, found):
         if rank is None or rank in ranks:
-            run = dry_run(recipe, fullest if rank is None else rank)
-            groups.append(RankGroup(ranks, run, predicted))
+            taken = fullest if rank is None else rank
+            groups.append(RankGroup(ranks, dry_run(recipe, taken), memory[taken]))
     return DryRuns(tuple(groups), found.name, found.memory_bytes)
 
 
 def fullest_group(recipe: Recipe, machine: str | None = None, *, draws: bool = False) -> RankGroup:
     """Of all groups of equal ranks the one that is predicted to hold most, run; `draws` as in `dry_run`."""
     found = load_machine(machine or recipe.metrics.machine or MACHINE)
-    ranks, fullest, predicted = max(_groups(recipe, found), key=lambda group: group[2])
-    return RankGroup(ranks, dry_run(recipe, fullest, draws=draws), predicted)
+    ranks, fullest, memory = max(_groups(recipe, found), key=lambda group: group[2][group[1]].tensors)
+    return RankGroup(ranks, dry_run(recipe, fullest, draws=draws), memory[fullest])
 
 
-def _groups(recipe: Recipe, machine: Machine) -> list[tuple[tuple[int, ...], int, int]]:
+def _groups(recipe: Recipe, machine: Machine) -> list[tuple[tuple[int, ...], int, dict[int, RankMemory]]]:
     """Ranks that hold the same stages; of them the one with most to do in the first global batch; and the predicted
-    peak."""
+    memory of all ranks."""
     source, adapters, graph = describe(recipe)
     drawn = make_loader(recipe, source, graph, adapters).batch(0)
     plan = plan_batch(graph, drawn.metas, recipe.batch.microbatch_size, recipe_balance(recipe, graph, adapters))
-    model = named_step_model(recipe, graph, adapters, machine.name, None)
-    schedule = StepSchedules(recipe, graph, adapters).of(plan)
-    timeline = simulate(schedule, model.costs(plan, schedule))
-    return [
-        (ranks, max(ranks, key=lambda rank: (_load(plan, rank), -rank)), peak)
-        for ranks, peak in zip(timeline.tracks, timeline.peak_bytes, strict=True)
-    ]
+    model = recipe_step_model(recipe, graph, adapters, machine=machine)
+    schedules = StepSchedules(recipe, graph, adapters)
+    memory = step_memory(recipe, model, plan, schedules)
+    tracks = simulate(schedules.of(plan), model.costs(plan, schedules.of(plan))).tracks
+    return [(ranks, max(ranks, key=lambda rank: (_load(plan, rank), -rank)), memory) for ranks in tracks]
 
 
 def _load(plan: BatchPlan, rank: int) -> tuple[int, ...]:
