@@ -16,7 +16,9 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
 from hetmesh.models.collate import collate_tokens
 from hetmesh.models.config_keys import positive_int, transformers_config
-from hetmesh.models.pretrained import prefixes
+from hetmesh.models.model_forms import class_forms
+from hetmesh.models.pretrained import Pretrained, prefixes
+from hetmesh.models.stored_form import StoredForm
 from hetmesh.parallel.stages import PREVIOUS, is_absent
 from hetmesh.parallel.tokens import tokens_of
 
@@ -86,7 +88,11 @@ class CausalLMAdapter:
             token_sharded=self._token_sharded,
             use_packed=self.use_packed,
             attention_dropout=self.config.attention_dropout or 0.0,
+            stored_forms=self._stored_forms,
         )
+
+    def _stored_forms(self, pretrained: Pretrained) -> Mapping[str, StoredForm]:
+        return class_forms(self.model_class, self.config, pretrained)
 
     def build(self) -> nn.Module:
         return self.model_class(self.config)

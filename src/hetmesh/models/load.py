@@ -6,7 +6,6 @@ rank holds. So a rank's peak is its shard and, for a moment, a view of one tenso
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,12 +18,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hetmesh._torch_compat import StridedShard
+from hetmesh.errors import LayoutError
 from hetmesh.layout.intervals import Intervals
 from hetmesh.layout.layout import Layout
 from hetmesh.layout.mesh import MeshSpec
+from hetmesh.layout.placements import Placement, RowSplit, sharded_dim
 from hetmesh.models.adapter import Adapter
 from hetmesh.models.lora import base_name, is_adapter
 from hetmesh.models.pretrained import Pretrained
+from hetmesh.models.stored_form import Read, StoredForm, reads
 from hetmesh.parallel.stages import absent_layers
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -40,7 +43,18 @@ def check_weights(adapter: Adapter, module: nn.Module, pretrained: Pretrained) -
     """
     expected, aliases = own_tensors(module)
     elsewhere = tuple(rf"{re.escape(layer)}\..*" for layer in absent_layers(module))  # with other pipeline stages
-    return pretrained.match(expected, adapter.checkpoint_names, (*adapter.checkpoint_unused, *elsewhere), aliases)
+    unused = (*adapter.checkpoint_unused, *elsewhere)
+    return pretrained.match(expected, adapter.checkpoint_names, unused, aliases, stored_forms(adapter, pretrained))
+
+
+def stored_forms(adapter: Adapter, pretrained: Pretrained) -> Mapping[str, StoredForm]:
+    """The tensors of a checkpoint as the adapter's model reads them, by the names that `check_weights` gives.
+
+    Raises:
+        RecipeError: tensors are missing, or it is not known what the model makes of them.
+    """
+    own = adapter.abilities.stored_forms
+    return pretrained.forms if own is None else own(pretrained)
 
 
 def own_tensors(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
@@ -78,20 +92,23 @@ def load_weights(
     """
     from safetensors import safe_open
 
-    found = check_weights(adapter, module, pretrained)
+    found, forms = check_weights(adapter, module, pretrained), stored_forms(adapter, pretrained)
     materialize(module, torch.device(device))
     for root in roots:
         if any(isinstance(each, FSDPModule) for each in root.modules()):
             root._apply(lambda tensor: tensor)  # FSDP keeps references to parameters; now it looks them up again
-    by_file: dict[Path, list[tuple[str, Tensor]]] = {}
+    by_file: dict[Path, list[tuple[Tensor, Read]]] = {}
     for name, tensor in _saved_tensors(module):
         if name in found:  # else it is tied to one that is
-            by_file.setdefault(pretrained.tensors[found[name]].file, []).append((found[name], tensor))
+            local, share = local_share(tensor.detach())
+            for read in reads(forms[found[name]], share):
+                by_file.setdefault(pretrained.tensors[read.block.stored].file, []).append((local, read))
     with torch.no_grad():
         for file, wanted in by_file.items():
             with safe_open(file, "pt") as reader:
-                for theirs, target in wanted:
-                    fill(target, reader.get_slice(theirs))
+                for local, read in wanted:
+                    value = reader.get_slice(read.block.stored)[read.there or ...]
+                    local[read.here].copy_(read.block.as_here(value))
 
 
 def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -111,26 +128,33 @@ def plain_name(fqn: str) -> str:
     return base_name(fqn)
 
 
-def fill(tensor: Tensor, source: Any) -> None:
-    """Copy this rank's part of a tensor from `source`, which gives the elements asked for by slices."""
-    local: Tensor = tensor.detach()
-    regions: Sequence[Intervals] = [((0, size),) for size in local.shape]
-    if isinstance(local, DTensor):
-        layout = Layout(MeshSpec.of(local.device_mesh), tuple(local.placements))
-        regions = layout.intervals(tuple(local.shape), dist.get_rank())
-        local = local.to_local()
-    for piece in itertools.product(*map(_with_offsets, regions)):
-        here = tuple(slice(offset, offset + stop - start) for offset, start, stop in piece)
-        there = tuple(slice(start, stop) for _, start, stop in piece)
-        local[here].copy_(source[there] if there else source[...])
+def local_share(tensor: Tensor) -> tuple[Tensor, tuple[Intervals, ...]]:
+    """This rank's part of a tensor, and per dim the ordered global intervals that it holds."""
+    if not isinstance(tensor, DTensor):
+        return tensor, tuple(((0, size),) for size in tensor.shape)
+    shape, mesh = tuple(tensor.shape), MeshSpec.of(tensor.device_mesh)
+    placements = fused_splits(tuple(tensor.placements), shape, mesh.sizes)
+    return tensor.to_local(), Layout(mesh, placements).intervals(shape, dist.get_rank())
 
 
-def _with_offsets(intervals: Intervals) -> Iterator[tuple[int, int, int]]:
-    """`(local start, global start, global stop)` of each interval."""
-    offset = 0
-    for start, stop in intervals:
-        yield offset, start, stop
-        offset += stop - start
+def fused_splits(placements: tuple[Placement, ...], shape: Sequence[int], sizes: Sequence[int]) -> tuple[Placement, ...]:
+    """`placements`, in which strided shards along an axis that alone splits their dim are explicit rows: each rank has
+    its share of each of `split_factor` tensors that are joined (gate and up of experts, split by columns).
+
+    Raises:
+        LayoutError: these shares are not equal.
+    """
+    found = list(placements)
+    for axis, each in enumerate(placements):
+        alone = [sharded_dim(other) for other in placements].count(sharded_dim(each)) == 1
+        if isinstance(each, StridedShard) and alone and each.split_factor > 1:
+            size, parts, ranks = shape[each.dim], each.split_factor, sizes[axis]
+            if size % (parts * ranks):
+                raise LayoutError(f"{each} on a dim of {size}: {parts} tensors among {ranks} ranks, which does not divide")
+            part, step = size // parts, size // (parts * ranks)
+            starts = [[base + i * step for base in range(0, size, part)] for i in range(ranks)]
+            found[axis] = RowSplit(each.dim, tuple(tuple((at, at + step) for at in own) for own in starts))
+    return tuple(found)
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:

@@ -1,0 +1,230 @@
+"""What transformers computes of a checkpoint's tensors as it loads them, as stored forms.
+
+transformers 5 describes it by a `WeightConverter`: patterns of names, and operations on the tensors that match them
+(`transformers.core_model_loading`). Those that only put tensors together, take them apart or exchange dims are
+understood here: every element stays an element, so that shares can be read, and written back. All others are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hetmesh.errors import RecipeError
+from hetmesh.models.stored_form import Shape, StoredForm, cut, exchanged, joined, renumbered, stacked, whole
+
+@dataclass(frozen=True)
+class Taken:
+    """That a converter takes a stored tensor.
+
+    Attributes:
+        before: its name after renaming.
+        name: of what becomes of it, in the model; of the first, if it is several tensors.
+        pattern: of the converter's sources.
+    """
+
+    before: str
+    name: str
+    pattern: str
+
+
+Lists = list[list[StoredForm]]
+"""What is being converted: a list for each pattern of the sources, in their order."""
+
+NOT_THOSE = "its tensors are not those of the module"
+_ITEM = ".*."
+"""In a pattern: a number of an item goes where the star is."""
+_SHOWN = 8  # names in a message
+
+
+@dataclass(frozen=True)
+class _Target:
+    """One tensor of a model that transformers computes.
+
+    Attributes:
+        name: in the model.
+        converter: transformers' description of how.
+        shape: in the model, if known.
+        where: what errors begin with.
+    """
+
+    name: str
+    converter: Any
+    shape: Shape | None
+    where: object
+
+
+def converted(
+    taken: Mapping[str, Taken],
+    shapes: Mapping[str, Shape],
+    converters: Sequence[Any],
+    expected: Mapping[str, Shape],
+    where: object,
+) -> dict[str, StoredForm]:
+    """The tensors that `converters` make of those stored, by their names in the model.
+
+    Args:
+        taken: by the names of the stored tensors.
+        shapes: of the stored tensors, by name.
+        expected: shapes in the model, as far as known; some conversions go by them.
+        where: what errors begin with.
+
+    Raises:
+        RecipeError: tensors of a list are missing or not of the shape of the others, or what a converter does is not
+            understood.
+    """
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    made_of: dict[str, dict[str, dict[int, str]]] = {}
+    for name, each in taken.items():
+        items = made_of.setdefault(each.name, {}).setdefault(each.pattern, {})
+        item = _item(each, name, where)
+        if item in items:
+            raise RecipeError(f"{where}: {items[item]} and {name} are the same part of {each.name}")
+        items[item] = name
+    found: dict[str, StoredForm] = {}
+    for ours, lists in made_of.items():
+        target = _Target(ours, by_pattern[next(iter(lists))], expected.get(ours), where)
+        made = _made(target, _in_order(target, lists, shapes))
+        found |= zip(_names(target, len(made)), made, strict=True)
+    _check_square([(by_pattern[next(iter(lists))], found[ours]) for ours, lists in made_of.items()], where)
+    return found
+
+
+def _check_square(made: Sequence[tuple[Any, StoredForm]], where: object) -> None:
+    """Raise RecipeError where shapes say that some tensors are transposed, and leave it open of others: transformers
+    takes these as they are, and computes something else."""
+    turned: list[str] = []
+    square: list[str] = []
+    for converter, form in made:
+        for each in converter.operations:
+            if getattr(each, "check_dims", False):
+                if not form.is_whole:
+                    turned += form.names[:1]
+                elif form.shape[each.dim0] == form.shape[each.dim1]:
+                    square += form.names[:1]
+    if turned and square:
+        raise RecipeError(
+            f"{where}: {turned[0]} is transposed, as its shape says; of {square[0]} and {len(square) - 1} more, which "
+            "are square, nothing does. Convert them where you know it"
+        )
+
+
+def _item(taken: Taken, name: str, where: object) -> int:
+    """What stands for the star of a pattern, -1 if it has none."""
+    if _ITEM not in taken.pattern:
+        return -1
+    match = re.search(taken.pattern.removeprefix("^").replace(_ITEM, r"\.(?P<item>[^.]+)\.", 1), taken.before)
+    if match is None or not match["item"].isdigit():
+        raise RecipeError(f"{where}: {name} has no number where transformers looks for one ({taken.pattern})")
+    return int(match["item"])
+
+
+def _in_order(target: _Target, given: Mapping[str, Mapping[int, str]], shapes: Mapping[str, Shape]) -> Lists:
+    """The stored tensors of each list by their numbers, which are the same in all lists.
+
+    Raises:
+        RecipeError: some are missing, or not of the shape of the others of their list.
+    """
+    numbers = {item for items in given.values() for item in items}
+    wanted = [-1] if max(numbers) < 0 else range(max(numbers) + 1)
+    missing: list[str] = []
+    misshaped: list[str] = []
+    lists: Lists = []
+    for pattern in target.converter.source_patterns:
+        items = given.get(pattern, {})
+        for item in wanted:
+            if item not in items:
+                like = next(iter(items.items()), None)
+                of_pattern = f"{pattern.replace('*', str(item))} of {target.name}"
+                missing.append(renumbered(like[1], like[0], item) if like else of_pattern)
+        names = [items[item] for item in wanted if item in items]
+        misshaped += [
+            f"{name} is {list(shapes[name])}, not {list(shapes[names[0]])} as {names[0]}"
+            for name in names
+            if shapes[name] != shapes[names[0]]
+        ]
+        lists.append([whole(name, shapes[name]) for name in names])
+    for kind, wrong in (("missing", missing), ("of another shape", misshaped)):
+        if wrong:
+            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            raise RecipeError(f"{target.where}: {NOT_THOSE}. {len(wrong)} {kind}: {', '.join(wrong[:_SHOWN])}{more}")
+    return lists
+
+
+def _made(target: _Target, lists: Lists) -> list[StoredForm]:
+    """What the operations of its converter make of the lists, in the order of the converter's targets."""
+    given = lists
+    for operation in target.converter.operations:
+        step = STEPS.get(type(operation).__name__)
+        dims = [getattr(operation, key, 0) for key in ("dim", "dim0", "dim1")]
+        if step is None or min(dims) < 0 or getattr(operation, "num_shards_attribute", None) is not None:
+            raise RecipeError(
+                f"{target.where}: transformers computes {target.name} from {given[0][0].names[0]} by {operation!r}, "
+                "which hetmesh does not do; save it with save_pretrained(..., save_original_format=False) first"
+            )
+        try:
+            lists = step(target, operation, lists)
+        except (IndexError, ValueError) as error:
+            names = [name for each in given for form in each for name in form.names]
+            shown = " to ".join(dict.fromkeys((names[0], names[-1])))
+            shapes = [list(form.shape) for each in lists for form in each]
+            raise RecipeError(
+                f"{target.where}: {NOT_THOSE}. {shown}, which make {target.name}, have shapes of which it cannot be made "
+                f"({operation!r} of {shapes[:_SHOWN]})"
+            ) from error
+    return [form for each in lists for form in each]
+
+
+def _names(target: _Target, count: int) -> list[str]:
+    """The names of what a converter makes: `target` is the first."""
+    patterns = target.converter.target_patterns
+    first = patterns[0]
+    unclear = len(patterns) > 1 and (first not in target.name or any(c in p for p in patterns for c in "\\*"))
+    if unclear or len(patterns) != count:
+        raise RecipeError(
+            f"{target.where}: how transformers names {target.name} and what else it computes with it ({patterns}) is "
+            "not clear; save it with save_pretrained(..., save_original_format=False) first"
+        )
+    before, _, behind = target.name.partition(first)
+    return [target.name, *(f"{before}{each}{behind}" for each in patterns[1:])]
+
+
+def _merge(_: _Target, operation: Any, lists: Lists) -> Lists:
+    return [[stacked(each, operation.dim)] for each in lists]
+
+
+def _concatenate(_: _Target, operation: Any, lists: Lists) -> Lists:
+    return [[joined([form for each in lists for form in each], operation.dim)]]
+
+
+def _chunk(target: _Target, operation: Any, lists: Lists) -> Lists:
+    ((form,),) = lists
+    count, size = len(target.converter.target_patterns), form.shape[operation.dim]
+    step = -(-size // count)
+    if step * (count - 1) >= size:
+        raise ValueError(size)
+    return [[cut(form, operation.dim, i * step, min((i + 1) * step, size))] for i in range(count)]
+
+
+def _transpose(target: _Target, operation: Any, lists: Lists) -> Lists:
+    ((form,),) = lists
+    if operation.check_dims:
+        if target.shape is None:
+            raise RecipeError(
+                f"{target.where}: whether {form.names[0]} is transposed depends on the module's tensor, whose shape is "
+                "not known"
+            )
+        if form.shape == target.shape:
+            return lists
+    return [[exchanged(form, operation.dim0, operation.dim1)]]
+
+
+STEPS: Mapping[str, Callable[[_Target, Any, Lists], Lists]] = {
+    "MergeModulelist": _merge,
+    "Concatenate": _concatenate,
+    "Chunk": _chunk,
+    "Transpose": _transpose,
+}
+"""The operations of transformers that are understood, by the name of their class."""
