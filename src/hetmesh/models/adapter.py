@@ -67,8 +67,8 @@ class Abilities:
         position_ids: of an LLM with multimodal RoPE: the positions of an expanded sample, given the grids by media.
         item_grid: of an encoder: the grid of an item's rows, from its raw shape.
         attention_dropout: the share of attention probabilities that its own attention drops in training.
-        stored_forms: of a model that makes its tensors of those of a checkpoint (experts): all tensors of a directory as it
-            reads them, by names that `checkpoint_names` knows. None: it reads them as they are.
+        stored_forms: of a model that makes some of its tensors of several of a checkpoint (experts): all tensors of a
+            directory as it reads them, by names that `checkpoint_names` knows. None: it reads them as they are.
         reasons: why an ability is absent, by its name; for refusals.
     """
 

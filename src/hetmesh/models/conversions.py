@@ -15,6 +15,7 @@ from typing import Any
 from hetmesh.errors import RecipeError
 from hetmesh.models.stored_form import Shape, StoredForm, cut, exchanged, joined, renumbered, stacked, whole
 
+
 @dataclass(frozen=True)
 class Taken:
     """That a converter takes a stored tensor.
@@ -171,7 +172,7 @@ def _made(target: _Target, lists: Lists) -> list[StoredForm]:
             shown = " to ".join(dict.fromkeys((names[0], names[-1])))
             shapes = [list(form.shape) for each in lists for form in each]
             raise RecipeError(
-                f"{target.where}: {NOT_THOSE}. {shown}, which make {target.name}, have shapes of which it cannot be made "
+                f"{target.where}: {NOT_THOSE}. The shapes of {shown}, which make {target.name}, do not suit each other "
                 f"({operation!r} of {shapes[:_SHOWN]})"
             ) from error
     return [form for each in lists for form in each]

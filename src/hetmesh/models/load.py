@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -137,7 +136,9 @@ def local_share(tensor: Tensor) -> tuple[Tensor, tuple[Intervals, ...]]:
     return tensor.to_local(), Layout(mesh, placements).intervals(shape, dist.get_rank())
 
 
-def fused_splits(placements: tuple[Placement, ...], shape: Sequence[int], sizes: Sequence[int]) -> tuple[Placement, ...]:
+def fused_splits(
+    placements: tuple[Placement, ...], shape: Sequence[int], sizes: Sequence[int]
+) -> tuple[Placement, ...]:
     """`placements`, in which strided shards along an axis that alone splits their dim are explicit rows: each rank has
     its share of each of `split_factor` tensors that are joined (gate and up of experts, split by columns).
 
@@ -150,7 +151,9 @@ def fused_splits(placements: tuple[Placement, ...], shape: Sequence[int], sizes:
         if isinstance(each, StridedShard) and alone and each.split_factor > 1:
             size, parts, ranks = shape[each.dim], each.split_factor, sizes[axis]
             if size % (parts * ranks):
-                raise LayoutError(f"{each} on a dim of {size}: {parts} tensors among {ranks} ranks, which does not divide")
+                raise LayoutError(
+                    f"{each} on a dim of {size}: {parts} tensors among {ranks} ranks, which does not divide"
+                )
             part, step = size // parts, size // (parts * ranks)
             starts = [[base + i * step for base in range(0, size, part)] for i in range(ranks)]
             found[axis] = RowSplit(each.dim, tuple(tuple((at, at + step) for at in own) for own in starts))

@@ -8,6 +8,7 @@ export writes follows from the same blocks, read the other way round.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,10 +40,7 @@ class Block:
     @property
     def numel(self) -> int:
         """How many elements it has."""
-        count = 1
-        for start, stop in self.place:
-            count *= stop - start
-        return count
+        return math.prod(stop - start for start, stop in self.place)
 
     def there(self, place: Sequence[Interval]) -> tuple[slice, ...]:
         """Where a part `place` of `self.place` is in the stored tensor."""
@@ -140,6 +138,33 @@ def cut(form: StoredForm, dim: int, start: int, stop: int) -> StoredForm:
     return StoredForm(_put(form.shape, dim, stop - start), tuple(blocks))
 
 
+def in_parts(form: StoredForm, dim: int, count: int) -> StoredForm:
+    """With a dim as two, the first of `count`: `unflatten(dim, (count, -1))`.
+
+    Raises:
+        ValueError: `count` does not divide the dim.
+    """
+    size, rest = divmod(form.shape[dim], count)
+    if rest:
+        raise ValueError(f"a dim of {form.shape[dim]} has no {count} equal parts")
+    return stacked([cut(form, dim, i * size, (i + 1) * size) for i in range(count)], dim)
+
+
+def refitted(form: StoredForm, shape: Shape) -> StoredForm:
+    """In the `shape` of a tensor in whose memory the values lie in the same order: the same, or with a dim as two.
+
+    Raises:
+        ValueError: it is another shape.
+    """
+    for dim in range(len(form.shape)) if form.shape != shape else ():
+        count = shape[dim] if dim < len(shape) else 0
+        if count and form.shape[dim] % count == 0 and in_parts(form, dim, count).shape == shape:
+            return in_parts(form, dim, count)
+    if form.shape != shape:
+        raise ValueError(f"values of {list(form.shape)} do not lie in {list(shape)} in the same order")
+    return form
+
+
 def _moved(block: Block, dim: int, by: int) -> Block:
     start, stop = block.place[dim]
     return Block(block.stored, _put(block.place, dim, (start + by, stop + by)), block.dims, block.begin)
@@ -164,10 +189,7 @@ class Read:
     @property
     def numel(self) -> int:
         """How many elements are read."""
-        count = 1
-        for each in self.there:
-            count *= each.stop - each.start
-        return count
+        return math.prod(each.stop - each.start for each in self.there)
 
 
 def reads(form: StoredForm, share: Sequence[Intervals]) -> Iterator[Read]:
@@ -199,7 +221,7 @@ def _with_offsets(intervals: Intervals) -> Iterator[tuple[int, int, int]]:
 
 
 def by_stored(forms: Mapping[str, StoredForm]) -> dict[str, list[tuple[str, Block]]]:
-    """By stored tensor the blocks in it, each with the name (in `forms`) of the module's tensor that holds its values."""
+    """By stored tensor the blocks in it, each with the name in `forms` of the module's tensor that has its values."""
     found: dict[str, list[tuple[str, Block]]] = {}
     for name, form in forms.items():
         for block in form.blocks:
@@ -207,9 +229,16 @@ def by_stored(forms: Mapping[str, StoredForm]) -> dict[str, list[tuple[str, Bloc
     return found
 
 
+def stored_shape(blocks: Sequence[tuple[str, Block]]) -> Shape | None:
+    """The shape of a stored tensor of which `blocks` are all, as far as they say; None: they leave something out."""
+    ends = [tuple(piece.stop for piece in block.there(block.place)) for _, block in blocks]
+    shape = tuple(max(sizes) for sizes in zip(*ends, strict=True))
+    return shape if math.prod(shape) == sum(block.numel for _, block in blocks) else None
+
+
 def beside(form: StoredForm, shape: Shape) -> tuple[list[str], list[str]]:
-    """Of items stacked along a dim in which alone `form` is not of `shape`: names of the stored tensors that are missing
-    for `shape`, and of those too many. Empty where the shapes differ otherwise."""
+    """Of items stacked along a dim in which alone `form` is not of `shape`: names of the stored tensors that are
+    missing for `shape`, and of those too many. Empty where the shapes differ otherwise."""
     differ = [i for i, size in enumerate(form.shape) if i >= len(shape) or size != shape[i]]
     if len(form.shape) != len(shape) or len(differ) != 1 or any(b.dims[differ[0]] is not None for b in form.blocks):
         return [], []

@@ -34,7 +34,7 @@ TEXT: Mapping[str, Any] = {
 TOWER: Mapping[str, Any] = {**SIZES, "hidden_size": 16, "image_size": 8, "patch_size": 2}
 MROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}
 
-EXPERTS: Mapping[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+EXPERTS: Mapping[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
 def _text(kind: str = "llama", **changes: Any) -> dict[str, Any]:
