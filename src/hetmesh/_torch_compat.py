@@ -136,12 +136,12 @@ set_group_timeout = _set_pg_timeout
 
 
 @contextmanager
-def fake_process_group(size: int) -> Iterator[None]:
-    """This process as rank 0 of `size` that do not exist: collectives send nothing, and what they return has the right
-    shape and no meaning. Only where there is no process group yet."""
+def fake_process_group(size: int, rank: int = 0) -> Iterator[None]:
+    """This process as one of `size` ranks that do not exist: collectives send nothing, and what they return has the
+    right shape and no meaning. Only where there is no process group yet."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ understood here: every element stays an element, so that shares can be read, and
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,10 +84,14 @@ def converted(
         if item in items:
             raise RecipeError(f"{where}: {items[item]} and {name} are the same part of {each.name}")
         items[item] = name
+    targets = {
+        ours: _Target(ours, by_pattern[next(iter(lists))], expected.get(ours), where) for ours, lists in made_of.items()
+    }
+    _check_lists(targets, made_of, shapes)
     found: dict[str, StoredForm] = {}
-    for ours, lists in made_of.items():
-        target = _Target(ours, by_pattern[next(iter(lists))], expected.get(ours), where)
-        made = _made(target, _in_order(target, lists, shapes))
+    for ours, target in targets.items():
+        lists = [list(_by_number(made_of[ours][pattern])) for pattern in target.converter.source_patterns]
+        made = _made(target, [[whole(name, shapes[name]) for name in names] for names in lists])
         found |= zip(_names(target, len(made)), made, strict=True)
     _check_square([(by_pattern[next(iter(lists))], found[ours]) for ours, lists in made_of.items()], where)
     return found
@@ -122,36 +126,41 @@ def _item(taken: Taken, name: str, where: object) -> int:
     return int(match["item"])
 
 
-def _in_order(target: _Target, given: Mapping[str, Mapping[int, str]], shapes: Mapping[str, Shape]) -> Lists:
-    """The stored tensors of each list by their numbers, which are the same in all lists.
+def _by_number(items: Mapping[int, str]) -> Iterator[str]:
+    return (items[number] for number in sorted(items))
 
-    Raises:
-        RecipeError: some are missing, or not of the shape of the others of their list.
-    """
-    numbers = {item for items in given.values() for item in items}
-    wanted = [-1] if max(numbers) < 0 else range(max(numbers) + 1)
+
+def _check_lists(
+    targets: Mapping[str, _Target], made_of: Mapping[str, Mapping[str, Mapping[int, str]]], shapes: Mapping[str, Shape]
+) -> None:
+    """Raise RecipeError unless the lists of each target have the same numbers from 0 on, and each one shape."""
     missing: list[str] = []
     misshaped: list[str] = []
-    lists: Lists = []
-    for pattern in target.converter.source_patterns:
-        items = given.get(pattern, {})
-        for item in wanted:
-            if item not in items:
-                like = next(iter(items.items()), None)
-                of_pattern = f"{pattern.replace('*', str(item))} of {target.name}"
-                missing.append(renumbered(like[1], like[0], item) if like else of_pattern)
-        names = [items[item] for item in wanted if item in items]
-        misshaped += [
-            f"{name} is {list(shapes[name])}, not {list(shapes[names[0]])} as {names[0]}"
-            for name in names
-            if shapes[name] != shapes[names[0]]
-        ]
-        lists.append([whole(name, shapes[name]) for name in names])
-    for kind, wrong in (("missing", missing), ("of another shape", misshaped)):
-        if wrong:
-            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-            raise RecipeError(f"{target.where}: {NOT_THOSE}. {len(wrong)} {kind}: {', '.join(wrong[:_SHOWN])}{more}")
-    return lists
+    for ours, target in targets.items():
+        numbers = {number for items in made_of[ours].values() for number in items}
+        wanted = [-1] if max(numbers) < 0 else range(max(numbers) + 1)
+        for pattern in target.converter.source_patterns:
+            items = made_of[ours].get(pattern, {})
+            for number in wanted:
+                if number not in items:
+                    like = next(iter(items.items()), None)
+                    of_pattern = f"{pattern.replace('*', str(number))} of {ours}"
+                    missing.append(renumbered(like[1], like[0], number) if like else of_pattern)
+            names = list(_by_number(items))
+            misshaped += [
+                f"{name} is {list(shapes[name])}, not {list(shapes[names[0]])} as {names[0]}"
+                for name in names
+                if shapes[name] != shapes[names[0]]
+            ]
+    where = next((target.where for target in targets.values()), "")
+    kinds = (("missing", missing), ("of another shape", misshaped))
+    wrong = []
+    for kind, given in kinds:
+        if given:
+            more = f" and {len(given) - _SHOWN} more" if len(given) > _SHOWN else ""
+            wrong.append(f"{len(given)} {kind}: {', '.join(given[:_SHOWN])}{more}")
+    if wrong:
+        raise RecipeError(f"{where}: {NOT_THOSE}. {'. '.join(wrong)}")
 
 
 def _made(target: _Target, lists: Lists) -> list[StoredForm]:

@@ -152,7 +152,7 @@ def fused_splits(
             size, parts, ranks = shape[each.dim], each.split_factor, sizes[axis]
             if size % (parts * ranks):
                 raise LayoutError(
-                    f"{each} on a dim of {size}: {parts} tensors among {ranks} ranks, which does not divide"
+                    f"{each} on a dim of {size}: {ranks} ranks cannot have equal shares of {parts} tensors"
                 )
             part, step = size // parts, size // (parts * ranks)
             starts = [[base + i * step for base in range(0, size, part)] for i in range(ranks)]
