@@ -149,7 +149,7 @@ def fused_splits(
     for axis, each in enumerate(placements):
         alone = [sharded_dim(other) for other in placements].count(sharded_dim(each)) == 1
         if isinstance(each, StridedShard) and alone and each.split_factor > 1:
-            size, parts, ranks = shape[each.dim], each.split_factor, sizes[axis]
+            size, parts, ranks = shape[each.dim], int(each.split_factor), sizes[axis]
             if size % (parts * ranks):
                 raise LayoutError(
                     f"{each} on a dim of {size}: {ranks} ranks cannot have equal shares of {parts} tensors"

@@ -234,9 +234,9 @@ def _as_module(recipe: Recipe, name: str, part: _Part) -> Directory:
     if saved is not None:
         tensors = as_stored(part.names, {own: refitted(form, shapes[own]) for own, form in saved.items()})
     if absent and pretrained is not None:  # which the module has no use for
-        known = pretrained.named(shapes, part.adapter.checkpoint_names)
-        tensors |= {own: Origin((known[own],), source=pretrained) for own in absent if own in known}
-        absent = [own for own in absent if own not in known]
+        there = pretrained.named(shapes, part.adapter.checkpoint_names)
+        tensors |= {own: Origin((there[own],), source=pretrained) for own in absent if own in there}
+        absent = [own for own in absent if own not in there]
     return Directory(name, tensors, told, pretrained, f"{package}.{kind.__name__}", tuple(absent))
 
 

@@ -248,7 +248,7 @@ def use_loop_in_fp64(module: nn.Module) -> None:
     if next(module.parameters()).dtype is not torch.float64:
         return
     for part in module.modules():
-        config = getattr(part, "config", None)
+        config: Any = getattr(part, "config", None)
         if getattr(config, "_experts_implementation", None) == "grouped_mm":
             config._experts_implementation = "eager"
 
