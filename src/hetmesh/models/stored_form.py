@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Block:
+class StoredBlock:
     """A block of a tensor of a module that lies in one stored tensor.
 
     Attributes:
@@ -72,7 +72,7 @@ class StoredForm:
     """A tensor of a module in a checkpoint: its shape, and the blocks that make it up."""
 
     shape: Shape
-    blocks: tuple[Block, ...]
+    blocks: tuple[StoredBlock, ...]
 
     @property
     def is_whole(self) -> bool:
@@ -88,7 +88,7 @@ class StoredForm:
 def whole(name: str, shape: Sequence[int]) -> StoredForm:
     """A stored tensor as it is."""
     shape = tuple(shape)
-    block = Block(name, tuple((0, size) for size in shape), tuple(range(len(shape))), (0,) * len(shape))
+    block = StoredBlock(name, tuple((0, size) for size in shape), tuple(range(len(shape))), (0,) * len(shape))
     return StoredForm(shape, (block,))
 
 
@@ -97,7 +97,7 @@ def stacked(forms: Sequence[StoredForm], dim: int) -> StoredForm:
     if len({form.shape for form in forms}) != 1:
         raise ValueError("tensors of several shapes cannot be stacked")
     blocks = [
-        Block(b.stored, _with(b.place, dim, (i, i + 1)), _with(b.dims, dim, None), b.begin)
+        StoredBlock(b.stored, _with(b.place, dim, (i, i + 1)), _with(b.dims, dim, None), b.begin)
         for i, form in enumerate(forms)
         for b in form.blocks
     ]
@@ -120,7 +120,7 @@ def exchanged(form: StoredForm, a: int, b: int) -> StoredForm:
     order = list(range(len(form.shape)))
     order[a], order[b] = b, a
     blocks = [
-        Block(each.stored, tuple(each.place[i] for i in order), tuple(each.dims[i] for i in order), each.begin)
+        StoredBlock(each.stored, tuple(each.place[i] for i in order), tuple(each.dims[i] for i in order), each.begin)
         for each in form.blocks
     ]
     return StoredForm(tuple(form.shape[i] for i in order), tuple(blocks))
@@ -134,7 +134,7 @@ def cut(form: StoredForm, dim: int, start: int, stop: int) -> StoredForm:
         if low < high:
             inside = _put(b.place, dim, (low, high))
             begin = tuple(piece.start for piece in b.there(inside))
-            blocks.append(_moved(Block(b.stored, inside, b.dims, begin), dim, -start))
+            blocks.append(_moved(StoredBlock(b.stored, inside, b.dims, begin), dim, -start))
     return StoredForm(_put(form.shape, dim, stop - start), tuple(blocks))
 
 
@@ -165,9 +165,9 @@ def refitted(form: StoredForm, shape: Shape) -> StoredForm:
     return form
 
 
-def _moved(block: Block, dim: int, by: int) -> Block:
+def _moved(block: StoredBlock, dim: int, by: int) -> StoredBlock:
     start, stop = block.place[dim]
-    return Block(block.stored, _put(block.place, dim, (start + by, stop + by)), block.dims, block.begin)
+    return StoredBlock(block.stored, _put(block.place, dim, (start + by, stop + by)), block.dims, block.begin)
 
 
 def _put(values: tuple[Any, ...], i: int, value: Any) -> tuple[Any, ...]:
@@ -182,7 +182,7 @@ def _with(values: tuple[Any, ...], i: int, value: Any) -> tuple[Any, ...]:
 class Read:
     """One read: `there` of the stored tensor of `block` is `here` in the share that is filled."""
 
-    block: Block
+    block: StoredBlock
     there: tuple[slice, ...]
     here: tuple[slice, ...]
 
@@ -220,16 +220,16 @@ def _with_offsets(intervals: Intervals) -> Iterator[tuple[int, int, int]]:
         offset += stop - start
 
 
-def by_stored(forms: Mapping[str, StoredForm]) -> dict[str, list[tuple[str, Block]]]:
+def by_stored(forms: Mapping[str, StoredForm]) -> dict[str, list[tuple[str, StoredBlock]]]:
     """By stored tensor the blocks in it, each with the name in `forms` of the module's tensor that has its values."""
-    found: dict[str, list[tuple[str, Block]]] = {}
+    found: dict[str, list[tuple[str, StoredBlock]]] = {}
     for name, form in forms.items():
         for block in form.blocks:
             found.setdefault(block.stored, []).append((name, block))
     return found
 
 
-def stored_shape(blocks: Sequence[tuple[str, Block]]) -> Shape | None:
+def stored_shape(blocks: Sequence[tuple[str, StoredBlock]]) -> Shape | None:
     """The shape of a stored tensor of which `blocks` are all, as far as they say; None: they leave something out."""
     ends = [tuple(piece.stop for piece in block.there(block.place)) for _, block in blocks]
     shape = tuple(max(sizes) for sizes in zip(*ends, strict=True))

@@ -14,7 +14,7 @@ from hetmesh.errors import OutputError
 from hetmesh.files import to_json, writing
 from hetmesh.models.pretrained import PICKLES, Pretrained
 from hetmesh.models.save import LARGEST_FILE, Stored, Written, write_config, write_tensors
-from hetmesh.models.stored_form import Block
+from hetmesh.models.stored_form import StoredBlock
 from hetmesh.recipe.hf_prompts import PROMPTS
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.checkpoint import PARTIAL
@@ -206,7 +206,7 @@ def _read_blocks(
 ) -> dict[str, Tensor]:
     """Those that are made of blocks of the run's tensors, of which one is in memory at a time."""
     out: dict[str, Tensor] = {}
-    wanted: dict[Origin, list[tuple[str, Block]]] = {}
+    wanted: dict[Origin, list[tuple[str, StoredBlock]]] = {}
     for name, origin in origins.items():
         if isinstance(origin, Regrouped):
             out[name] = torch.empty(origin.shape, dtype=stored[name].dtype)

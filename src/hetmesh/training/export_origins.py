@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hetmesh.errors import RecipeError
 from hetmesh.models.pretrained import Pretrained
-from hetmesh.models.stored_form import Block, StoredForm, by_stored, stored_shape
+from hetmesh.models.stored_form import StoredBlock, StoredForm, by_stored, stored_shape
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Regrouped:
     """
 
     shape: tuple[int, ...]
-    parts: tuple[tuple[Origin, Block], ...]
+    parts: tuple[tuple[Origin, StoredBlock], ...]
 
 
 def as_stored(
