@@ -87,6 +87,8 @@ def converted(
     targets = {
         ours: _Target(ours, by_pattern[next(iter(lists))], expected.get(ours), where) for ours, lists in made_of.items()
     }
+    for ours, target in targets.items():
+        _check_understood(target, next(name for items in made_of[ours].values() for name in items.values()))
     _check_lists(targets, made_of, shapes)
     found: dict[str, StoredForm] = {}
     for ours, target in targets.items():
@@ -130,6 +132,18 @@ def _by_number(items: Mapping[int, str]) -> Iterator[str]:
     return (items[number] for number in sorted(items))
 
 
+def _check_understood(target: _Target, name: str) -> None:
+    """Raise RecipeError, which names a stored tensor, for a converter with an operation that is not understood."""
+    for operation in target.converter.operations:
+        dims = [getattr(operation, key, 0) for key in ("dim", "dim0", "dim1")]
+        known = type(operation).__name__ in STEPS and min(dims) >= 0
+        if not known or getattr(operation, "num_shards_attribute", None) is not None:
+            raise RecipeError(
+                f"{target.where}: transformers computes {target.name} from {name} by {operation!r}, which hetmesh does "
+                "not do; save it with save_pretrained(..., save_original_format=False) first"
+            )
+
+
 def _check_lists(
     targets: Mapping[str, _Target], made_of: Mapping[str, Mapping[str, Mapping[int, str]]], shapes: Mapping[str, Shape]
 ) -> None:
@@ -167,15 +181,8 @@ def _made(target: _Target, lists: Lists) -> list[StoredForm]:
     """What the operations of its converter make of the lists, in the order of the converter's targets."""
     given = lists
     for operation in target.converter.operations:
-        step = STEPS.get(type(operation).__name__)
-        dims = [getattr(operation, key, 0) for key in ("dim", "dim0", "dim1")]
-        if step is None or min(dims) < 0 or getattr(operation, "num_shards_attribute", None) is not None:
-            raise RecipeError(
-                f"{target.where}: transformers computes {target.name} from {given[0][0].names[0]} by {operation!r}, "
-                "which hetmesh does not do; save it with save_pretrained(..., save_original_format=False) first"
-            )
         try:
-            lists = step(target, operation, lists)
+            lists = STEPS[type(operation).__name__](target, operation, lists)
         except (IndexError, ValueError) as error:
             names = [name for each in given for form in each for name in form.names]
             shown = " to ".join(dict.fromkeys((names[0], names[-1])))
