@@ -24,7 +24,7 @@ from hetmesh.models import check_weights, load_weights
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.build import build_empty
 from hetmesh.models.causal_lm import CausalLMAdapter
-from hetmesh.models.load import fused_splits
+from hetmesh.models.fill import fused_splits
 from hetmesh.models.pretrained import Pretrained
 from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.models.split.whole_model import whole_model

@@ -69,6 +69,8 @@ class Abilities:
         attention_dropout: the share of attention probabilities that its own attention drops in training.
         stored_forms: of a model that makes some of its tensors of several of a checkpoint (experts): all tensors of a
             directory as it reads them, by names that `checkpoint_names` knows. None: it reads them as they are.
+        head: of an LLM: FQN of the layer that makes its logits, where what is behind it treats each logit by itself, so
+            that tensor-parallel ranks may have shares of them.
         reasons: why an ability is absent, by its name; for refusals.
     """
 
@@ -84,6 +86,7 @@ class Abilities:
     item_grid: ItemGrid | None = None
     attention_dropout: float = 0.0
     stored_forms: Callable[[Pretrained], Mapping[str, StoredForm]] | None = None
+    head: str = ""
     reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def because(self, ability: str) -> str:

@@ -91,6 +91,7 @@ class CausalLMAdapter:
             use_packed=self.use_packed,
             attention_dropout=self.config.attention_dropout or 0.0,
             stored_forms=self._stored_forms,
+            head="lm_head",
         )
 
     def _stored_forms(self, pretrained: Pretrained) -> Mapping[str, StoredForm]:

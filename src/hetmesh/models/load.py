@@ -12,25 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from hetmesh._torch_compat import StridedShard
-from hetmesh.errors import LayoutError
-from hetmesh.layout.intervals import Intervals
-from hetmesh.layout.layout import Layout
-from hetmesh.layout.mesh import MeshSpec
-from hetmesh.layout.placements import Placement, RowSplit, sharded_dim
 from hetmesh.models.adapter import Adapter
-from hetmesh.models.lora import base_name, is_adapter
+from hetmesh.models.fill import local_share, materialize, plain_name
+from hetmesh.models.lora import is_adapter
 from hetmesh.models.pretrained import Pretrained
 from hetmesh.models.stored_form import Read, StoredForm, reads
 from hetmesh.parallel.stages import absent_layers
-
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""What activation checkpointing and torch.compile put into parameter names."""
 
 
 def check_weights(adapter: Adapter, module: nn.Module, pretrained: Pretrained) -> dict[str, str]:
@@ -81,7 +70,7 @@ def load_weights(
     """Give `module` (from `build_empty`, sharded or not) memory on `device` and the weights of the checkpoint.
 
     Every rank reads for itself; nothing is sent. Values are converted to the dtype of the parameters. Tied parameters
-    stay tied. Adapters (LoRA) keep the values that they have.
+    stay tied. Adapters (LoRA) that have no memory get some, and no values: `draw_weights` has these.
 
     Args:
         roots: the modules that wrap `module` or parts of it, where FSDP was applied to these.
@@ -92,10 +81,7 @@ def load_weights(
     from safetensors import safe_open
 
     found, forms = check_weights(adapter, module, pretrained), stored_forms(adapter, pretrained)
-    materialize(module, torch.device(device))
-    for root in roots:
-        if any(isinstance(each, FSDPModule) for each in root.modules()):
-            root._apply(lambda tensor: tensor)  # FSDP keeps references to parameters; now it looks them up again
+    materialize(module, torch.device(device), roots)
     by_file: dict[Path, list[tuple[Tensor, Read]]] = {}
     for name, tensor in _saved_tensors(module):
         if name in found:  # else it is tied to one that is
@@ -118,73 +104,6 @@ def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             fqn = f"{prefix}.{name}" if prefix else name
             if tensor is not None and not is_adapter(fqn):
                 yield plain_name(fqn), tensor
-
-
-def plain_name(fqn: str) -> str:
-    """The FQN that a tensor had before its module was wrapped or got adapters."""
-    for wrapper in WRAPPERS:
-        fqn = fqn.replace(wrapper, "")
-    return base_name(fqn)
-
-
-def local_share(tensor: Tensor) -> tuple[Tensor, tuple[Intervals, ...]]:
-    """This rank's part of a tensor, and per dim the ordered global intervals that it holds."""
-    if not isinstance(tensor, DTensor):
-        return tensor, tuple(((0, size),) for size in tensor.shape)
-    shape, mesh = tuple(tensor.shape), MeshSpec.of(tensor.device_mesh)
-    placements = fused_splits(tuple(tensor.placements), shape, mesh.sizes)
-    return tensor.to_local(), Layout(mesh, placements).intervals(shape, dist.get_rank())
-
-
-def fused_splits(
-    placements: tuple[Placement, ...], shape: Sequence[int], sizes: Sequence[int]
-) -> tuple[Placement, ...]:
-    """`placements`, in which strided shards along an axis that alone splits their dim are explicit rows: each rank has
-    its share of each of `split_factor` tensors that are joined (gate and up of experts, split by columns).
-
-    Raises:
-        LayoutError: these shares are not equal.
-    """
-    found = list(placements)
-    for axis, each in enumerate(placements):
-        alone = [sharded_dim(other) for other in placements].count(sharded_dim(each)) == 1
-        if isinstance(each, StridedShard) and alone and each.split_factor > 1:
-            size, parts, ranks = shape[each.dim], int(each.split_factor), sizes[axis]
-            if size % (parts * ranks):
-                raise LayoutError(
-                    f"{each} on a dim of {size}: {ranks} ranks cannot have equal shares of {parts} tensors"
-                )
-            part, step = size // parts, size // (parts * ranks)
-            starts = [[base + i * step for base in range(0, size, part)] for i in range(ranks)]
-            found[axis] = RowSplit(each.dim, tuple(tuple((at, at + step) for at in own) for own in starts))
-    return tuple(found)
-
-
-def materialize(module: nn.Module, device: torch.device) -> None:
-    """Give every parameter without memory uninitialised memory on `device`, and move buffers there, unless that is the
-    CPU (where offloaded parameters are, but not the buffers beside them). Tied parameters stay tied."""
-    made: dict[int, nn.Parameter] = {}
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                if id(parameter) not in made:
-                    made[id(parameter)] = _with_memory(parameter, device)
-                owner._parameters[name] = made[id(parameter)]
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and device.type != "cpu":
-                owner._buffers[name] = buffer.to(device)
-
-
-def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    if isinstance(parameter, DTensor):
-        local = torch.empty_like(parameter.to_local(), device=device)
-        shape, stride = parameter.shape, parameter.stride()
-        tensor: Tensor = DTensor.from_local(
-            local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
-        )
-    else:
-        tensor = torch.empty_like(parameter, device=device)
-    return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
 
 
 @contextmanager

@@ -192,10 +192,11 @@ class Meter:
 def gather_over_ranks(values: list[float], world: World) -> torch.Tensor:
     """`values` of every rank, float64 `[ranks, len(values)]` on the CPU. Collective over all ranks of the job."""
     everyone = torch.zeros(world.size, len(values), dtype=torch.float64, device=world.device)
-    everyone[world.rank] = torch.tensor(values, dtype=torch.float64)
+    own = world.accelerator.pinned(torch.tensor(values, dtype=torch.float64))
+    everyone[world.rank] = own.to(world.device, non_blocking=True)
     with world.waiting("metrics of all ranks"):
         dist.all_reduce(everyone, group=world.group(range(world.size)))
-    return everyone.cpu()
+        return everyone.cpu()
 
 
 def peak_memory(device: torch.device) -> int:
