@@ -31,6 +31,7 @@ FAMILIES: Mapping[str, str] = {
     "mistral3": "Mistral 3",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_vl": "Qwen3-VL",
+    "qwen3_vl_moe": "Qwen3-VL-MoE",
     "glm4v": "GLM-4V",
     "qwen2_audio": "Qwen2-Audio",
     "qwen2_5_omni": "Qwen2.5-Omni (thinker)",

@@ -16,7 +16,7 @@ import torch
 from hetmesh.errors import HetmeshError, SelfCheckError
 from surveying.tiny_config import make_tiny
 
-FP64, FP32 = 1e-9, 1e-4
+FP64 = 1e-9
 """Largest relative error of losses, gradients and parameters of two steps."""
 
 
@@ -125,24 +125,13 @@ def _trained(recipe: Any) -> dict[str, Any]:
     from hetmesh.testing import parity
     from hetmesh.testing.whole_reference import whole_reference
 
-    experts = _has_experts(recipe)  # whose kernel in torch has no fp64
-    if experts:
-        recipe = recipe.model_copy(update={"training": recipe.training.model_copy(update={"dtype": "float32"})})
     try:
-        error = parity.compare(whole_reference(recipe, 2), [parity.reference(recipe, 2)], FP32 if experts else FP64)
+        error = parity.compare(whole_reference(recipe, 2), [parity.reference(recipe, 2)], FP64)
     except parity.ParityError as wrong:
         return {"result": "silently_wrong", "reason": _said(wrong)}
     except Exception as error:
         return {"result": "failed", "reason": _said(error)}
     return {"result": "passed", "max_training_error": error}
-
-
-def _has_experts(recipe: Any) -> bool:
-    from hetmesh.models.split.whole_model import whole_model
-    from hetmesh.training.whole_directory import directory_of
-
-    pretrained = directory_of(recipe)
-    return pretrained is not None and any("experts" in name for name in whole_model(pretrained).owners)
 
 
 def _recipe(path: Path, items: Mapping[str, Any], around: Mapping[str, Any] = MappingProxyType({})) -> str:

@@ -13,6 +13,7 @@ from hetmesh.graph.module_graph import Activation
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.layout import Intervals
 from hetmesh.models.pretrained import Names, Pretrained
+from hetmesh.models.stored_form import StoredForm
 
 
 class ModuleLike(Protocol):
@@ -66,6 +67,8 @@ class Abilities:
         position_ids: of an LLM with multimodal RoPE: the positions of an expanded sample, given the grids by media.
         item_grid: of an encoder: the grid of an item's rows, from its raw shape.
         attention_dropout: the share of attention probabilities that its own attention drops in training.
+        stored_forms: of a model that makes some of its tensors of several of a checkpoint (experts): all tensors of a
+            directory as it reads them, by names that `checkpoint_names` knows. None: it reads them as they are.
         head: of an LLM: FQN of the layer that makes its logits, where what is behind it treats each logit by itself, so
             that tensor-parallel ranks may have shares of them.
         reasons: why an ability is absent, by its name; for refusals.
@@ -82,6 +85,7 @@ class Abilities:
     position_ids: Callable[[SampleMeta, Mapping[str, ItemGrid]], tuple[tuple[int, ...], ...]] | None = None
     item_grid: ItemGrid | None = None
     attention_dropout: float = 0.0
+    stored_forms: Callable[[Pretrained], Mapping[str, StoredForm]] | None = None
     head: str = ""
     reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 

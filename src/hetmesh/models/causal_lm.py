@@ -16,7 +16,9 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
 from hetmesh.models.collate import collate_tokens
 from hetmesh.models.config_keys import positive_int, transformers_config
-from hetmesh.models.pretrained import prefixes
+from hetmesh.models.model_forms import class_forms
+from hetmesh.models.pretrained import Pretrained, prefixes
+from hetmesh.models.stored_form import StoredForm, in_parts
 from hetmesh.parallel.stages import PREVIOUS, is_absent
 from hetmesh.parallel.tokens import tokens_of
 
@@ -43,6 +45,8 @@ class CausalLMAdapter:
         (("model.", "model.language_model."), ("lm_head.", "lm_head.")),  # multimodal models of transformers 5
         (("model.", ""),),  # saved without its head, which is then tied
     )
+    in_two_dims: ClassVar[Mapping[str, tuple[int, int]]] = MappingProxyType({})
+    """Ends of the names of tensors of which the module has one dim as two -> that dim, and the first of the two."""
     checkpoint_unused: ClassVar = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
     @classmethod
@@ -86,8 +90,15 @@ class CausalLMAdapter:
             token_sharded=self._token_sharded,
             use_packed=self.use_packed,
             attention_dropout=self.config.attention_dropout or 0.0,
+            stored_forms=self._stored_forms,
             head="lm_head",
         )
+
+    def _stored_forms(self, pretrained: Pretrained) -> Mapping[str, StoredForm]:
+        forms = dict(class_forms(self.model_class, self.config, pretrained))
+        for end, (dim, count) in self.in_two_dims.items():
+            forms |= {name: in_parts(form, dim, count) for name, form in forms.items() if name.endswith(end)}
+        return forms
 
     def build(self) -> nn.Module:
         return self.model_class(self.config)

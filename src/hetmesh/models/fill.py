@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hetmesh._torch_compat import StridedShard
+from hetmesh.errors import LayoutError
 from hetmesh.layout.intervals import Intervals
 from hetmesh.layout.layout import Layout
 from hetmesh.layout.mesh import MeshSpec
+from hetmesh.layout.placements import Placement, RowSplit, sharded_dim
 from hetmesh.models.initial import Initial
 from hetmesh.models.lora import base_name
 
@@ -88,13 +91,41 @@ def fill(tensor: Tensor, source: Any, rows: int | None = None) -> None:
     Args:
         rows: so many at a time, counted from the first of the whole tensor; None: all at once.
     """
-    local: Tensor = tensor.detach()
-    regions: Sequence[Intervals] = [((0, size),) for size in local.shape]
-    if isinstance(local, DTensor):
-        layout = Layout(MeshSpec.of(local.device_mesh), tuple(local.placements))
-        regions = layout.intervals(tuple(local.shape), dist.get_rank())
-        local = local.to_local()
-    copy_part(local, regions, source, rows)
+    local, share = local_share(tensor.detach())
+    copy_part(local, share, source, rows)
+
+
+def local_share(tensor: Tensor) -> tuple[Tensor, tuple[Intervals, ...]]:
+    """This rank's part of a tensor, and per dim the ordered global intervals that it holds."""
+    if not isinstance(tensor, DTensor):
+        return tensor, tuple(((0, size),) for size in tensor.shape)
+    shape, mesh = tuple(tensor.shape), MeshSpec.of(tensor.device_mesh)
+    placements = fused_splits(tuple(tensor.placements), shape, mesh.sizes)
+    return tensor.to_local(), Layout(mesh, placements).intervals(shape, dist.get_rank())
+
+
+def fused_splits(
+    placements: tuple[Placement, ...], shape: Sequence[int], sizes: Sequence[int]
+) -> tuple[Placement, ...]:
+    """`placements`, in which strided shards along an axis that alone splits their dim are explicit rows: each rank has
+    its share of each of `split_factor` tensors that are joined (gate and up of experts, split by columns).
+
+    Raises:
+        LayoutError: these shares are not equal.
+    """
+    found = list(placements)
+    for axis, each in enumerate(placements):
+        alone = [sharded_dim(other) for other in placements].count(sharded_dim(each)) == 1
+        if isinstance(each, StridedShard) and alone and each.split_factor > 1:
+            size, parts, ranks = shape[each.dim], int(each.split_factor), sizes[axis]
+            if size % (parts * ranks):
+                raise LayoutError(
+                    f"{each} on a dim of {size}: {ranks} ranks cannot have equal shares of {parts} tensors"
+                )
+            part, step = size // parts, size // (parts * ranks)
+            starts = [[base + i * step for base in range(0, size, part)] for i in range(ranks)]
+            found[axis] = RowSplit(each.dim, tuple(tuple((at, at + step) for at in own) for own in starts))
+    return tuple(found)
 
 
 def copy_part(local: Tensor, regions: Sequence[Intervals], source: Any, rows: int | None = None) -> None:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from hetmesh.models.adapter import Adapter
-from hetmesh.models.fill import fill, materialize, plain_name
+from hetmesh.models.fill import local_share, materialize, plain_name
 from hetmesh.models.lora import is_adapter
 from hetmesh.models.pretrained import Pretrained
+from hetmesh.models.stored_form import Read, StoredForm, reads
 from hetmesh.parallel.stages import absent_layers
 
 
@@ -30,7 +31,18 @@ def check_weights(adapter: Adapter, module: nn.Module, pretrained: Pretrained) -
     """
     expected, aliases = own_tensors(module)
     elsewhere = tuple(rf"{re.escape(layer)}\..*" for layer in absent_layers(module))  # with other pipeline stages
-    return pretrained.match(expected, adapter.checkpoint_names, (*adapter.checkpoint_unused, *elsewhere), aliases)
+    unused = (*adapter.checkpoint_unused, *elsewhere)
+    return pretrained.match(expected, adapter.checkpoint_names, unused, aliases, stored_forms(adapter, pretrained))
+
+
+def stored_forms(adapter: Adapter, pretrained: Pretrained) -> Mapping[str, StoredForm]:
+    """The tensors of a checkpoint as the adapter's model reads them, by the names that `check_weights` gives.
+
+    Raises:
+        RecipeError: tensors are missing, or it is not known what the model makes of them.
+    """
+    own = adapter.abilities.stored_forms
+    return pretrained.forms if own is None else own(pretrained)
 
 
 def own_tensors(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
@@ -68,17 +80,20 @@ def load_weights(
     """
     from safetensors import safe_open
 
-    found = check_weights(adapter, module, pretrained)
+    found, forms = check_weights(adapter, module, pretrained), stored_forms(adapter, pretrained)
     materialize(module, torch.device(device), roots)
-    by_file: dict[Path, list[tuple[str, Tensor]]] = {}
+    by_file: dict[Path, list[tuple[Tensor, Read]]] = {}
     for name, tensor in _saved_tensors(module):
         if name in found:  # else it is tied to one that is
-            by_file.setdefault(pretrained.tensors[found[name]].file, []).append((found[name], tensor))
+            local, share = local_share(tensor.detach())
+            for read in reads(forms[found[name]], share):
+                by_file.setdefault(pretrained.tensors[read.block.stored].file, []).append((local, read))
     with torch.no_grad():
         for file, wanted in by_file.items():
             with safe_open(file, "pt") as reader:
-                for theirs, target in wanted:
-                    fill(target, reader.get_slice(theirs))
+                for local, read in wanted:
+                    value = reader.get_slice(read.block.stored)[read.there or ...]
+                    local[read.here].copy_(read.block.as_here(value))
 
 
 def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

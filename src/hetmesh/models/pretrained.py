@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hetmesh.errors import RecipeError
+from hetmesh.models.stored_form import StoredForm, beside, whole
 
 Names = tuple[tuple[str, str], ...]
 """One way in which checkpoints name a module's tensors: `(prefix in the module, prefix in the checkpoint)` pairs."""
@@ -143,12 +144,18 @@ class Pretrained:
                 raise RecipeError(f"{self}: {file.name} cannot be read as safetensors: {error}") from error
         return found
 
+    @cached_property
+    def forms(self) -> Mapping[str, StoredForm]:
+        """All tensors as they are."""
+        return {name: whole(name, entry.shape) for name, entry in self.tensors.items()}
+
     def match(
         self,
         expected: Mapping[str, Sequence[int]],
         ways: Sequence[Names],
         unused: Iterable[str] = (),
         aliases: Mapping[str, str] | None = None,
+        forms: Mapping[str, StoredForm] | None = None,
     ) -> dict[str, str]:
         """Which tensor of the checkpoint each parameter of a module is.
 
@@ -158,6 +165,7 @@ class Pretrained:
                 cannot name are those of other modules.
             unused: patterns (regular expressions of names in the module) of tensors that the module has no use for.
             aliases: other names in the module of the same parameters (tied weights) -> their name in `expected`.
+            forms: the tensors as the module's model reads them; None: as they are.
 
         Returns:
             Name in the checkpoint by name in the module.
@@ -166,7 +174,8 @@ class Pretrained:
             RecipeError: tensors are missing, left over, or of another shape; all of them, up to 8 names of each.
         """
         aliases = aliases or {}
-        found = self.named(expected, ways)
+        forms = self.forms if forms is None else forms
+        found = self.named(expected, ways, forms)
         for alias, name in aliases.items():
             if alias in found:
                 found.setdefault(name, found[alias])
@@ -177,11 +186,13 @@ class Pretrained:
             for name, theirs in found.items()
             if name not in expected and name not in aliases and not any(p.fullmatch(name) for p in patterns)
         ]
-        misshaped = [
-            f"{found[name]} is {list(self.tensors[found[name]].shape)}, not {list(shape)}"
-            for name, shape in expected.items()
-            if name in found and self.tensors[found[name]].shape != tuple(shape)
-        ]
+        misshaped: list[str] = []
+        for name, shape in expected.items():
+            if name in found and forms[found[name]].shape != tuple(shape):
+                lacking, more = beside(forms[found[name]], tuple(shape))
+                missing += lacking
+                extra += more
+                misshaped += [] if lacking or more else [_misshaped(found[name], forms[found[name]], shape)]
         if len(missing) == len(expected):  # nothing fits: left-over names would only be all the others
             wrong = [f"none of the module's {len(expected)} tensors is in it, e.g. {_listed(missing)}"]
             wrong.append(f"its own are {_listed(list(self.tensors))}")
@@ -192,17 +203,20 @@ class Pretrained:
             raise RecipeError(f"{self}: its tensors are not those of the module. {'. '.join(wrong)}")
         return {name: found[name] for name in expected}
 
-    def named(self, expected: Mapping[str, Any], ways: Sequence[Names]) -> dict[str, str]:
+    def named(
+        self, expected: Mapping[str, Any], ways: Sequence[Names], forms: Mapping[str, StoredForm] | None = None
+    ) -> dict[str, str]:
         """Name in the checkpoint by name in the module of all tensors that the way which names most of those `expected`
-        can name."""
-        names = [self._names(way) for way in ways]
+        can name. `forms`: as of `match`."""
+        known = self.tensors if forms is None else forms
+        names = [self._names(way, known) for way in ways]
         return max(names, key=lambda each: len(each.keys() & expected.keys()))
 
-    def _names(self, way: Names) -> dict[str, str]:
-        """Name in the checkpoint by name in the module, of all tensors that `way` can name."""
+    def _names(self, way: Names, known: Iterable[str]) -> dict[str, str]:
+        """Name in the checkpoint by name in the module, of all tensors `known` that `way` can name."""
         found: dict[str, str] = {}
         longest_first = sorted(way, key=lambda pair: -len(pair[1]))
-        for theirs in self.tensors:
+        for theirs in known:
             for ours_prefix, theirs_prefix in longest_first:
                 if theirs.startswith(theirs_prefix):
                     found[ours_prefix + theirs[len(theirs_prefix) :]] = theirs
@@ -213,6 +227,12 @@ class Pretrained:
 def prefixes(*names: str) -> tuple[Names, ...]:
     """Ways of naming that put one of these before every name of the module."""
     return tuple((("", name),) for name in names)
+
+
+def _misshaped(name: str, form: StoredForm, shape: Sequence[int]) -> str:
+    first, last = form.names[0], form.names[-1]
+    of = "" if form.is_whole else f" (made of {first}" + (f" to {last})" if last != first else ")")
+    return f"{name}{of} is {list(form.shape)}, not {list(shape)}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -34,6 +34,8 @@ TEXT: Mapping[str, Any] = {
 TOWER: Mapping[str, Any] = {**SIZES, "hidden_size": 16, "image_size": 8, "patch_size": 2}
 MROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}
 
+EXPERTS: Mapping[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
 
 def _text(kind: str = "llama", **changes: Any) -> dict[str, Any]:
     own = {"head_dim": 6} if kind in ("qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "llama") else {}
@@ -154,6 +156,18 @@ def _qwen3_vl() -> Any:
     return t.Qwen3VLForConditionalGeneration(config)
 
 
+def _qwen3_vl_moe() -> Any:
+    import transformers as t
+
+    vision: dict[str, Any] = {"depth": 3, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2}
+    vision["out_hidden_size"] = 24
+    vision |= {"patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
+    vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+    text = {**TEXT, **EXPERTS, "head_dim": 12, "rope_parameters": {**MROPE, "mrope_interleaved": True}}
+    config = t.Qwen3VLMoeConfig(vision_config=vision, text_config=text, **_vision_ids())
+    return t.Qwen3VLMoeForConditionalGeneration(config)
+
+
 def _glm4v() -> Any:
     import transformers as t
 
@@ -221,6 +235,7 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     "mistral3": _mistral3,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": _qwen3_vl_moe,
     "glm4v": _glm4v,
     "qwen2_audio": _qwen2_audio,
     "qwen2_5_omni": _qwen2_5_omni,
@@ -250,7 +265,7 @@ TILES = (
     "choices = { image = [[[3, 8, 8], []], [[5, 3, 8, 8], [16, 11]], [[3, 3, 8, 8], [7, 30]]] }"
 )
 ITEMS: Mapping[str, str] = {
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "glm4v"), CELLS),
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v"), CELLS),
     **dict.fromkeys(("llava_onevision", "llava_onevision_few"), TILES),
     "internvl": "kinds = { image = [3, 8, 8] }, choices = { image = [[[3, 8, 8], []], [[3, 3, 8, 8], []]] }",
     "mistral3": "kinds = { image = [3, 4, 8] }, largest = { image = [3, 12, 16] }",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hetmesh.data.loader import Loader
 from hetmesh.models import pretrained_of
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
+from hetmesh.models.split.llm_half import use_loop_in_fp64
 from hetmesh.models.split.whole_forward import load_whole, whole_logits
 from hetmesh.models.split.whole_model import PROJECTOR, whole_model
 from hetmesh.recipe.recipe import Recipe
@@ -31,6 +32,7 @@ def whole_reference(recipe: Recipe, steps: int = 3, lr: float = 0.1) -> Outcome:
     whole = whole_model(pretrained)
     dtype = {"float32": torch.float32, "float64": torch.float64}[recipe.training.dtype]
     model = load_whole(whole).to(dtype)  # from fp32, so that constants are rounded as the run has them
+    use_loop_in_fp64(model)
     encoders = {
         b.at: adapter
         for b in graph.inputs(graph.sink.name)

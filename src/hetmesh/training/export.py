@@ -14,12 +14,14 @@ from hetmesh.errors import OutputError
 from hetmesh.files import to_json, writing
 from hetmesh.models.pretrained import PICKLES, Pretrained
 from hetmesh.models.save import LARGEST_FILE, Stored, Written, write_config, write_tensors
+from hetmesh.models.stored_form import StoredBlock
 from hetmesh.recipe.hf_prompts import PROMPTS
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.checkpoint import PARTIAL
 from hetmesh.training.dump_folder import RECIPE_FILE
 from hetmesh.training.export_adapters import write_adapters
-from hetmesh.training.export_plan import Directory, Origin, export_plan
+from hetmesh.training.export_origins import Origin, Regrouped
+from hetmesh.training.export_plan import Directory, export_plan
 from hetmesh.training.saved_run import SavedRun
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -122,17 +124,20 @@ def _write(
     )
     written = write_tensors(place, tensors, read, largest)
     if directory.config is not None:
-        trained = (tensors[name].dtype for name, origin in directory.tensors.items() if origin.source is None)
+        origins = directory.tensors.items()
+        trained = (tensors[name].dtype for name, o in origins if isinstance(o, Regrouped) or o.source is None)
         write_config(place, directory.config, next((d for d in trained if d.is_floating_point), torch.float32))
     copied = _copy_files(directory.source, place) if directory.source is not None else 0
     done += _said(directory, written, copied, run.recipe)
 
 
 def _said(directory: Directory, written: Written, copied: int, recipe: Recipe) -> Iterator[str]:
-    origins = directory.tensors.values()
+    origins = [each for each in directory.tensors.values() if isinstance(each, Origin)]
     kept = sum(origin.source is not None for origin in origins)
     merged = sum(len(origin.keys) > 1 for origin in origins)
+    blocks = len(directory.tensors) - len(origins)
     more = [f"{merged} with their adapters merged"] if merged else []
+    more += [f"{blocks} made of parts of the run's, as such files have them"] if blocks else []
     more += [f"{kept} that no module has, as in the directory they came from"] if kept else []
     files = f"{len(written.files)} file" + "s" * (len(written.files) > 1)
     place = f"{directory.place}: " if directory.place else ""
@@ -158,7 +163,9 @@ def _said(directory: Directory, written: Written, copied: int, recipe: Recipe) -
     )
 
 
-def _stored(run: SavedRun, origin: Origin, dtype: torch.dtype | None) -> Stored:
+def _stored(run: SavedRun, origin: Origin | Regrouped, dtype: torch.dtype | None) -> Stored:
+    if isinstance(origin, Regrouped):
+        return Stored(origin.shape, _stored(run, origin.parts[0][0], dtype).dtype)
     if origin.source is not None:
         from safetensors import safe_open
 
@@ -176,25 +183,50 @@ def _dtype_of(name: str) -> torch.dtype:
     return known[name]
 
 
-def _read(run: SavedRun, origins: Mapping[str, Origin], stored: Mapping[str, Stored]) -> dict[str, Tensor]:
-    found = run.read(key for origin in origins.values() if origin.source is None for key in origin.keys)
+def _read(run: SavedRun, origins: Mapping[str, Origin | Regrouped], stored: Mapping[str, Stored]) -> dict[str, Tensor]:
+    plain = {name: origin for name, origin in origins.items() if isinstance(origin, Origin)}
+    found = run.read(key for origin in plain.values() if origin.source is None for key in origin.keys)
     out: dict[str, Tensor] = {}
     used: set[str] = set()
-    for name, origin in origins.items():
+    for name, origin in plain.items():
         if origin.source is not None:
             from safetensors import safe_open
 
             with safe_open(origin.source.tensors[origin.keys[0]].file, "pt") as reader:
                 out[name] = reader.get_tensor(origin.keys[0])
             continue
-        value = found[origin.keys[0]]
-        if len(origin.keys) > 1:
-            a, b = (found[key].double() for key in origin.keys[1:])
-            value = (value.double() + origin.scale * (b @ a)).to(value.dtype)
-        value = value.to(stored[name].dtype)
+        value = _trained(origin, found).to(stored[name].dtype)
         out[name] = value.clone() if origin.keys[0] in used else value  # safetensors takes no two views of one memory
         used.add(origin.keys[0])
+    return out | _read_blocks(run, origins, stored)
+
+
+def _read_blocks(
+    run: SavedRun, origins: Mapping[str, Origin | Regrouped], stored: Mapping[str, Stored]
+) -> dict[str, Tensor]:
+    """Those that are made of blocks of the run's tensors, of which one is in memory at a time."""
+    out: dict[str, Tensor] = {}
+    wanted: dict[Origin, list[tuple[str, StoredBlock]]] = {}
+    for name, origin in origins.items():
+        if isinstance(origin, Regrouped):
+            out[name] = torch.empty(origin.shape, dtype=stored[name].dtype)
+            for part, block in origin.parts:
+                wanted.setdefault(part, []).append((name, block))
+    for part, blocks in wanted.items():
+        value = _trained(part, run.read(part.keys))
+        for name, block in blocks:
+            inside = tuple(slice(start, stop) for start, stop in block.place)
+            out[name][block.there(block.place)] = block.as_stored(value[inside])
     return out
+
+
+def _trained(origin: Origin, found: Mapping[str, Tensor]) -> Tensor:
+    """A tensor of the run, its adapter merged if it is to be."""
+    value = found[origin.keys[0]]
+    if len(origin.keys) > 1:
+        a, b = (found[key].double() for key in origin.keys[1:])
+        value = (value.double() + origin.scale * (b @ a)).to(value.dtype)
+    return value
 
 
 def _has_own_form(recipe: Recipe, source: Path) -> bool:

@@ -14,12 +14,15 @@ from torch import nn
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.models import Adapter, check_weights, make_adapters, pretrained_of
 from hetmesh.models.build import build_on_meta
-from hetmesh.models.load import own_tensors
+from hetmesh.models.load import own_tensors, stored_forms
 from hetmesh.models.lora import ADAPTER
+from hetmesh.models.model_forms import saved_forms
 from hetmesh.models.own.adapters import OwnAdapter
 from hetmesh.models.pretrained import Pretrained
+from hetmesh.models.stored_form import StoredForm, refitted
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.describe import describe
+from hetmesh.training.export_origins import Origin, Regrouped, as_stored
 from hetmesh.training.modules import empty_module
 from hetmesh.training.saved_run import SavedRun
 from hetmesh.training.whole_directory import directory_of
@@ -28,21 +31,6 @@ COMPUTED = ("max_position_embeddings", "rope_parameters", "sliding_window", "use
 """Keys that change what is computed, and that a recipe may set otherwise than the directory of its weights."""
 
 _SHOWN = 8  # names in a message
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where one tensor comes from.
-
-    Attributes:
-        keys: in the checkpoint: the tensor, and where it has an adapter that is to be merged, A and B.
-        scale: of the product of B and A.
-        source: the directory in which the first key is a tensor, where the checkpoint does not have it.
-    """
-
-    keys: tuple[str, ...]
-    scale: float = 0.0
-    source: Pretrained | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +47,7 @@ class Directory:
     """
 
     place: str
-    tensors: Mapping[str, Origin]
+    tensors: Mapping[str, Origin | Regrouped]
     config: Mapping[str, Any] | None = None
     source: Pretrained | None = None
     loads_with: str = ""
@@ -182,19 +170,22 @@ def _check_complete(run: SavedRun, parts: Mapping[str, _Part]) -> None:
 
 
 def _as_directory(recipe: Recipe, whole: Pretrained, parts: Mapping[str, _Part]) -> ExportPlan:
-    tensors: dict[str, Origin] = {}
+    written: dict[str, Origin] = {}
+    forms: dict[str, StoredForm] = {}
     fqns: dict[str, dict[str, str]] = {}
     for name, part in parts.items():
         _check_config(recipe, name, whole)
         found = check_weights(part.adapter, part.module, whole)
         named = part.adapter.checkpoint_names
         shapes, _ = own_tensors(part.module)
-        every = {**whole.named(shapes, named), **found}
+        known = stored_forms(part.adapter, whole)
+        every = {**whole.named(shapes, named, known), **found}
         for own, theirs in every.items():
             first = part.aliases.get(own, own)
             if first in part.names:  # else it is another module's, or nobody's
-                tensors[theirs] = part.names[first]
+                written[theirs], forms[theirs] = part.names[first], known[theirs]
         fqns[name] = found
+    tensors = as_stored(written, forms, whole)
     places = {theirs: tensors.get(theirs) or Origin((theirs,), source=whole) for theirs in whole.tensors}
     architecture = str((whole.config.get("architectures") or [""])[0])
     adapters: list[Adapted] = []
@@ -225,30 +216,39 @@ def _as_module(recipe: Recipe, name: str, part: _Part) -> Directory:
     pretrained = pretrained_of(name, recipe.modules[name])
     if recipe.modules[name].model.startswith("hf_"):  # a piece of a class, which nothing loads alone
         assert pretrained is not None
-        found = check_weights(part.adapter, part.module, pretrained)
-        return Directory(name, {found[own]: origin for own, origin in part.names.items()})
+        found, known = check_weights(part.adapter, part.module, pretrained), stored_forms(part.adapter, pretrained)
+        origins = {found[own]: origin for own, origin in part.names.items()}
+        return Directory(name, as_stored(origins, {theirs: known[theirs] for theirs in origins}, pretrained))
     if not isinstance(part.module, transformers.PreTrainedModel) or isinstance(part.adapter, OwnAdapter):
         return Directory(name, part.names)
     kind: Any = type(part.module)
     config: Any = part.module.config
     told = {**config.to_diff_dict(), "architectures": [kind.__name__]}
-    absent = sorted(_all_names(kind, config) - set(part.names))
+    whole = build_on_meta(_Whole(kind, config))  # type: ignore[arg-type]
+    every = {} if whole is None else own_tensors(whole)[0]
+    absent = sorted(every.keys() - part.names.keys())
     package = "transformers" if hasattr(transformers, kind.__name__) else kind.__module__
-    tensors = dict(part.names)
+    shapes = own_tensors(part.module)[0]
+    tensors: dict[str, Origin | Regrouped] = dict(part.names)
+    saved = None if whole is None else saved_forms(whole, {own: every[own] for own in part.names})
+    if saved is not None:
+        tensors = as_stored(part.names, {own: refitted(form, shapes[own]) for own, form in saved.items()})
     if absent and pretrained is not None:  # which the module has no use for
-        known = pretrained.named(own_tensors(part.module)[0], part.adapter.checkpoint_names)
-        tensors |= {own: Origin((known[own],), source=pretrained) for own in absent if own in known}
-        absent = [own for own in absent if own not in known]
+        there = pretrained.named(shapes, part.adapter.checkpoint_names)
+        tensors |= {own: Origin((there[own],), source=pretrained) for own in absent if own in there}
+        absent = [own for own in absent if own not in there]
     return Directory(name, tensors, told, pretrained, f"{package}.{kind.__name__}", tuple(absent))
 
 
-def _all_names(kind: Any, config: Any) -> set[str]:
-    class _Whole:
-        def build(self) -> nn.Module:
-            return kind(config)
+@dataclass(frozen=True)
+class _Whole:
+    """A class of transformers with all that it has."""
 
-    built = build_on_meta(_Whole())  # type: ignore[arg-type]
-    return set() if built is None else set(own_tensors(built)[0])
+    kind: Any
+    config: Any
+
+    def build(self) -> nn.Module:
+        return self.kind(self.config)
 
 
 def _listed(names: list[str]) -> str:

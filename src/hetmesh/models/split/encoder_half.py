@@ -120,6 +120,7 @@ class HfEncoderAdapter:
             side_outputs=tuple(name for name in self._probe(self.call.blank) if name),
             item_grid=self._grid if self.call.grid(self.call.blank) is not None else None,
             attention_dropout=getattr(config, "attention_dropout", None) or 0.0,
+            stored_forms=self.whole.stored_forms,
             reasons={"activation": f"it is called as one, through {method}, so its blocks share a stage"},
         )
 

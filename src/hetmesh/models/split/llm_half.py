@@ -82,6 +82,7 @@ class HfLlmAdapter(CausalLMAdapter):
             layer_of_output=self.layer_of_output if takes_features else None,
             position_ids=self.position_ids if positions else None,
             attention_dropout=getattr(config, "attention_dropout", None) or 0.0,
+            stored_forms=self.whole.stored_forms,
             head=self._head,
             reasons=reasons,
         )
@@ -223,6 +224,7 @@ class HfLlmAdapter(CausalLMAdapter):
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         if PREVIOUS in inputs and self.scale not in (None, 1.0):  # the decoder multiplies in every stage
             inputs = {**inputs, PREVIOUS: inputs[PREVIOUS] / self.scale}
+        use_loop_in_fp64(module)
         return super().forward(module, batch, inputs)
 
     def added_features(
@@ -247,6 +249,17 @@ class HfLlmAdapter(CausalLMAdapter):
         if self.whole.head not in self._text_plan.plan:  # which tensor parallelism does not split
             return ""
         return self.whole.head if keeps_logits_apart(self._empty, self._inner, self.whole.head, *sizes) else ""
+
+
+def use_loop_in_fp64(module: nn.Module) -> None:
+    """Let the experts of a model of transformers in fp64 compute one after the other: torch's product of groups of rows
+    has no fp64."""
+    if next(module.parameters()).dtype is not torch.float64:
+        return
+    for part in module.modules():
+        config: Any = getattr(part, "config", None)
+        if getattr(config, "_experts_implementation", None) == "grouped_mm":
+            config._experts_implementation = "eager"
 
 
 def _by_longest(config: Any) -> str | None:

@@ -6,6 +6,7 @@ would train without a word.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -56,9 +57,8 @@ def processor_order(model_type: str) -> tuple[PatchOrder, int]:
         LookupError: there is none that works here, or it cuts another way than all that are known.
     """
     import transformers
-    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
-    names = IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type, {})
+    names = _image_processors(model_type)
     name = names.get("pil")
     if name is None:
         what = f"{names['torchvision']} needs torchvision" if names.get("torchvision") else "transformers has none"
@@ -80,3 +80,15 @@ def processor_order(model_type: str) -> tuple[PatchOrder, int]:
         if cut.shape == given.shape and torch.equal(cut, given.to(cut.dtype)):
             return order, frames
     raise LookupError(f"{name} cuts images into patches in an order that hetmesh does not know")
+
+
+def _image_processors(model_type: str) -> Mapping[str, str]:
+    """Class of the image processor by what it needs; where transformers names none for a `model_type` (Qwen3-VL-MoE),
+    that of the others which have the same processor of images and text, if these have one alone."""
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES as OF_IMAGES
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES as OF_BOTH
+
+    if model_type in OF_IMAGES or model_type not in OF_BOTH:
+        return OF_IMAGES.get(model_type, {})
+    like = [OF_IMAGES[each] for each, name in OF_BOTH.items() if name == OF_BOTH[model_type] and each in OF_IMAGES]
+    return like[0] if like and all(each == like[0] for each in like) else {}

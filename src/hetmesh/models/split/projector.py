@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError
-from hetmesh.models.adapter import NONE, AdapterRequest
+from hetmesh.models.adapter import Abilities, AdapterRequest
 from hetmesh.models.build import build_empty
 from hetmesh.models.config_keys import check_keys
 from hetmesh.models.fill import materialize
@@ -31,7 +31,6 @@ class HfProjectorAdapter(RowWise):
     whole: WholeModel
     in_features: int
     out_features: int
-    abilities = NONE
 
     @classmethod
     def make(cls, request: AdapterRequest) -> HfProjectorAdapter | None:
@@ -56,6 +55,10 @@ class HfProjectorAdapter(RowWise):
                 f"{error}; "
                 "leave the table out, and it is part of its tower's module"
             ) from error
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(stored_forms=self.whole.stored_forms)
 
     def width_if_by_row(self) -> int:
         """The width of its rows.

@@ -37,7 +37,7 @@ def text_plan(whole: WholeModel, module: nn.Module) -> TextPlan:
     config, decoder = whole.text_config, whole.decoder
     own = {f"{decoder}.{pattern}": style for pattern, style in (config.base_model_tp_plan or {}).items()}
     own = {pattern: style for pattern, style in own.items() if matching(module, pattern)}
-    plan = _known(own, module) if own else _by_names(module, decoder)
+    plan = _with_norms(_known(own, module), module) if own else _by_names(module, decoder)
     if whole.get("get_output_embeddings").weight is not whole.get("get_input_embeddings").weight:
         head = (whole.model_class._tp_plan or {}).get(whole.head)
         if plan and head not in STYLES and type(module.get_submodule(whole.head)) is nn.Linear:
@@ -60,6 +60,19 @@ def _known(plan: Mapping[str, str], module: nn.Module) -> dict[str, str]:
     unknown = {pattern for pattern, style in plan.items() if style not in STYLES or not _suits(pattern, style, module)}
     holders = {pattern.rpartition(".")[0] for pattern in unknown}
     return {pattern: style for pattern, style in plan.items() if not any(_in(pattern, holder) for holder in holders)}
+
+
+def _with_norms(plan: Mapping[str, str], module: nn.Module) -> dict[str, str]:
+    """The plan with the norms of single heads, of which a plan of transformers may be silent (Qwen3-VL-MoE's): a rank
+    with some of the heads has a part of their gradient."""
+    found = dict(plan)
+    for pattern, style in plan.items():
+        holder, _, last = pattern.rpartition(".")
+        for norm in NORMS:
+            its = f"{holder}.{norm}"
+            if style == "colwise" and last == f"{norm[0]}_proj" and matching(module, its):
+                found.setdefault(its, GRAD_ALLREDUCE)
+    return found
 
 
 def _suits(pattern: str, style: str, module: nn.Module) -> bool:

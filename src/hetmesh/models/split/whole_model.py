@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError
+from hetmesh.models.model_forms import ModelForms, model_forms
 from hetmesh.models.pretrained import Pretrained
+from hetmesh.models.stored_form import StoredForm
 from hetmesh.recipe.hf_families import MEDIA, Family, class_of, family_of
 
 LLM, PROJECTOR = "llm", "projector"
@@ -222,37 +224,37 @@ class WholeModel:
         found = owners or self.owners
         return ("|".join(re.escape(name) for name, owner in found.items() if owner != part), *self._parts_beside)
 
-    @cached_property
+    @property
     def checkpoint_names(self) -> Mapping[str, str]:
-        """Name in the checkpoint by name in the model, through transformers' own renamings.
+        """Name in the checkpoint (in `stored_forms`) by name in the model, through transformers' own renamings.
 
         Raises:
-            RecipeError: tensors of the checkpoint that the model does not know, or that transformers converts.
+            RecipeError: as of `stored_forms`.
         """
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+        return self._read.names
 
-        transforms = get_model_conversion_mapping(self.model)
-        renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-        converters = [t for t in transforms if isinstance(t, WeightConverter)]
-        known = dict(saved_tensors(self.model))
+    def stored_forms(self, _: Pretrained) -> Mapping[str, StoredForm]:
+        """The tensors of the checkpoint as the model reads them; those that transformers makes of several (experts) by
+        their name in the model.
+
+        Raises:
+            RecipeError: tensors that the model does not know, that are missing among experts, or of which transformers
+                computes something else.
+        """
+        return self._read.forms
+
+    @cached_property
+    def _read(self) -> ModelForms:
         ignored = [*self._parts_beside, *(self.model._keys_to_ignore_on_load_unexpected or ())]
         ignored += [r".*rotary_emb\.inv_freq", r".*position_ids"]
-        found: dict[str, str] = {}
-        unknown: list[str] = []
-        state = self.model.state_dict()
-        for theirs in self.pretrained.tensors:
-            ours, converted = rename_source_key(theirs, renamings, converters, self.model.base_model_prefix, state)
-            if converted is not None:
-                raise RecipeError(
-                    f"{self.pretrained}: transformers computes {ours} from several tensors such as {theirs}, which "
-                    "hetmesh does not do yet; save it with save_pretrained(..., save_original_format=False) first"
-                )
-            if ours in known:
-                found[ours] = theirs
-            elif not any(_matches(pattern, ours) for pattern in ignored):
-                unknown.append(theirs)
-        if unknown:
+        found = model_forms(
+            self.model,
+            {name: entry.shape for name, entry in self.pretrained.tensors.items()},
+            {name: tuple(tensor.shape) for name, tensor in saved_tensors(self.model)},
+            self.pretrained,
+            lambda name: any(_matches(pattern, name) for pattern in ignored),
+        )
+        if unknown := found.unknown:
             more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
             raise RecipeError(
                 f"{self.pretrained}: {len(unknown)} tensors are none of {self.model_class.__name__}: "
