@@ -25,6 +25,7 @@ __all__ = [
     "cpu_flash_attention_backward",
     "fake_process_group",
     "fsdp_groups",
+    "grouped_mm",
     "one_gloo_device",
     "reduce_scatter_single",
     "set_group_timeout",
@@ -36,6 +37,9 @@ __all__ = [
 # torch 2.13 renamed these two and warns at every use of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# Public from torch 2.10 on.
+grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 # scaled_dot_product_attention's kernel for the CPU, with the logsumexp that the public function does not return.
 cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from hetmesh.boundary.transport import MEMORY, may_use_all_to_all
 from hetmesh.cost import ModuleShape
-from hetmesh.graph import ModuleGraph, ModuleSpec, StageGraph, stage_graph
+from hetmesh.graph import ModuleGraph, ModuleSpec, StageGraph, dense_mesh, stage_graph
 from hetmesh.layout import MeshSpec
 
 Ranks = tuple[int, ...]
@@ -30,12 +30,19 @@ def job_groups(
     for name in graph.order:
         spec = graph[name]
         for i in range(spec.mesh.axis_size("pp")):
-            groups |= dict.fromkeys(mesh_groups(spec.stage_mesh(i)))
+            for mesh in stage_meshes(spec, i):
+                groups |= dict.fromkeys(mesh_groups(mesh))
         if tied(spec):
             groups |= dict.fromkeys(tied_pairs(spec))
     groups |= dict.fromkeys(edge_groups(stage_graph(graph), link=link))
     groups[tuple(range(world_size))] = None  # losses, norms and metrics
     return tuple(ranks for ranks in groups if len(ranks) > 1)
+
+
+def stage_meshes(spec: ModuleSpec, stage: int) -> tuple[MeshSpec, ...]:
+    """The meshes of a stage: its own, and where FSDP shards parameters over `ep` that are no experts, theirs."""
+    mesh = spec.stage_mesh(stage)
+    return (mesh, dense_mesh(mesh)) if "ep" in mesh.axes and "dp_shard" in mesh.axes else (mesh,)
 
 
 def mesh_groups(spec: MeshSpec) -> Iterator[Ranks]:

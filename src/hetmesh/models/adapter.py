@@ -13,6 +13,7 @@ from hetmesh.graph.module_graph import Activation
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.layout import Intervals
 from hetmesh.models.pretrained import Names, Pretrained
+from hetmesh.parallel.experts.layers import ExpertLayers
 
 
 class ModuleLike(Protocol):
@@ -66,6 +67,7 @@ class Abilities:
         position_ids: of an LLM with multimodal RoPE: the positions of an expanded sample, given the grids by media.
         item_grid: of an encoder: the grid of an item's rows, from its raw shape.
         attention_dropout: the share of attention probabilities that its own attention drops in training.
+        experts: its mixture-of-experts blocks; None: it has none that ranks can share.
         reasons: why an ability is absent, by its name; for refusals.
     """
 
@@ -80,6 +82,7 @@ class Abilities:
     position_ids: Callable[[SampleMeta, Mapping[str, ItemGrid]], tuple[tuple[int, ...], ...]] | None = None
     item_grid: ItemGrid | None = None
     attention_dropout: float = 0.0
+    experts: ExpertLayers | None = None
     reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def because(self, ability: str) -> str:

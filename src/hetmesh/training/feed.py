@@ -13,7 +13,7 @@ from hetmesh.data.payloads import Unreadable, Wanted
 from hetmesh.data.source import Sample
 from hetmesh.graph import ModuleSpec, Stage
 from hetmesh.models.adapter import Adapter
-from hetmesh.models.packing import pack_tokens
+from hetmesh.models.packing import lane_samples, pack_tokens
 from hetmesh.parallel import ContextAttention
 from hetmesh.schedule import Kind, Schedule
 
@@ -82,7 +82,11 @@ class Feed:
         tokens = self.plan.lane_tokens(module, microbatch, lane)
         kept = tokens.shares[own]
         lengths = [meta.tokens for meta in metas]
-        packed = self._pinned(share(batch, kept) if share is not None else pack_tokens(batch, lengths, kept))
+        packed = share(batch, kept) if share is not None else pack_tokens(batch, lengths, kept)
+        if self.adapters[module].abilities.experts is not None:
+            everything = sum(meta.tokens for meta in self.plan.samples)
+            packed |= lane_samples(lengths, kept, self.plan.num_targets / max(everything, 1))
+        packed = self._pinned(packed)
         ranks = (
             next(group for group in mesh.axis_groups("cp") if self.rank in group) if "cp" in mesh.axes else (self.rank,)
         )

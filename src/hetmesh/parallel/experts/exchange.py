@@ -1,0 +1,180 @@
+"""How routed tokens travel: one small exchange of sizes, whose result the host reads, and all-to-alls of rows.
+
+These are the only shapes that are not planned (they follow from the weights of the router), and reading the sizes is
+the only time that the host waits for the device inside a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hetmesh.boundary import Label, World
+
+TRANSPORT = "all_to_all"
+
+
+@dataclass(frozen=True)
+class Wires:
+    """The ranks along `ep` that share one set of experts, and the name of their traffic.
+
+    Attributes:
+        world, group: this process, and these ranks in mesh order; None where there is one rank.
+        ranks: how many.
+        own: the coordinate of this rank.
+        name: in logs and errors.
+    """
+
+    world: World | None
+    group: dist.ProcessGroup | None
+    ranks: int
+    own: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What one rank sends, gets and computes in one block; on the host.
+
+    Attributes:
+        sent, received: rows, by rank.
+        experts: rows that each expert of this rank computes.
+    """
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    experts: tuple[int, ...]
+
+
+def count_choices(experts: Tensor, ranks: int, count: int) -> tuple[Tensor, Tensor]:
+    """What goes where; nothing is read.
+
+    Args:
+        experts: int64 `[tokens, chosen]`.
+        count: experts altogether; rank r holds the r-th `count / ranks` of them.
+
+    Returns:
+        bool `[tokens, ranks]`: which rank gets which token; and int64 `[ranks, 1 + count / ranks]`: per rank the rows
+        that it gets, and how many of them each of its experts computes.
+    """
+    each = count // ranks
+    wanted = torch.zeros(len(experts), ranks, dtype=torch.bool, device=experts.device)
+    wanted.scatter_(1, experts // each, True)
+    flat = experts.reshape(-1)
+    pairs = flat.new_zeros(count).scatter_add_(0, flat, torch.ones_like(flat)).view(ranks, each)
+    return wanted, torch.cat([wanted.sum(0, dtype=torch.int64)[:, None], pairs], 1)
+
+
+def start_counts(wires: Wires, counts: Tensor, microbatch: int) -> Callable[[], Counts]:
+    """Begin to tell the other ranks what they get (`count_choices`); what this returns waits, and reads."""
+    if wires.ranks == 1:
+        return lambda: _read(counts, counts)
+    got = torch.empty_like(counts)
+    label = Label(f"{wires.name} sizes", microbatch)
+    work = dist.all_to_all_single(got, counts, group=wires.group, async_op=True)
+
+    def finish() -> Counts:
+        _wait(wires, work, label, got.nbytes // wires.ranks * (wires.ranks - 1))
+        return _read(counts, got)
+
+    return finish
+
+
+def _read(sent: Tensor, received: Tensor) -> Counts:
+    there, here = torch.stack([sent, received]).tolist()
+    experts = tuple(map(sum, zip(*(row[1:] for row in here), strict=True)))
+    return Counts(tuple(row[0] for row in there), tuple(row[0] for row in here), experts)
+
+
+def send_rows(rows: Tensor, choices: Tensor, counts: Counts, wires: Wires, microbatch: int) -> tuple[Tensor, Tensor]:
+    """Rows to the ranks that they were copied for (`fan_to_ranks`), in one message per rank with their choices.
+
+    Args:
+        rows: `[sent, width]`; has a gradient.
+        choices: int16 `[sent, chosen]`; has none.
+
+    Returns:
+        The same of the rows that this rank gets, rank by rank.
+    """
+    return _Send.apply(rows, choices, counts.sent, counts.received, wires, microbatch)
+
+
+def return_rows(rows: Tensor, counts: Counts, wires: Wires, microbatch: int) -> Tensor:
+    """A row for each that this rank got, back to where it came from: the inverse of `send_rows`."""
+    return _Return.apply(rows, counts.received, counts.sent, wires, microbatch)
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        choices: Tensor,
+        sent: tuple[int, ...],
+        received: tuple[int, ...],
+        wires: Wires,
+        microbatch: int,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.sent, ctx.received, ctx.wires, ctx.microbatch = sent, received, wires, microbatch
+        packed = torch.cat([rows, _as_dtype(choices, rows.dtype)], 1)
+        got = _exchange(packed, sent, received, wires, Label(f"{wires.name} tokens", microbatch))
+        own, theirs = got[:, : rows.shape[1]].contiguous(), got[:, rows.shape[1] :].contiguous()
+        of_rows = theirs.view(torch.int16)[:, : choices.shape[1]]
+        ctx.mark_non_differentiable(of_rows)
+        return own, of_rows
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        label = Label(f"{ctx.wires.name} tokens", ctx.microbatch, "backward")
+        return _exchange(gradients[0], ctx.received, ctx.sent, ctx.wires, label), None, None, None, None, None
+
+
+class _Return(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], wires: Wires, microbatch: int
+    ) -> Tensor:
+        ctx.sent, ctx.received, ctx.wires, ctx.microbatch = sent, received, wires, microbatch
+        return _exchange(rows, sent, received, wires, Label(f"{wires.name} sums", microbatch))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        label = Label(f"{ctx.wires.name} sums", ctx.microbatch, "backward")
+        return _exchange(gradients[0], ctx.received, ctx.sent, ctx.wires, label), None, None, None, None
+
+
+def _as_dtype(choices: Tensor, dtype: torch.dtype) -> Tensor:
+    """int16 `[n, chosen]` as bits of `dtype`, filled up to whole elements, so that they travel with the rows."""
+    each = dtype.itemsize // 2
+    filled = torch.nn.functional.pad(choices, (0, -choices.shape[1] % each))
+    return filled.contiguous().view(dtype)
+
+
+def _exchange(
+    rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], wires: Wires, label: Label
+) -> Tensor:
+    """Every rank of the group takes part, also with nothing to send or get."""
+    if wires.ranks == 1:
+        return rows.view_as(rows)
+    got = rows.new_empty(sum(received), *rows.shape[1:])
+    work = dist.all_to_all_single(
+        got, rows.contiguous(), list(received), list(sent), group=wires.group, async_op=True
+    )
+    size = (sum(received) - received[wires.own]) * rows[:0].new_empty(1, *rows.shape[1:]).nbytes
+    _wait(wires, work, label, size)
+    return got
+
+
+def _wait(wires: Wires, work: Any, label: Label, size: int) -> None:
+    world, started = wires.world, time.perf_counter()
+    assert world is not None
+    with world.waiting(label):
+        world.backend.wait(work, world.timeout, world.watchdog, label)
+    world.log.add_wait(label, time.perf_counter() - started)
+    world.log.add(label, "received", None, size, TRANSPORT)
