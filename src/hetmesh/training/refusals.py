@@ -16,12 +16,12 @@ from hetmesh.models import Adapter, add_lora, build_empty, check_weights, pretra
 from hetmesh.models.batch_statistics import check_batch_statistics
 from hetmesh.models.build import build_on_meta
 from hetmesh.parallel.compile import unknown_backend
-from hetmesh.parallel.experts import ExpertLayers
 from hetmesh.parallel.tensor_parallel import check_plan
 from hetmesh.recipe.batch_sizes import divisors
 from hetmesh.recipe.module_options import module_options, packs, token_axes
 from hetmesh.recipe.sections import ScheduleKeys
 from hetmesh.training.checkpoint import COMPLETE
+from hetmesh.training.expert_refusals import check_experts
 from hetmesh.training.initial_load import check_initial_path
 from hetmesh.training.loggers import require_wandb
 from hetmesh.training.splits import why_not_by_slices
@@ -72,7 +72,7 @@ def check_recipe(
             _context_parallel,
             _zero_bubble,
             _attention_dropout,
-            _experts,
+            check_experts,
         ):
             check_module(recipe, name, adapter, refusals)
         with refusals.collect():
@@ -337,38 +337,6 @@ def _zero_bubble(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals
         refusals.add(
             f"{key}, and module {name!r} would be computed again for each part: set its activation_checkpoint to "
             "'none', or take the schedule 1f1b or interleaved"
-        )
-
-
-def _experts(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) -> None:
-    """What ranks that hold different experts need of a module."""
-    own, experts = recipe.parallelism.modules.get(name), adapter.abilities.experts
-    degree = 1 if own is None else own.expert_parallel_degree
-    key = f"parallelism.{name}.expert_parallel_degree = {degree}"
-    if experts is None:
-        if degree > 1:
-            refusals.add(f"{key}: this {recipe.modules[name].model} has no experts{adapter.abilities.because('experts')}")
-        return
-    if experts.count % degree:
-        refusals.add(f"{key}: must divide num_experts = {experts.count} of modules.{name}; {divisors(experts.count)} do")
-    if not packs(recipe, name):
-        refusals.add(
-            f"modules.{name}: the experts of a {recipe.modules[name].model} get no padding, so its samples must lie in "
-            "one row; set training.pack_samples = true"
-        )
-    _experts_within(recipe, name, experts, refusals)
-
-
-def _experts_within(recipe: Recipe, name: str, experts: ExpertLayers, refusals: Refusals) -> None:
-    """FSDP splits each expert where a rank would get none whole; then into equal parts."""
-    mesh = recipe.wiring.meshes[name]
-    shards, each = mesh.axis_size("dp_shard"), experts.count // mesh.axis_size("ep")
-    inner = experts.inner // mesh.axis_size("tp")
-    if mesh.axis_size("ep") > 1 and each < shards and (inner % shards or experts.features % shards):
-        refusals.add(
-            f"parallelism.{name}: {shards} ranks of data_parallel_shard_degree share {each} experts (what "
-            f"expert_parallel_degree = {mesh.axis_size('ep')} leaves), and so parts of each: {shards} must divide its "
-            f"{inner} inner features and hidden_size = {experts.features}"
         )
 
 
