@@ -195,10 +195,9 @@ def test_the_balance_gradient_is_that_of_a_sum_over_samples():
     # transformers' router computes in fp32, whose probabilities only the gradient's path has here
     assert torch.allclose(to_hidden, x.grad, atol=1e-6)
     assert torch.allclose(gradients["gate.weight"], twin.gate.weight.grad.flatten(), atol=1e-5)
-    (loss, tokens) = block.tokens.take_loads()[0]
+    (loss, tokens) = block.tokens.loads()[0]
     assert tokens.sum().item() == TOKENS * CHOSEN
     assert loss.item() == pytest.approx((total - twin(x).sin().sum()).item() / coefficient, rel=1e-5)
-    assert not block.tokens.take_loads()
 
 
 def test_a_batch_that_is_not_packed_is_refused():

@@ -3,8 +3,15 @@
 import pytest
 from test_parity_pipeline import on_this_rank, table
 
+from hetmesh.boundary import World
+from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.testing.parity import compare, reference
+from hetmesh.testing import faults
+from hetmesh.testing.parity import ParityError, compare, reference
+from hetmesh.testing.precision import exact_dtypes
+from hetmesh.training.describe import describe
+from hetmesh.training.expert_loads import ExpertLoads
+from hetmesh.training.job import Job
 
 MODEL = """
 [modules.vision]
@@ -67,8 +74,8 @@ def experts(ranks, ep, dp=1, **degrees):
     return table("llm", ranks, **keys)
 
 
-def check(pool, given):
-    results = pool.run(on_this_rank, given, timeout=120)
+def check(pool, given, fault=None):
+    results = pool.run(on_this_rank, given, fault, timeout=120)
     return compare(reference(given, steps=2), results, 1e-10)
 
 
@@ -99,8 +106,90 @@ CASES = {
 }
 
 
+DEFAULT = (
+    "EP 4, colocated",
+    "EP 2, TP 2, sequence",
+    "EP 2, CP 2",
+    "EP 2, PP 2, split",
+    "FSDP 2, EP 2",
+    "recomputed",
+    "LoRA",
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [each if each in DEFAULT else pytest.param(each, marks=pytest.mark.exhaustive) for each in CASES]
+)
 def test_experts_in_any_layout_equal_one_process(pool4, case):
     tables, keys = CASES[case]
     check(pool4, recipe(*tables, **keys))
+
+
+def unbalanced(job):
+    """The load-balancing loss of one rank is lost."""
+    if job.world.rank == 2:
+        for part in job.root.modules():
+            part.balances = False
+
+
+def swapped(job):
+    """One rank holds its experts in another order than all think."""
+    if job.world.rank == 3:
+        for name, p in job.root.named_parameters():
+            if name.endswith("experts.down_proj"):
+                p.data.to_local().copy_(p.data.to_local().flip(0))
+
+
+@pytest.mark.slow
+def test_injected_faults_are_found(pool4):
+    given = recipe(*CASES["EP 2, disjoint"][0])
+    for fault in (unbalanced, swapped, faults.ScaleGradient("llm")):
+        with pytest.raises(ParityError):
+            check(pool4, given, fault)
+
+
+def routed(rank, given):
+    """What this rank noted of its experts in one step, and the tokens of the global batch."""
+    job = Job.assemble(given, World.current())
+    loads = ExpertLoads(job)
+    with exact_dtypes(job.root):
+        job.forward_backward()
+    return loads.mine(), loads.read(loads.mine(), 1)
+
+
+@pytest.mark.slow
+def test_loads_are_those_of_one_process_in_any_layout(pool, pool4):
+    """And some experts get nothing, as routing is of few tokens."""
+    ((alone, told),) = pool(1).run(routed, recipe(table("vision", "0"), table("llm", "0"), batch=4))
+    assert told["llm"]["max_over_mean"] > 1.5
+    assert told["llm"]["balance_loss"] > 0
+    for case in ("EP 2, CP 2", "EP 2, TP 2, sequence", "EP 2, PP 2"):
+        tables, keys = CASES[case]
+        ranks = pool4.run(routed, recipe(*tables, batch=2, **keys))
+        assert sum(mine for mine, _ in ranks).tolist() == pytest.approx(alone.tolist(), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("tables", "changes", "says"),
+    [
+        (("",), ("pack_samples = true", ""), r"modules.llm: .* get no padding.*training.pack_samples = true"),
+        (
+            (experts("0-2", 3, 3),),
+            ("", ""),
+            r"expert_parallel_degree = 3: must divide num_experts = 8 .*\[1, 2, 4, 8\]",
+        ),
+        ((table("vision", "0-1", expert_parallel_degree=2),), ("", ""), "this siglip has no experts"),
+        (("",), ("num_experts_per_tok = 3", "num_experts_per_tok = 9"), "cannot have more experts than there are"),
+        (
+            (table("llm", "0-7", fsdp=8) + "\nexpert_parallel_degree = 2",),
+            ("num_experts = 8", "num_experts = 4"),
+            r"4 ranks of data_parallel_shard_degree share 2 experts .* 4 must divide its 6 inner features",
+        ),
+        (("",), ("[training]", "[checkpoint]\nenable = true\nlast_save_in_hf = true\n[training]"), "last_save_in_hf"),
+    ],
+)
+def test_what_experts_cannot_do_is_refused(tables, changes, says):
+    text = MODEL.format(policy="sequential", batch=2, vision="", llm="").replace(*changes, 1)
+    with pytest.raises(RecipeError, match=says):
+        describe(parse_recipe("\n".join([text, *tables])))

@@ -88,9 +88,7 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
         parts = [drawn[i : i + size] for i in range(0, len(drawn), size)]
         return sum(accumulate(part, targets, per_token, number, m) for m, part in enumerate(parts))
 
-    def accumulate(
-        drawn: Sequence[DrawnSample], targets: int, per_token: float, number: int, m: int
-    ) -> float:
+    def accumulate(drawn: Sequence[DrawnSample], targets: int, per_token: float, number: int, m: int) -> float:
         metas, samples = [d.meta for d in drawn], loader.load(drawn)
         outputs: dict[str, Tensor] = {}
         batch: dict[str, Tensor] = {}

@@ -21,14 +21,23 @@ def check_experts(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusal
     if experts is None:
         # A flat [parallelism] says it of all modules; to those without experts these are lanes as all others.
         if degree > 1 and (name == recipe.sink or degree != _degree(recipe, recipe.sink)):
-            refusals.add(f"{key}: this {recipe.modules[name].model} has no experts{adapter.abilities.because('experts')}")
+            refusals.add(
+                f"{key}: this {recipe.modules[name].model} has no experts{adapter.abilities.because('experts')}"
+            )
         return
     if experts.count % degree:
-        refusals.add(f"{key}: must divide num_experts = {experts.count} of modules.{name}; {divisors(experts.count)} do")
+        refusals.add(
+            f"{key}: must divide num_experts = {experts.count} of modules.{name}; {divisors(experts.count)} do"
+        )
     if not packs(recipe, name):
         refusals.add(
             f"modules.{name}: the experts of a {recipe.modules[name].model} get no padding, so its samples must lie in "
             "one row; set training.pack_samples = true"
+        )
+    if recipe.checkpoint.last_save_in_hf:
+        refusals.add(
+            f"checkpoint.last_save_in_hf = true: the experts of modules.{name} cannot be written as transformers has "
+            "them yet; leave it out"
         )
     _experts_within(recipe, name, experts, refusals)
 

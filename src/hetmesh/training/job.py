@@ -222,9 +222,7 @@ class Job:
         )
 
 
-def _own_stages(
-    world: World, spec: ModuleSpec
-) -> tuple[tuple[Stage, ...], DeviceMesh | None, DeviceMesh | None]:
+def _own_stages(world: World, spec: ModuleSpec) -> tuple[tuple[Stage, ...], DeviceMesh | None, DeviceMesh | None]:
     """The stages of a module that this rank holds, their mesh, and that of their parameters that are no experts. On all
     ranks, members or not, in graph order."""
     meshes = [[world.device_mesh(each) for each in stage_meshes(spec, i)] for i in range(spec.mesh.axis_size("pp"))]

@@ -87,12 +87,13 @@ class ExpertBlock(nn.Module):
         if not trained:  # nobody asks how even the routing of a frozen router is
             return weights
         choices = choices_per_sample(experts, samples, self.layers.count)
+        own = choices.sum(0)
         if self.sharing is not None and choices.numel():
             dist.all_reduce(choices, group=self.sharing)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         probabilities = torch.softmax(logits, dim=-1, dtype=dtype)
         terms = balance_terms(probabilities, choices, samples)
-        self.tokens.count(self.number, terms.loss, choices.sum(0))
+        self.tokens.count(self.number, (terms.loss, own))
         if not (self.balances and self.layers.balance):
             return weights
         factor = self.layers.balance / len(self.layers.blocks)

@@ -156,16 +156,12 @@ def _as_dtype(choices: Tensor, dtype: torch.dtype) -> Tensor:
     return filled.contiguous().view(dtype)
 
 
-def _exchange(
-    rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], wires: Wires, label: Label
-) -> Tensor:
+def _exchange(rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], wires: Wires, label: Label) -> Tensor:
     """Every rank of the group takes part, also with nothing to send or get."""
     if wires.ranks == 1:
         return rows.view_as(rows)
     got = rows.new_empty(sum(received), *rows.shape[1:])
-    work = dist.all_to_all_single(
-        got, rows.contiguous(), list(received), list(sent), group=wires.group, async_op=True
-    )
+    work = dist.all_to_all_single(got, rows.contiguous(), list(received), list(sent), group=wires.group, async_op=True)
     size = (sum(received) - received[wires.own]) * rows[:0].new_empty(1, *rows.shape[1:]).nbytes
     _wait(wires, work, label, size)
     return got

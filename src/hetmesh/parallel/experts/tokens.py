@@ -8,10 +8,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hetmesh.errors import BoundaryError
-from hetmesh.parallel.random_state import current_microbatch
+from hetmesh.parallel.random_state import current_microbatch, current_step
 
 KEYS = ("token_samples", "sample_tokens", "sample_weights")
 """Of the batch of a packed lane (`hetmesh.models.packing.lane_samples`)."""
+
+
+Load = tuple[Tensor, Tensor]
+"""Of one block: the load-balancing loss of this rank's tokens, in targets, without its coefficient; and how many of them
+went to each expert, `[experts]`."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +36,12 @@ class LaneSamples:
 
 
 class RoutedTokens:
-    """What the mixture-of-experts blocks of one module share, by microbatch: a block may be computed again much later.
-
-    Attributes:
-        loads: by (microbatch, number of the block): the load-balancing loss of this rank's tokens, in targets, without
-            its coefficient, and the tokens that went to each expert, `[experts]`. Computed again they are the same.
-    """
+    """What the mixture-of-experts blocks of one module share, by microbatch: a block may be computed again much later."""
 
     def __init__(self) -> None:
         self._samples: dict[int, LaneSamples] = {}
-        self.loads: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._step = 0
+        self._loads: dict[tuple[int, int], Load] = {}
 
     def note(self, batch: Mapping[str, Tensor]) -> None:
         """Take what a batch says of the microbatch that is about to be computed.
@@ -57,15 +58,17 @@ class RoutedTokens:
         """Those of the microbatch that is computed, or computed again."""
         return self._samples[current_microbatch()]
 
-    def count(self, block: int, loss: Tensor, tokens: Tensor) -> None:
-        """Keep the load of one block in this microbatch."""
-        self.loads[current_microbatch(), block] = loss, tokens
+    def count(self, block: int, load: Load) -> None:
+        """Keep the load of one block in this microbatch; what an earlier step left is dropped."""
+        if current_step() != self._step:
+            self._step = current_step()
+            self._loads.clear()
+        self._loads[current_microbatch(), block] = load  # computed again, it is the same
 
-    def take_loads(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """The loads since the last call, summed over microbatches, by number of the block; nothing is read."""
-        sums: dict[int, tuple[Tensor, Tensor]] = {}
-        for (_, block), load in sorted(self.loads.items(), key=lambda item: item[0]):
+    def loads(self) -> dict[int, Load]:
+        """Those of the last step, summed over microbatches, by number of the block; nothing is read."""
+        sums: dict[int, Load] = {}
+        for (_, block), load in sorted(self._loads.items(), key=lambda item: item[0]):
             before = sums.get(block)
             sums[block] = load if before is None else (before[0] + load[0], before[1] + load[1])
-        self.loads.clear()
         return sums
