@@ -43,10 +43,10 @@ def fused_layers(config: Any, prefix: str = "model.layers") -> ExpertLayers | No
     return ExpertLayers(blocks, config.num_experts, config.num_experts_per_tok, *sizes, config.router_aux_loss_coef)
 
 
-_CLASSES: dict[type, type] = {}
+_CLASSES: dict[Any, Any] = {}
 
 
-def _with_two_halves(kind: type) -> type:
+def _with_two_halves(kind: Any) -> Any:
     """A subclass of transformers' experts whose forward is theirs, on the weights in their shape."""
     if kind not in _CLASSES:
 

@@ -69,8 +69,8 @@ def _check_experts(request: AdapterRequest, config: Any) -> None:
         positive_int(request, key, getattr(config, key))
     if config.num_experts_per_tok > config.num_experts:
         raise RecipeError(
-            f"{request.key}.config.num_experts_per_tok = {config.num_experts_per_tok}: a token cannot have more experts "
-            f"than there are, num_experts = {config.num_experts}"
+            f"{request.key}.config.num_experts_per_tok = {config.num_experts_per_tok}: a token cannot have more "
+            f"experts than there are, num_experts = {config.num_experts}"
         )
     if config.num_experts > MOST_EXPERTS:
         raise RecipeError(f"{request.key}.config.num_experts = {config.num_experts}: valid are 1 to {MOST_EXPERTS}")

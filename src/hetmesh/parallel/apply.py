@@ -168,10 +168,9 @@ def parallelize(
         partial = apply_tensor_parallel(module, dense["tp"], plan)
     if experts is not None:
         apply_expert_parallel(module, experts, device_mesh)
-    if spec.axis_size("tp") > 1:
-        if options.sequence_parallel:
-            over_tokens = apply_sequence_parallel(module, device_mesh["tp"], shared)
-            partial = tuple(dict.fromkeys((*partial, *over_tokens)))
+    if spec.axis_size("tp") > 1 and options.sequence_parallel:
+        over_tokens = apply_sequence_parallel(module, dense["tp"], shared)
+        partial = tuple(dict.fromkeys((*partial, *over_tokens)))
     tied = shared_parameters(module)
     if runs is not None:
         prune(module, adapter.layers(), [layer for run in runs for layer in run])

@@ -26,8 +26,8 @@ from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.parallel import RandomPlace, entering, local_gradient, seed_by_place
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.testing.assignments import Policy
-from hetmesh.testing.expert_balance import Routings
 from hetmesh.testing.dense_masks import DenseAttention, dense_mask, masked
+from hetmesh.testing.expert_balance import Routings
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.describe import make_prepare

@@ -82,10 +82,9 @@ class Feed:
         tokens = self.plan.lane_tokens(module, microbatch, lane)
         kept = tokens.shares[own]
         lengths = [meta.tokens for meta in metas]
-        packed = share(batch, kept) if share is not None else pack_tokens(batch, lengths, kept)
+        packed: dict[str, Any] = share(batch, kept) if share is not None else pack_tokens(batch, lengths, kept)
         if self.adapters[module].abilities.experts is not None:
-            everything = sum(meta.tokens for meta in self.plan.samples)
-            packed |= lane_samples(lengths, kept, self.plan.num_targets / max(everything, 1))
+            packed |= lane_samples(lengths, kept, self.plan.num_targets / max(self.plan.num_tokens, 1))
         packed = self._pinned(packed)
         ranks = (
             next(group for group in mesh.axis_groups("cp") if self.rank in group) if "cp" in mesh.axes else (self.rank,)

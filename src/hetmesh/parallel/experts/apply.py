@@ -3,6 +3,7 @@ what is left of `dp_shard`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -77,12 +78,12 @@ def apply_expert_sharding(root: nn.Module, device_mesh: DeviceMesh, arguments: d
             continue
         each = block.layers.count // spec.axis_size("ep")
         dims = {id(p): WITHIN[name] for name, p in block.experts.named_parameters() if each < shards}
-        fully_shard(
-            block.experts,
-            mesh=device_mesh[axes],
-            shard_placement_fn=lambda p, dims=dims: Shard(dims.get(id(p), 0)),
-            **arguments,
-        )
+        fully_shard(block.experts, mesh=device_mesh[axes], shard_placement_fn=_along(dims), **arguments)
+
+
+def _along(dims: Mapping[int, int]) -> Callable[[nn.Parameter], Shard]:
+    """The placement of a parameter by its id; along dim 0 where `dims` has none."""
+    return lambda parameter: Shard(dims.get(id(parameter), 0))
 
 
 def expert_parameters(module: nn.Module) -> frozenset[int]:

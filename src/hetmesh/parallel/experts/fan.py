@@ -98,7 +98,8 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return sum_places(gradients[0], Fan(*ctx.saved_tensors, ctx.full)), None
+        source, places = ctx.saved_tensors
+        return sum_places(gradients[0], Fan(source, places, ctx.full)), None
 
 
 class _Collect(torch.autograd.Function):

@@ -15,8 +15,8 @@ KEYS = ("token_samples", "sample_tokens", "sample_weights")
 
 
 Load = tuple[Tensor, Tensor]
-"""Of one block: the load-balancing loss of this rank's tokens, in targets, without its coefficient; and how many of them
-went to each expert, `[experts]`."""
+"""Of one block: the load-balancing loss of this rank's tokens, in targets, without its coefficient; and how many of
+them went to each expert, `[experts]`."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class LaneSamples:
 
 
 class RoutedTokens:
-    """What the mixture-of-experts blocks of one module share, by microbatch: a block may be computed again much later."""
+    """What the mixture-of-experts blocks of one module share, by microbatch: a block may be computed again later."""
 
     def __init__(self) -> None:
         self._samples: dict[int, LaneSamples] = {}
