@@ -10,7 +10,7 @@ from hetmesh.errors import BoundaryError
 from hetmesh.models.experts import two_halves
 from hetmesh.parallel.experts.balance import balance_terms, choices_per_sample
 from hetmesh.parallel.experts.block import make_expert_block
-from hetmesh.parallel.experts.exchange import Wires, count_choices
+from hetmesh.parallel.experts.exchange import ExpertRanks, count_choices
 from hetmesh.parallel.experts.fan import collect, fan_to_experts, fan_to_ranks, spread
 from hetmesh.parallel.experts.layers import ExpertLayers
 from hetmesh.parallel.experts.products import grouped_linear
@@ -52,7 +52,7 @@ def ours(block, tokens=TOKENS, balance=0.0, lengths=None):
         twin,
         layers=layers,
         number=0,
-        wires=Wires(None, None, 1, 0, "experts"),
+        peers=ExpertRanks(None, None, 1, 0, "experts"),
         tokens=shared,
         sharing=None,
         balances=True,

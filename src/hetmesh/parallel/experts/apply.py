@@ -16,7 +16,7 @@ from hetmesh.boundary import World
 from hetmesh.layout import MeshSpec
 from hetmesh.parallel.collectives import enter, leave
 from hetmesh.parallel.experts.block import ExpertBlock, make_expert_block
-from hetmesh.parallel.experts.exchange import Wires
+from hetmesh.parallel.experts.exchange import ExpertRanks
 from hetmesh.parallel.experts.layers import ExpertLayers
 from hetmesh.parallel.experts.tokens import RoutedTokens
 
@@ -44,7 +44,7 @@ def apply_expert_parallel(module: nn.Module, layers: ExpertLayers, device_mesh: 
             block,
             layers=layers,
             number=number,
-            wires=_wires(device_mesh, spec, name),
+            peers=_peers(device_mesh, spec, name),
             tokens=tokens,
             sharing=device_mesh.get_group("cp") if spec.axis_size("cp") > 1 else None,
             balances=True,
@@ -92,12 +92,12 @@ def expert_parameters(module: nn.Module) -> frozenset[int]:
     return frozenset(id(p) for block in blocks for p in block.experts.parameters())
 
 
-def _wires(device_mesh: DeviceMesh, spec: MeshSpec, name: str) -> Wires:
+def _peers(device_mesh: DeviceMesh, spec: MeshSpec, name: str) -> ExpertRanks:
     ranks = spec.axis_size("ep")
     if ranks == 1:
-        return Wires(None, None, 1, 0, f"experts of {name}")
+        return ExpertRanks(None, None, 1, 0, f"experts of {name}")
     group = device_mesh.get_group("ep")
-    return Wires(World.current(), group, ranks, device_mesh.get_local_rank("ep"), f"experts of {name}")
+    return ExpertRanks(World.current(), group, ranks, device_mesh.get_local_rank("ep"), f"experts of {name}")
 
 
 def _on(collective: Any, group: Any) -> Any:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetmesh.parallel.experts.balance import balance_terms, choices_per_sample, inject
-from hetmesh.parallel.experts.exchange import Counts, Wires, count_choices, return_rows, send_rows, start_counts
+from hetmesh.parallel.experts.exchange import Counts, ExpertRanks, count_choices, return_rows, send_rows, start_counts
 from hetmesh.parallel.experts.fan import collect, fan_to_experts, fan_to_ranks, spread
 from hetmesh.parallel.experts.layers import ExpertLayers
 from hetmesh.parallel.experts.products import grouped_linear
@@ -46,7 +46,7 @@ class ExpertBlock(nn.Module):
         gate: the router.
         layers: what the module says of all of its blocks.
         number: of this one.
-        wires: the ranks along `ep`.
+        peers: the ranks along `ep`.
         tokens: of the microbatch.
         sharing: the ranks that share a sample's tokens (`cp`); None: this one has all.
         balances: whether this rank adds the load-balancing loss's gradient.
@@ -58,7 +58,7 @@ class ExpertBlock(nn.Module):
     experts: LocalExperts
     layers: ExpertLayers
     number: int
-    wires: Wires
+    peers: ExpertRanks
     tokens: RoutedTokens
     sharing: dist.ProcessGroup | None
     balances: bool
@@ -72,8 +72,8 @@ class ExpertBlock(nn.Module):
         samples = self.tokens.samples
         real = flat[: len(samples.of_token)]
         logits, weights, experts = self.gate(real)
-        wanted, counts = count_choices(experts, self.wires.ranks, self.layers.count)
-        finish = start_counts(self.wires, counts, current_microbatch())
+        wanted, counts = count_choices(experts, self.peers.ranks, self.layers.count)
+        finish = start_counts(self.peers, counts, current_microbatch())
         weights = self._balanced(weights, logits, experts, samples)
         out = self._routed(real, weights, experts, wanted, finish)
         if padding := len(flat) - len(real):
@@ -103,7 +103,7 @@ class ExpertBlock(nn.Module):
         self, rows: Tensor, weights: Tensor, experts: Tensor, wanted: Tensor, finish: Callable[[], Counts]
     ) -> Tensor:
         """The weighted sum over each token's experts, `[tokens, features]`."""
-        wires, features, chosen = self.wires, rows.shape[1], experts.shape[1]
+        peers, features, chosen = self.peers, rows.shape[1], experts.shape[1]
         microbatch, kind = current_microbatch(), rows.device.type
         if torch.is_autocast_enabled(kind):  # which leaves what norms give in fp32, and knows no grouped products
             rows = rows.to(torch.get_autocast_dtype(kind))
@@ -112,19 +112,19 @@ class ExpertBlock(nn.Module):
             together = self.enter(together)
         numbers = experts.to(torch.int16)
         counts = finish()
-        if wires.ranks > 1:
-            there = fan_to_ranks(wanted, sum(counts.sent), min(chosen, wires.ranks))
+        if peers.ranks > 1:
+            there = fan_to_ranks(wanted, sum(counts.sent), min(chosen, peers.ranks))
             sent = spread(together, there), numbers.index_select(0, there.source)
-            together, numbers = send_rows(*sent, counts, wires, microbatch)
-        each = self.layers.count // wires.ranks
-        own = numbers.to(torch.int64) - each * wires.own
+            together, numbers = send_rows(*sent, counts, peers, microbatch)
+        each = self.layers.count // peers.ranks
+        own = numbers.to(torch.int64) - each * peers.own
         own = torch.where((own >= 0) & (own < each), own, each)
         fan, choice = fan_to_experts(own, sum(counts.experts))
         computed = self.experts(spread(together[:, :features], fan), counts.experts)
         weights = together[:, features:].reshape(-1).index_select(0, choice)
         sums = collect(computed * weights[:, None], fan)
-        if wires.ranks > 1:
-            sums = collect(return_rows(sums, counts, wires, microbatch), there)
+        if peers.ranks > 1:
+            sums = collect(return_rows(sums, counts, peers, microbatch), there)
         return sums
 
 

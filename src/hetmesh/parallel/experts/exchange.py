@@ -21,7 +21,7 @@ TRANSPORT = "all_to_all"
 
 
 @dataclass(frozen=True)
-class Wires:
+class ExpertRanks:
     """The ranks along `ep` that share one set of experts, and the name of their traffic.
 
     Attributes:
@@ -71,16 +71,16 @@ def count_choices(experts: Tensor, ranks: int, count: int) -> tuple[Tensor, Tens
     return wanted, torch.cat([wanted.sum(0, dtype=torch.int64)[:, None], pairs], 1)
 
 
-def start_counts(wires: Wires, counts: Tensor, microbatch: int) -> Callable[[], Counts]:
+def start_counts(peers: ExpertRanks, counts: Tensor, microbatch: int) -> Callable[[], Counts]:
     """Begin to tell the other ranks what they get (`count_choices`); what this returns waits, and reads."""
-    if wires.ranks == 1:
+    if peers.ranks == 1:
         return lambda: _read(counts, counts)
     got = torch.empty_like(counts)
-    label = Label(f"{wires.name} sizes", microbatch)
-    work = dist.all_to_all_single(got, counts, group=wires.group, async_op=True)
+    label = Label(f"{peers.name} sizes", microbatch)
+    work = dist.all_to_all_single(got, counts, group=peers.group, async_op=True)
 
     def finish() -> Counts:
-        _wait(wires, work, label, got.nbytes // wires.ranks * (wires.ranks - 1))
+        _wait(peers, work, label, got.nbytes // peers.ranks * (peers.ranks - 1))
         return _read(counts, got)
 
     return finish
@@ -92,7 +92,9 @@ def _read(sent: Tensor, received: Tensor) -> Counts:
     return Counts(tuple(row[0] for row in there), tuple(row[0] for row in here), experts)
 
 
-def send_rows(rows: Tensor, choices: Tensor, counts: Counts, wires: Wires, microbatch: int) -> tuple[Tensor, Tensor]:
+def send_rows(
+    rows: Tensor, choices: Tensor, counts: Counts, peers: ExpertRanks, microbatch: int
+) -> tuple[Tensor, Tensor]:
     """Rows to the ranks that they were copied for (`fan_to_ranks`), in one message per rank with their choices.
 
     Args:
@@ -102,12 +104,12 @@ def send_rows(rows: Tensor, choices: Tensor, counts: Counts, wires: Wires, micro
     Returns:
         The same of the rows that this rank gets, rank by rank.
     """
-    return _Send.apply(rows, choices, counts.sent, counts.received, wires, microbatch)
+    return _Send.apply(rows, choices, counts.sent, counts.received, peers, microbatch)
 
 
-def return_rows(rows: Tensor, counts: Counts, wires: Wires, microbatch: int) -> Tensor:
+def return_rows(rows: Tensor, counts: Counts, peers: ExpertRanks, microbatch: int) -> Tensor:
     """A row for each that this rank got, back to where it came from: the inverse of `send_rows`."""
-    return _Return.apply(rows, counts.received, counts.sent, wires, microbatch)
+    return _Return.apply(rows, counts.received, counts.sent, peers, microbatch)
 
 
 class _Send(torch.autograd.Function):
@@ -118,12 +120,12 @@ class _Send(torch.autograd.Function):
         choices: Tensor,
         sent: tuple[int, ...],
         received: tuple[int, ...],
-        wires: Wires,
+        peers: ExpertRanks,
         microbatch: int,
     ) -> tuple[Tensor, Tensor]:
-        ctx.sent, ctx.received, ctx.wires, ctx.microbatch = sent, received, wires, microbatch
+        ctx.sent, ctx.received, ctx.peers, ctx.microbatch = sent, received, peers, microbatch
         packed = torch.cat([rows, _as_dtype(choices, rows.dtype)], 1)
-        got = _exchange(packed, sent, received, wires, Label(f"{wires.name} tokens", microbatch))
+        got = _exchange(packed, sent, received, peers, Label(f"{peers.name} tokens", microbatch))
         own, theirs = got[:, : rows.shape[1]].contiguous(), got[:, rows.shape[1] :].contiguous()
         of_rows = theirs.view(torch.int16)[:, : choices.shape[1]]
         ctx.mark_non_differentiable(of_rows)
@@ -131,22 +133,22 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        label = Label(f"{ctx.wires.name} tokens", ctx.microbatch, "backward")
-        return _exchange(gradients[0], ctx.received, ctx.sent, ctx.wires, label), None, None, None, None, None
+        label = Label(f"{ctx.peers.name} tokens", ctx.microbatch, "backward")
+        return _exchange(gradients[0], ctx.received, ctx.sent, ctx.peers, label), None, None, None, None, None
 
 
 class _Return(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], wires: Wires, microbatch: int
+        ctx: Any, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], peers: ExpertRanks, microbatch: int
     ) -> Tensor:
-        ctx.sent, ctx.received, ctx.wires, ctx.microbatch = sent, received, wires, microbatch
-        return _exchange(rows, sent, received, wires, Label(f"{wires.name} sums", microbatch))
+        ctx.sent, ctx.received, ctx.peers, ctx.microbatch = sent, received, peers, microbatch
+        return _exchange(rows, sent, received, peers, Label(f"{peers.name} sums", microbatch))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        label = Label(f"{ctx.wires.name} sums", ctx.microbatch, "backward")
-        return _exchange(gradients[0], ctx.received, ctx.sent, ctx.wires, label), None, None, None, None
+        label = Label(f"{ctx.peers.name} sums", ctx.microbatch, "backward")
+        return _exchange(gradients[0], ctx.received, ctx.sent, ctx.peers, label), None, None, None, None
 
 
 def _as_dtype(choices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -156,19 +158,21 @@ def _as_dtype(choices: Tensor, dtype: torch.dtype) -> Tensor:
     return filled.contiguous().view(dtype)
 
 
-def _exchange(rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], wires: Wires, label: Label) -> Tensor:
+def _exchange(
+    rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], peers: ExpertRanks, label: Label
+) -> Tensor:
     """Every rank of the group takes part, also with nothing to send or get."""
-    if wires.ranks == 1:
+    if peers.ranks == 1:
         return rows.view_as(rows)
     got = rows.new_empty(sum(received), *rows.shape[1:])
-    work = dist.all_to_all_single(got, rows.contiguous(), list(received), list(sent), group=wires.group, async_op=True)
-    size = (sum(received) - received[wires.own]) * rows[:0].new_empty(1, *rows.shape[1:]).nbytes
-    _wait(wires, work, label, size)
+    work = dist.all_to_all_single(got, rows.contiguous(), list(received), list(sent), group=peers.group, async_op=True)
+    size = (sum(received) - received[peers.own]) * rows[:0].new_empty(1, *rows.shape[1:]).nbytes
+    _wait(peers, work, label, size)
     return got
 
 
-def _wait(wires: Wires, work: Any, label: Label, size: int) -> None:
-    world, started = wires.world, time.perf_counter()
+def _wait(peers: ExpertRanks, work: Any, label: Label, size: int) -> None:
+    world, started = peers.world, time.perf_counter()
     assert world is not None
     with world.waiting(label):
         world.backend.wait(work, world.timeout, world.watchdog, label)
