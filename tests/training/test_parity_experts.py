@@ -7,7 +7,7 @@ from hetmesh.boundary import World
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import faults
-from hetmesh.testing.parity import ParityError, compare, reference
+from hetmesh.testing.parity import ParityError, compare, reference, run
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.describe import describe
 from hetmesh.training.expert_loads import ExpertLoads
@@ -64,8 +64,10 @@ pipeline_parallel_microbatch_size = 1
 """
 
 
-def recipe(*tables, policy="sequential", batch=2, vision="", llm=""):
+def recipe(*tables, policy="sequential", batch=2, vision="", llm="", changes=()):
     text = MODEL.format(policy=policy, batch=batch, vision=vision, llm=llm)
+    for change in changes:
+        text = text.replace(*change, 1)
     return parse_recipe("\n".join([text, *tables]))
 
 
@@ -80,6 +82,8 @@ def check(pool, given, fault=None):
 
 
 SEQUENCE = "\nenable_sequence_parallel = true"
+FLAT = 'ranks = "0-3"\ndata_parallel_replicate_degree = 4\nexpert_parallel_degree = 2'
+PERMUTED = "[parallelism.llm]\nranks = [3, 1, 2, 0]\ndata_parallel_replicate_degree = 4\nexpert_parallel_degree = 2"
 FULL = '\n[activation_checkpoint]\nmode = "full"'
 CASES = {
     "one rank": ((table("vision", "0"), table("llm", "0")), {}),
@@ -101,6 +105,36 @@ CASES = {
     "recomputed": ((table("vision", "0-1"), experts("2-3", 2, 2) + FULL), {}),
     "recomputed, FSDP": ((table("vision", "0-3"), experts("0-3", 2, fsdp=4) + FULL), {}),
     "selectively": ((experts("0-1", 2, 2) + FULL.replace("full", "selective"),), {}),
+    "fewer experts than shards": (
+        (table("vision", "0-1"), experts("0-3", 2, fsdp=4)),
+        {"changes": [("num_experts = 8", "num_experts = 2"), ("per_tok = 3", "per_tok = 2")]},
+    ),
+    "more experts than tokens": (
+        (table("vision", "0-1"), experts("0-3", 4, 4)),
+        {"batch": 1, "changes": [("num_experts = 8", "num_experts = 32")]},
+    ),
+    "FSDP 1, EP 2, TP 2": ((table("vision", "0-1"), experts("0-3", 2, fsdp=2, tp=2)), {}),
+    "permuted ranks": ((table("vision", "0-1"), PERMUTED), {}),
+    "one layout for all": ((FLAT,), {}),
+    "interleaved": (
+        (table("vision", "0-1"), experts("0-3", 2, 2, pp=2) + "\npipeline_parallel_layers_per_stage = 1"),
+        {"policy": "interleaved", "changes": [("num_hidden_layers = 3", "num_hidden_layers = 4")]},
+    ),
+    "bubble_fill": ((table("vision", "0-3"), experts("0-3", 2, 2, pp=2)), {"policy": "bubble_fill", "batch": 4}),
+    "three_phase": ((table("vision", "0-3"), experts("0-3", 2, 2, pp=2)), {"policy": "three_phase"}),
+    "tied": (
+        (table("vision", "0-1"), experts("0-3", 2, 2, pp=2)),
+        {"policy": "1f1b", "changes": [("norm_topk_prob = true", "tie_word_embeddings = true")]},
+    ),
+    "another mask": (
+        (table("vision", "0-3"), experts("0-3", 2, 4)),
+        {"llm": 'attention_mask = "bidirectional_media"', "changes": [("pack_samples = true", "")]},
+    ),
+    "offloaded": (
+        (table("vision", "0-1"), experts("0-3", 2, fsdp=4)),
+        {"changes": [("pack_samples = true", "pack_samples = true\nenable_cpu_offload = true")]},
+    ),
+    "compiled": ((experts("0-1", 2, 2), '[compile]\nenable = true\nbackend = "eager"'), {}),
     "frozen": ((table("vision", "0-1"), experts("2-3", 2, 2)), {"llm": "trainable = false"}),
     "LoRA": ((table("vision", "0-1"), experts("2-3", 2, 2)), {"llm": "lora = { rank = 2 }"}),
 }
@@ -112,6 +146,7 @@ DEFAULT = (
     "EP 2, CP 2",
     "EP 2, PP 2, split",
     "FSDP 2, EP 2",
+    "fewer experts than shards",
     "recomputed",
     "LoRA",
 )
@@ -124,6 +159,27 @@ DEFAULT = (
 def test_experts_in_any_layout_equal_one_process(pool4, case):
     tables, keys = CASES[case]
     check(pool4, recipe(*tables, **keys))
+
+
+def losses(rank, given):
+    """And whether all gradients are finite."""
+    outcome = run(given, World.current(), steps=2)
+    return outcome.losses, all(g is None or g.isfinite().all() for g in outcome.gradients.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["EP 2, disjoint", pytest.param("recomputed, FSDP", marks=pytest.mark.exhaustive)])
+def test_half_precision(pool4, case):
+    """bf16 by autocast and by FSDP, which rows of tokens travel in."""
+    sizes = [("hidden_size = 12", "hidden_size = 16"), ("moe_intermediate_size = 6", "moe_intermediate_size = 8")]
+    sums = []
+    for dtype in ('"float32"', '"float32"\nmixed_precision_param = "bfloat16"'):
+        given = recipe(*CASES[case][0], changes=[*sizes, ('"float64"', dtype)])
+        ranks = pool4.run(losses, given)
+        assert all(finite for _, finite in ranks)
+        sums.append([sum(each[step] for each, _ in ranks) for step in range(2)])
+    assert sums[0] == pytest.approx(sums[1], rel=0.01)
+    assert sums[0] != sums[1]
 
 
 def unbalanced(job):

@@ -32,7 +32,7 @@ def expected(pool, tmp_path_factory):
     return alone
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["FSDP 2, EP 2", pytest.param("EP 2, TP 2", marks=pytest.mark.exhaustive)])
 def test_training_and_checkpoints_of_experts(pool4, pool, tmp_path, expected, name):
     folder = ("--job.dump_folder", str(tmp_path), "--checkpoint.enable", "true")
     recipe = parse_recipe(RECIPE, (*OVERRIDES, *HERE, *LAYOUTS[name], *folder))
