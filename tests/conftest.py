@@ -1,10 +1,14 @@
 """What all tests share: the worker pools, and a deterministic hypothesis."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from hetmesh.testing.emulated_nccl import emulate
 from hetmesh.testing.pool import WorkerPool
 
 # The same examples on every run and machine; timings of a shared machine are no reason to fail.
@@ -21,6 +25,11 @@ _PRELOAD = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--emulate-nccl`: workers send over emulated NCCL. For tests of parity; those of gloo's own ways would fail."""
+    parser.addoption("--emulate-nccl", action="store_true", help="workers of the pools send over emulated NCCL")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the two processes that run tests, one runs all that need a worker pool: they share it. What is `exhaustive`
     runs only where `-m` names it (as a default of `-m` it would be lost with every other `-m`)."""
@@ -31,15 +40,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if {"pool", "pool4", "pool8"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("pool"))
+        elif "apart" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("apart"))
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Callable[[int], WorkerPool]]:
+def apart() -> Iterator[Callable[..., Any]]:
+    """`apart(function, *arguments)`: what it returns or raises in a process of its own, started by the first call: the
+    fake device stays a device of its process to the end of it."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        yield lambda function, *arguments: process.submit(function, *arguments).result()
+
+
+@pytest.fixture(scope="session")
+def pool(request: pytest.FixtureRequest) -> Iterator[Callable[[int], WorkerPool]]:
     """`pool(n)`: the session's pool of n workers. Started by its first `run`, kept to the end of the session."""
     pools: dict[int, WorkerPool] = {}
+    begin = emulate if request.config.getoption("--emulate-nccl") else None
 
     def get(size: int) -> WorkerPool:
-        return pools.setdefault(size, WorkerPool(size, preload=_PRELOAD))
+        return pools.setdefault(size, WorkerPool(size, preload=_PRELOAD, begin=begin))
 
     yield get
     for each in pools.values():

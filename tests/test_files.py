@@ -53,7 +53,7 @@ def test_commands_print_strict_json(tmp_path, monkeypatch, capsys):
         def as_json(self):
             return {"seconds": math.inf}
 
-    monkeypatch.setattr("hetmesh.report.explain", lambda recipe: View())
+    monkeypatch.setattr("hetmesh.report.explain", lambda recipe, machine: View())
     recipe = Path(__file__).parents[1] / "recipes" / "digits.toml"
     assert main(["explain", str(recipe), "--json"]) == 0
     assert strict(capsys.readouterr().out) == {"seconds": None}

@@ -5,33 +5,44 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
     "StridedShard",
     "TorchDispatchMode",
     "all_gather_single",
     "averaged_over",
     "cpu_flash_attention",
     "cpu_flash_attention_backward",
+    "default_store",
     "fake_process_group",
+    "finished_work",
     "fsdp_groups",
     "grouped_mm",
+    "implement",
     "one_gloo_device",
+    "python_device",
     "reduce_scatter_single",
     "set_group_timeout",
     "shared_buffer",
     "split_backward",
+    "tensors_made_on_host",
     "tree_leaves",
+    "tree_map_only",
+    "trunc_normal_calls",
+    "without_autocast",
 ]
 
 # torch 2.13 renamed these two and warns at every use of the old names.
@@ -140,13 +151,78 @@ set_group_timeout = _set_pg_timeout
 
 
 @contextmanager
-def fake_process_group(size: int) -> Iterator[None]:
-    """This process as rank 0 of `size` that do not exist: collectives send nothing, and what they return has the right
+def fake_process_group(size: int, rank: int = 0) -> Iterator[None]:
+    """This process as `rank` of `size` that do not exist: collectives send nothing, and what they return has the right
     shape and no meaning. Only where there is no process group yet."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@cache
+def python_device(name: str, module: Any) -> torch.device:
+    """Make `name` a type of device beside those of this build of torch, with `module` as its `torch.cuda`. Once per
+    process, and for its life: torch has room for one such device."""
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend(name, backend_module=module)
+    return torch.device(name, 0)
+
+
+def implement(library: torch.library.Library, operation: str, key: str, kernel: Callable[..., Any]) -> None:
+    """Let `kernel` be an operation of `aten` on dispatch key `key`, for as long as `library` lives."""
+    library.impl(operation, kernel, key)
+
+
+@contextmanager
+def tensors_made_on_host() -> Iterator[None]:
+    """`torch.tensor(values, device=...)` makes a tensor on the host and copies it, so that dispatch modes see the copy
+    (as torch's own fake tensors need it); without, it is made where no mode looks."""
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
+
+
+def finished_work() -> Any:
+    """The handle of a collective that is over, as an operation of `c10d` returns it."""
+    from torch._C._distributed_c10d import FakeWork
+
+    return FakeWork().boxed()
+
+
+@contextmanager
+def without_autocast(key: str) -> Iterator[None]:
+    """Operations of the body pass over dispatch key `key` (an autocast key)."""
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    with torch._C._ExcludeDispatchKeyGuard(keys):
+        yield
+
+
+def default_store() -> dist.Store:
+    """The store of the default process group, on which all ranks can leave word."""
+    return distributed_c10d._get_default_store()
+
+
+@contextmanager
+def trunc_normal_calls(instead: Callable[..., Any]) -> Iterator[None]:
+    """While it lasts, `torch.nn.init.trunc_normal_` calls `instead(original, tensor, mean, std, a, b, generator)`.
+
+    It is no operation that a dispatch mode could see: it rejects draws in a loop, and does nothing on the meta device.
+    """
+    from torch.nn import init
+
+    owner: Any = init
+    original = owner._no_grad_trunc_normal_
+    owner._no_grad_trunc_normal_ = partial(instead, original)
+    try:
+        yield
+    finally:
+        owner._no_grad_trunc_normal_ = original

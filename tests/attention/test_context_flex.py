@@ -3,6 +3,9 @@
 Its backward is tested with a forward that autograd can go through on a CPU.
 """
 
+import functools
+import gc
+
 import pytest
 import torch
 
@@ -84,6 +87,39 @@ def test_one_compiled_kernel_serves_all_sizes(monkeypatch):
     assert {backend for _, backend in asked} == {"TRITON"}
     assert min(rows for rows, _ in asked) > 128
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.slow
+def test_two_head_configurations_are_compiled_apart(monkeypatch):
+    """Past 8 graphs of one function dynamo gives up: each configuration and gradient mode has a function of its own.
+    Two graphs each: sizes that happen to be equal, as two blocks of two heads, make another one."""
+    monkeypatch.setattr(context_flex, "compiled_kernel", lambda _, real=context_flex.compiled_kernel: real("eager"))
+    kernel = functools.cache(context_flex._kernel.__wrapped__)
+    monkeypatch.setattr(context_flex, "_kernel", lambda _device, *kind: kernel("cuda", *kind))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for length in (300, 520, 900):
+        mask = text_with_instances(length, [(3, 20)])
+        plan = plan_attention(mask, assign(mask, 2), 1, None, 4096, False)
+        for heads, group, width in [(2, 2, 16), (1, 4, 32)]:
+            q, kv = torch.randn(heads, group * plan.rows, width), torch.randn(plan.rows, 2, heads, width)
+            for gradients in (False, True):
+                with torch.set_grad_enabled(gradients):
+                    flex_forward(Running.zeros(q), q, kv, plan.own, Terms(plan.masks, 0.2, group))
+    assert kernel.cache_info().currsize == 4
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 * 4
+
+
+def test_block_masks_are_kept_for_as_long_as_their_plan():
+    made = [plan_attention.__wrapped__(MASK, assign(MASK, 3), i, None, 64, False) for i in range(3)] * 2
+    works = [work for plan in made for work in (plan.own, *(chunk.work for chunk in plan.chunks)) if work.calls]
+    before = len(context_flex._block_masks)
+    masks = [context_flex.block_mask(work, made[0].masks, 256, 256, torch.device("cpu")) for work in works * 8]
+    each = len(works) // 2
+    assert len(set(map(id, masks))) == each == len(context_flex._block_masks) - before
+    del made, works, masks
+    gc.collect()
+    assert len(context_flex._block_masks) == before
 
 
 def test_the_backward_through_the_online_softmax(monkeypatch):

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate
 
 from hetmesh._torch_compat import fake_process_group
 from hetmesh.boundary import Backend, Exchange, Label, Nccl, World, init
+from hetmesh.boundary.channels import Channel
 from hetmesh.boundary.watchdog import GRACE, Watchdog
 from hetmesh.boundary.world import _device_type
 from hetmesh.errors import LaunchError
@@ -44,10 +45,10 @@ class Counting(Nccl):
     batches: list = field(default_factory=list)
     works: list = field(default_factory=list)
 
-    def connect(self, device):
+    def connect(self, device, group=None):
         self.connected.append(device)
 
-    def post(self, receives, sends, tag):
+    def post(self, receives, sends, tag, group, what):
         self.batches.append((list(receives), list(sends)))
         self.works.append(Work())
         return [(None, self.works[-1])], []
@@ -102,19 +103,19 @@ def test_waits_on_nccl_have_no_timeout_of_their_own(world):
 
 def test_waits_on_gloo_have_one():
     work = Work()
-    Backend().wait(work, 2.5, Watchdog(10), "what")
+    Backend().wait(work, 2.5)
     assert work.waits == [(timedelta(seconds=2.5),)]
 
 
 def test_the_watchdog_names_a_boundary_whose_message_never_comes(world):
-    """The host does not wait, so nothing else on it would tell."""
+    """The host does not wait, so nothing else would tell; the time counts from posting, as NCCL's does."""
     said, spoke = [], threading.Event()
     world.watchdog = Watchdog(0.05, lambda message: (said.append(message), spoke.set()))
-    receive(world).finish()
+    receive(world)
     assert spoke.wait(10)
     world.watchdog.close()
     assert said == [
-        "watchdog: boundary 'vision->llm', microbatch 3, forward: rank 0, waiting for a collective did not finish "
+        "watchdog: boundary 'vision->llm', microbatch 3, forward: rank 0, waiting for rank 1 did not finish "
         "within 0.05 s"
     ]
 
@@ -126,10 +127,15 @@ def test_the_watchdog_speaks_before_nccl_does(world, monkeypatch):
     made = []
     monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append(options["timeout"]))
     world.group([0, 1])
+    assert made == [timedelta(seconds=20 + GRACE)]  # twice the 10 s of then
+    monkeypatch.undo()
+    channel = Channel("an edge", (0, 2))
+    world.open([channel])
+    monkeypatch.setattr("hetmesh.boundary.world.set_group_timeout", lambda t, group: limits.update({group: t}))
     world.set_timeout(20)
-    assert made == [timedelta(seconds=20)]  # twice the 10 s of then
-    assert limits == {dist.group.WORLD: timedelta(seconds=40)}
+    assert limits == dict.fromkeys((dist.group.WORLD, world.channel(channel)), timedelta(seconds=40 + GRACE))
     assert world.watchdog.timeout + GRACE < 40
+    assert len(world.backend.connected) == 1  # made at once, by its members
 
 
 def test_what_takes_long_on_purpose_is_not_ended():

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from hetmesh.boundary import World
+from hetmesh.boundary.channels import CONTEXT, job_channels
 from hetmesh.boundary.groups import ends_are_tied, job_groups, mesh_groups, most_on_a_rank, tied_pairs
 from hetmesh.boundary.transport import MEMORY
 from hetmesh.graph import stage_graph
@@ -22,7 +23,7 @@ LARGE = (
 )
 
 
-def foretold(recipe, link=""):
+def foretold(recipe, link="gloo"):
     _, adapters, graph = describe(recipe)
     shapes = module_shapes(recipe, adapters)
     return (
@@ -57,9 +58,40 @@ def test_weights_that_are_not_tied_need_no_pairs():
 
 def test_explain_shows_the_count():
     view = explain(load_recipe(RECIPES / "digits.toml"))
-    # vision dp, llm tp (and projector), edges 0-3, which is all ranks
-    assert (view.process_groups, view.process_groups_per_rank) == (3, 2)
-    assert "3 process groups, at most 2 on one rank" in as_text(view)
+    # vision dp, llm tp (and projector), all ranks; and on NCCL the channels of two edges, of ranks 0-3 and 2-3
+    assert (view.process_groups, view.process_groups_per_rank) == (5, 4)
+    assert "5 process groups, at most 4 on one rank" in as_text(view)
+
+
+def channels(name, overrides=(), **limits):
+    graph = describe(load_recipe(RECIPES / f"{name}.toml", overrides))[2]
+    return graph, stage_graph(graph), job_channels(graph, **limits)
+
+
+def test_every_edge_and_context_parallel_group_has_a_channel_of_its_own():
+    graph, stages, found = channels("digits_cp_pp")
+    assert set(found.of_edge) == {
+        e for e in stages.edges if len({*stages.ranks_of(e.source), *stages.ranks_of(e.destination)}) > 1
+    }
+    assert len(set(found.of_edge.values())) == len(found.of_edge)
+    context = [channel.ranks for channel in found.all if channel.purpose == CONTEXT]
+    meshes = [graph["llm"].stage_mesh(i) for i in range(2)]
+    assert context == list(dict.fromkeys(ranks for mesh in meshes for ranks in mesh.axis_groups("cp")))
+    assert len(found.all) == len(found.of_edge) + len(context)
+
+
+@pytest.mark.parametrize("most", [1, 2, 4])
+def test_channels_of_a_rank_are_bounded(most):
+    """With many stages on the same ranks edges share: each of them evenly, and only with edges of the same ranks."""
+    more = ("--parallelism.llm.pipeline_parallel_layers_per_stage", "1", "--modules.llm.config.num_hidden_layers", "12")
+    _, stages, found = channels("digits_interleaved", more, most=most)
+    assert len(stages.edges) > 8
+    assert most_on_a_rank(tuple(channel.ranks for channel in found.all)) <= most
+    loads: dict[tuple, list[int]] = {}
+    for channel in found.all:
+        loads.setdefault(channel.ranks, []).append(sum(each == channel for each in found.of_edge.values()))
+    assert all(max(counts) - min(counts) <= 1 for counts in loads.values())
+    assert all(set(c.ranks) >= {*stages.ranks_of(e.source)} for e, c in found.of_edge.items())
 
 
 def made(rank, names, near):

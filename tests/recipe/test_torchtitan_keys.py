@@ -96,7 +96,6 @@ def test_keys_of_what_is_on_are_said_or_refused():
         "comm.trace_buf_size",
         "parallelism.pipeline_parallel_first_stage_less_layers",
         "parallelism.pipeline_parallel_last_stage_less_layers",
-        "parallelism.disable_loss_parallel",
         "parallelism.context_parallel_load_balancer",
         "parallelism.context_parallel_rotate_method",
         "checkpoint.last_save_model_only",

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from hetmesh.boundary.accelerator import Accelerator
 from hetmesh.runtime.backward import SplitBackward, backward
 from hetmesh.runtime.offload import activations_on_host
 
@@ -88,7 +89,7 @@ def test_offloading_moves_activations_and_no_weights(monkeypatch):
     moved = []
     cpu = torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda self: (moved.append(tuple(self.shape)), cpu(self))[1])
-    with activations_on_host(module.parameters(), pin_memory=False):
+    with activations_on_host(module.parameters(), Accelerator()):
         output = module(torch.ones(3, 6, requires_grad=True))
     assert (6, 6) not in moved
     assert (6,) not in moved

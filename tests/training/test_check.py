@@ -19,7 +19,7 @@ from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.training.checkpoint import COMPLETE
 from hetmesh.training.describe import describe
 from hetmesh.training.held_out import held_out_source
-from hetmesh.training.modules import full_module
+from hetmesh.training.modules import unfilled_module
 from hetmesh.training.refusals import check_recipe, check_run
 from hetmesh.training.summary import count_parameters, summary
 from hetmesh.training.wording import ranks_text
@@ -214,6 +214,40 @@ def test_they_are_refused_by_every_verb_also_in_a_users_module():
         describe(recipe)
 
 
+class Orthogonal(nn.Module):
+    """A user's encoder whose constructor computes with a weight."""
+
+    out_features, rows_per_item = 8, 1
+
+    def __init__(self, media_shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.project = nn.Linear(media_shape[-1], 8)
+        nn.init.orthogonal_(self.project.weight)
+
+    def forward(self, media):
+        return self.project(media[:, 0, 0])
+
+
+class Forgetful(Orthogonal):
+    def __init__(self, media_shape: tuple[int, ...]) -> None:
+        super().__init__(media_shape)
+        self.project = nn.Linear(media_shape[-1], 8)
+        self.scale = nn.Parameter(torch.empty(8))
+
+
+def own_vision(model):
+    return load_recipe(DIGITS, ("--modules.vision.model", f"{__name__}:{model}", "--modules.vision.config={}"))
+
+
+def test_a_module_that_each_rank_builds_whole_is_named_and_one_without_values_refused():
+    recipe = own_vision("Orthogonal")
+    lines = [line for line in summary(recipe, describe(recipe)[1]) if "whole" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("note: each rank of vision builds it whole: its constructor computes with its weights (")
+    with pytest.raises(RecipeError, match=r"modules.vision: parameter scale: nothing initialises it"):
+        describe(own_vision("Forgetful"))
+
+
 class Unbuildable(Adapter):
     """Of a module that cannot be built without memory, where check cannot look."""
 
@@ -224,7 +258,7 @@ class Unbuildable(Adapter):
 def test_they_are_refused_at_the_latest_when_the_module_is_built():
     check_recipe(parse_recipe(TEXT), {"vision": Unbuildable()})
     with pytest.raises(RecipeError, match=r"modules.vision.model = 'siglip': its layers \['1'\] are BatchNorm1d"):
-        full_module(parse_recipe(TEXT), Unbuildable(), "vision")  # type: ignore[arg-type]
+        unfilled_module(parse_recipe(TEXT), Unbuildable(), "vision")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import resource
 import shutil
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import World, init
+from hetmesh.boundary.accelerator import Accelerator
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.training import checksums
@@ -428,6 +430,38 @@ def test_the_newest_complete_ones_are_kept(world, tmp_path):
     assert checkpointer.steps() == [11, 12]
     assert {path.name for path in (tmp_path / "checkpoint").iterdir()} == {"step-11", "step-12", "step-x", "notes"}
     checkpointer.load(12, root, optimizers, {})
+
+
+@dataclass(frozen=True)
+class WithRandomState(Accelerator):
+    """A device (meta stands for it) with a generator of its own."""
+
+    states: dict = field(default_factory=dict)
+
+    @property
+    def random_module(self):
+        return self
+
+    def get_rng_state(self, device):
+        return self.states[device].clone()
+
+    def set_rng_state(self, state, device):
+        self.states[device] = state
+
+
+def test_the_random_state_of_the_device_is_saved_and_restored(tmp_path):
+    device, drawn = torch.device("meta"), torch.arange(5, dtype=torch.uint8)
+    accelerator = WithRandomState(device, {device: drawn})
+    world = init(accelerator=accelerator)
+    try:
+        checkpointer, (root, optimizers) = Checkpointer(world, tmp_path), make()
+        checkpointer.save(1, root, optimizers, {})
+        assert "random.0.meta" in saved_tensors(tmp_path / "step-1")
+        accelerator.states[device] = torch.zeros(5, dtype=torch.uint8)
+        checkpointer.load(1, root, optimizers, {})
+    finally:
+        world.close()
+    assert torch.equal(accelerator.states[device], drawn)
 
 
 def test_tied_weights_are_saved_once_and_stay_tied(world, tmp_path):

@@ -16,7 +16,7 @@ from hetmesh.testing.sources import RandomMedia
 from hetmesh.training.describe import make_prepare
 from hetmesh.training.evaluate import Evaluation, evaluate, show
 from hetmesh.training.job import Job, describe
-from hetmesh.training.modules import full_module
+from hetmesh.training.modules import loaded_module
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SAMPLES = 37  # no multiple of the batch size
@@ -41,7 +41,7 @@ def held_out():
 def one_by_one(recipe):
     """The truth: each sample alone through plain modules. Mean loss, right, predicted tokens."""
     _, adapters, graph = describe(recipe)
-    modules = {name: full_module(recipe, adapters[name], name).eval() for name in graph.order}
+    modules = {name: loaded_module(recipe, adapters[name], name).eval() for name in graph.order}
     source = held_out()
     loader = Loader(source, 1, make_prepare(recipe, graph, adapters), shuffle=False)
     losses, right, predicted = [], [], []

@@ -1,6 +1,7 @@
 """One global norm and one clip over modules on different meshes (U6): as torch computes them in one process."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,43 @@ def test_no_clipping_below_the_norm_nor_of_infinite_gradients():
     for norm, max_norm in ((5.0, 0.0), (5.0, 6.0), (float("inf"), 1.0), (float("nan"), 1.0)):
         assert clip_factor(norm, max_norm) == 1.0
     assert clip_factor(5.0, 1.0) == pytest.approx(0.2, rel=1e-5)
+
+
+def gradients_that_come_and_go(rank, recipe, missing):
+    """Per step the norm that a job gives, that of the gradients as they are, and which ranks have a certain one.
+
+    Args:
+        missing: per step, ranks whose lanes have no gradient of it.
+    """
+    world, found = World.current(), []
+    job = Job.assemble(recipe, world)
+    parameter = job.named_parameters().get("llm.model.norm.weight")
+    reducers = job.runtime.reducers
+    for stage in [stage for stage in reducers if stage.module == "llm"]:
+        reducers[stage] = partial(without, reducers[stage], parameter, missing, rank, found)
+    for _ in missing:
+        for p in job.parameters():
+            p.grad = None
+        result = job.forward_backward()
+        (squares,) = reduce_over_ranks([squared_norm(job.counted)], world)
+        found.append((result.grad_norm, squares**0.5, parameter is not None and parameter.grad is not None))
+    return found
+
+
+def without(reducer, parameter, missing, rank, found):
+    if rank in missing[len(found)]:
+        parameter.grad = None
+    return reducer()
+
+
+@pytest.mark.slow
+def test_a_gradient_of_some_steps_is_in_the_norm_and_none_where_no_rank_has_it(pool4):
+    recipe = load_recipe(RECIPES / "digits_colocated.toml", ("--training.local_batch_size=4",))
+    missing = [(), (0, 1, 2, 3), (0, 1, 2, 3), (0, 1), ()]  # ranks 0 and 1 are a lane
+    for steps in pool4.run(gradients_that_come_and_go, recipe, missing, timeout=120.0):
+        assert [has for *_, has in steps] == [len(ranks) < 4 for ranks in missing]
+        for norm, as_it_is, _ in steps:
+            assert norm == pytest.approx(as_it_is, rel=1e-5)
 
 
 def squares_with_a_bad_gradient(rank, recipe, name, where, value):

@@ -19,7 +19,7 @@ from hetmesh.training.describe import describe, make_prepare
 from hetmesh.training.dump_folder import trim_metrics
 from hetmesh.training.kernels import choose_kernels
 from hetmesh.training.metrics import StepMetrics
-from hetmesh.training.modules import full_module
+from hetmesh.training.modules import loaded_module
 from hetmesh.training.reporter import Reporter
 from hetmesh.training.trainer import Trainer
 
@@ -44,7 +44,7 @@ def exact(folder, name, *overrides):
 def plain_loop(recipe):
     """Loss and gradient norm per step, by torch's own clipping and optimizers."""
     source, adapters, graph = describe(recipe)
-    modules = {name: full_module(recipe, adapters[name], name) for name in graph.order}
+    modules = {name: loaded_module(recipe, adapters[name], name) for name in graph.order}
     parameters = {name: list(module.parameters()) for name, module in modules.items()}
     everything = [p for some in parameters.values() for p in some]
     o, llm = recipe.optimizer, recipe.modules["llm"]

@@ -105,7 +105,7 @@ class ContextAttention:
         gathered = self.fetch == "all_gather" or (
             self.fetch == "auto"
             and self.wires is not None
-            and "nccl" in self.wires.world.backend.name
+            and "nccl" in self.wires.world.backend.link
             and prefers_gathering(self.mask, self.shares, window, self.chunk)
         )
         return plan_attention(self.mask, self.shares, self.coordinate, window, self.chunk, gathered)

@@ -18,6 +18,7 @@ from torch import Tensor
 from hetmesh._torch_compat import all_gather_single, reduce_scatter_single
 from hetmesh.attention.plan import Gathered, Planned
 from hetmesh.boundary import Exchange, Label, World
+from hetmesh.boundary.channels import context_channel
 from hetmesh.errors import BoundaryError
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, plan_gradient, plan_transfer
 
@@ -56,9 +57,13 @@ class Wires:
         """Keys go under the name; their gradients under the name and "gradients"."""
         return Label(f"{self.name}{what}", self.microbatch, direction)
 
+    def channel(self) -> dist.ProcessGroup | None:
+        """Of their messages, where the job has made one; else None, which stands for the group of all ranks."""
+        return self.world.channel(context_channel(self.mesh.ranks))
+
     def group(self) -> dist.ProcessGroup:
         """Of the ranks in the order of the coordinates."""
-        group = self.world.group(self.mesh.ranks)
+        group = self.channel() or self.world.group(self.mesh.ranks)
         assert group is not None
         return group
 
@@ -89,8 +94,10 @@ def give_back(wires: Wires, shares: RowSplit, chunk: Planned | Gathered, number:
 
 
 def _exchange(wires: Wires, plan: TransferPlan, local: Tensor, label: Label, tag: int) -> Finish:
-    # P2P needs no process group, which all ranks of the job would have to make.
-    exchange = Exchange(wires.world, plan, local, local.dtype, label, transport="p2p", tag=tag).start()
+    # P2P needs no process group, which all ranks of the job would have to make; a job on NCCL has made one.
+    exchange = Exchange(
+        wires.world, plan, local, local.dtype, label, transport="p2p", tag=tag, group=wires.channel()
+    ).start()
 
     def finish() -> Tensor:
         result = exchange.finish()
@@ -128,10 +135,12 @@ def _reduce_scatter(wires: Wires, chunk: Gathered, gradient: Tensor, label: Labe
 
 
 def _finish(wires: Wires, work: dist.Work, result: Tensor, label: Label) -> Finish:
+    world = wires.world
+    world.backend.posted([(None, work)], world.watchdog, f"{label}: rank {world.rank}, waiting for a collective")
+
     def finish() -> Tensor:
-        world = wires.world
         with world.waiting(label):
-            world.backend.wait(work, world.timeout, world.watchdog, label)
+            world.backend.wait(work, world.timeout)
         return result
 
     return finish

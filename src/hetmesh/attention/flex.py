@@ -9,8 +9,9 @@ d out / d (its logsumexp) is w (its out - out).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from hetmesh.attention.kernels import FLEX
 from hetmesh.attention.key_blocks import BLOCK, Buffer, KernelCalls, PartialMasks
 from hetmesh.attention.terms import Running, Saved, Terms
 from hetmesh.context.rule import ALWAYS, BEFORE, NEVER, reach
@@ -86,6 +88,8 @@ def _kernel(device: str, *kind: object) -> Callable:
     """flex_attention, compiled for each `kind` on its own: what one compiled function may meet before dynamo gives up,
     and runs it with dense scores, is 8 kinds of arguments. In float64, which is for comparisons and which Triton's
     kernel does not take, it has dense scores (torch warns of that)."""
+    if (other := FLEX.get(device)) is not None:
+        return other
     plain: Callable = flex_attention
     return compiled_kernel("inductor") if device == "cuda" and torch.float64 not in kind else plain
 
@@ -101,9 +105,21 @@ def compiled_kernel(backend: str) -> Callable:
     return compiled
 
 
-@lru_cache(maxsize=64)
+_Key = tuple[PartialMasks, int, int, torch.device]
+_block_masks: WeakKeyDictionary[KernelCalls, dict[_Key, BlockMask]] = WeakKeyDictionary()
+
+
 def block_mask(work: KernelCalls, masks: PartialMasks, rows: int, keys: int, device: torch.device) -> BlockMask:
-    """The blocks of 128 x 128 that calls touch; those that calls without a mask fill need no mask."""
+    """The blocks of 128 x 128 that calls touch; those that calls without a mask fill need no mask. Kept for as long as
+    `work` is: a cache of a size of its own would be too small for some number of chunks, layers and microbatches."""
+    made = _block_masks.setdefault(work, {})
+    key = (masks, rows, keys, device)
+    if key not in made:
+        made[key] = _made(work, masks, rows, keys, device)
+    return made[key]
+
+
+def _made(work: KernelCalls, masks: PartialMasks, rows: int, keys: int, device: torch.device) -> BlockMask:
     area = np.zeros((-(-rows // BLOCK), -(-keys // BLOCK)), np.int64)
     touched = np.zeros(area.shape, bool)
     for call in work.calls:
@@ -120,8 +136,14 @@ def block_mask(work: KernelCalls, masks: PartialMasks, rows: int, keys: int, dev
 def _listed(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     """Per row of blocks how many are set, and which: those first."""
     order = np.argsort(~blocks, axis=1, kind="stable")
-    counts, which = (torch.tensor(x, dtype=torch.int32, device=device)[None, None] for x in (blocks.sum(1), order))
+    counts, which = (_on(x.astype(np.int32), device)[None, None] for x in (blocks.sum(1), order))
     return counts, which
+
+
+def _on(array: np.ndarray, device: torch.device) -> Tensor:
+    """The array on the device, for which the host does not wait."""
+    host = torch.tensor(array)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def _overlap(run: tuple[int, int], blocks: int) -> np.ndarray:
@@ -137,9 +159,9 @@ def _visible(work: KernelCalls, masks: PartialMasks, rows: int, keys: int, devic
     table = np.full((len(index) + 1, len(index) + 1), NEVER, np.int8)  # the last one is padding
     table[:-1, :-1] = reach(mask.fields.take(index[:, None]), mask.fields.take(index[None, :]))
     places = [_positions(Buffer.of(work.runs), rows), _positions(work.keys, keys)]
-    sees = torch.tensor(table, device=device)
-    q_at, k_at = (torch.tensor(place, device=device) for place in places)
-    q_of, k_of = (torch.tensor(mask.segment_of(place), device=device) % (len(index) + 1) for place in places)
+    sees = _on(table, device)
+    q_at, k_at = (_on(place, device) for place in places)
+    q_of, k_of = (_on(mask.segment_of(place) % (len(index) + 1), device) for place in places)
     window = masks.window if masks.window is not None else mask.length + 1
 
     def visible(_batch: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:

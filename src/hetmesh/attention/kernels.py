@@ -10,7 +10,7 @@ heads are part of a matrix product.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,9 +86,13 @@ class Kernel(NamedTuple):
     backward: Callable[[Saved, Tensor, KernelCalls, Terms, Tensor, Tensor], None]
 
 
+FLEX: dict[str, Callable[..., Any] | None] = {"cuda": None}
+"""Types of devices whose kernel is flex_attention, with what stands for it; None: torch's own."""
+
+
 def kernel_for(device: torch.device) -> Kernel:
     """The kernel of a device: on CUDA flex_attention, elsewhere blocks of scaled_dot_product_attention."""
-    if device.type == "cuda":
+    if device.type in FLEX:
         from hetmesh.attention.flex import flex_backward, flex_forward
 
         return Kernel(flex_forward, flex_backward)

@@ -4,6 +4,7 @@ from hetmesh.balance.assign import assign
 from hetmesh.balance.assignment import Assignment, Spread, spread
 from hetmesh.balance.batch_plan import BatchPlan, Lanes
 from hetmesh.balance.from_graph import BalanceOptions, batch_loads, batch_plan_of, graph_slots
+from hetmesh.balance.largest import largest_batches
 from hetmesh.balance.loads import BatchLoads, Slots
 from hetmesh.balance.pipeline import Score, pipeline_score
 from hetmesh.balance.plan_batch import plan_batch
@@ -29,6 +30,7 @@ __all__ = [
     "boundary_layouts",
     "edge_layouts",
     "graph_slots",
+    "largest_batches",
     "pipeline_score",
     "plan_batch",
     "route_runs",

@@ -28,7 +28,7 @@ class Stream(Protocol):
 class Event(Protocol):
     """A point in a queue: of `torch.Event`."""
 
-    def record(self) -> None:
+    def record(self) -> object:
         """Put it at the end of the current queue."""
         ...
 
@@ -73,6 +73,11 @@ class Accelerator:
         return False
 
     @property
+    def computes(self) -> bool:
+        """Whether its tensors have values; if not, weights need neither be drawn nor read."""
+        return True
+
+    @property
     def random_module(self) -> Any:
         """Whose `get_rng_state(device)`, `set_rng_state(state, device)` and `manual_seed` are the device's; None where
         the device has no random state beside the CPU's."""
@@ -81,6 +86,10 @@ class Accelerator:
     def pinned(self, tensor: Tensor) -> Tensor:
         """`tensor`, a host's, in memory from which the device copies while the host goes on."""
         return tensor
+
+    def empty_pinned(self, like: Tensor) -> Tensor:
+        """Memory of a host with the sizes of `like`, a device's, to which the device copies while the host goes on."""
+        return torch.empty_like(like, device="cpu")
 
     def stream(self) -> Stream | None:
         """A new queue beside the current one; None where there are none."""
@@ -102,6 +111,10 @@ class Accelerator:
         """
         return _Now()
 
+    def used_by(self, tensor: Tensor, stream: Any) -> None:
+        """`stream`, another one than that in which `tensor` was made, reads it: its memory is not taken for anything
+        else before what is queued there now is done."""
+
     def synchronize(self) -> None:
         """Let the host wait for all that is queued; never inside a step."""
 
@@ -121,6 +134,9 @@ class Cuda(Accelerator):
     def pinned(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory()
 
+    def empty_pinned(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like, device="cpu", pin_memory=not like.is_sparse)
+
     def stream(self) -> Stream:
         return torch.Stream(self.device)
 
@@ -132,6 +148,10 @@ class Cuda(Accelerator):
 
     def event(self, *, timing: bool = False) -> Event:
         return torch.Event(self.device, enable_timing=timing)
+
+    def used_by(self, tensor: Tensor, stream: Any) -> None:
+        if tensor.device.type == self.device.type:
+            tensor.record_stream(stream)
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.device)

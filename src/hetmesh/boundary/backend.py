@@ -7,6 +7,7 @@ that counts) is a subclass handed to `World` or `init`, not a patch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hetmesh.boundary.watchdog import Watchdog
+from hetmesh.boundary.watchdog import GRACE, Watchdog
 from hetmesh.errors import BoundaryError
 
 Message = tuple[int, Tensor]
@@ -47,37 +48,86 @@ class Backend:
         name: as torch.distributed calls it.
         device_type: where its tensors lie.
         shares_memory: whether messages between ranks of one host go through memory that both see.
+        by_order: whether messages are matched by their order on a communicator, and not by tags: then each purpose has
+            a communicator of its own (`hetmesh.boundary.channels`).
     """
 
     name: str = "gloo"
     device_type: str = "cpu"
     shares_memory: bool = True
+    by_order: bool = False
+
+    @property
+    def link(self) -> str:
+        """Whose costs and abilities count where a transport is chosen; see `transport.choose`."""
+        return self.name
 
     @staticmethod
     def of(name: str) -> Backend:
         """The backend that torch.distributed calls `name` (`cpu:gloo,cuda:nccl` counts as NCCL)."""
         return Nccl(name) if "nccl" in name else Backend(name)
 
-    def connect(self, device: torch.device) -> None:
-        """Make what the first message would make. Every rank calls it once, before any message."""
+    def connect(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        """Make what the first message on a group would make. All its ranks call it once, before any message.
 
-    def post(self, receives: Sequence[Message], sends: Iterable[Message], tag: int) -> tuple[Posted, Posted]:
+        Args:
+            group: None: that of all ranks.
+        """
+
+    def post(
+        self,
+        receives: Sequence[Message],
+        sends: Iterable[Message],
+        tag: int,
+        group: dist.ProcessGroup | None,
+        what: object,
+    ) -> tuple[Posted, Posted]:
         """Post receives, then sends, each of which may be packed when it is asked for: the one before is on its way.
 
         Args:
-            tag: what messages are matched by, where the backend matches by tags.
+            receives, sends: buffers, with ranks of the job.
+            tag: what messages are matched by, where the backend matches by tags; then all go through one group.
+            group: the communicator, where it matches by order; None: that of all ranks.
+            what: `str(what)` names the transfer.
         """
-        group = _everyone()
-        received: Posted = [(peer, group.recv([buffer], peer, tag)) for peer, buffer in receives]
-        return received, [(peer, group.send([buffer], peer, tag)) for peer, buffer in sends]
+        everyone = _everyone()
+        received: Posted = [(peer, everyone.recv([buffer], peer, tag)) for peer, buffer in receives]
+        return received, [(peer, everyone.send([buffer], peer, tag)) for peer, buffer in sends]
 
-    def wait(self, work: Waited, timeout: float, watchdog: Watchdog, what: object) -> None:
-        """Wait for one work, for at most `timeout` seconds.
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        sizes: tuple[Sequence[int], Sequence[int]],
+        tag: int,
+        group: dist.ProcessGroup,
+        what: object,
+    ) -> Waited:
+        """Begin an all-to-all of flat buffers in which the ranks of `group` follow each other.
 
         Args:
-            what: `str(what)` names the wait, for the watchdog.
+            sizes: elements per rank, received and sent.
+            tag, what: as in `post`.
         """
+        to_receive, to_send = (list(each) for each in sizes)
+        work = dist.all_to_all_single(received, sent, to_receive, to_send, group=group, async_op=True)
+        assert work is not None
+        return work
+
+    def posted(self, works: Posted, watchdog: Watchdog, what: object) -> None:
+        """Called once behind whatever was posted: messages and collectives that nobody waits for on the spot.
+
+        Args:
+            what: `str(what)` names them, for the watchdog.
+        """
+
+    def wait(self, work: Waited, timeout: float) -> None:
+        """Wait for one work, for at most `timeout` seconds."""
         work.wait(_seconds(timeout))
+
+    def step(self) -> AbstractContextManager[object]:
+        """Surrounds what a rank does in one step: behind it nothing is in flight, and everything was waited for."""
+        return nullcontext()
 
     def group_timeout(self, timeout: float) -> timedelta:
         """The timeout of a process group whose waits may take `timeout` seconds."""
@@ -91,26 +141,39 @@ class Nccl(Backend):
     name: str = "nccl"
     device_type: str = "cuda"
     shares_memory: bool = False
+    by_order: bool = True
 
-    def connect(self, device: torch.device) -> None:
-        # The first batch of messages on a group makes its communicator over all ranks, also those without a message:
-        # they would be waited for.
-        dist.all_reduce(torch.zeros(1, device=device))
+    def connect(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        # The first batch of messages on a group makes its communicator over all its ranks, also those without a
+        # message: they would be waited for.
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
 
-    def post(self, receives: Sequence[Message], sends: Iterable[Message], tag: int) -> tuple[Posted, Posted]:
+    def post(
+        self,
+        receives: Sequence[Message],
+        sends: Iterable[Message],
+        tag: int,
+        group: dist.ProcessGroup | None,
+        what: object,
+    ) -> tuple[Posted, Posted]:
         """One coalesced batch, and its works; see `Backend.post`."""
-        ops = [dist.P2POp(dist.irecv, buffer, peer) for peer, buffer in receives]
-        ops += [dist.P2POp(dist.isend, buffer, peer) for peer, buffer in sends]
+        ops = [dist.P2POp(dist.irecv, buffer, peer, group) for peer, buffer in receives]
+        ops += [dist.P2POp(dist.isend, buffer, peer, group) for peer, buffer in sends]
         return [(None, work) for work in (dist.batch_isend_irecv(ops) if ops else [])], []
 
-    def wait(self, work: Waited, timeout: float, watchdog: Watchdog, what: object) -> None:
-        """Let the stream wait. With a timeout the host would wait too; the watchdog looks after the work instead."""
+    def posted(self, works: Posted, watchdog: Watchdog, what: object) -> None:
+        """The watchdog looks after them from here on, since NCCL counts from here too."""
+        name = str(what)  # its words alone: it may hold buffers, and is kept until somebody looks
+        for _, work in works:
+            watchdog.expect(work, name)
+
+    def wait(self, work: Waited, timeout: float) -> None:
+        """Let the stream wait. With a timeout the host would wait too."""
         work.wait()
-        watchdog.expect(work, what)
 
     def group_timeout(self, timeout: float) -> timedelta:
-        """Twice: when it is over NCCL ends the process, and the watchdog must have named the boundary before."""
-        return timedelta(seconds=2 * timeout)
+        """Twice, and a grace: then NCCL ends the process, and the watchdog must have named the boundary before."""
+        return timedelta(seconds=2 * timeout + GRACE)
 
 
 def _everyone() -> dist.ProcessGroup:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,8 @@ class Exchange:
         transport: `auto`, `p2p`, `all_to_all` or `dtensor`.
         tag: equal on all ranks for this transfer and different from others in flight (gloo matches by it; NCCL
             matches by order, so exchanges between a pair of ranks must start in the same order on both).
+        group: the communicator of its messages, on a backend that matches by order (`World.channel`); None: that of
+            all ranks.
 
     Raises:
         BoundaryError: the local tensor is not what the source layout promises.
@@ -53,8 +56,10 @@ class Exchange:
         *,
         transport: str = "auto",
         tag: int = 0,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.world, self.plan, self.label, self.dtype, self.tag = world, plan, label, dtype, tag
+        self.group = group
         self.transport = choose(plan, world.link, transport)
         self._check_local(local)
         self._local = local
@@ -134,6 +139,7 @@ class _Pending:
 
     def __init__(self, exchange: Exchange, step: Step, local: Tensor | None) -> None:
         self.world, self.label, self.dtype = exchange.world, exchange.label, exchange.dtype
+        self.group = exchange.group
         self.step: RankStep = rank_step(step, self.world.rank)
         self.local = None if local is None else local.contiguous()
         self.base = 0 if self.local is None else int(self.local.storage_offset())
@@ -144,17 +150,29 @@ class _Pending:
         self._done = False
         self._peer: int | None = None
         self.out = self._result()
-        if exchange.transport == "all_to_all":
-            self._post_all_to_all(step)
+        self.by_p2p = exchange.transport != "all_to_all"
+        if not self.by_p2p:
+            self._post_all_to_all(step, exchange.tag)
         elif self.step.messages:
             near = self.world.neighbours
             if near is None or not near.everyone:
-                self.receives, self.sends = self.world.backend.post(self._places(), self._messages(), exchange.tag)
+                self._post(exchange.tag)
             if near is not None:
                 self._tell(near, exchange.tag)
             self.world.log.add_messages(self.label, self.step.messages, self.dtype.itemsize, "p2p")
         if not self.step.order:  # summands wait, so that sums do not depend on arrival
             self._put_own()
+
+    def _post(self, tag: int) -> None:
+        world, name = self.world, _Name(self.label, self.world.rank, self._peers)
+        try:
+            with world.watchdog.watching(name):  # making a communicator would block
+                self.receives, self.sends = world.backend.post(
+                    self._places(), self._messages(), tag, self.group, self.label
+                )
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        world.backend.posted([*self.receives, *self.sends], world.watchdog, name)
 
     def _result(self) -> Tensor | None:
         if self.step.result_shape is None:
@@ -225,9 +243,11 @@ class _Pending:
                 except RuntimeError as error:
                     raise self._lost(error) from error
 
-    def _post_all_to_all(self, step: Step) -> None:
+    def _post_all_to_all(self, step: Step, tag: int) -> None:
         ranks = sorted({*step.src.mesh.ranks, *step.dst.mesh.ranks})
-        group = self.world.group(ranks)
+        channel = self.group
+        own = channel is not None and dist.get_process_group_ranks(channel) == ranks
+        group = channel if own else self.world.group(ranks)
         if group is None:
             return
         sent = {part.peer: part for part in self.step.sends}
@@ -240,13 +260,13 @@ class _Pending:
             if rank in sent:
                 self._pack(sent[rank], buffer_in, start)
         flat_in, flat_out = buffer_in[:all_in], buffer_out[:all_out]
-        work = dist.all_to_all_single(flat_out, flat_in, sizes_out, sizes_in, group=group, async_op=True)
+        work = self.world.backend.all_to_all(flat_out, flat_in, (sizes_out, sizes_in), tag, group, self.label)
         self.world.log.add(self.label, "received", None, flat_out.nbytes, "all_to_all")
         for rank, start in zip(ranks, itertools.accumulate(sizes_out, initial=0), strict=False):
             if rank in expected:
                 self.arrived.append((expected[rank], buffer_out, start))
-        assert work is not None
         self.receives.append((None, work))
+        self.world.backend.posted(self.receives, self.world.watchdog, _Name(self.label, self.world.rank, ()))
 
     def _counted(self, message: Tensor, part: LocalPiece) -> Tensor:
         # A shorter message lands silently in a longer buffer and a longer one ends the process: count before posting.
@@ -333,7 +353,7 @@ class _Pending:
             with world.watchdog.watching(self):
                 for peer, work in works:
                     self._peer, started = peer, time.perf_counter()
-                    wait(work, world.timeout, world.watchdog, self)
+                    wait(work, world.timeout)
                     waited += time.perf_counter() - started
                     world.watchdog.progress()
                     if peer is not None and peer in places:
@@ -352,11 +372,38 @@ class _Pending:
 
     @property
     def _whom(self) -> str:
-        return "a collective" if self._peer is None else f"rank {self._peer}"
+        if self._peer is not None:
+            return f"rank {self._peer}"
+        return _whom(self._peers)
+
+    @property
+    def _peers(self) -> tuple[int, ...]:
+        """Of all its messages; none for a collective."""
+        if not self.by_p2p:
+            return ()
+        return tuple(sorted({part.peer for part in (*self.step.receives, *self.step.sends)}))
 
     def __str__(self) -> str:
         """How the watchdog names this wait."""
         return f"{self.label}: rank {self.world.rank}, waiting for {self._whom}"
+
+
+@dataclass(frozen=True)
+class _Name:
+    """How the watchdog names messages in flight, without keeping their buffers."""
+
+    label: Label
+    rank: int
+    peers: tuple[int, ...]  # none: a collective
+
+    def __str__(self) -> str:
+        return f"{self.label}: rank {self.rank}, waiting for {_whom(self.peers)}"
+
+
+def _whom(peers: Sequence[int]) -> str:
+    if not peers:
+        return "a collective"
+    return f"rank {peers[0]}" if len(peers) == 1 else f"ranks {', '.join(map(str, peers))}"
 
 
 def _move(source: Tensor, target: Tensor, add: bool) -> None:

@@ -1,13 +1,16 @@
 """The process groups of a job, as a pure function of its graph: those that axes, edges and tied weights need, no more.
 
 A group costs every rank a connection to its members and, on NCCL, device memory on each of them. Messages between two
-ranks need no group of their own: they travel on the group of all ranks.
+ranks need no group of their own on gloo, which has tags: they travel on the group of all ranks. On NCCL they go through
+`channels`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 
+from hetmesh.boundary.channels import Channels, job_channels
 from hetmesh.boundary.transport import MEMORY, may_use_all_to_all
 from hetmesh.cost import ModuleShape
 from hetmesh.graph import ModuleGraph, ModuleSpec, StageGraph, dense_mesh, stage_graph
@@ -20,12 +23,15 @@ Ranks = tuple[int, ...]
 def job_groups(
     graph: ModuleGraph, world_size: int, tied: Callable[[ModuleSpec], bool], link: str = ""
 ) -> tuple[Ranks, ...]:
-    """All groups of several ranks of a job, besides torch's default one, in the order in which every rank makes them.
+    """All groups of several ranks of a job, besides torch's default one. Groups of equal ranks are one group, except
+    for channels, of which each is one more.
 
     Args:
         tied: whether the first and the last stage of a module share a weight that is trained.
-        link: what carries messages (`World.link`), as far as it is known: edges need no groups where it is `MEMORY`.
+        link: what carries messages (`World.link`): edges need no groups where it is `MEMORY`, and channels where it is
+            NCCL. Where it is not known, as on NCCL.
     """
+    by_order = not link or "nccl" in link
     groups: dict[Ranks, None] = {}
     for name in graph.order:
         spec = graph[name]
@@ -34,9 +40,11 @@ def job_groups(
                 groups |= dict.fromkeys(mesh_groups(mesh))
         if tied(spec):
             groups |= dict.fromkeys(tied_pairs(spec))
-    groups |= dict.fromkeys(edge_groups(stage_graph(graph), link=link))
+    channels = job_channels(graph) if by_order else None
+    groups |= dict.fromkeys(edge_groups(stage_graph(graph), link=link, channels=channels))
     groups[tuple(range(world_size))] = None  # losses, norms and metrics
-    return tuple(ranks for ranks in groups if len(ranks) > 1)
+    own = () if channels is None else (channel.ranks for channel in channels.all)
+    return (*(ranks for ranks in groups if len(ranks) > 1), *own)
 
 
 def stage_meshes(spec: ModuleSpec, stage: int) -> tuple[MeshSpec, ...]:
@@ -81,20 +89,37 @@ def ends_are_tied(spec: ModuleSpec, shape: ModuleShape | None) -> bool:
     return bool(first & last)
 
 
-def edge_groups(stages: StageGraph, transport: str = "auto", link: str = "") -> Iterator[Ranks]:
-    """The groups that edges may need: those whose transfers may be carried by an all-to-all."""
+def edge_groups(
+    stages: StageGraph, transport: str = "auto", link: str = "", channels: Channels | None = None
+) -> Iterator[Ranks]:
+    """The groups that edges may need: those whose transfers may be carried by an all-to-all, and have no channel."""
     if link == MEMORY and transport == "auto":
         return
     for edge in stages.edges:
+        if channels is not None and edge in channels.of_edge:
+            continue
         ranks = tuple(sorted({*stages.ranks_of(edge.source), *stages.ranks_of(edge.destination)}))
         if may_use_all_to_all(len(ranks), transport):
             yield ranks
 
 
+def groups_of_ranks(groups: Iterable[Ranks]) -> Counter[int]:
+    """How many groups each rank is a member of."""
+    return Counter(rank for ranks in groups for rank in ranks)
+
+
+def job_communicators(
+    graph: ModuleGraph, world_size: int, shape: Callable[[ModuleSpec], ModuleShape | None]
+) -> dict[int, int]:
+    """How many communicators each rank of a job uses: one per group, and torch's default one, which carries messages.
+
+    Args:
+        shape: the sizes of a module; None where they are not known.
+    """
+    counts = groups_of_ranks(job_groups(graph, world_size, lambda spec: ends_are_tied(spec, shape(spec))))
+    return {rank: counts[rank] + (world_size > 1) for rank in range(world_size)}
+
+
 def most_on_a_rank(groups: tuple[Ranks, ...]) -> int:
     """How many groups the rank with most of them is a member of."""
-    counts: dict[int, int] = {}
-    for ranks in groups:
-        for rank in ranks:
-            counts[rank] = counts.get(rank, 0) + 1
-    return max(counts.values(), default=0)
+    return max(groups_of_ranks(groups).values(), default=0)

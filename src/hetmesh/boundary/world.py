@@ -19,6 +19,7 @@ from hetmesh.boundary import pending
 from hetmesh.boundary.accelerator import Accelerator, Cuda
 from hetmesh.boundary.backend import Backend, Nccl
 from hetmesh.boundary.buffers import Buffers
+from hetmesh.boundary.channels import Channel
 from hetmesh.boundary.joining import join
 from hetmesh.boundary.log import CommunicationLog
 from hetmesh.boundary.neighbours import Neighbours
@@ -73,6 +74,7 @@ class World:
         self.neighbours: Neighbours | None = None
         self._connected = False
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._channels: dict[Channel, dist.ProcessGroup | None] = {}
         self._meshes: dict[MeshSpec, DeviceMesh | None] = {}
         self.transfers = 0
 
@@ -85,6 +87,16 @@ class World:
             _current = World()
         return _current
 
+    @contextlib.contextmanager
+    def as_current(self) -> Iterator[World]:
+        """In the body, `World.current()` returns this one, and afterwards what it returned before."""
+        global _current
+        before, _current = _current, self
+        try:
+            yield self
+        finally:
+            _current = before
+
     def next_tag(self) -> int:
         """A number that is equal on all ranks, as long as all make their transfers in the same order."""
         self.transfers += 1
@@ -93,7 +105,7 @@ class World:
     @property
     def link(self) -> str:
         """What carries messages, as `transport.choose` asks for it; equal on all ranks."""
-        return MEMORY if self.neighbours is not None and self.neighbours.everyone else self.backend.name
+        return MEMORY if self.neighbours is not None and self.neighbours.everyone else self.backend.link
 
     def connect(self) -> None:
         """Make what the first message between two ranks would make over all of them. Collective; once is enough."""
@@ -123,21 +135,38 @@ class World:
         ranks = tuple(ranks)
         self._check_ranks(ranks)
         if ranks not in self._groups:
-            options: dict[str, Any] = {}
-            if ranks != tuple(sorted(ranks)):
-                # torch sorts the ranks of a group silently, which permutes what collectives return.
-                if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
-                    raise LayoutError(
-                        f"ranks {list(ranks)} of a mesh axis are not ascending; torch {torch.__version__} would sort "
-                        "them silently: give ascending ranks, or use torch >= 2.13"
-                    )
-                options["sort_ranks"] = False
-            if len(ranks) == 1:  # a mesh axis of size 1: nobody else need take part
-                options["use_local_synchronization"] = True
-            with self.waiting(f"the process group of ranks {list(ranks)}"), one_gloo_device():
-                group = dist.new_group(list(ranks), timeout=self.backend.group_timeout(self.timeout), **options)
-            self._groups[ranks] = group if isinstance(group, dist.ProcessGroup) and self.rank in ranks else None
+            self._groups[ranks] = self._new_group(ranks, f"the process group of ranks {list(ranks)}")
         return self._groups[ranks]
+
+    def open(self, channels: Iterable[Channel]) -> None:
+        """Make the communicators of messages, where the backend needs them. Collective over all ranks, in one order."""
+        for channel in channels:
+            if self.backend.by_order and channel not in self._channels:
+                self._check_ranks(channel.ranks)
+                group = self._channels[channel] = self._new_group(channel.ranks, channel)
+                if group is not None:
+                    with self.waiting(channel):
+                        self.backend.connect(self.device, group)
+
+    def channel(self, channel: Channel | None) -> dist.ProcessGroup | None:
+        """The group of a channel that was opened; None, which stands for that of all ranks, where there is none."""
+        return None if channel is None else self._channels.get(channel)
+
+    def _new_group(self, ranks: tuple[int, ...], what: object) -> dist.ProcessGroup | None:
+        options: dict[str, Any] = {}
+        if ranks != tuple(sorted(ranks)):
+            # torch sorts the ranks of a group silently, which permutes what collectives return.
+            if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+                raise LayoutError(
+                    f"ranks {list(ranks)} of a mesh axis are not ascending; torch {torch.__version__} would sort "
+                    "them silently: give ascending ranks, or use torch >= 2.13"
+                )
+            options["sort_ranks"] = False
+        if len(ranks) == 1:  # a mesh axis of size 1: nobody else need take part
+            options["use_local_synchronization"] = True
+        with self.waiting(what), one_gloo_device():
+            group = dist.new_group(list(ranks), timeout=self.backend.group_timeout(self.timeout), **options)
+        return group if isinstance(group, dist.ProcessGroup) and self.rank in ranks else None
 
     def device_mesh(self, spec: MeshSpec) -> DeviceMesh | None:
         """The DeviceMesh of `spec`, the same object for equal specs; None on ranks outside it. Collective.
@@ -195,7 +224,7 @@ class World:
         """
         check_timeout(timeout)
         self.timeout = self.watchdog.timeout = timeout
-        for group in (dist.group.WORLD, *self._groups.values()):  # the default group carries the messages
+        for group in (dist.group.WORLD, *self._groups.values(), *self._channels.values()):
             if group is not None:
                 set_group_timeout(self.backend.group_timeout(timeout), group)
 
@@ -225,6 +254,7 @@ class World:
         forgotten = pending.drop()
         self.watchdog.close()
         self._groups.clear()
+        self._channels.clear()
         self._meshes.clear()
         self._part()
         if dist.is_initialized():
@@ -275,6 +305,8 @@ def init(
         join(backend.name, backend.group_timeout(init_timeout))
     world = _current = World(timeout=init_timeout, backend=backend, accelerator=accelerator)
     world.connect()
+    if timeout > init_timeout:  # the default group would give up before the watchdog speaks
+        world.set_timeout(timeout)
     world.timeout = world.watchdog.timeout = timeout
     return world
 

@@ -12,6 +12,7 @@ from hetmesh.recipe.recipe import load_recipe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The recipe, and how to show it."""
     parser.add_argument("recipe", metavar="RECIPE", help="a TOML file, e.g. recipes/digits.toml")
+    parser.add_argument("--machine", metavar="NAME", help="whose memory it is to fit; default: [metrics] machine")
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
     parser.add_argument("--png", metavar="FILE", help="also draw it (needs matplotlib)")
 
@@ -22,7 +23,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from hetmesh.files import to_json
     from hetmesh.report import as_text, explain, save_picture
 
-    view = explain(recipe)
+    view = explain(recipe, args.machine)
     if args.png:
         save_picture(view, args.png)
     if args.json:

@@ -28,7 +28,7 @@ def activation_bytes(
     autocast: bool = False,
 ) -> int:
     """Bytes on each rank that shares the layer, for one microbatch of a lane. Of the head of an LLM also what the loss
-    keeps: the logarithms of its probabilities, in fp32 at least.
+    keeps: the logarithms of its probabilities, in fp32 at least; of shares of the vocabulary the logits as they are.
 
     Args:
         work: of the lane, padding included where it is computed.
@@ -51,8 +51,8 @@ def activation_bytes(
     kept = sum(_input_share(w, tp) * w.per_row * input_elements(w) for w in _distinct(products))
     casts = sum(tensor_parallel_elements(weight, tp) for weight in products) if autocast else 0
     if layer.on_targets:
-        logits = rows * loss_itemsize(itemsize) * sum(w.shape[0] for w in products)
-        return round(itemsize * (rows * kept + casts)) + logits
+        logits = 0 if not products else itemsize if in_shares(layer, tp) else loss_itemsize(itemsize)
+        return round(itemsize * (rows * kept + casts) + logits * rows * logits_of_a_row(layer, tp))
     kept += sum((1 / tp if w.tp_dim == 0 else between) * w.per_row * w.shape[0] for w in products)
     if len(products) > 1:
         kept += _gate_elements(products, tp) + _attention_elements(layer, products, tp)
@@ -63,6 +63,17 @@ def activation_bytes(
     if autocast:
         kept += between * sum(w.shape[-1] for w in layer.weights if _is_between(w, products))
     return round(itemsize * (rows * kept + casts))
+
+
+def in_shares(layer: LayerShape, tp: int) -> bool:
+    """Whether ranks have shares of the logits that a head makes; the loss then keeps these as they are."""
+    return tp > 1 and layer.shares_logits and any(w.per_row and w.tp_dim == 0 for w in layer.weights)
+
+
+def logits_of_a_row(layer: LayerShape, tp: int) -> float:
+    """Logits of one target that one rank has."""
+    widest = max((w.shape[0] for w in layer.weights if w.per_row), default=0)
+    return widest / tp if in_shares(layer, tp) else widest
 
 
 def loss_itemsize(itemsize: int) -> int:

@@ -78,7 +78,8 @@ def tensor_parallel_time(
 
     Each weight split along its inputs ends in a sum of its outputs over the ranks, and the weights split along their
     outputs before it start, in the backward, with a sum of their input's gradient: two and two for a transformer block.
-    A layer with none but the latter (the first linear of an MLP) has only that; a head gathers its logits.
+    A layer with none but the latter (the first linear of an MLP) has only that; a head gathers its logits, or
+    sends three numbers of each target where ranks keep shares of them.
     """
     if len(ranks) < 2:
         return TensorParallelTime()
@@ -91,7 +92,9 @@ def tensor_parallel_time(
         return TensorParallelTime(each, each if needed else 0.0)
     forward = backward = 0.0
     if products:
-        if layer.on_targets:
+        if layer.on_targets and layer.shares_logits:  # a maximum, then a sum and a logit, of each target
+            forward = all_reduce(4 * rows, ranks, machine) + all_reduce(8 * rows, ranks, machine)
+        elif layer.on_targets:
             forward = all_gather(itemsize * rows * products[0].shape[0], ranks, machine)
         if upstream:
             backward = all_reduce(itemsize * rows * products[0].shape[1], ranks, machine)

@@ -18,7 +18,7 @@ _FOLDER = Path(__file__).parent / "machines"
 MACHINES = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 """Names that `load_machine` knows."""
 
-_INTEGERS = ("memory_bytes", "ranks_per_node")
+_INTEGERS = ("memory_bytes", "context_bytes", "communicator_bytes", "ranks_per_node")
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,9 @@ class Machine:
         peak_flops: dense FLOP/s of one device by dtype (`"bfloat16"`). A dtype that is missing is unknown: on a CPU it
             is measured when a run starts.
         memory_bytes: of one device; 0 if unknown.
+        context_bytes: of it, what a process holds before its first tensor: the driver's context, loaded kernels, the
+            workspace of matrix products.
+        communicator_bytes: of it, what each communicator that a process uses holds.
         memory_bandwidth: bytes/s; 0 if unknown.
         node_bandwidth: bytes/s that a device can send to others of its node, one direction.
         network_bandwidth: the same to other nodes.
@@ -50,6 +53,8 @@ class Machine:
     source: str
     peak_flops: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     memory_bytes: int = 0
+    context_bytes: int = 0
+    communicator_bytes: int = 0
     memory_bandwidth: float = 0.0
     node_bandwidth: float = 0.0
     network_bandwidth: float = 0.0

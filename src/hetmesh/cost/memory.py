@@ -28,17 +28,29 @@ class StaticMemory:
     Attributes:
         elements: of all its parameters.
         parameters, gradients, optimizer: bytes. What is frozen has no gradient and no optimizer state.
+        largest: bytes of the largest gradient.
     """
 
     elements: int = 0
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
+    largest: int = 0
 
     @property
     def total(self) -> int:
         """All bytes."""
         return self.parameters + self.gradients + self.optimizer
+
+    def beside(self, other: StaticMemory) -> StaticMemory:
+        """What a rank holds of two modules."""
+        return StaticMemory(
+            self.elements + other.elements,
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.optimizer + other.optimizer,
+            max(self.largest, other.largest),
+        )
 
 
 def static_memory(
@@ -70,15 +82,38 @@ def _cells(
     copies = OPTIMIZER_COPIES.get(optimizer, 0)
     cells: list[StaticMemory] = []
     for place in range(pp):
-        elements, trainable = np.zeros((tp, shards), np.int64), np.zeros((tp, shards), np.int64)
+        elements, trainable, largest = (np.zeros((tp, shards), np.int64) for _ in range(3))
         equal = Counter((w.shape, w.tp_dim, w.trainable) for w in place_weights(module, pp, place, stages))
         for (shape, tp_dim, trained), count in equal.items():
-            each = count * _shard_elements(shape, tp_dim, tp, shards)
-            elements += each
-            trainable += each * trained
-        for n, t in zip(elements.ravel().tolist(), (itemsize * trainable).ravel().tolist(), strict=True):
-            cells.append(StaticMemory(n, itemsize * n, t, t * copies))
+            one = _shard_elements(shape, tp_dim, tp, shards)
+            elements += count * one
+            trainable += count * one * trained
+            np.maximum(largest, one * trained, out=largest)
+        for n, t, most in np.stack([elements, trainable, largest], -1).reshape(-1, 3).tolist():
+            cells.append(StaticMemory(n, itemsize * n, itemsize * t, itemsize * t * copies, itemsize * most))
     return tuple(cells)
+
+
+def update_bytes(held: Sequence[StaticMemory], optimizer: str, implementation: str, weight_decay: bool) -> int:
+    """Bytes that the optimizer's step holds for a moment beyond parameters, gradients and state.
+
+    A fused kernel updates in place. "foreach" works on all parameters of a group at once, and groups are of one
+    module: Adam and AdamW make the root of the second moments, Adam with weight decay and SGD with it a sum with the
+    gradients (`torch.optim.adam._multi_tensor_adam`, `torch.optim.sgd._multi_tensor_sgd`). "for-loop" makes the same of
+    one parameter at a time, Adam's root twice.
+
+    Args:
+        held: by one rank, of each module.
+        optimizer, implementation: their names in a recipe; SGD has no fused kernel that takes DTensors, and is
+            "foreach" instead.
+    """
+    adam = optimizer in ("Adam", "AdamW")
+    summed = int(weight_decay and optimizer != "AdamW")
+    if implementation == "for-loop":
+        return (2 * adam + summed) * max((each.largest for each in held), default=0)
+    if implementation == "fused" and adam:
+        return 0
+    return (adam + summed) * max((each.gradients for each in held), default=0)
 
 
 def module_memory(shape: ModuleShape, spec: ModuleSpec, optimizer: str) -> dict[int, StaticMemory]:

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import itertools
 
-from hetmesh.cost.activations import activation_bytes, input_elements, loss_itemsize, output_share
+from hetmesh.cost.activations import (
+    activation_bytes,
+    in_shares,
+    input_elements,
+    logits_of_a_row,
+    loss_itemsize,
+    output_share,
+)
 from hetmesh.cost.memory import tensor_parallel_elements
 from hetmesh.cost.shapes import LayerShape, WeightShape
 from hetmesh.cost.work import Work
@@ -23,8 +30,10 @@ def forward_bytes(
     made their probabilities, in half precision beside a copy in fp32.
     """
     if layer.on_targets:
+        if in_shares(layer, tp):
+            return _raised(layer, work, itemsize, tp)
         raised = loss_itemsize(itemsize) if itemsize < 4 else 0
-        return work.targets * (itemsize + raised) * _widest(_products(layer))
+        return round(work.targets * (itemsize + raised) * logits_of_a_row(layer, tp))
     if recompute or not (upstream or layer.trainable):
         return _in_flight(layer, work, itemsize, tp)
     return 0
@@ -39,8 +48,11 @@ def backward_bytes(
         return 0
     weights = [tensor_parallel_elements(weight, tp) for weight in layer.weights if weight.trainable]
     held = itemsize * max(weights, default=0)
+    if layer.on_targets and in_shares(layer, tp):
+        own = round(work.targets * itemsize * logits_of_a_row(layer, tp))
+        return own + max(held, _raised(layer, work, itemsize, tp))
     if layer.on_targets:  # of the logarithms of probabilities and of the logits
-        return held + 2 * work.targets * loss_itemsize(itemsize) * _widest(_products(layer))
+        return held + round(2 * work.targets * loss_itemsize(itemsize) * logits_of_a_row(layer, tp))
     held += _in_flight(layer, work, itemsize, tp)
     if recompute:
         again, kept = (
@@ -85,5 +97,8 @@ def _products(layer: LayerShape) -> list[WeightShape]:
     return [weight for weight in layer.weights if weight.per_row]
 
 
-def _widest(products: list[WeightShape]) -> int:
-    return max((weight.shape[0] for weight in products), default=0)
+def _raised(layer: LayerShape, work: Work, itemsize: int, tp: int) -> int:
+    """Exponentials of a rank's share of the logits, in fp32 at least. They are made in parts of 64 MB
+    (`hetmesh.parallel.vocabulary.CHUNK`), which is little where logits matter; a part counts as linear in the targets,
+    as all bytes of a layer do, with no more than a third of the logits."""
+    return round(work.targets * loss_itemsize(itemsize) * logits_of_a_row(layer, tp) / 3)

@@ -45,6 +45,7 @@ class LayerShape(HashedOnce):
         key_width: key heads x head size, summed alike: what context-parallel ranks fetch of a token, twice.
         causal: its attention hides later positions: a kernel computes half of the (query, key) pairs.
         on_targets: it runs on target positions alone, as the head of an LLM does.
+        shares_logits: of such a head: tensor-parallel ranks that split it keep shares of the vocabulary in the loss.
     """
 
     name: str
@@ -53,6 +54,7 @@ class LayerShape(HashedOnce):
     on_targets: bool = False
     key_width: int = 0
     causal: bool = False
+    shares_logits: bool = False
 
     __hash__ = HashedOnce.__hash__
 

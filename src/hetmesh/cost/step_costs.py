@@ -75,11 +75,16 @@ class StageBytes:
         gradients: from its first backward on; in `StepCosts.static_bytes`, too.
         gathered: parameters that FSDP gathers for a forward and keeps for the backward, while one is to come.
         summed: copies of gradients that are packed to be summed over ranks after the last backward.
+        gathering: of the bytes that an action holds for a moment, those of parameters that FSDP gathers for it alone.
+        scattered: whole gradients of what FSDP gathers for all of a forward, while they are summed to shards at the end
+            of each backward.
     """
 
     gradients: int = 0
     gathered: int = 0
     summed: int = 0
+    gathering: int = 0
+    scattered: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +134,7 @@ class StepCosts:
         parts: per stage and microbatch what its actions consist of, where that was asked for.
         busy_slowdown, ranks_per_node: see `Machine`. All other seconds are of ranks that have their node to themselves.
         stage_bytes: per stage, what it holds whatever the microbatches.
+        update_bytes: per rank, what the optimizer's step holds for a moment beyond `static_bytes`.
     """
 
     stages: Mapping[tuple[Stage, int], StageCost]
@@ -143,3 +149,4 @@ class StepCosts:
     lanes: Lanes | None = None
     stage_bytes: Mapping[Stage, StageBytes] = field(default_factory=lambda: MappingProxyType({}))
     parts: Mapping[tuple[Stage, int], StageParts] = field(default_factory=lambda: MappingProxyType({}))
+    update_bytes: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))

@@ -68,6 +68,8 @@ class Abilities:
         item_grid: of an encoder: the grid of an item's rows, from its raw shape.
         attention_dropout: the share of attention probabilities that its own attention drops in training.
         experts: its mixture-of-experts blocks; None: it has none that ranks can share.
+        head: of an LLM: FQN of the layer that makes its logits, where what is behind it treats each logit by itself, so
+            that tensor-parallel ranks may have shares of them.
         reasons: why an ability is absent, by its name; for refusals.
     """
 
@@ -83,6 +85,7 @@ class Abilities:
     item_grid: ItemGrid | None = None
     attention_dropout: float = 0.0
     experts: ExpertLayers | None = None
+    head: str = ""
     reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def because(self, ability: str) -> str:

@@ -1,8 +1,7 @@
-"""Build a module with weights that depend on nothing but the seed and the module's name, or without weights."""
+"""Build a module: without memory, and with the values that its parameters begin with, or without weights at all."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from hetmesh.models.adapter import Adapter
+from hetmesh.models.unfilled import Unfilled, built_really, recorded
 
 
 def build_module(adapter: Adapter, name: str, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -18,10 +18,37 @@ def build_module(adapter: Adapter, name: str, seed: int, dtype: torch.dtype = to
 
     Every rank of any layout gets the same weights as one process would, without communication; fp64 runs start from
     the fp32 ones. The global RNG is left as it was.
+
+    Raises:
+        RecipeError: nothing initialises one of its parameters.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))  # 32 bits: the CPU generator ignores higher ones
+    return build_unfilled(adapter, name, seed, dtype).filled()
+
+
+def build_unfilled(adapter: Adapter, name: str, seed: int, dtype: torch.dtype = torch.float32) -> Unfilled:
+    """What `build_module` makes, before its parameters have memory: each rank fills in what it keeps.
+
+    A module whose constructor computes with its weights is built really, and they are kept whole until they are taken.
+
+    Raises:
+        RecipeError: nothing initialises one of its parameters.
+    """
+
+    def build() -> nn.Module:
         return _build(adapter).to(dtype)
+
+    found = recorded(build, name, seed)
+    return built_really(build, name, seed, found) if isinstance(found, str) else found
+
+
+def why_whole(adapter: Adapter, name: str) -> str | None:
+    """Why a module's weights are kept whole while it is built; None if they are drawn row by row. Takes no memory.
+
+    Raises:
+        RecipeError: nothing initialises one of its parameters.
+    """
+    found = recorded(lambda: _build(adapter), name, 0)
+    return found if isinstance(found, str) else None
 
 
 def build_empty(adapter: Adapter, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -86,6 +86,7 @@ class CausalLMAdapter:
             token_sharded=self._token_sharded,
             use_packed=self.use_packed,
             attention_dropout=self.config.attention_dropout or 0.0,
+            head="lm_head",
         )
 
     def build(self) -> nn.Module:

@@ -45,7 +45,8 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
         on_targets = adapter.out_features is None and layer == HEAD
         width, causal = _attention_width(part), adapter.out_features is None
         sizes = width, on_targets, _key_width(part), causal and width > 0
-        layers.append(LayerShape(layer, _shapes(weights, shape_of), *sizes))
+        shares = on_targets and adapter.abilities.head == layer
+        layers.append(LayerShape(layer, _shapes(weights, shape_of), *sizes, shares_logits=shares))
     rest = {fqn: p for fqn, p in module.named_parameters() if fqn not in seen}
     if rest:
         layers.insert(0, LayerShape("", _shapes(rest, shape_of)))

@@ -137,9 +137,11 @@ class Qwen3VLVisionAdapter:
         """Let `module` take the patches that ranks share: its attention becomes hetmesh's own."""
         use_in(module, self.config, WHOLE)
 
-    def share(self, batch: Mapping[str, Tensor], kept: Intervals) -> dict[str, Tensor]:
+    def share(self, batch: Mapping[str, Any], kept: Intervals) -> dict[str, Any]:
         """Of a batch of `collate` what belongs to the patches `kept`, in their order."""
         mine = torch.cat([torch.arange(a, b) for a, b in kept]) if kept else torch.zeros(0, dtype=torch.int64)
+        if not len(mine):
+            return {"patches": batch["patches"][:0], **self._places([(1, 1, 1)])}
         of_patches = ("patches", "interp_indices", "interp_weights", "position_ids")
         return {key: value[mine] if key in of_patches else value for key, value in batch.items()}
 
@@ -171,7 +173,7 @@ class Qwen3VLVisionAdapter:
         *,
         placeholders: Mapping[str, int] = MappingProxyType({}),
         pad_id: int = 0,
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         items = media_items(samples, metas, self.media)
         patches = [self._patches(item) for item in items]
         grids = [self.item_grid(tuple(item.shape)) for item in items]
@@ -189,8 +191,9 @@ class Qwen3VLVisionAdapter:
         frames = parts.unsqueeze(5).expand(-1, -1, -1, -1, -1, self.config.temporal_patch_size, -1, -1)
         return frames.reshape(-1, self.patch_features)
 
-    def _places(self, grids: Sequence[tuple[int, int, int]]) -> dict[str, Tensor]:
-        """What the tower would work out from the grids of its images: here it costs no synchronisation with a GPU."""
+    def _places(self, grids: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
+        """What the tower would work out from the grids of its images: here it costs no synchronisation with a GPU. No
+        tensor: where images begin and end, which each block needs as numbers."""
         from transformers import vision_utils
 
         merge = self.config.spatial_merge_size
@@ -203,17 +206,17 @@ class Qwen3VLVisionAdapter:
             "interp_indices": indices,
             "interp_weights": weights,
             "position_ids": vision_utils.get_vision_position_ids(sizes, merge),
-            "cu_seqlens": vision_utils.get_vision_cu_seqlens(sizes),
+            "cu_seqlens": tuple(vision_utils.get_vision_cu_seqlens(sizes).tolist()),
         }
 
     def forward(
-        self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+        self, module: nn.Module, batch: Mapping[str, Any], inputs: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
         patches, places = batch["patches"], {k: v for k, v in batch.items() if k not in ("patches", "attention")}
+        places["cu_seqlens"] = torch.tensor(places["cu_seqlens"], dtype=torch.int32)  # stays on the host
         rows = patches.shape[0] // self.tokens_per_row
         if rows == 0:  # one blank row that is dropped: every parameter takes part in every microbatch
             patches = torch.cat([patches, patches.new_zeros(self.tokens_per_row, self.patch_features)])
-            places = {key: value.to(patches.device) for key, value in self._places([(1, 1, 1)]).items()}
         extra = {"attention_state": batch["attention"]} if "attention" in batch else {}
         out = module(patches, **places, **extra, return_dict=True)
         features = zip(self.side_outputs, out.deepstack_features or (), strict=True)

@@ -2,7 +2,7 @@
 
 from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
-from hetmesh.parallel.apply import AdaptedModule, ParallelModule, parallelize, reduce_gradients, start_reduction
+from hetmesh.parallel.apply import AdaptedModule, ParallelModule, parallelize
 from hetmesh.parallel.compile import apply_compile
 from hetmesh.parallel.fully_shard import apply_fully_shard, sum_over_shards
 from hetmesh.parallel.gradient_axes import ParameterAxes, gradient_axes
@@ -11,12 +11,14 @@ from hetmesh.parallel.gradients import local_gradient, local_part
 from hetmesh.parallel.linear import Colwise, Rowwise
 from hetmesh.parallel.own_module import own_parallel_module
 from hetmesh.parallel.random_state import RandomPlace, entering, seed_by_place
+from hetmesh.parallel.reduction import Reduction, reduce_gradients
 from hetmesh.parallel.replicas import check_replicas
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.tensor_parallel import (
     apply_tensor_parallel,
 )
 from hetmesh.parallel.tied import TiedParameter, sum_tied_parameters, tied_parameters
+from hetmesh.parallel.vocabulary import VocabularyShards
 
 __all__ = [
     "AdaptedModule",
@@ -25,8 +27,10 @@ __all__ = [
     "ParallelModule",
     "ParameterAxes",
     "RandomPlace",
+    "Reduction",
     "Rowwise",
     "TiedParameter",
+    "VocabularyShards",
     "apply_activation_checkpoint",
     "apply_compile",
     "apply_fully_shard",
@@ -41,7 +45,6 @@ __all__ = [
     "parallelize",
     "reduce_gradients",
     "seed_by_place",
-    "start_reduction",
     "sum_gradients",
     "sum_over_shards",
     "sum_tied_parameters",

@@ -1,8 +1,8 @@
-"""One module on its mesh: shard it, and sum its gradients once per step."""
+"""One module on its mesh: everything that is done to it, in its order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,12 +21,12 @@ from hetmesh.parallel.compile import apply_compile
 from hetmesh.parallel.experts.apply import apply_expert_parallel, apply_expert_sharding, routed_tokens
 from hetmesh.parallel.experts.layers import ExpertLayers
 from hetmesh.parallel.fully_shard import apply_fully_shard, fully_shard_arguments
-from hetmesh.parallel.gradient_axes import SUM_ORDER, ParameterAxes, fully_shard_axes, gradient_axes
-from hetmesh.parallel.gradient_sums import start_sum, sum_gradients
+from hetmesh.parallel.gradient_axes import ParameterAxes, fully_shard_axes, gradient_axes
 from hetmesh.parallel.random_state import seed_by_place
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.stages import prune, shared_parameters, view
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
+from hetmesh.parallel.vocabulary import VocabularyShards, shard_vocabulary
 
 
 class ParallelAdapter(Protocol):
@@ -90,6 +90,7 @@ class ParallelModule:
         device_mesh: the handle of `spec`.
         axes: per parameter, over which axes of `spec` its gradient is summed, and along which it is sharded.
         tied: FQNs of the parameters that several layers of the whole module share.
+        vocabulary: how the logits lie over the ranks of `tp`; None: each has all of them.
     """
 
     module: nn.Module
@@ -98,6 +99,7 @@ class ParallelModule:
     device_mesh: DeviceMesh
     axes: Mapping[str, ParameterAxes] = field(default_factory=dict)
     tied: frozenset[str] = frozenset()
+    vocabulary: VocabularyShards | None = None
 
     def __post_init__(self) -> None:
         self.parameters_of(0)  # found before any forward, while FSDP has its shards in place
@@ -136,17 +138,20 @@ def parallelize(
     options: ModuleOptions = DEFAULT,
     runs: Sequence[Sequence[str]] | None = None,
     token_sharded: Sequence[str] = (),
+    head: str = "",
     experts: ExpertLayers | None = None,
     dense: DeviceMesh | None = None,
 ) -> ParallelModule:
-    """Shard `module` in place as `spec` says; only members call it. Nothing is sent: every rank holds the same full
-    weights beforehand (`hetmesh.models.build_module`), so any layout starts from those of one process.
+    """Shard `module` in place as `spec` says; only members call it. Nothing is sent. It may be without weights
+    (`hetmesh.models.build_unfilled`), which each rank then gets for what it keeps; else every rank holds the same full
+    ones beforehand. So any layout starts from those of one process.
 
     Args:
         plan: the tensor parallel plan; None takes the adapter's own.
         options: how it runs; its parameters keep the dtype that they have.
         runs: the layers of each pipeline stage that this rank holds, in order; None: all layers as one stage.
         token_sharded: of sequence parallelism: FQNs of the submodules that work on a share of the tokens.
+        head: FQN of the layer that makes logits, if they may stay shares of the vocabulary where `tp` splits it.
         experts: the module's mixture-of-experts blocks, if it has any.
         dense: the handle of `graph.dense_mesh(spec)`, on which all other parameters lie; None: `device_mesh`, which is
             as good where `spec` has no `ep` axis, or nothing is sharded over it.
@@ -160,12 +165,14 @@ def parallelize(
     if device_mesh.get_coordinate() is None:
         raise LayoutError(f"only members of {spec} hold its module; this rank is none")
     partial: tuple[str, ...] = ()
+    vocabulary: VocabularyShards | None = None
     plan = adapter.tensor_parallel_plan() if plan is None else plan
     shared = token_sharded if options.sequence_parallel else ()
     seed_by_place(module, adapter.layers(), plan, shared, split=spec.axis_size("tp") > 1)
     dense = device_mesh if dense is None else dense
     if spec.axis_size("tp") > 1:
         partial = apply_tensor_parallel(module, dense["tp"], plan)
+        vocabulary = shard_vocabulary(module, head)
     if experts is not None:
         apply_expert_parallel(module, experts, device_mesh)
     if spec.axis_size("tp") > 1 and options.sequence_parallel:
@@ -190,38 +197,4 @@ def parallelize(
         apply_expert_sharding(stage, device_mesh, fully_shard_arguments(stage, options, device_mesh.device_type))
         apply_fully_shard(stage, [layer for layer in layers if layer in held], dense, options)
     axes = gradient_axes(dict(module.named_parameters()), spec, partial)
-    return ParallelModule(module, stages, spec, device_mesh, axes, tied)
-
-
-def reduce_gradients(parallel: ParallelModule) -> None:
-    """Complete the gradients that accumulated on the members; see `start_reduction`, whose end it awaits."""
-    for stage in range(len(parallel.stages)):
-        start_reduction(parallel, stage)()
-
-
-def start_reduction(parallel: ParallelModule, stage: int = 0) -> Callable[[], None]:
-    """Begin to complete the gradients of entry `stage` of `parallel.stages`: sum each over the axes of `parallel.axes`
-    over which the backward has not summed it.
-
-    Collective over the mesh of the stage; call it once per step, after the stage's last backward.
-
-    Returns:
-        What waits for the sums and writes them into the gradients.
-    """
-    own = parallel.parameters_of(stage)
-    over = {axis: [p for name, p in own.items() if axis in parallel.axes[name].after_backward] for axis in SUM_ORDER}
-    sums = [(parallel.device_mesh.get_group(axis), parameters) for axis, parameters in over.items() if parameters]
-    if sums and len(sums[0][1]) < len(own):  # a few small ones: done before all others follow
-        group, few = sums.pop(0)
-        sum_gradients(few, [group])
-    if not sums:
-        return lambda: None
-    group, parameters = sums.pop(0)
-    first = start_sum(parameters, group)
-
-    def finish() -> None:
-        first()
-        for group, parameters in sums:
-            sum_gradients(parameters, [group])
-
-    return finish
+    return ParallelModule(module, stages, spec, device_mesh, axes, tied, vocabulary)

@@ -3,6 +3,7 @@ over targets, scaled once by 1 / (global targets)."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,66 +13,102 @@ from torch import nn
 from hetmesh.parallel.gradients import local_gradient, local_part, set_local_gradient
 
 BUCKET_BYTES = 64 * 2**20
-"""Gradients are packed into messages of about this size: large enough that latency does not count, and small enough
-that the packed copy does not either."""
+"""Gradients are packed into messages of about this size: large enough that latency does not count."""
+
+IN_FLIGHT = 4
+"""Messages of one sum that are under way at a time, each a copy of its gradients."""
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup]) -> None:
     """Replace every gradient by its sum over `groups`, one group after another (the axes of a mesh).
 
     Collective: every rank of a group calls it with corresponding parameters; of DTensors the local parts are summed.
-    The messages depend on the parameters only, never on which gradients a rank happens to have: a missing gradient
+    The messages depend on the parameters only, and on which of them have a gradient on any rank: a missing gradient
     counts as zero, and stays None if it is missing on every rank, as in a single process. Frozen parameters are left
     out. Order and packing are fixed, so the result is deterministic.
     """
+    trained = [p for p in parameters if p.requires_grad]
+    anywhere = have_gradients([p.grad is not None for p in trained], [(group, range(len(trained))) for group in groups])
     for group in groups:
-        start_sum(parameters, group)()
+        start_sum([p for p, has in zip(trained, anywhere, strict=True) if has], group)()
+
+
+def have_gradients(here: Sequence[bool], sums: Sequence[tuple[dist.ProcessGroup, Sequence[int]]]) -> list[bool]:
+    """Which gradients any rank has that they are summed with. Collective, and the host waits for the answer.
+
+    Args:
+        here: which this rank has.
+        sums: groups, one after another, and the places in `here` of what is summed over each.
+    """
+    sums = [(group, places) for group, places in sums if places and dist.get_world_size(group) > 1]
+    if not sums:
+        return list(here)
+    flags = torch.tensor(here, dtype=torch.int32, device=group_device(sums[0][0]))
+    for group, places in sums:
+        where = torch.tensor(list(places), device=flags.device)
+        some = flags[where]
+        dist.all_reduce(some, op=dist.ReduceOp.MAX, group=group)
+        flags[where] = some
+    return [bool(flag) for flag in flags.tolist()]
+
+
+def make_missing(parameters: Sequence[nn.Parameter]) -> None:
+    """Give a gradient of zeros to each of `parameters` that has none."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def start_sum(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Callable[[], None]:
-    """As `sum_gradients` over one group, but only begin: gradients must not change until what it returns was called,
-    which waits and writes the sums."""
+    """Begin to replace the gradients of `parameters` by their sums over a group; those that are missing count as zero,
+    and are made. Gradients must not change until what it returns was called, which waits and writes the sums. Few
+    messages are packed at a time: they never take as much memory as the gradients once more.
+    """
     if dist.get_world_size(group) == 1:
         return lambda: None
-    buckets = [_Bucket(members) for members in _split([p for p in parameters if p.requires_grad])]
-    works = []
-    for bucket in buckets:
-        bucket.move(_device(group))
-        works.append(dist.all_reduce(bucket.flat, group=group, async_op=True))
+    make_missing(parameters)
+    waiting = deque(_split(parameters))
+    under_way: deque[tuple[_Bucket, dist.Work]] = deque()
+
+    def post() -> None:
+        bucket = _Bucket(waiting.popleft(), group_device(group))
+        work = dist.all_reduce(bucket.flat, group=group, async_op=True)
+        assert work is not None
+        under_way.append((bucket, work))
 
     def finish() -> None:
-        for bucket, work in zip(buckets, works, strict=True):
-            assert work is not None
+        while under_way:
+            bucket, work = under_way.popleft()
             work.wait()
             bucket.unpack()
+            del bucket, work  # before the next is packed
+            if waiting:
+                post()
 
+    while waiting and len(under_way) < IN_FLIGHT:
+        post()
     return finish
 
 
 class _Bucket:
-    """One message: the gradients of some parameters, then one flag each, which counts the ranks that have it."""
+    """One message: the gradients of some parameters.
 
-    def __init__(self, parameters: Sequence[nn.Parameter]):
+    Args:
+        device: where its group can send it from, which is not where gradients lie that are offloaded to the CPU.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device | None) -> None:
         self.parameters = parameters
-        own = [local_part(p) for p in parameters]
-        self.sizes = [part.numel() for part in own]
-        gradients = [local_gradient(p) for p in parameters]
-        present = torch.tensor([g is not None for g in gradients]).to(own[0])
-        pieces = [(torch.zeros_like(p) if g is None else g) for p, g in zip(own, gradients, strict=True)]
-        self.flat = torch.cat([*(piece.reshape(-1) for piece in pieces), present])
-
-    def move(self, device: torch.device | None) -> None:
-        """Bring the message to where its group can send it: gradients offloaded to the CPU do not lie there."""
-        self.flat = self.flat.to(device)
+        gradients = [g for g in map(local_gradient, parameters) if g is not None]
+        self.sizes = [gradient.numel() for gradient in gradients]
+        self.flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(device)
 
     def unpack(self) -> None:
-        *pieces, present = self.flat.split([*self.sizes, len(self.sizes)])
-        for parameter, piece, ranks in zip(self.parameters, pieces, present.tolist(), strict=True):
-            if ranks:
-                set_local_gradient(parameter, piece)
+        for parameter, piece in zip(self.parameters, self.flat.split(self.sizes), strict=True):
+            set_local_gradient(parameter, piece)
 
 
-def _device(group: dist.ProcessGroup) -> torch.device | None:
+def group_device(group: dist.ProcessGroup) -> torch.device | None:
     """Where the tensors of a group must lie; None: anywhere that the group has been used with so far."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
 

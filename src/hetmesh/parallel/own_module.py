@@ -22,7 +22,7 @@ def own_parallel_module(
     name: str, module: nn.Module, stage: AdaptedModule, spec: MeshSpec, device_mesh: DeviceMesh
 ) -> ParallelModule:
     """`module` on `spec`, as it is. Gradients are summed over its lanes: by FSDP in the backward where it has the
-    parameter, else by `start_reduction`. Tensor-parallel gradients are the affair of who parallelised it.
+    parameter, else by a `Reduction`. Tensor-parallel gradients are the affair of who parallelised it.
 
     Args:
         name: of the module, for errors.

@@ -128,11 +128,6 @@ class Remembered:
             _current = before
 
 
-def device_module(device: torch.device) -> DeviceModule | None:
-    """The module of `device` (torch.cuda); None for the CPU, whose generator is always seeded."""
-    return None if device.type == "cpu" else torch.get_device_module(device)
-
-
 def draws(module: nn.Module) -> bool:
     """Whether a forward of `module` may draw random numbers: it has dropout, as a layer, as a number or in its config,
     or a class of somebody's own, of which nothing is known."""

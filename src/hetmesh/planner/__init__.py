@@ -2,7 +2,7 @@
 
 from hetmesh.planner.layout_plan import AXES, PLACEMENTS, LayoutPlan, ModulePlan, laid_out
 from hetmesh.planner.macro_batch import Drift, MacroBatch, certify, sample_flops
-from hetmesh.planner.predict import Prediction, Predictor, timeline
+from hetmesh.planner.predict import Prediction, Predictor, plan_fit, timeline
 from hetmesh.planner.problem import ModuleFacts, Problem
 from hetmesh.planner.search import Found, candidates, search
 
@@ -21,6 +21,7 @@ __all__ = [
     "candidates",
     "certify",
     "laid_out",
+    "plan_fit",
     "sample_flops",
     "search",
     "timeline",

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from hetmesh.balance import plan_batch
+from hetmesh.balance import largest_batches, plan_batch
 from hetmesh.balance.assign import assign
 from hetmesh.balance.assignment import Assignment
 from hetmesh.balance.loads import BatchLoads, Slots
@@ -20,7 +20,18 @@ from hetmesh.planner.layout_plan import LayoutPlan, laid_out
 from hetmesh.planner.problem import Problem
 from hetmesh.planner.some_lanes import some_lanes
 from hetmesh.schedule import POLICIES, PolicyOptions, Schedule
-from hetmesh.simulate import CLASSES, LayerCosts, StepModel, Timeline, average_bubbles, simulate
+from hetmesh.simulate import (
+    CLASSES,
+    LayerCosts,
+    MemoryFit,
+    RankMemory,
+    StepModel,
+    Timeline,
+    average_bubbles,
+    rank_memory,
+    simulate,
+    worst,
+)
 
 LANES = 4
 """Lanes of the sink in a simulation that decides, at least."""
@@ -35,8 +46,8 @@ class Prediction:
         step_s: seconds of a step, mean over the sampled batches.
         tokens_per_s: of the LLM, per rank of the job.
         mfu: model FLOPs over what all ranks could do at their peak; None without a peak.
-        peak_bytes: of the rank that holds most.
-        fits: whether that is within the limit.
+        peak_bytes: of tensors, on the rank that holds most.
+        fits: whether that is within the limit, with communicators and the device's context where they were counted.
         bubbles: seconds of a step for which the mean rank is idle, by class; `compute` for which it is not.
     """
 
@@ -86,6 +97,7 @@ class Predictor:
         problem = self.problem
         step = float(np.mean([timeline.makespan for timeline in timelines]))
         peak = max(max(timeline.peak_bytes) for timeline in timelines)
+        reserved = 0 if self.quick else problem.reserved(laid_out(problem, plan))
         tokens = float(problem.samples.tokens.mean()) * problem.global_batch_size
         ideal = 0.0
         for name, flops in self._flops.items():
@@ -100,7 +112,7 @@ class Predictor:
             tokens / step / problem.ranks,
             None if mfu != mfu else mfu,
             peak,
-            not problem.limit or peak <= problem.limit,
+            not problem.limit or peak + reserved <= problem.limit,
             MappingProxyType(kinds),
         )
 
@@ -119,6 +131,15 @@ class Predictor:
 
     def steps(self, plan: LayoutPlan) -> Iterator[tuple[Schedule, StepCosts]]:
         """What is simulated: the schedule of each sampled batch, and what it costs."""
+        return ((schedule, costs) for _, schedule, costs in self._steps(plan))
+
+    def memory(self, plan: LayoutPlan) -> dict[int, RankMemory]:
+        """What each rank that is simulated holds at most in the steps of all sampled batches."""
+        problem = self.problem
+        counts = problem.communicators(laid_out(problem, plan)) if problem.communicators else {}
+        return worst(rank_memory(model, schedule, costs, counts) for model, schedule, costs in self._steps(plan))
+
+    def _steps(self, plan: LayoutPlan) -> Iterator[tuple[StepModel, Schedule, StepCosts]]:
         problem = self.problem
         whole = laid_out(problem, plan)
         graph, share = some_lanes(whole, self.lanes)
@@ -140,12 +161,23 @@ class Predictor:
                 schedule = fill_bubbles(model, batch, True, PolicyOptions())
             else:
                 schedule = POLICIES[plan.schedule](model.stages, batch.routes, True)
-            yield schedule, model.costs(batch, schedule, lanes=not self.quick)
+            yield model, schedule, model.costs(batch, schedule, lanes=not self.quick)
 
 
 def timeline(problem: Problem, plan: LayoutPlan) -> Timeline:
     """The simulated step of the first sampled batch, with as many lanes as a search decides by: for a picture."""
     return Predictor(problem, lanes=LANES).timelines(plan)[0]
+
+
+def plan_fit(problem: Problem, plan: LayoutPlan) -> MemoryFit:
+    """Whether a layout fits the machine on the largest batch that the problem's samples can make, with as many lanes as
+    a search decides by."""
+    size = problem.global_batch_size
+    batches = largest_batches(problem.graph, problem.samples, size)
+    ranks = worst(Predictor(replace(problem, samples=each), lanes=LANES).memory(plan) for each in batches)
+    samples = len(problem.samples)
+    memory = problem.machine.memory_bytes if problem.memory_bytes is None else problem.memory_bytes
+    return MemoryFit(problem.machine.name, memory, ranks, samples, samples)
 
 
 def batch_flops(problem: Problem) -> dict[str, float]:

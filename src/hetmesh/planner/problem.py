@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -57,7 +57,8 @@ class Problem:
             `activation_checkpoint`; of the module `""` `placement`, `schedule` or `microbatch_size`.
         profile: measured seconds of layers, which take the place of the analytic ones.
         memory_bytes: the most that a rank may hold; None: nine tenths of the machine's. The rest is for what is not
-            predicted: communicators, workspaces, fragments.
+            predicted: workspaces of kernels, fragments.
+        communicators: how many each rank of a layout uses; None: they count for nothing.
     """
 
     graph: ModuleGraph
@@ -71,11 +72,17 @@ class Problem:
     fixed: Mapping[tuple[str, str], object] = field(default_factory=lambda: MappingProxyType({}))
     memory_bytes: int | None = None
     profile: Profile | None = None
+    communicators: Callable[[ModuleGraph], Mapping[int, int]] | None = None
 
     @property
     def limit(self) -> int:
         """Bytes that a rank may hold; 0: no limit is known."""
         return self.memory_bytes if self.memory_bytes is not None else self.machine.memory_bytes * 9 // 10
+
+    def reserved(self, graph: ModuleGraph) -> int:
+        """Bytes on the rank with most communicators that are no tensors, under a layout."""
+        most = max(self.communicators(graph).values(), default=0) if self.communicators else 0
+        return self.machine.context_bytes + most * self.machine.communicator_bytes
 
     @cached_property
     def mean_work(self) -> Mapping[str, np.ndarray]:

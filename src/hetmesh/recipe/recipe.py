@@ -98,6 +98,13 @@ class Recipe(sections.Section):
             lanes=self.lanes,
         )
 
+    def with_global_batch_size(self, size: int) -> Recipe:
+        """The same with `size` samples per optimizer step."""
+        training = self.training.model_copy(update={"global_batch_size": size})
+        copy = self.model_copy(update={"training": training})
+        copy.__dict__.pop("batch", None)  # which was worked out from the other size
+        return copy
+
     @property
     def schedule(self) -> str:
         """The schedule policy's name."""

@@ -97,10 +97,10 @@ _LAYOUT: Mapping[str, Foreign] = {
     "enable_async_tensor_parallel": Foreign(OFF, "leave it out"),
     "enable_compiled_autograd": Foreign(OFF, "leave it out; [compile] enable = true compiles blocks"),
     "disable_loss_parallel": Foreign(
-        (True,),
-        "leave it out",
         OFF,
-        "every tensor parallel rank has all logits of its tokens (the loss is the same)",
+        "leave it out",
+        (True,),
+        "tensor parallel ranks keep shares of the logits where a model allows it (the loss is the same)",
         _shared("tensor_parallel_degree"),
     ),
     "context_parallel_load_balancer": Foreign(

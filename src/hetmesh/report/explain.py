@@ -16,16 +16,21 @@ from hetmesh.schedule import Schedule, peaks_in_flight
 from hetmesh.simulate import peak_rows
 from hetmesh.training.balance import recipe_balance
 from hetmesh.training.job import describe, make_loader
+from hetmesh.training.memory_fit import memory_fit
 from hetmesh.training.module_shapes import module_shapes
 from hetmesh.training.recipe_schedule import StepSchedules
+from hetmesh.training.step_model import agreed_step_model
 
 BACKENDS = ("gloo", "nccl")
 SHORT = {"dp_replicate": "dp", "dp_shard": "fsdp"}
 """Names of mesh axes in a cell, where they differ from the axis's own."""
 
 
-def explain(recipe: Recipe) -> RecipeView:
+def explain(recipe: Recipe, machine: str | None = None) -> RecipeView:
     """Check `recipe` and say what it means.
+
+    Args:
+        machine: a name or TOML file, whose memory it is to fit; None: `[metrics] machine`.
 
     Raises:
         RecipeError: what `hetmesh check` would find.
@@ -33,10 +38,12 @@ def explain(recipe: Recipe) -> RecipeView:
     """
     source, adapters, graph = describe(recipe)
     batch = recipe.batch
-    drawn = make_loader(recipe, source, graph, adapters).batch(0)
+    loader = make_loader(recipe, source, graph, adapters)
+    drawn = loader.batch(0)
     plan = plan_batch(graph, drawn.metas, batch.microbatch_size, recipe_balance(recipe, graph, adapters))
     held = _held(plan, StepSchedules(recipe, graph, adapters).of(plan))
     shapes = module_shapes(recipe, adapters)
+    model = agreed_step_model(recipe, graph, adapters, machine)
     groups = job_groups(graph, recipe.world_size, lambda spec: ends_are_tied(spec, shapes[spec.name]))
     return RecipeView(
         description=recipe.job.description,
@@ -53,6 +60,7 @@ def explain(recipe: Recipe) -> RecipeView:
         modules=tuple(_module(recipe, plan, name, shapes[name], held[name]) for name in recipe.modules),
         process_groups=len(groups),
         process_groups_per_rank=most_on_a_rank(groups),
+        fit=None if model is None else memory_fit(recipe, graph, adapters, loader, model),
         boundaries=tuple(_boundary(plan, b, graph[b.source].options.row_dtype.itemsize) for b in graph.boundaries),
     )
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hetmesh.planner import Found, MacroBatch, Prediction, Problem
+from hetmesh.planner import Found, MacroBatch, Prediction, Problem, plan_fit
 from hetmesh.planner.macro_batch import SHARE
 from hetmesh.planner.search import BATCHES
 from hetmesh.recipe.meshes import DEGREE_OF_AXIS
 from hetmesh.recipe.schedule_names import schedule_spelling
+from hetmesh.report.memory_text import contents, fit_json, verdict
 from hetmesh.simulate import CLASSES
 from hetmesh.training.metrics import amount
 from hetmesh.training.wording import counted, table
@@ -94,6 +95,9 @@ def layout_lines(problem: Problem, found: Found) -> Iterator[str]:
         yield f"{i}  {each.plan.placement}: {_why(each, fastest)}"
         for name, own in each.plan.modules.items():
             yield f"   {name:10} ranks {own.ranks[0]}-{own.ranks[1] - 1}: {own}"
+        fit = plan_fit(problem, each.plan)
+        yield f"   memory: {verdict(fit)}"
+        yield f"      {contents(fit.ranks[fit.fullest])}"
     for placement, best in found.best.items():
         if not best and problem.fixed.get(("", "placement"), placement) == placement:
             yield ""
@@ -163,17 +167,18 @@ def plan_json(
         "seconds": seconds,
         "batches": batches,
         "macro_batch": None if macro is None else asdict(macro),
-        "plans": [_as_json(each) for best in found.best.values() for each in best],
+        "plans": [_as_json(problem, each) for best in found.best.values() for each in best],
     }
 
 
-def _as_json(each: Prediction) -> dict[str, Any]:
+def _as_json(problem: Problem, each: Prediction) -> dict[str, Any]:
     return {
         "placement": each.plan.placement,
         "step_s": each.step_s,
         "tokens_per_s_per_rank": each.tokens_per_s,
         "mfu": each.mfu,
         "peak_bytes": each.peak_bytes,
+        "memory": fit_json(plan_fit(problem, each.plan)),
         "bubbles": dict(each.bubbles),
         "schedule": each.plan.schedule,
         "microbatch_size": each.plan.microbatch_size,

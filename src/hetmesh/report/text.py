@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from hetmesh.report.memory_text import fit_lines
 from hetmesh.report.values import BoundaryView, ModuleView, RecipeView, Traffic
 from hetmesh.training.metrics import amount
 from hetmesh.training.wording import counted, ranks_text, table
@@ -31,11 +32,14 @@ def _lines(view: RecipeView, width: int) -> Iterator[str]:
     )
     yield f"  state: parameters, gradients and {view.optimizer}'s state in {view.dtype}; activations come on top"
     yield (
-        f"  {counted(view.process_groups, 'process group')}, at most {view.process_groups_per_rank} on one rank: per "
-        "mesh axis, for edges between few ranks (not where all share one host's memory), and one of all ranks"
+        f"  {counted(view.process_groups, 'process group')}, at most {view.process_groups_per_rank} on one rank, on "
+        "NCCL: per mesh axis, for the messages of edges and of context parallelism, and one of all ranks"
     )
     yield from _stages(view)
     yield from _held(view)
+    if view.fit is not None:
+        yield ""
+        yield from fit_lines(view.fit)
     if view.boundaries:
         yield ""
         alike = all(boundary.microbatches == (0, 0) for boundary in view.boundaries)

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hetmesh.cost import Flops, StaticMemory, Work
+from hetmesh.report.memory_text import fit_json
+from hetmesh.simulate import MemoryFit
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,10 @@ class RecipeView:
         dtype: of parameters, gradients and optimizer state.
         optimizer: its name.
         modules, boundaries: in the recipe's order.
-        process_groups, process_groups_per_rank: that a run makes besides torch's default one; at most on one rank.
+        process_groups, process_groups_per_rank: that a run on NCCL makes besides torch's default one; at most on one
+            rank. Gloo needs none for messages.
+        fit: what ranks hold at their fullest, on the largest batch, and whether the machine has as much; None where the
+            sizes of a module are not known.
     """
 
     description: str
@@ -145,6 +150,7 @@ class RecipeView:
     boundaries: tuple[BoundaryView, ...]
     process_groups: int
     process_groups_per_rank: int
+    fit: MemoryFit | None = None
 
     def memory(self, rank: int) -> int:
         """Bytes that `rank` holds for the whole run, all modules together."""
@@ -152,4 +158,4 @@ class RecipeView:
 
     def as_json(self) -> dict[str, Any]:
         """The same in what JSON knows."""
-        return asdict(self)
+        return asdict(self) | {"fit": None if self.fit is None else fit_json(self.fit)}

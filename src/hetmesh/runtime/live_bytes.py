@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -80,12 +80,13 @@ class LiveBytes(TorchDispatchMode):
             self.spans.append(SpanBytes(label, before, self.peak, self.live))
             self.peak = max(self.peak, most)
 
-    def __enter__(self) -> LiveBytes:
+    def __enter__(self) -> Self:
         theirs = self._resize = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = theirs(storage, size)
-            self._count_storage(storage)
+            if storage.device.type == self.device or id(storage) in self._known:
+                self._count_storage(storage)
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
@@ -108,11 +109,12 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _count(self, tensor: Tensor) -> None:
-        if tensor.device.type == self.device:
+        device = getattr(tensor, "fake_device", None) or tensor.device  # asking a fake tensor is an operation too
+        if device.type == self.device:
             self._count_storage(tensor.untyped_storage())
 
     def _count_storage(self, storage: torch.UntypedStorage) -> None:
-        if storage.device.type != self.device or not (storage.resizable() or id(storage) in self._known):
+        if not (storage.resizable() or id(storage) in self._known):
             return  # what torch has not allocated
         key, size = id(storage), storage.nbytes()
         if key not in self._known:  # torch keeps the Python object of a storage for as long as the storage lives

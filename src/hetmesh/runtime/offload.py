@@ -8,19 +8,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from hetmesh.boundary.accelerator import Accelerator
 from hetmesh.parallel import local_part
 
 Kept = Tensor | tuple[torch.device, Tensor]
 
 
-def activations_on_host(parameters: Iterable[nn.Parameter], *, pin_memory: bool) -> saved_tensors_hooks:
+def activations_on_host(parameters: Iterable[nn.Parameter], accelerator: Accelerator) -> saved_tensors_hooks:
     """A context in which autograd keeps what it saves in the host's memory, until the backward needs it.
 
     `torch.autograd.graph.save_on_cpu` would move weights as well, one copy per microbatch; they stay where they are.
 
     Args:
         parameters: of the module that runs inside.
-        pin_memory: copy without waiting for the device.
+        accelerator: where it runs; if it is asynchronous nothing waits for a copy.
     """
     weights = {local_part(p).untyped_storage().data_ptr() for p in parameters}
 
@@ -29,15 +30,14 @@ def activations_on_host(parameters: Iterable[nn.Parameter], *, pin_memory: bool)
         gathered = isinstance(saved, nn.Parameter) or isinstance(saved._base, nn.Parameter)
         if gathered or saved.untyped_storage().data_ptr() in weights:
             return saved
-        if not pin_memory:
+        if not accelerator.asynchronous:
             return saved.device, saved.cpu()
-        host = torch.empty(saved.size(), dtype=saved.dtype, layout=saved.layout, pin_memory=not saved.is_sparse)
-        return saved.device, host.copy_(saved, non_blocking=True)
+        return saved.device, accelerator.empty_pinned(saved).copy_(saved, non_blocking=True)
 
     def unpack(kept: Kept) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
         device, host = kept
-        return host.to(device, non_blocking=pin_memory)
+        return host.to(device, non_blocking=accelerator.asynchronous)
 
     return saved_tensors_hooks(pack, unpack)

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
+from hetmesh.boundary.channels import job_channels
 from hetmesh.boundary.groups import edge_groups
 from hetmesh.boundary.watchdog import timed_out
 from hetmesh.errors import BoundaryError, BoundaryTimeout
 from hetmesh.graph import ModuleGraph, Stage, stage_graph
-from hetmesh.parallel.random_state import device_module, random_place
+from hetmesh.parallel import Reduction
+from hetmesh.parallel.random_state import random_place
+from hetmesh.runtime.batches_ahead import LoadBatch
 from hetmesh.runtime.live_bytes import LiveBytes
-from hetmesh.runtime.step import LoadBatch, Loss, Observe, StepRunner
+from hetmesh.runtime.recording import ActionClock, Recording
+from hetmesh.runtime.step import Loss, Observe, StepRunner
 from hetmesh.runtime.step_transfers import StepTransfers
 from hetmesh.schedule import Action, Kind, Schedule
 
 Reducer = Callable[[], Callable[[], None]]
 """Begins to sum the gradients of a stage over its mesh; what it returns waits for the sums."""
-
-Recording = list[tuple[Action, float, float]]
-"""What a rank did in a step: action, start and stop in seconds of `time.perf_counter`. A REDUCE comes twice: when the
-sums begin, and when they are waited for."""
 
 
 class Runtime:
@@ -49,6 +49,7 @@ class Runtime:
     Attributes:
         places: per stage of this rank, where it draws random numbers.
         device_module: whose generator is seeded beside the CPU's; None where the device is the CPU.
+        copying, beside: streams for batches and for slices in gaps; None where there are none.
         recording: set it to a list to have the actions of the next steps recorded.
         live_bytes: set it to a `LiveBytes` that is entered to have a span of it for each action of the next steps.
     """
@@ -69,12 +70,19 @@ class Runtime:
         self.reducers, self.loss, self.transport = reducers, loss, transport
         self.finish = finish
         self.places = {stage: random_place(graph[stage.module], stage.index, world.rank, seed) for stage in modules}
-        self.device_module = device_module(world.device)
+        self.device_module = world.accelerator.random_module
+        self.copying, self.beside = world.accelerator.stream(), world.accelerator.stream()
+        self.reductions = tuple(reducer for reducer in reducers.values() if isinstance(reducer, Reduction))
         self.recording: Recording | None = None
         self.live_bytes: LiveBytes | None = None
+        self._everyone = world.group(range(world.size))
         world.connect()
-        for ranks in edge_groups(stage_graph(graph), transport, world.link):
+        channels = job_channels(graph) if world.backend.by_order else None
+        if channels is not None:
+            world.open(channels.all)
+        for ranks in edge_groups(stage_graph(graph), transport, world.link, channels):
             world.group(ranks)
+        self.channels = {} if channels is None else channels.of_edge
 
     def run(
         self,
@@ -85,15 +93,19 @@ class Runtime:
         *,
         step: int,
         transfers: StepTransfers | None = None,
+        settled: bool = True,
     ) -> Tensor:
-        """Run one step on this rank.
+        """Run one step on this rank. On an asynchronous accelerator the host only queues it.
 
         Args:
             step: its number; what is random differs from step to step, and is the same if a step is run again.
             transfers: of this step and rank, where they were prepared; None: they are worked out on the way.
+            settled: whether gradients are final when this returns, for which the host waits for the device. False: the
+                caller sums `changed` over all ranks, together with numbers of its own, and calls `settle` on all ranks
+                if that is not 0.
 
         Returns:
-            The summed loss of this rank's lane over all microbatches, detached, float64 on the CPU; 0 on ranks
+            The summed loss of this rank's lane over all microbatches, detached, float64, 0-d, on the device; 0 on ranks
             outside the sink. Gradients, if the schedule trains, are added to `.grad` as sums over the whole batch.
 
         Raises:
@@ -101,27 +113,51 @@ class Runtime:
         """
         runner = StepRunner(self, schedule, plan, load_batch, observe, step, transfers)
         reductions = []
-        with torch.set_grad_enabled(schedule.training):
-            for action in schedule.of_rank(self.world.rank):
-                started = time.perf_counter()
-                with self._guarded(action), self._counted(action):
+        clock = None if self.recording is None else ActionClock(self.world.accelerator)
+        with self.world.backend.step(), torch.set_grad_enabled(schedule.training):
+            for action in runner.actions:
+                with (
+                    self._guarded(action),
+                    self._counted(action),
+                    runner.streams.of(action),
+                    _timed(clock, action),
+                ):
                     if action.kind is Kind.REDUCE:
                         assert isinstance(action.target, Stage)
                         reductions.append((action, self.reducers[action.target]()))
                     else:
                         runner.execute(action)
-                if self.recording is not None:
-                    self.recording.append((action, started, time.perf_counter()))
+            runner.streams.join()
             for action, finish in reductions:
-                started = time.perf_counter()
-                with self._guarded(action):
+                with self._guarded(action), _timed(clock, action):
                     finish()
-                if self.recording is not None:
-                    self.recording.append((action, started, time.perf_counter()))
             if schedule.training and self.finish is not None:
                 self.finish()
             runner.drain()
+        if clock is not None and self.recording is not None:
+            self.recording += clock.read()
+        if schedule.training and settled and self._changed_anywhere():
+            self.settle()
         return runner.loss_sum
+
+    @property
+    def changed(self) -> float:
+        """In how many stages of this rank other parameters had a gradient in this step than when ranks last agreed on
+        which ones have: where this is above 0 on any rank, gradients are final only after `settle`."""
+        return float(sum(reduction.changed for reduction in self.reductions))
+
+    def settle(self) -> None:
+        """Make gradients what they are where ranks have others than in the steps before: sums, None where no rank has
+        one. Collective over all ranks, behind a training step; the host waits."""
+        with self.world.waiting("which parameters have a gradient"):
+            for reduction in self.reductions:
+                reduction.settle()
+
+    def _changed_anywhere(self) -> bool:
+        changed = torch.full((), self.changed, device=self.world.device)
+        with self.world.waiting("whether gradients are those of the steps before"):
+            dist.all_reduce(changed, group=self._everyone)
+            return bool(changed)
 
     def _counted(self, action: Action) -> AbstractContextManager[None]:
         return nullcontext() if self.live_bytes is None else self.live_bytes.span(action)
@@ -141,3 +177,7 @@ class Runtime:
                 ) from error
             error.add_note(f"during {action} on rank {rank}")
             raise
+
+
+def _timed(clock: ActionClock | None, action: Action) -> AbstractContextManager[None]:
+    return nullcontext() if clock is None else clock.timing(action)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -17,16 +17,15 @@ from hetmesh.graph import Edge, Route, Stage
 from hetmesh.parallel.random_state import entering
 from hetmesh.parallel.stages import PREVIOUS
 from hetmesh.runtime.backward import SplitBackward, backward
+from hetmesh.runtime.batches_ahead import BatchesAhead, LoadBatch
 from hetmesh.runtime.offload import activations_on_host
 from hetmesh.runtime.routed_rows import RoutedRows
+from hetmesh.runtime.stage_streams import StageStreams
 from hetmesh.runtime.step_transfers import StepTransfers
 from hetmesh.schedule import Action, Kind, Schedule
 
 if TYPE_CHECKING:
     from hetmesh.runtime.runtime import Runtime
-
-LoadBatch = Callable[[Stage, int], Mapping[str, Tensor]]
-"""(stage, microbatch) -> the stage's own inputs on this rank's lane, on the CPU."""
 
 Outputs = Mapping[str, Tensor]
 """The outputs of a stage by name; `""` is its rows, its activations, or the output of the sink."""
@@ -53,7 +52,12 @@ class StepRunner:
     ) -> None:
         self.runtime, self.schedule, self.plan, self.step = runtime, schedule, plan, step
         self.transfers = transfers or StepTransfers(plan, schedule, runtime.world.rank, runtime.world.ranks_per_node)
-        self.load_batch, self.observe = load_batch, observe
+        accelerator, rank = runtime.world.accelerator, runtime.world.rank
+        self.actions, self.observe = schedule.of_rank(rank), observe
+        self.batches = BatchesAhead(load_batch, accelerator, forwards(self.actions), runtime.copying)
+        # A recorded step shows its actions one after another.
+        side = None if runtime.recording is not None else runtime.beside
+        self.streams = StageStreams(accelerator, schedule, rank, side)
         self.tags: dict[Edge, int] = {}
         for i, edge in enumerate(schedule.stages.edges):
             self.tags[edge], self.tags[edge.reversed] = 2 * i, 2 * i + 1
@@ -67,7 +71,7 @@ class StepRunner:
         self.exchanges: dict[Route, Exchange] = {}
         self.sent: set[Route] = set()
         self.over: deque[Route] = deque()  # of `exchanges`, those of which this rank has all it receives
-        self.loss_sum = torch.zeros((), dtype=torch.float64)
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.world.device)
 
     def execute(self, action: Action) -> None:
         """Do one action in which this rank takes part; all but REDUCE."""
@@ -85,12 +89,7 @@ class StepRunner:
 
     def _forward(self, stage: Stage, m: int) -> None:
         stages, schedule = self.schedule.stages, self.schedule
-        device = self.runtime.world.device
-        loaded = self.load_batch(stage, m)
-        batch = {
-            key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-            for key, value in loaded.items()
-        }
+        batch = self.batches.take(stage, m)
         inputs = {PREVIOUS if e.internal else e.key: self._input(e, m) for e in stages.inputs(stage)}
 
         def compute() -> Outputs:
@@ -102,13 +101,15 @@ class StepRunner:
             with torch.no_grad():
                 self.outputs[stage, m] = self._run(stage, m, batch, inputs)
             self.recomputed[stage, m] = compute
+            self.batches.prepare()
             return
         outputs = compute()
+        self.batches.prepare()
         if stage == stages.sink:
             if self.observe is not None:
                 self.observe(m, outputs[""].detach(), batch)
             loss = self.runtime.loss(outputs[""], batch)
-            self.loss_sum += loss.detach().double().cpu()
+            self.loss_sum += loss.detach().double()
             outputs = {"": loss}
         self.outputs[stage, m] = outputs
 
@@ -121,8 +122,7 @@ class StepRunner:
     def _kept(self, stage: Stage) -> AbstractContextManager[object]:
         if stage not in self.schedule.offload:
             return nullcontext()
-        parameters = self.runtime.modules[stage].parameters()
-        return activations_on_host(parameters, pin_memory=self.runtime.world.device.type == "cuda")
+        return activations_on_host(self.runtime.modules[stage].parameters(), self.runtime.world.accelerator)
 
     def _outputs_and_gradients(self, stage: Stage, m: int) -> tuple[list[Tensor], list[Tensor | None]]:
         """The outputs of a forward, on their autograd graph, and their gradients; no gradient for the loss."""
@@ -158,6 +158,7 @@ class StepRunner:
 
     def _send(self, route: Route) -> None:
         self._exchange(route)
+        self.streams.sent(route)
         edge, m, _ = route
         if edge.source not in self.runtime.modules:
             return
@@ -172,8 +173,10 @@ class StepRunner:
             del self.outputs[edge.source, m]  # nothing will come back for it
 
     def _receive(self, route: Route) -> None:
+        self.streams.receive(route)
         received = self._exchange(route).finish_receiving()
         assert received is not None
+        self.streams.received(route, received)
         self.over.append(route)
         edge, _, m = route
         forward = edge in self.forward_edges
@@ -200,6 +203,7 @@ class StepRunner:
             if edge.source in runtime.modules:
                 whole = self._output(along) if forward else self._leaf_gradient(along)
                 local = self.rows.part(along, whole, "source" if forward else "destination")
+                self.streams.sending(route, local)
             exchange = Exchange(
                 runtime.world,
                 self.transfers.transfer(along, forward),
@@ -209,6 +213,7 @@ class StepRunner:
                 transport=runtime.transport,
                 tag=2 * len(self.forward_edges) * (route.source * self.schedule.routes.most + route.destination)
                 + self.tags[edge],
+                group=runtime.world.channel(runtime.channels.get(along.edge)),
             )
             self.exchanges[route] = exchange.start()
             if runtime.world.rank not in exchange.plan.dst.mesh:
@@ -234,6 +239,13 @@ class StepRunner:
         """Wait for the sends that are still in flight."""
         for exchange in self.exchanges.values():
             exchange.finish()
+
+
+def forwards(actions: Iterable[Action]) -> Iterator[tuple[Stage, int]]:
+    """The forwards among `actions`, in order: stages and microbatches."""
+    for action in actions:
+        if action.kind is Kind.FORWARD and isinstance(action.target, Stage):
+            yield action.target, action.microbatch
 
 
 def transfer_label(route: Route, forward: bool) -> Label:

@@ -98,6 +98,7 @@ def _filled(
                 training,
                 inner.split,
                 {**inner.in_flight, **{s: n for s, n in zip(problem.stages, caps, strict=True) if n is not None}},
+                beside=frozenset(stages.stages) - frozenset(stages.of_module(stages.sink.module)),
             )
         )
 

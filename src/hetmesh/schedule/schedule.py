@@ -70,6 +70,7 @@ class Schedule:
             (where none comes, to the last forward that reads them). Stages left out hold as many as come.
         recompute: stages whose forward keeps only its inputs and is run again right before the backward.
         offload: stages whose waiting activations are kept in the memory of the host.
+        beside: stages that run in the gaps of the others on their ranks, and may overlap with them there.
     """
 
     stages: StageGraph
@@ -80,6 +81,7 @@ class Schedule:
     in_flight: Mapping[Stage, int] = field(default_factory=lambda: MappingProxyType({}))
     recompute: frozenset[Stage] = frozenset()
     offload: frozenset[Stage] = frozenset()
+    beside: frozenset[Stage] = frozenset()
 
     def of_rank(self, rank: int) -> tuple[Action, ...]:
         """The actions in which `rank` takes part. Both sides of an edge take part in its SEND: the receiving one posts

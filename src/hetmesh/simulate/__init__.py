@@ -12,6 +12,8 @@ busy.py      how much longer actions take beside other busy ranks of their node
 engine.py    `simulate`: the columns -> Timeline
 walk.py      one pass over the order
 beside.py    the same with encoder kernels in the LLM's collectives
+memory.py    the most bytes of each track, and what they are
+rank_memory.py     what each rank holds when it holds most, communicators included, and whether it fits
 timeline.py  Timeline: spans as columns, peak memory; from a recording, to and from JSON
 bubbles.py   idle time by class; lower bounds of a makespan
 latest.py    the latest starts that keep a makespan (ALAP), dependency points of a stage
@@ -30,6 +32,7 @@ from hetmesh.simulate.engine import simulate
 from hetmesh.simulate.latest import DependencyPoints, dependency_points, latest_starts
 from hetmesh.simulate.layer_costs import LayerCosts
 from hetmesh.simulate.memory import peak_rows
+from hetmesh.simulate.rank_memory import MemoryFit, RankMemory, rank_memory, worst
 from hetmesh.simulate.rank_work import RankWork, rank_work
 from hetmesh.simulate.step_model import StepModel
 from hetmesh.simulate.timeline import KINDS, Span, Spans, Timeline
@@ -40,6 +43,8 @@ __all__ = [
     "Bubbles",
     "DependencyPoints",
     "LayerCosts",
+    "MemoryFit",
+    "RankMemory",
     "RankWork",
     "Span",
     "Spans",
@@ -53,6 +58,8 @@ __all__ = [
     "dependency_points",
     "latest_starts",
     "peak_rows",
+    "rank_memory",
     "rank_work",
     "simulate",
+    "worst",
 ]

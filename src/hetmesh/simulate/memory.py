@@ -4,6 +4,7 @@ its work in one order."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,8 +17,59 @@ from hetmesh.simulate.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT,
 
 _NOTHING = StageBytes()
 
+CONTENTS = ("static", "activations", "gathered", "temporaries", "sums", "rows")
+"""What memory is full of: parameters, optimizer state and gradients; what is kept from forward to backward; parameters
+that FSDP has gathered; what actions and the optimizer's step hold for a moment; gradients packed to be summed over
+ranks; rows of boundaries and their gradients."""
+STATIC, ACTIVATIONS, GATHERED, TEMPORARIES, SUMS, ROWS = range(len(CONTENTS))
+
+UPDATE = -1
+"""The moment of a peak that is no action: the optimizer's step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that a rank of a track holds at a time.
+
+    Attributes:
+        bytes: of each of `CONTENTS`.
+        at: during which action, by its place in the schedule's order; `UPDATE`.
+    """
+
+    bytes: tuple[int, ...]
+    at: int
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.bytes)
+
+
+class _Held:
+    """What ranks hold, by track, and the most of it so far."""
+
+    def __init__(self, static: list[int]) -> None:
+        self.total, self.peak = list(static), list(static)
+        self.of = [[size] + [0] * (len(CONTENTS) - 1) for size in static]
+        self.most = [(tuple(each), 0) for each in self.of]
+        self.at = 0
+
+    def add(self, tracks: tuple[int, ...], size: int, what: int) -> None:
+        if size:
+            for track in tracks:
+                self.of[track][what] += size
+                self.total[track] += size
+                if self.total[track] > self.peak[track]:
+                    self.peak[track] = self.total[track]
+                    self.most[track] = tuple(self.of[track]), self.at
+
 
 def peak_bytes(schedule: Schedule, costs: StepCosts, columns: Program) -> tuple[int, ...]:
+    """Per track, the most bytes at a time (`peaks`)."""
+    return tuple(peak.total for peak in peaks(schedule, costs, columns))
+
+
+def peaks(schedule: Schedule, costs: StepCosts, columns: Program) -> list[Peak]:
     """Per track, the most bytes at a time of the rank that holds most: static, activations, what actions hold for a
     moment, and buffers of boundaries.
 
@@ -27,99 +79,115 @@ def peak_bytes(schedule: Schedule, costs: StepCosts, columns: Program) -> tuple[
     receive buffer lives from the SEND, at whose place it is posted, to the end of what reads it; where a microbatch is
     fed by several, their rows are there twice for the moment in which they are put together. Gradients are there from a
     stage's first backward on, what is packed to be summed from its REDUCE on. Between the parts of a split backward
-    activations stay, and gradients of what has weights join them.
+    activations stay, and gradients of what has weights join them. The optimizer's step comes last, with nothing beside
+    it but what is static.
     """
     count, table = columns.most, columns.stage_tracks
     facts = _Facts(schedule, costs, columns)
-    held = list(columns.static_bytes)
+    static = list(columns.static_bytes)
     if schedule.training:
         for stage, tracks in enumerate(table):
             for track in tracks:
-                held[track] -= facts.fixed[stage].gradients
+                static[track] -= facts.fixed[stage].gradients
+    held = _Held(static)
     fresh, in_flight = [True] * len(table), [0] * len(table)
-    peak = list(held)
     # per stage and microbatch: bytes that its forward and its backward read, and its own output where it is kept
     inputs, gradients = [0] * (len(table) * count), [0] * (len(table) * count)
     outputs, readers = [0] * (len(table) * count), list(facts.readers)
     flown: dict[tuple[int, int], int] = {}  # bytes, by edge and the microbatch of its source
 
-    def add(stage: int, size: int) -> None:
-        if size:
-            for track in table[stage]:
-                held[track] += size
-                if held[track] > peak[track]:
-                    peak[track] = held[track]
+    def add(stage: int, size: int, what: int) -> None:
+        held.add(table[stage], size, what)
 
-    def join(stage: int, size: int) -> None:
-        add(stage, size)
-        add(stage, -size)
+    def join(stage: int, size: int, what: int = TEMPORARIES) -> None:
+        add(stage, size, what)
+        add(stage, -size, what)
+
+    def compute(stage: int, size: int) -> None:
+        """For a moment what an action holds beyond what is kept."""
+        gathering = min(facts.fixed[stage].gathering, size)
+        add(stage, gathering, GATHERED)
+        join(stage, size - gathering)
+        add(stage, -gathering, GATHERED)
 
     def finish(stage: int, moment: int) -> None:
         """One microbatch less is in flight; the first leaves gradients."""
         in_flight[stage] -= 1
         if not in_flight[stage]:
-            add(stage, -facts.fixed[stage].gathered)
+            add(stage, -facts.fixed[stage].gathered, GATHERED)
+        join(stage, facts.fixed[stage].scattered)
         if fresh[stage]:
             fresh[stage] = False
-            add(stage, facts.fixed[stage].gradients)
-            join(stage, moment)
+            add(stage, facts.fixed[stage].gradients, STATIC)
+            compute(stage, moment)
 
     joined = facts.joined
     forward_edges = len(columns.sources) // 2
-    for kind, target, m, to, size in zip(
-        columns.kinds, columns.targets, columns.microbatches, columns.to, columns.bytes, strict=True
+    for held.at, (kind, target, m, to, size) in enumerate(
+        zip(columns.kinds, columns.targets, columns.microbatches, columns.to, columns.bytes, strict=True)
     ):
         if kind == RECEIVE:
             continue
         if kind == REDUCE:
-            add(target, facts.fixed[target].summed)
+            add(target, facts.fixed[target].summed, SUMS)
             continue
         if kind == TRANSFER:
             reader = columns.destinations[target]
             (inputs if target < forward_edges else gradients)[reader * count + to] += size
-            add(reader, size)
+            add(reader, size, ROWS)
             source = columns.sources[target]
             if target < forward_edges and not facts.backward[source]:
                 flown[target, m] = flown.get((target, m), 0) + size
                 kept = flown[target, m] - outputs[source * count + m]
                 if kept > 0:
                     outputs[source * count + m] += kept
-                    add(source, kept)
+                    add(source, kept, ROWS)
             continue
         at = target * count + m
         if kind == FORWARD:
             if (at, True) in joined:
-                join(target, joined[at, True])
+                join(target, joined[at, True], ROWS)
             kept = 0 if facts.recompute[target] or facts.offload[target] or not facts.backward[target] else size
             if facts.backward[target]:
                 if not in_flight[target]:
-                    add(target, facts.fixed[target].gathered)
+                    add(target, facts.fixed[target].gathered, GATHERED)
                 in_flight[target] += 1
-            add(target, kept)
-            join(target, facts.forward_bytes[at])
+            add(target, kept, ACTIVATIONS)
+            compute(target, facts.forward_bytes[at])
             if facts.offload[target] or not (facts.recompute[target] or facts.backward[target]):
-                add(target, -inputs[at])
+                add(target, -inputs[at], ROWS)
                 inputs[at] = 0
             for producer in facts.feeding.get(at, ()):
                 readers[producer] -= 1
                 if not readers[producer]:
-                    add(producer // count, -outputs[producer])
+                    add(producer // count, -outputs[producer], ROWS)
             continue
         if kind in (BACKWARD, BACKWARD_INPUT):
             if (at, False) in joined:
-                join(target, joined[at, False])
+                join(target, joined[at, False], ROWS)
             if facts.recompute[target]:
-                add(target, size)
-            join(target, facts.backward_bytes[at])
+                add(target, size, ACTIVATIONS)
+            compute(target, facts.backward_bytes[at])
         if kind == BACKWARD_INPUT:
-            add(target, facts.split_bytes[at])
+            add(target, facts.split_bytes[at], ACTIVATIONS)
         if kind in (BACKWARD, BACKWARD_WEIGHT):
-            add(target, -(0 if facts.offload[target] and not facts.recompute[target] else size))
-            add(target, -inputs[at] - (facts.split_bytes[at] if kind == BACKWARD_WEIGHT else 0))
+            add(target, -(0 if facts.offload[target] and not facts.recompute[target] else size), ACTIVATIONS)
+            add(target, -inputs[at], ROWS)
+            add(target, -(facts.split_bytes[at] if kind == BACKWARD_WEIGHT else 0), ACTIVATIONS)
             finish(target, facts.backward_bytes[at])
         if kind in (BACKWARD, BACKWARD_INPUT):
-            add(target, -gradients[at])
-    return tuple(peak)
+            add(target, -gradients[at], ROWS)
+    return _with_update(held, columns) if schedule.training else [Peak(*most) for most in held.most]
+
+
+def _with_update(held: _Held, columns: Program) -> list[Peak]:
+    """The peaks, or the optimizer's step where it holds more."""
+    found = []
+    for most, static, update in zip(held.most, columns.static_bytes, columns.update_bytes, strict=True):
+        contents = [0] * len(CONTENTS)
+        contents[STATIC], contents[TEMPORARIES] = static, update
+        found.append(Peak(*most) if sum(most[0]) >= static + update else Peak(tuple(contents), UPDATE))
+    return found
 
 
 class _Facts:

@@ -47,7 +47,7 @@ class Program:
         flows: per route, for every set of its destination the tracks that send to it; none: it gets nothing.
         sources, destinations: per edge, a stage.
         gather: per stage, seconds.
-        optimizer, static_bytes: per track, of the rank that has most.
+        optimizer, static_bytes, update_bytes: per track, of the rank that has most.
         names: see `Timeline.targets`.
         num_routes: how many transfers there are.
         most: microbatches of the module that has most: a stage and microbatch are cell `stage * most + microbatch`.
@@ -72,6 +72,7 @@ class Program:
     gather: list[float]
     optimizer: list[float]
     static_bytes: list[int]
+    update_bytes: list[int]
     names: tuple[str, ...]
     num_routes: int
     most: int
@@ -120,6 +121,7 @@ def program(schedule: Schedule, costs: StepCosts) -> Program:
             max((costs.optimizer.get(rank, 0.0) for rank in ranks), default=0.0) * training for ranks, _ in classes
         ],
         static_bytes=[max(costs.static_bytes.get(rank, 0) for rank in ranks) for ranks, _ in classes],
+        update_bytes=[max(costs.update_bytes.get(rank, 0) for rank in ranks) for ranks, _ in classes],
         names=target_names(stages),
         num_routes=len(look_up.routes),
         most=schedule.routes.most,

@@ -272,6 +272,18 @@ class StageCosts:
         return self._largest_block * self.options.parameter_dtype.itemsize
 
     @cached_property
+    def _scattered(self) -> int:
+        """What FSDP sums of the root at the end of a backward: whole gradients as the backward left them, these copied
+        into one message in the dtype in which they are summed, and what comes of that. The first are gone when the last
+        is made."""
+        root, itemsize = self._gathered_together.get("", 0), self.options.parameter_dtype.itemsize
+        if not self.contents.trained:
+            return 0
+        return root * itemsize + max(
+            root * self.options.row_dtype.itemsize, -(-root // self._size("dp_shard")) * itemsize
+        )
+
+    @cached_property
     def _largest_block(self) -> int:
         """Elements; of the root only where there is nothing else."""
         together = self._gathered_together
@@ -285,8 +297,9 @@ class StageCosts:
         gathered = sum(self._gathered_together.get(owner, 0) for owner in kept[self.options.reshard_after_forward])
         replicas = self._size("cp") > 1 or (self._size("dp_replicate") > 1 and not self._gathered_together)
         if not self.backward:
-            return StageBytes()
-        return StageBytes(gradients, gathered * self.options.row_dtype.itemsize, gradients * replicas)
+            return StageBytes(gathering=self._gathering)
+        kept_bytes = gathered * self.options.row_dtype.itemsize
+        return StageBytes(gradients, kept_bytes, gradients * replicas, self._gathering, self._scattered)
 
     @cached_property
     def _sums(self) -> tuple[float, float, float]:

@@ -17,6 +17,7 @@ from hetmesh.cost import (
     StepCosts,
     module_memory,
 )
+from hetmesh.cost.memory import update_bytes
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import ModuleGraph, Stage, StageGraph, stage_graph
 from hetmesh.schedule import Schedule
@@ -37,7 +38,8 @@ class StepModel:
         shapes: the sizes of every module.
         machine: needs a peak in every dtype that is computed in, unless there is a profile.
         profile: its fitted seconds take the place of the analytic ones for every layer.
-        optimizer: its name in a recipe.
+        optimizer, implementation: their names in a recipe.
+        weight_decay: whether there is any.
         layers: what is known of layers on this machine already; give the same to the models of many layouts.
         sample: destination ranks and microbatches of which the bytes of transfers are counted; others follow them.
         whole: the graph of which `graph` holds some lanes, on the same ranks: what collectives take, and what ranks
@@ -55,6 +57,8 @@ class StepModel:
         *,
         profile: Profile | None = None,
         optimizer: str = "AdamW",
+        implementation: str = "fused",
+        weight_decay: bool = True,
         layers: LayerCosts | None = None,
         sample: int = 32,
         whole: ModuleGraph | None = None,
@@ -67,6 +71,7 @@ class StepModel:
                 f"the profile was measured in {profile.dtype}, and {graph.sink.name!r} computes in {dtype}"
             )
         self.graph, self.machine, self.optimizer, self.sample = graph, machine, optimizer, sample
+        self.implementation, self.weight_decay = implementation, weight_decay
         known = layers or LayerCosts(machine, profile)
         self._modules = {
             name: ModuleCosts(
@@ -125,6 +130,7 @@ class StepModel:
             lanes=self._lanes(plan, schedule, built, work) if lanes else None,
             stage_bytes={stage: built[stage].stage_bytes for stage in stages.stages},
             parts=self._parts(built, work, costs) if parts else {},
+            update_bytes=self._update_bytes,
         )
 
     def _lanes(
@@ -180,9 +186,22 @@ class StepModel:
         return seconds
 
     @cached_property
-    def _static_bytes(self) -> dict[int, int]:
-        total: dict[int, int] = {}
-        for held in self.memory.values():
-            for rank, memory in held.items():
-                total[rank] = total.get(rank, 0) + memory.total
+    def held(self) -> dict[int, StaticMemory]:
+        """Per rank what it holds for the whole run, of all modules."""
+        total: dict[int, StaticMemory] = {}
+        for each in self.memory.values():
+            for rank, memory in each.items():
+                total[rank] = total.get(rank, StaticMemory()).beside(memory)
         return total
+
+    @cached_property
+    def _static_bytes(self) -> dict[int, int]:
+        return {rank: memory.total for rank, memory in self.held.items()}
+
+    @cached_property
+    def _update_bytes(self) -> dict[int, int]:
+        each = {rank: [held[rank] for held in self.memory.values() if rank in held] for rank in self.held}
+        return {
+            rank: update_bytes(held, self.optimizer, self.implementation, self.weight_decay)
+            for rank, held in each.items()
+        }

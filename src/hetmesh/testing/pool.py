@@ -77,15 +77,24 @@ class WorkerPool:
         start_timeout: seconds for all workers to start and join.
         preload: further modules to import once in the process that all workers are forked from. It serves every pool
             of this process, so only the first pool's `preload` is used; it changes speed, nothing else.
+        begin: called in each worker once, when it has joined; a function of a module's top level.
     """
 
-    def __init__(self, size: int, *, start_timeout: float = 120.0, preload: Sequence[str] = ()):
+    def __init__(
+        self,
+        size: int,
+        *,
+        start_timeout: float = 120.0,
+        preload: Sequence[str] = (),
+        begin: Callable[[], object] | None = None,
+    ):
         if size < 1:
             raise ValueError(f"a pool needs at least one worker, not {size}")
         self.size = size
         self.starts = 0  # times workers were started; above 1 after a failure
         self._start_timeout = start_timeout
         self._preload = tuple(preload)
+        self._begin = begin
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._store: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -180,7 +189,7 @@ class WorkerPool:
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=_worker,
-                    args=(rank, self.size, self._store.port, theirs, str(self._stack_file(rank))),
+                    args=(rank, self.size, self._store.port, theirs, str(self._stack_file(rank)), self._begin),
                     name=f"hetmesh-worker-{rank}",
                     daemon=True,
                 )
@@ -287,7 +296,9 @@ def _leave_with(parent: BaseProcess) -> None:
     os._exit(1)
 
 
-def _worker(rank: int, size: int, port: int, connection: Connection, stack_file: str) -> None:
+def _worker(
+    rank: int, size: int, port: int, connection: Connection, stack_file: str, begin: Callable[[], object] | None
+) -> None:
     """The life of one worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills the workers
     stacks = open(stack_file, "w")  # noqa: SIM115 - open as long as the process lives
@@ -312,6 +323,8 @@ def _worker(rank: int, size: int, port: int, connection: Connection, stack_file:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         with one_gloo_device():
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
+        if begin is not None:
+            begin()
         gc.freeze()  # what is imported stays: a collection would go through it again and again
         connection.send_bytes(pickle.dumps((True, None)))
     except BaseException as error:

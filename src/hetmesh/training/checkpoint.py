@@ -149,8 +149,9 @@ class Checkpointer:
         random = _under(state, f"random.{self.world.rank}.")
         if "cpu" in random:
             torch.set_rng_state(random["cpu"])
-        if "cuda" in random and self.world.device.type == "cuda":
-            torch.cuda.set_rng_state(random["cuda"], self.world.device)
+        device, module = self.world.accelerator.device, self.world.accelerator.random_module
+        if module is not None and device.type in random:
+            module.set_rng_state(random[device.type], device)
         return _under(state, "extra.")
 
     def on_first_rank(self, fails: str, action: Callable[[], object]) -> None:
@@ -234,8 +235,9 @@ class Checkpointer:
             state |= {f"lr_scheduler.{k}": v for k, v in optimizers[1].state_dict().items()}
         state |= {f"extra.{k}": v for k, v in extra.items()}
         state[f"random.{self.world.rank}.cpu"] = torch.get_rng_state()
-        if self.world.device.type == "cuda":
-            state[f"random.{self.world.rank}.cuda"] = torch.cuda.get_rng_state(self.world.device)
+        device, module = self.world.accelerator.device, self.world.accelerator.random_module
+        if module is not None:
+            state[f"random.{self.world.rank}.{device.type}"] = module.get_rng_state(device)
         return state
 
     def _check_fit(self, path: Path, state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

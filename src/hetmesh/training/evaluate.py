@@ -20,6 +20,7 @@ from torch import Tensor
 from hetmesh.data.loader import VALIDATION, Loader, describe_without_targets
 from hetmesh.data.source import QuestionSource, Source
 from hetmesh.errors import SampleError
+from hetmesh.parallel import VocabularyShards
 from hetmesh.training.skip import leave_out_unreadable
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def _evaluate(job: Job, source: Source, limit: int | None, silent: Collection[in
     width = int(drawn.metas.num_targets.max())
     # The line of a sample is written by one rank; the sum over ranks hands it to all.
     results = torch.zeros(count, width + 1, dtype=torch.int64)
-    loss = torch.zeros((), dtype=torch.float64)
+    loss = torch.zeros((), dtype=torch.float64, device=job.world.device)
     skipped: dict[int, str] = {}
     parts = [(start, drawn[start : start + batch]) for start in range(0, count, batch)]
     planned = [(start, part, job.plan(part.metas)) for start, part in parts]
@@ -110,13 +111,22 @@ def _evaluate(job: Job, source: Source, limit: int | None, silent: Collection[in
             plan, left_out = leave_out_unreadable(feed, job.world)
             skipped |= {start + i: reason for i, reason in left_out.items()}
 
-        def observe(m: int, logits: Tensor, batch: Mapping[str, Tensor], start: int = start, plan=plan) -> None:
-            if silent:
-                logits = logits.index_fill(-1, torch.tensor(list(silent), device=logits.device), -torch.inf)
-            guesses = logits.argmax(-1)
-            hits = (guesses == batch["targets"]).cpu()
+        guessed: list[tuple[int, Tensor, Tensor, Tensor]] = []  # left on the device until all is queued
+
+        def observe(m: int, logits: Tensor, batch: Mapping[str, Tensor], guessed: list = guessed) -> None:
+            guesses = _most_likely(logits, silent, job.vocabulary)
+            if not job.counts_loss:  # it only has a share of the vocabulary
+                return
             # Where ranks share the tokens of a lane, this one has some of its targets.
-            index = batch.get("target_index", torch.arange(len(guesses))).cpu()
+            index = batch.get("target_index", torch.arange(len(guesses)))
+            guessed.append((m, guesses, guesses == batch["targets"], index))
+
+        counts = job.counts_loss
+        schedule = job.schedule(plan, training=False)
+        observing = counts or job.vocabulary is not None
+        lane_loss = job.runtime.run(schedule, plan, feed, observe if observing else None, step=0)
+        loss += lane_loss if counts else 0
+        for m, guesses, hits, index in guessed:
             places = [
                 (start + i, j)
                 for i in plan.samples_of(job.graph.sink.name, m, job.sink_lane)
@@ -126,12 +136,7 @@ def _evaluate(job: Job, source: Source, limit: int | None, silent: Collection[in
                 sample, j = places[k]
                 results[sample, 0] += hit
                 results[sample, 1 + j] = guess + 1
-
-        counts = job.counts_loss
-        schedule = job.schedule(plan, training=False)
-        lane_loss = job.runtime.run(schedule, plan, feed, observe if counts else None, step=0)
-        loss += lane_loss if counts else 0
-    results, loss = results.to(job.world.device), loss.to(job.world.device)
+    results = results.to(job.world.device)
     everyone = job.world.group(range(job.world.size))
     with job.world.waiting("sum of the evaluation over all ranks"):
         dist.all_reduce(results, group=everyone)
@@ -143,6 +148,15 @@ def _evaluate(job: Job, source: Source, limit: int | None, silent: Collection[in
     right = (results[:, 0] == whole) & (whole > 0)
     mean = float(loss) / targets if targets else math.nan
     return Evaluation(mean, right, results[:, 1:] - 1, kinds, tuple(skipped.values()))
+
+
+def _most_likely(logits: Tensor, silent: Collection[int], vocabulary: VocabularyShards | None) -> Tensor:
+    """The arg-max token of each target, of those that are not `silent`. Collective where ranks share the vocabulary."""
+    if vocabulary is not None:
+        return vocabulary.argmax(logits, silent)
+    if silent:
+        logits = logits.index_fill(-1, torch.tensor(list(silent), device=logits.device), -torch.inf)
+    return logits.argmax(-1)
 
 
 def show(source: Source, evaluation: Evaluation, number: int = 5, answers: Sequence[Sequence[int]] = ()) -> list[str]:

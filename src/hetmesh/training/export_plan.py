@@ -132,7 +132,7 @@ class _Part:
 
     @classmethod
     def of(cls, run: SavedRun, name: str, adapter: Adapter, merge: bool) -> _Part:
-        module, keys = empty_module(run.recipe, adapter, name), run.recipe.modules[name].lora
+        module, keys = empty_module(run.recipe, adapter, name).module, run.recipe.modules[name].lora
         shapes, aliases = own_tensors(module)
         wanted = {f"{name}.{key}" for key in module.state_dict()}
         pairs = {}

@@ -47,10 +47,8 @@ class Feed:
         plan: BatchPlan,
         adapters: Mapping[str, Adapter],
         rank: int,
-        pin: bool = False,
     ) -> None:
         self.loader, self.drawn, self.plan, self.adapters, self.rank = loader, drawn, plan, adapters, rank
-        self.pin = pin
         self.loaded = Loaded()
         self._samples: dict[int, Sample] = {}
         self._mine: set[int] = set()
@@ -74,7 +72,7 @@ class Feed:
         )
         share = self.adapters[module].abilities.share if spec.tokens_per_row else None
         if not spec.packed and share is None:
-            return self._pinned(batch)
+            return batch
         mesh = spec.stage_mesh(stage.index)
         coordinate = mesh.coordinate(self.rank)
         assert coordinate is not None
@@ -82,10 +80,9 @@ class Feed:
         tokens = self.plan.lane_tokens(module, microbatch, lane)
         kept = tokens.shares[own]
         lengths = [meta.tokens for meta in metas]
-        packed: dict[str, Any] = share(batch, kept) if share is not None else pack_tokens(batch, lengths, kept)
+        packed: dict[str, Any] = dict(share(batch, kept) if share is not None else pack_tokens(batch, lengths, kept))
         if self.adapters[module].abilities.experts is not None:
             packed |= lane_samples(lengths, kept, self.plan.num_targets / max(self.plan.num_tokens, 1))
-        packed = self._pinned(packed)
         ranks = (
             next(group for group in mesh.axis_groups("cp") if self.rank in group) if "cp" in mesh.axes else (self.rank,)
         )
@@ -97,10 +94,6 @@ class Feed:
             microbatch=microbatch,
         )
         return packed
-
-    def _pinned(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Where modules compute on a GPU, in memory from which it can copy while the host goes on."""
-        return {key: value.pin_memory() if self.pin else value for key, value in batch.items()}
 
     def announce(self, schedule: Schedule) -> None:
         """Say which samples the actions of `schedule` will ask for, in that order, so that they are loaded by then."""

@@ -93,7 +93,7 @@ def check_gradients(
         kinds = [_CHANGE.get(p.dtype, 0.0) for p in own if p.requires_grad]
         low, exact = float(0.0 in kinds), float(any(kind == _CHANGE[torch.float64] for kind in kinds))
         size = sum(float(local_part(p).double().square().sum()) for p in own)
-        squares, sizes, low, exact = reduce_over_ranks([squared_norm(own), size, low, exact], world)
+        squares, sizes, low, exact = reduce_over_ranks([squared_norm(own, (), world.device), size, low, exact], world)
         change = _CHANGE[torch.float64 if exact else torch.float32]
         found[name] = None
         if low or not all(math.isfinite(x) and x for x in (squares, sizes, total)):

@@ -26,23 +26,26 @@ def scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 
 @torch.no_grad()
-def squared_norm(parameters: Iterable[nn.Parameter], others: Iterable[nn.Parameter] = ()) -> Tensor:
+def squared_norm(
+    parameters: Iterable[nn.Parameter], others: Iterable[nn.Parameter] = (), device: torch.device | None = None
+) -> Tensor:
     """The squared 2-norm of this rank's parts of the gradients of `parameters`, on whatever devices they lie. Float64,
-    0-d, on the CPU.
+    0-d.
 
     Args:
         others: parameters that another rank counts. Their gradients add nothing, unless one of them is not finite: then
             the result is not either, so that the sum over all ranks is one verdict on every gradient of every rank.
+        device: of the result; None: the CPU.
     """
-    factors = [(gradient, 1.0) for gradient in _local(parameters)] + [(gradient, 0.0) for gradient in _local(others)]
-    devices: dict[torch.device, list[tuple[Tensor, float]]] = {}  # gradients of offloaded modules lie on the CPU
-    for gradient, factor in factors:
-        devices.setdefault(gradient.device, []).append((gradient, factor))
-    total = torch.zeros((), dtype=torch.float64)
-    for members in devices.values():
-        norms = torch.stack(torch._foreach_norm([gradient for gradient, _ in members], 2))
-        counts = torch.tensor([factor for _, factor in members], dtype=torch.float64)
-        total += norms.to("cpu", torch.float64).square() @ counts  # 0 * inf and 0 * nan are nan
+    devices: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}  # those of offloaded modules lie on the CPU
+    for which, these in enumerate((parameters, others)):
+        for gradient in _local(these):
+            devices.setdefault(gradient.device, ([], []))[which].append(gradient)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for mine, theirs in devices.values():
+        squares = torch.stack(torch._foreach_norm([*mine, *theirs], 2)).double().square()
+        own = squares[: len(mine)].sum() + 0.0 * squares[len(mine) :].sum()  # 0 * inf and 0 * nan are nan
+        total += own.to(total.device, non_blocking=total.device.type != "cpu")  # what comes from a device is waited for
     return total
 
 
@@ -62,12 +65,18 @@ def counted(modules: Iterable[ParallelModule], rank: int, elsewhere: Collection[
 
 
 def reduce_over_ranks(values: Iterable[Tensor | float], world: World) -> list[float]:
-    """Sum some scalars over all ranks of the job, in float64. Collective."""
-    stacked = torch.tensor([float(v) for v in values], dtype=torch.float64, device=world.device)
+    """Sum some scalars over all ranks of the job, in float64. Collective; the host waits for the device, once."""
+    stacked = torch.stack([_scalar(value, world.device) for value in values])
     group = world.group(range(world.size))
     with world.waiting("sum of losses and norms over all ranks"):
         dist.all_reduce(stacked, group=group)
-    return stacked.tolist()
+        return stacked.tolist()
+
+
+def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().to(device, torch.float64)
+    return torch.full((), value, dtype=torch.float64, device=device)  # filled there: nothing is copied
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

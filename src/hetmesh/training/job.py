@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,13 +18,15 @@ from hetmesh.boundary.groups import ends_are_tied, stage_meshes, tied_pairs
 from hetmesh.data.loader import TRAIN, DrawnBatch, Loader
 from hetmesh.data.payloads import Payloads
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, SampleMeta, Stage, stage_graph
-from hetmesh.models import Adapter, load_weights, lora_plan, pretrained_of
+from hetmesh.models import Adapter, lora_plan
+from hetmesh.models.fill import materialize, move_buffers
 from hetmesh.parallel import (
     ParallelModule,
+    Reduction,
     TiedParameter,
+    VocabularyShards,
     check_replicas,
     parallelize,
-    start_reduction,
     sum_tied_parameters,
     tied_parameters,
 )
@@ -35,9 +38,9 @@ from hetmesh.training.describe import describe, make_loader
 from hetmesh.training.feed import Feed
 from hetmesh.training.first_steps import FirstSteps
 from hetmesh.training.gradients import counted, reduce_over_ranks, squared_norm
-from hetmesh.training.loss import CheckedLoss, OwnLoss, sum_cross_entropy
+from hetmesh.training.loss import CheckedLoss, OwnLoss, cross_entropy_of
 from hetmesh.training.module_shapes import module_shape_of
-from hetmesh.training.modules import full_module
+from hetmesh.training.modules import fill_module, unfilled_module
 from hetmesh.training.optimizers import Root
 from hetmesh.training.own_loop import StepResult, forward_backward
 from hetmesh.training.recipe_schedule import StepSchedules
@@ -75,15 +78,15 @@ class Job:
         adapted: dict[Stage, nn.Module] = {}
         reducers: dict[Stage, Reducer] = {}
         tied: list[TiedParameter] = []
+        accelerator, sums = world.accelerator, world.accelerator.stream()
         for name in graph.order:
             own, mesh, dense = _own_stages(world, graph[name])
             tied_groups = _tied_groups(world, graph[name]) if shares_ends(recipe, adapters[name], graph[name]) else {}
             if mesh is None:
                 continue
-            pretrained = pretrained_of(name, recipe.modules[name])
-            module = full_module(recipe, adapters[name], name)
-            if pretrained is None:
-                module = module.to(world.device)
+            unfilled = unfilled_module(recipe, adapters[name], name)
+            module = unfilled.module
+            move_buffers(module, world.device)  # FSDP would, but cannot bring them to every device
             abilities = adapters[name].abilities
             if (graph[name].packed or graph[name].tokens_per_row) and abilities.use_packed is not None:
                 abilities.use_packed(module)
@@ -99,24 +102,30 @@ class Job:
                 graph[name].options,
                 runs,
                 abilities.token_sharded,
+                abilities.head if loss is None else "",  # a loss of one's own gets whole logits
                 abilities.experts,
                 dense,
             )
-            if pretrained is not None:
-                device = "cpu" if graph[name].options.cpu_offload and parallel.fully_sharded else world.device
-                load_weights(adapters[name], parallel.module, pretrained, device, roots=parallel.stages)
-                parallel = replace(parallel)  # which looks its parameters up: those on meta are others now
+            device = "cpu" if graph[name].options.cpu_offload and parallel.fully_sharded else world.device
+            if world.accelerator.computes:
+                fill_module(recipe, adapters[name], name, unfilled, device, roots=parallel.stages)
+            else:
+                materialize(parallel.module, torch.device(device), parallel.stages)
+            parallel = replace(parallel)  # which looks its parameters up: those on meta are others now
             modules[name] = parallel
             adapted |= zip(own, parallel.stages, strict=True)
-            trained = ((i, stage) for i, stage in enumerate(own) if stage in stages.trainable_stages)
-            reducers |= {stage: partial(start_reduction, parallel, i) for i, stage in trained}
-            tied += tied_parameters(graph[name], own, parallel, tied_groups)
+            shared = tied_parameters(graph[name], own, parallel, tied_groups)
+            always = frozenset(id(copy.parameter) for copy in shared)
+            for i, stage in enumerate(own):
+                if stage in stages.trainable_stages:
+                    reducers[stage] = Reduction(parallel, i, accelerator=accelerator, stream=sums, always=always)
+            tied += shared
         runtime = Runtime(
             world,
             graph,
             adapted,
             reducers=reducers,
-            loss=sum_cross_entropy if loss is None else CheckedLoss(loss),
+            loss=cross_entropy_of(modules.get(graph.sink.name)) if loss is None else CheckedLoss(loss),
             seed=recipe.debug.seed,
             finish=partial(sum_tied_parameters, tied, world),
         )
@@ -140,8 +149,7 @@ class Job:
 
     def feed(self, drawn: DrawnBatch, plan: BatchPlan, loader: Loader | None = None) -> Feed:
         """What gives this rank's modules their inputs in a step over `drawn`, from `loader` or that of training."""
-        pin = self.world.device.type == "cuda"
-        return Feed(loader or self.loader, drawn, plan, self.adapters, self.world.rank, pin)
+        return Feed(loader or self.loader, drawn, plan, self.adapters, self.world.rank)
 
     def parameters(self) -> list[nn.Parameter]:
         """What this rank holds of the parameters of its modules: plain, or DTensors on the meshes of their modules. An
@@ -191,10 +199,15 @@ class Job:
     def totals(self, loss_sum: Tensor, targets: int) -> tuple[float, float]:
         """Of a step whose gradients are sums: the loss per target, and the norm of the gradient of that over all
         modules, replicas counted once. Equal on all ranks; not finite if any gradient of any rank is not. Collective.
+        Gradients are settled then. The host waits for the device once; twice where they had to be settled.
         """
-        mine = loss_sum if self.counts_loss else 0.0
-        norm = squared_norm(self.counted, self.counted_by_others)
-        total, squares = reduce_over_ranks([mine, norm], self.world)
+        mine, runtime = loss_sum if self.counts_loss else 0.0, self.runtime
+        norm = squared_norm(self.counted, self.counted_by_others, self.world.device)
+        total, squares, changed = reduce_over_ranks([mine, norm, runtime.changed], self.world)
+        if changed:
+            runtime.settle()
+            norm = squared_norm(self.counted, self.counted_by_others, self.world.device)
+            (squares,) = reduce_over_ranks([norm], self.world)
         return total / targets, math.sqrt(squares) / targets
 
     @property
@@ -211,6 +224,12 @@ class Job:
         """This rank's lane of the module that computes the loss; -1 outside it."""
         lane = self.graph.sink.lane_of(self.world.rank)
         return -1 if lane is None else lane
+
+    @property
+    def vocabulary(self) -> VocabularyShards | None:
+        """How the logits of this rank lie over those that compute them with it; None: it has all of them."""
+        sink = self.parallel.get(self.graph.sink.name)
+        return None if sink is None else sink.vocabulary
 
     @property
     def counts_loss(self) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from hetmesh.errors import LossError
+from hetmesh.parallel import ParallelModule
 
 OwnLoss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """A loss of one's own: logits `[targets, vocab]` of this rank's lane and microbatch, and the batch of the LLM, in which
@@ -25,6 +26,14 @@ def sum_cross_entropy(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     return cross_entropy(logits, batch["targets"], reduction="sum")
+
+
+def cross_entropy_of(sink: ParallelModule | None) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
+    """`sum_cross_entropy` of the logits that `sink` gives on this rank, which may be a share of the vocabulary; None:
+    this rank computes none."""
+    if sink is None or (vocabulary := sink.vocabulary) is None:
+        return sum_cross_entropy
+    return lambda logits, batch: vocabulary.sum_cross_entropy(logits, batch["targets"])
 
 
 def rounding(dtype: torch.dtype) -> float:

@@ -197,15 +197,15 @@ class Meter:
 
 
 def gather_over_ranks(values: list[float], world: World, more: torch.Tensor | None = None) -> torch.Tensor:
-    """`values` of every rank, and behind them `more` on its device: float64 `[ranks, numbers]` on the CPU. Collective
-    over all ranks of the job."""
-    own = torch.tensor(values, dtype=torch.float64).to(world.device)
+    """`values` of every rank, and behind them `more`, which lies on its device: float64 `[ranks, numbers]` on the CPU.
+    Collective over all ranks of the job."""
+    own = world.accelerator.pinned(torch.tensor(values, dtype=torch.float64)).to(world.device, non_blocking=True)
     own = own if more is None else torch.cat([own, more])
     everyone = torch.zeros(world.size, len(own), dtype=torch.float64, device=world.device)
     everyone[world.rank] = own
     with world.waiting("metrics of all ranks"):
         dist.all_reduce(everyone, group=world.group(range(world.size)))
-    return everyone.cpu()
+        return everyone.cpu()
 
 
 def peak_memory(device: torch.device) -> int:

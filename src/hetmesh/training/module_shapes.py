@@ -10,7 +10,7 @@ import torch
 from hetmesh.cost import ModuleShape
 from hetmesh.models import Adapter, lora_plan
 from hetmesh.models.module_shape import module_shape
-from hetmesh.training.modules import full_module
+from hetmesh.training.modules import empty_module
 
 if TYPE_CHECKING:
     from hetmesh.recipe.recipe import Recipe
@@ -25,7 +25,7 @@ def module_shape_of(recipe: Recipe, adapter: Adapter, name: str) -> ModuleShape 
     """The sizes of one module; None for one that cannot be built on the meta device."""
     try:
         with torch.device("meta"):
-            module = full_module(recipe, adapter, name)
+            module = empty_module(recipe, adapter, name).module
     except Exception:  # a user's constructor may compute with its weights
         return None
     plan = lora_plan(module, {**adapter.tensor_parallel_plan(), **recipe.modules[name].plan})

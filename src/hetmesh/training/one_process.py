@@ -17,7 +17,6 @@ from hetmesh.graph import ModuleGraph, Stage, output_key
 from hetmesh.models import Adapter, pretrained_of
 from hetmesh.models.causal_lm import CausalLMAdapter
 from hetmesh.models.key_value_cache import Cache, keeps_keys, next_logits
-from hetmesh.models.load import materialize
 from hetmesh.models.lora import base_name, is_adapter
 from hetmesh.recipe import sections as sections
 from hetmesh.recipe.recipe import Recipe
@@ -147,8 +146,8 @@ def _check_weights(recipe: Recipe, name: str) -> None:
 
 
 def _of_run(recipe: Recipe, adapter: Adapter, name: str, run: SavedRun) -> nn.Module:
-    module = empty_module(recipe, adapter, name)
-    materialize(module, torch.device("cpu"))
+    unfilled = empty_module(recipe, adapter, name)
+    module = unfilled.filled()
     held = set(run.names)
     wanted: dict[str, Tensor] = {}
     for key, tensor in module.state_dict().items():

@@ -61,7 +61,9 @@ def forward_backward(job: Job, max_norm: float) -> StepResult:
     parameters = job.parameters()
     for parameter in parameters:
         parameter.grad = None
-    loss_sum = job.runtime.run(planned.schedule, plan, planned.feed, step=step, transfers=planned.transfers)
+    loss_sum = job.runtime.run(
+        planned.schedule, plan, planned.feed, step=step, transfers=planned.transfers, settled=False
+    )
     loss, grad_norm = job.totals(loss_sum, targets)
     without = [i for i in np.flatnonzero(drawn.metas.num_targets == 0).tolist() if i not in left_out]
     result = StepResult(step + 1, loss, grad_norm, targets, len(drawn), len(left_out), len(without))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from hetmesh.graph import (
     stage_graph,
 )
 from hetmesh.layout import MeshSpec
-from hetmesh.parallel import AdaptedModule, ParallelModule, check_replicas, own_parallel_module, start_reduction
+from hetmesh.parallel import AdaptedModule, ParallelModule, Reduction, check_replicas, own_parallel_module
 from hetmesh.parallel.fully_shard import sharded_modules
 from hetmesh.recipe.schedule_names import schedule_name
 from hetmesh.runtime import Runtime
@@ -134,7 +134,11 @@ class Pipeline:
             self.world,
             self.graph,
             {Stage(name): module.adapted for name, module in self.parallel.items()},
-            reducers={Stage(n): partial(start_reduction, m) for n, m in self.parallel.items() if Stage(n) in trained},
+            reducers={
+                Stage(name): Reduction(module, accelerator=self.world.accelerator)
+                for name, module in self.parallel.items()
+                if Stage(name) in trained
+            },
             loss=CheckedSum(loss),
             seed=seed,
         )
@@ -190,7 +194,7 @@ class Pipeline:
 
     def grad_norm(self) -> float:
         """The norm of the gradients of all parts, replicas counted once. Collective."""
-        return math.sqrt(reduce_over_ranks([squared_norm(self._counted)], self.world)[0])
+        return math.sqrt(reduce_over_ranks([squared_norm(self._counted, (), self.world.device)], self.world)[0])
 
     def _run(self, load: Load, samples: int, *, training: bool) -> float:
         plan, schedule = self.plan(samples, training)
@@ -202,7 +206,7 @@ class Pipeline:
             samples = plan.samples_of(stage.module, microbatch, lane)
             return checked_batch(stage.module, samples, load(stage.module, samples))
 
-        mine = self.runtime.run(schedule, plan, load_batch, step=self.steps)
+        mine = self.runtime.run(schedule, plan, load_batch, step=self.steps, settled=False)
         for module in self.parallel.values():  # where no backward came, nothing else lets go of what was gathered
             for each in sharded_modules(module.module):
                 each.reshard()
@@ -212,7 +216,10 @@ class Pipeline:
             for axis, c in zip(sink.mesh.axes, sink.mesh.coordinate(rank) or (1,) * sink.mesh.ndim, strict=True)
             if axis not in LANE_AXES
         )
-        (total,) = reduce_over_ranks([mine if first and rank in sink.mesh else 0.0], self.world)
+        counts = first and rank in sink.mesh
+        total, changed = reduce_over_ranks([mine if counts else 0.0, self.runtime.changed], self.world)
+        if training and changed:
+            self.runtime.settle()
         return total
 
     def _plan(self, samples: int, training: bool) -> tuple[BatchPlan, Schedule]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from hetmesh.boundary.groups import job_communicators
 from hetmesh.cost import Profile
 from hetmesh.errors import RecipeError
 from hetmesh.graph import LANE_AXES, Activation, ModuleGraph
@@ -82,6 +83,7 @@ def recipe_problem(
         _fixed(fixed or {}, facts),
         memory_bytes,
         Profile.load(fitted) if fitted else None,
+        communicators=lambda graph: job_communicators(graph, 1 + max(graph.ranks), lambda spec: facts[spec.name].shape),
     )
 
 

@@ -157,7 +157,10 @@ def _calls(
         if work.rows and key not in known:
             known.add(key)
             batch, inputs = _inputs(recipe, graph, adapter, name, loader, shape.drawn)
-            batch, inputs = ({key: value.to(device) for key, value in each.items()} for each in (batch, inputs))
+            batch, inputs = (
+                {key: value.to(device) if isinstance(value, Tensor) else value for key, value in each.items()}
+                for each in (batch, inputs)
+            )
             yield from _recorded(adapter, module, layers, work, batch, inputs, shape.held_out, device, autocast)
 
 

@@ -52,6 +52,7 @@ class StepRecorder:
             computed: when this rank's last action was over (`time.perf_counter`); the rest is the optimizer's.
         """
         runtime, world = self.job.runtime, self.job.world
+        world.accelerator.synchronize()  # the optimizer's work is queued by now, and not done
         recording, runtime.recording = runtime.recording or [], None
         mine = (_by_index(recording, schedule, self.zero), (computed - self.zero, time.perf_counter() - self.zero))
         everyone: list[Any] = [None] * world.size

@@ -14,7 +14,7 @@ from hetmesh.errors import HetmeshError, RecipeError, Refusals
 from hetmesh.graph import dense_mesh
 from hetmesh.models import Adapter, add_lora, build_empty, check_weights, pretrained_of
 from hetmesh.models.batch_statistics import check_batch_statistics
-from hetmesh.models.build import build_on_meta
+from hetmesh.models.build import build_on_meta, why_whole
 from hetmesh.parallel.compile import unknown_backend
 from hetmesh.parallel.tensor_parallel import check_plan
 from hetmesh.recipe.batch_sizes import divisors
@@ -378,6 +378,8 @@ def _lora(recipe: Recipe, name: str, adapter: Adapter, module: nn.Module) -> Non
 
 
 def _weights(recipe: Recipe, name: str, adapter: Adapter) -> None:
-    """Compare the headers of the module's checkpoint with its parameters, if it has one."""
+    """Compare the headers of the module's checkpoint with its parameters; else its constructor sets them."""
     if (pretrained := pretrained_of(name, recipe.modules[name])) is not None:
         check_weights(adapter, build_empty(adapter), pretrained)
+    elif ":" in recipe.modules[name].model:
+        why_whole(adapter, name)  # which says what its constructor leaves without values

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hetmesh.errors import CheckpointError, RecipeError
-from hetmesh.models.load import WRAPPERS
+from hetmesh.models.fill import WRAPPERS
 from hetmesh.recipe.recipe import Recipe, place_beside
 from hetmesh.recipe.sections import freeze
 from hetmesh.training import checksums

@@ -37,14 +37,19 @@ def named_step_model(
     )
 
 
-def agreed_step_model(recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> StepModel | None:
+def agreed_step_model(
+    recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Adapter], machine_name: str | None = None
+) -> StepModel | None:
     """A model that is the same in every process of a job, since nothing is measured: a CPU has a typical peak. None
     where the sizes of a module are not known.
+
+    Args:
+        machine_name: a name or TOML file; None: `[metrics] machine`, else a CPU.
 
     Raises:
         RecipeError: the machine or the profile of the recipe cannot be read.
     """
-    machine = load_machine(recipe.metrics.machine or "cpu")
+    machine = load_machine(machine_name or recipe.metrics.machine or "cpu")
     kinds = {str(module.options.row_dtype).removeprefix("torch.") for module in graph.modules}
     missing = {kind: TYPICAL_PEAK for kind in sorted(kinds) if machine.peak(kind) is None}
     machine = replace(machine, peak_flops={**machine.peak_flops, **missing})
@@ -88,4 +93,13 @@ def recipe_step_model(
         kinds = {str(dtype).removeprefix("torch."): dtype for dtype in sorted(used, key=str)}
         missing = {kind: measure_peak(dtype) for kind, dtype in kinds.items() if machine.peak(kind) is None}
         machine = replace(machine, peak_flops={**machine.peak_flops, **missing})
-    return StepModel(graph, shapes, machine, profile=profile, optimizer=recipe.optimizer.name)
+    decays = [recipe.optimizer.weight_decay, *(own.weight_decay for own in recipe.modules.values())]
+    return StepModel(
+        graph,
+        shapes,
+        machine,
+        profile=profile,
+        optimizer=recipe.optimizer.name,
+        implementation=recipe.optimizer.implementation,
+        weight_decay=any(decays),
+    )

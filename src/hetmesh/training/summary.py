@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from hetmesh.models.build import build_on_meta
+from hetmesh.models.build import build_on_meta, why_whole
 from hetmesh.recipe.hf_path import prompt_note
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.torchtitan_defaults import differing_defaults
@@ -60,6 +60,9 @@ def summary(recipe: Recipe, adapters: Mapping[str, Adapter]) -> Iterator[str]:
         yield f"note: {note}"
     if why := why_not_compared(recipe):
         yield f"note: its weights are not compared with transformers' own forward: {why}"
+    for name, module in recipe.modules.items():
+        if ":" in module.model and name in adapters and (cause := why_whole(adapters[name], name)):
+            yield f"note: each rank of {name} builds it whole: its constructor computes with its weights ({cause})"
     useless = list(recipe.without_effect)
     if recipe.compile.enable and "loss" in recipe.compile.components:
         useless.append("compile.components: the loss is not compiled")

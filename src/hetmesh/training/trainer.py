@@ -204,7 +204,9 @@ class Trainer:
             self.optimizers[0].zero_grad()
         over = self._over_in_flight(schedule)
         recorded = self.recorder.begin(self.step + 1)
-        loss_sum = self.job.runtime.run(schedule, plan, feed, step=self.step, transfers=upcoming.transfers)
+        loss_sum = self.job.runtime.run(
+            schedule, plan, feed, step=self.step, transfers=upcoming.transfers, settled=False
+        )
         computed = time.perf_counter()
 
         loss, grad_norm = self.job.totals(loss_sum, targets)

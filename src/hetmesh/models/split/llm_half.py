@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +21,7 @@ from hetmesh.models.causal_lm import CausalLMAdapter
 from hetmesh.models.config_keys import check_keys
 from hetmesh.models.deepstack import deepstack_arguments, layer_index
 from hetmesh.models.pretrained import Names
+from hetmesh.models.split.behind_head import keeps_logits_apart, whole_head
 from hetmesh.models.split.rope_index import check_around, rope_positions
 from hetmesh.models.split.scaling import embedding_scale
 from hetmesh.models.split.text_plan import TextPlan, text_plan
@@ -82,6 +82,7 @@ class HfLlmAdapter(CausalLMAdapter):
             layer_of_output=self.layer_of_output if takes_features else None,
             position_ids=self.position_ids if positions else None,
             attention_dropout=getattr(config, "attention_dropout", None) or 0.0,
+            head=self._head,
             reasons=reasons,
         )
 
@@ -233,11 +234,19 @@ class HfLlmAdapter(CausalLMAdapter):
 
     def logits(self, model: Any, hidden: Tensor) -> Tensor:
         """Through the forward of the whole, whose inner model gives `hidden`: what is behind its head is its own."""
-        inner = self.whole.decoder.partition(".")[0]
-        shell = copy.copy(model)
-        shell._modules = {**model._modules, inner: _Given(hidden[None])}
-        ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-        return shell.forward(input_ids=ids).logits[0]
+        return whole_head(model, self._inner, hidden)
+
+    @property
+    def _inner(self) -> str:
+        return self.whole.decoder.partition(".")[0]
+
+    @cached_property
+    def _head(self) -> str:
+        """Its head, where tensor-parallel ranks may have shares of its logits."""
+        sizes = self.config.vocab_size, self.config.hidden_size
+        if self.whole.head not in self._text_plan.plan:  # which tensor parallelism does not split
+            return ""
+        return self.whole.head if keeps_logits_apart(self._empty, self._inner, self.whole.head, *sizes) else ""
 
 
 def _by_longest(config: Any) -> str | None:
@@ -245,28 +254,3 @@ def _by_longest(config: Any) -> str | None:
     given = getattr(config, "rope_parameters", None) or {}
     tables = [given, *(table for table in given.values() if isinstance(table, Mapping))]  # one, or one by kind of layer
     return next((t["rope_type"] for t in tables if t.get("rope_type") in ("dynamic", "longrope")), None)
-
-
-class _Given(nn.Module):
-    """Stands for the inner model: its output is known."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
-
-    def forward(self, *_: Any, **__: Any) -> _Output:
-        return _Output(self.hidden)
-
-
-class _Output:
-    """An output of transformers of which only the hidden states are known."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, index: int) -> Tensor:
-        assert index == 0
-        return self.last_hidden_state
-
-    def __getattr__(self, name: str) -> None:
-        return None

@@ -13,7 +13,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import NONE, AdapterRequest
 from hetmesh.models.build import build_empty
 from hetmesh.models.config_keys import check_keys
-from hetmesh.models.load import materialize
+from hetmesh.models.fill import materialize
 from hetmesh.models.pretrained import Names
 from hetmesh.models.row_wise import RowWise
 from hetmesh.models.split.whole_model import PROJECTOR, WholeModel, whole_model

@@ -40,6 +40,8 @@ def text_plan(whole: WholeModel, module: nn.Module) -> TextPlan:
     plan = _known(own, module) if own else _by_names(module, decoder)
     if whole.get("get_output_embeddings").weight is not whole.get("get_input_embeddings").weight:
         head = (whole.model_class._tp_plan or {}).get(whole.head)
+        if plan and head not in STYLES and type(module.get_submodule(whole.head)) is nn.Linear:
+            head = "colwise_gather_output"  # many models of transformers leave it out
         plan |= {whole.head: head} if head in STYLES else {}
     sizes = {
         key: getattr(config, key)

@@ -6,8 +6,9 @@ the only time that the host waits for the device inside a step.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,15 +76,9 @@ def start_counts(peers: ExpertRanks, counts: Tensor, microbatch: int) -> Callabl
     """Begin to tell the other ranks what they get (`count_choices`); what this returns waits, and reads."""
     if peers.ranks == 1:
         return lambda: _read(counts, counts)
-    got = torch.empty_like(counts)
-    label = Label(f"{peers.name} sizes", microbatch)
-    work = dist.all_to_all_single(got, counts, group=peers.group, async_op=True)
-
-    def finish() -> Counts:
-        _wait(peers, work, label, got.nbytes // peers.ranks * (peers.ranks - 1))
-        return _read(counts, got)
-
-    return finish
+    label, one_each = Label(f"{peers.name} sizes", microbatch), (1,) * peers.ranks
+    arrive = _start(counts, one_each, one_each, peers, label)
+    return lambda: _read(counts, arrive())
 
 
 def _read(sent: Tensor, received: Tensor) -> Counts:
@@ -162,19 +157,29 @@ def _exchange(
     rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], peers: ExpertRanks, label: Label
 ) -> Tensor:
     """Every rank of the group takes part, also with nothing to send or get."""
-    if peers.ranks == 1:
-        return rows.view_as(rows)
-    got = rows.new_empty(sum(received), *rows.shape[1:])
-    work = dist.all_to_all_single(got, rows.contiguous(), list(received), list(sent), group=peers.group, async_op=True)
-    size = (sum(received) - received[peers.own]) * rows[:0].new_empty(1, *rows.shape[1:]).nbytes
-    _wait(peers, work, label, size)
-    return got
+    return rows.view_as(rows) if peers.ranks == 1 else _start(rows, sent, received, peers, label)()
 
 
-def _wait(peers: ExpertRanks, work: Any, label: Label, size: int) -> None:
-    world, started = peers.world, time.perf_counter()
+def _start(
+    rows: Tensor, sent: Sequence[int], received: Sequence[int], peers: ExpertRanks, label: Label
+) -> Callable[[], Tensor]:
+    """Post an all-to-all of rows; what this returns waits for it."""
+    world, group = peers.world, peers.group
     assert world is not None
-    with world.waiting(label):
-        world.backend.wait(work, world.timeout, world.watchdog, label)
-    world.log.add_wait(label, time.perf_counter() - started)
-    world.log.add(label, "received", None, size, TRANSPORT)
+    assert group is not None
+    width = math.prod(rows.shape[1:])
+    got = rows.new_empty(sum(received), *rows.shape[1:])
+    sizes = [n * width for n in received], [n * width for n in sent]
+    work = world.backend.all_to_all(got.view(-1), rows.contiguous().view(-1), sizes, 0, group, label)
+    world.backend.posted([(None, work)], world.watchdog, f"{label}: rank {world.rank}, waiting for tokens")
+
+    def finish() -> Tensor:
+        started = time.perf_counter()
+        with world.waiting(label):
+            world.backend.wait(work, world.timeout)
+        world.log.add_wait(label, time.perf_counter() - started)
+        size = (sum(received) - received[peers.own]) * width * rows.itemsize
+        world.log.add(label, "received", None, size, TRANSPORT)
+        return got
+
+    return finish

@@ -1,0 +1,131 @@
+"""Give a module without weights, sharded or not, memory for what this rank holds, and values."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hetmesh.layout.intervals import Intervals
+from hetmesh.layout.layout import Layout
+from hetmesh.layout.mesh import MeshSpec
+from hetmesh.models.initial import Initial
+from hetmesh.models.lora import base_name
+
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""What activation checkpointing and torch.compile put into parameter names."""
+
+
+def plain_name(fqn: str) -> str:
+    """The FQN that a tensor had before its module was wrapped or got adapters."""
+    for wrapper in WRAPPERS:
+        fqn = fqn.replace(wrapper, "")
+    return base_name(fqn)
+
+
+def materialize(module: nn.Module, device: torch.device, roots: Sequence[nn.Module] = ()) -> None:
+    """Give every parameter without memory uninitialised memory on `device`, and move buffers there, unless that is the
+    CPU (where offloaded parameters are, but not the buffers beside them). Tied parameters stay tied.
+
+    Args:
+        roots: the modules that wrap `module` or parts of it, where FSDP was applied to these.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in made:
+                    made[id(parameter)] = _with_memory(parameter, device)
+                owner._parameters[name] = made[id(parameter)]
+    if device.type != "cpu":
+        move_buffers(module, device)
+    for root in roots:
+        if any(isinstance(each, FSDPModule) for each in root.modules()):
+            root._apply(lambda tensor: tensor)  # FSDP keeps references to parameters; now it looks them up again
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Bring the buffers of `module` to `device`."""
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = buffer.to(device)
+
+
+def draw_weights(module: nn.Module, initial: MutableMapping[str, Initial]) -> list[str]:
+    """Give the parameters of `module` that `initial` has, by their names before it was wrapped, the values with which
+    they begin: of each, this rank's rows and columns, a block of rows at a time. What is drawn is taken out of
+    `initial`, so that values that were kept whole do not outlive their turn.
+
+    Returns:
+        The names of the parameters that `initial` does not have; they are as they were.
+    """
+    names: dict[int, list[str]] = {}
+    held: dict[int, nn.Parameter] = {}
+    for fqn, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(plain_name(fqn))
+        held[id(parameter)] = parameter
+    others: list[str] = []
+    with torch.no_grad():
+        for key, parameter in held.items():
+            found = [each for name in names[key] if (each := initial.pop(name, None)) is not None]
+            if found:
+                fill(parameter, found[0], found[0].rows_per_block)
+            else:
+                others.append(names[key][0])
+    return others
+
+
+def fill(tensor: Tensor, source: Any, rows: int | None = None) -> None:
+    """Copy this rank's part of a tensor from `source`, which gives the elements asked for by slices.
+
+    Args:
+        rows: so many at a time, counted from the first of the whole tensor; None: all at once.
+    """
+    local: Tensor = tensor.detach()
+    regions: Sequence[Intervals] = [((0, size),) for size in local.shape]
+    if isinstance(local, DTensor):
+        layout = Layout(MeshSpec.of(local.device_mesh), tuple(local.placements))
+        regions = layout.intervals(tuple(local.shape), dist.get_rank())
+        local = local.to_local()
+    copy_part(local, regions, source, rows)
+
+
+def copy_part(local: Tensor, regions: Sequence[Intervals], source: Any, rows: int | None = None) -> None:
+    """`fill` of what `local` holds: per dim, `regions` are those intervals of the whole tensor, in order."""
+    for piece in itertools.product(
+        *(_with_offsets(each, rows if dim == 0 else None) for dim, each in enumerate(regions))
+    ):
+        here = tuple(slice(offset, offset + stop - start) for offset, start, stop in piece)
+        there = tuple(slice(start, stop) for _, start, stop in piece)
+        local[here].copy_(source[there] if there else source[...])
+
+
+def _with_offsets(intervals: Intervals, rows: int | None) -> Iterator[tuple[int, int, int]]:
+    """`(local start, global start, global stop)` of each interval, cut at multiples of `rows`."""
+    offset = 0
+    for start, stop in intervals:
+        while start < stop:
+            end = stop if rows is None else min(stop, start - start % rows + rows)
+            yield offset, start, end
+            offset += end - start
+            start = end
+
+
+def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    if isinstance(parameter, DTensor):
+        local = torch.empty_like(parameter.to_local(), device=device)
+        shape, stride = parameter.shape, parameter.stride()
+        tensor = DTensor.from_local(
+            local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+        )
+        return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    made = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)  # what a constructor may have noted on it
+    return made

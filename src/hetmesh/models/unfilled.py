@@ -1,0 +1,162 @@
+"""Unfilled: a module whose parameters have no memory yet, and the values with which they begin."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import zlib
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetmesh.errors import RecipeError
+from hetmesh.models.fill import draw_weights, materialize
+from hetmesh.models.initial import Initial
+from hetmesh.models.recorder import Recorder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Unfilled:
+    """A module as its constructor leaves it, without memory for its parameters.
+
+    Attributes:
+        module: its parameters are on the meta device; buffers are as ever.
+        initial: the values of parameters, by all of their names. Those of a checkpoint are not among them.
+        whole: why its weights are kept whole until they are taken; None if they are drawn row by row.
+    """
+
+    module: nn.Module
+    initial: dict[str, Initial] = field(default_factory=dict)
+    whole: str | None = None
+
+    def filled(self) -> nn.Module:
+        """The module with memory and values, on the CPU. Once only."""
+        materialize(self.module, torch.device("cpu"))
+        draw_weights(self.module, self.initial)
+        return self.module
+
+    def extend(self, name: str, seed: int, change: Callable[[], None]) -> None:
+        """Run `change`, which puts further parameters into the module; their values are kept beside the others."""
+        recorder, before = Recorder(f"{seed}:{name}"), {id(p) for p in self.module.parameters()}
+        with _random_state(name, seed), recorder:
+            change()
+        recorder.name(self.module)
+        self.initial |= _take_values(self.module, name, recorder, before)
+
+
+def recorded(build: Callable[[], nn.Module], name: str, seed: int) -> Unfilled | str:
+    """The module that `build` makes, with what it does to its parameters; or why that cannot be repeated.
+
+    Raises:
+        RecipeError: nothing initialises one of its parameters.
+    """
+    recorder = Recorder(f"{seed}:{name}")
+    try:
+        with _random_state(name, seed), recorder:
+            module = build()
+        if recorder.failed:
+            return recorder.failed
+        recorder.name(module)
+        if recorder.held_by_others(module):
+            gc.collect()  # what was built beside it may still be about, in circles
+            if recorder.held_by_others(module):
+                return "a tensor beside its parameters and buffers"
+        for owner in module.modules():
+            for key, buffer in owner._buffers.items():
+                if buffer is not None and (memory := recorder.memory(buffer)) is not None:
+                    # Memory that nothing was written to is for later use.
+                    owner._buffers[key] = (
+                        recorder.initial(f"modules.{name}: buffer {key}", buffer)[...].to(buffer.dtype)
+                        if memory.steps
+                        else torch.zeros(buffer.shape, dtype=buffer.dtype)
+                    )
+        return Unfilled(module, _take_values(module, name, recorder))
+    except RecipeError:
+        raise
+    except Exception as error:  # not only NotRepeatable: code may look at what is not there
+        return recorder.failed or f"{type(error).__name__}: {error}"
+
+
+def built_really(build: Callable[[], nn.Module], name: str, seed: int, why: str) -> Unfilled:
+    """The module that `build` makes, whose weights are kept whole.
+
+    Raises:
+        RecipeError: nothing initialises one of its parameters.
+    """
+    logger.info(
+        f"modules.{name} is built whole before it is sharded: its constructor computes with its weights ({why})"
+    )
+    with _random_state(name, seed), _nan_in_new_memory():
+        module = build()
+    for fqn, parameter in module.named_parameters():
+        if parameter.is_floating_point() and parameter.isnan().any():
+            raise _never_initialised(f"modules.{name}: parameter {fqn}")
+    return Unfilled(module, _take_values(module, name, Recorder(f"{seed}:{name}")), why)
+
+
+@contextmanager
+def _random_state(name: str, seed: int) -> Iterator[None]:
+    """torch's random state of a module while its constructor runs; that of before comes back."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))  # 32 bits: the CPU generator ignores higher ones
+        yield
+
+
+@contextmanager
+def _nan_in_new_memory() -> Iterator[None]:
+    """torch fills new memory with what tells that nothing was written to it."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    fills, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        memory.fill_uninitialized_memory = fills
+
+
+def _never_initialised(where: str) -> RecipeError:
+    return RecipeError(
+        f"{where}: nothing initialises it; it would be whatever was in memory, other values on every rank. Give it "
+        "values in its constructor"
+    )
+
+
+def _take_values(module: nn.Module, name: str, recorder: Recorder, known: Container[int] = ()) -> dict[str, Initial]:
+    """The values of all parameters of `module` that are not `known`, which then have no memory any more."""
+    taken: dict[int, tuple[nn.Parameter, Initial]] = {}
+    originals: list[nn.Parameter] = []  # so that ids stay theirs
+    found: dict[str, Initial] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for key, parameter in owner._parameters.items():
+            if parameter is None or id(parameter) in known:
+                continue
+            fqn = f"{prefix}.{key}" if prefix else key
+            if id(parameter) not in taken:
+                originals.append(parameter)
+                where = f"modules.{name}: parameter {fqn}"
+                memory = recorder.memory(parameter)
+                if memory is not None and not memory.steps and parameter.numel():
+                    raise _never_initialised(where)
+                taken[id(parameter)] = _on_meta(parameter), recorder.initial(where, parameter)
+            empty, found[fqn] = taken[id(parameter)]
+            owner._parameters[key] = empty
+            taken[id(empty)] = empty, found[fqn]
+    return found
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    if parameter.is_meta:
+        return parameter
+    value: Tensor = parameter.detach()
+    empty = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=parameter.requires_grad)
+    empty.__dict__.update(parameter.__dict__)
+    return empty

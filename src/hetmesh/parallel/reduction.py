@@ -1,0 +1,130 @@
+"""The REDUCE action: complete the gradients of one stage, once per step, without asking the device for anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch.distributed as dist
+from torch import nn
+
+from hetmesh.boundary.accelerator import Accelerator, Stream
+from hetmesh.parallel.apply import ParallelModule
+from hetmesh.parallel.gradient_axes import SUM_ORDER
+from hetmesh.parallel.gradient_sums import have_gradients, make_missing, start_sum
+
+
+class Reduction:
+    """Sums the gradients of entry `stage` of `parallel.stages` over the axes of `parallel.axes` over which the backward
+    has not summed them.
+
+    Call it once per step, after the stage's last backward, collectively over the mesh of the stage; it returns what
+    waits for the sums and writes them into the gradients.
+
+    Which gradients there are on any rank is agreed in the first step, and taken for granted from then on: of what no
+    rank had a gradient, none is sent, and all others are sums, a missing one counting as zero. A rank that has other
+    gradients than it had then says so (`changed`); if any rank does, `settle` makes good what was taken for granted.
+
+    Args:
+        accelerator: of these gradients. Where it is asynchronous, sums have a stream of their own: what is packed there
+            takes the memory of what was packed before, and neither the host nor later computation waits.
+        stream: for them; several may share one.
+        always: ids of parameters that have a gradient in the end whatever happens here (tied to another stage).
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelModule,
+        stage: int = 0,
+        *,
+        accelerator: Accelerator | None = None,
+        stream: Stream | None = None,
+        always: Collection[int] = (),
+    ) -> None:
+        self.accelerator = Accelerator() if accelerator is None else accelerator
+        self.stream = self.accelerator.stream() if stream is None else stream
+        own = parallel.parameters_of(stage)
+        over = {
+            axis: [p for name, p in own.items() if axis in parallel.axes[name].after_backward] for axis in SUM_ORDER
+        }
+        self.sums = [(parallel.device_mesh.get_group(axis), ps) for axis, ps in over.items() if ps]
+        self.few_first = len(self.sums) > 1 and len(self.sums[0][1]) < len(own)
+        self.parameters = [*{id(p): p for _, parameters in self.sums for p in parameters if p.requires_grad}.values()]
+        self.always = frozenset(always)
+        self.changed = False
+        self._here: tuple[bool, ...] = ()  # which of `parameters` had a gradient on this rank, in this step
+        self._agreed_on: tuple[bool, ...] | None = None  # and in that in which ranks last agreed
+        self._anywhere: frozenset[int] = frozenset()  # ids of those that had one on any rank then
+
+    def __call__(self) -> Callable[[], None]:
+        self._here = tuple(p.grad is not None or id(p) in self.always for p in self.parameters)
+        if self._agreed_on is None:
+            self._agree()
+        self.changed = self._here != self._agreed_on
+        return self._start_aside() if self.accelerator.asynchronous else self._start()
+
+    def settle(self) -> None:
+        """Agree anew, and give gradients to what no rank had one of when ranks last agreed, or take them from what no
+        rank has one of any more. After the sums, on all ranks of the mesh or none; the host waits.
+        """
+        if self._agreed_on is None:
+            return
+        before = self._anywhere
+        self._agree()
+        self.changed = False
+        for parameter in self.parameters:
+            if id(parameter) in before - self._anywhere:
+                parameter.grad = None
+        for group, parameters in self._chosen(self._anywhere - before):
+            start_sum(parameters, group)()
+
+    def _agree(self) -> None:
+        place = {id(p): i for i, p in enumerate(self.parameters)}
+        sums = [(group, [place[id(p)] for p in ps if id(p) in place]) for group, ps in self.sums]
+        anywhere = have_gradients(self._here, sums)
+        self._agreed_on = self._here
+        self._anywhere = frozenset(id(p) for p, has in zip(self.parameters, anywhere, strict=True) if has)
+
+    def _chosen(self, ids: Collection[int]) -> list[tuple[dist.ProcessGroup, list[nn.Parameter]]]:
+        return [(group, [p for p in parameters if id(p) in ids]) for group, parameters in self.sums]
+
+    def _start(self) -> Callable[[], None]:
+        sums = self._chosen(self._anywhere)
+        if self.few_first:  # done before all others follow
+            group, few = sums.pop(0)
+            start_sum(few, group)()
+        if not sums:
+            return lambda: None
+        group, parameters = sums.pop(0)
+        first = start_sum(parameters, group)
+
+        def finish() -> None:
+            first()
+            for group, parameters in sums:
+                start_sum(parameters, group)()
+
+        return finish
+
+    def _start_aside(self) -> Callable[[], None]:
+        accelerator = self.accelerator
+        for _, parameters in (sums := self._chosen(self._anywhere)):
+            make_missing(parameters)  # here, where they will be freed
+        ready, over = accelerator.event(), accelerator.event()
+        ready.record()
+        with accelerator.on(self.stream):
+            if self.stream is not None:
+                self.stream.wait_event(ready)
+            for group, parameters in sums:
+                start_sum(parameters, group)()
+            over.record()
+
+        def finish() -> None:
+            if (current := accelerator.current_stream()) is not None:
+                current.wait_event(over)
+
+        return finish
+
+
+def reduce_gradients(parallel: ParallelModule) -> None:
+    """Complete the gradients that accumulated on the members, all stages one after another; see `Reduction`."""
+    for stage in range(len(parallel.stages)):
+        Reduction(parallel, stage)()()

@@ -1,0 +1,143 @@
+"""Logits of which every tensor-parallel rank has a share of the vocabulary: their cross-entropy and their arg-max,
+without bringing them together.
+
+Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3: of the logits only a few numbers per target cross between
+ranks. torch has the same for DTensors (`torch.distributed.tensor.parallel.loss_parallel`); here logits are local
+tensors, as everywhere in this room, the vocabulary need not divide, and there may be no target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hetmesh.parallel.linear import ColwiseLinear
+
+CHUNK = 1 << 24
+"""Logits that are raised to fp32 at a time, 64 MB: enough for a kernel, and little beside all else."""
+
+
+@dataclass(frozen=True)
+class VocabularyShards:
+    """How the last dim of logits lies over the ranks of a group.
+
+    Attributes:
+        group: the tensor-parallel ranks, all of which call each method with logits of the same targets.
+        widths: tokens of each rank's share, in order; some may have none.
+    """
+
+    group: dist.ProcessGroup
+    widths: tuple[int, ...]
+
+    @property
+    def start(self) -> int:
+        """The first token of this rank's share."""
+        return sum(self.widths[: dist.get_rank(self.group)])
+
+    def sum_cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The sum over targets, equal on every rank; a connected 0 without any. Nothing waits for the device.
+
+        Half precision is raised to fp32, a part of the rows at a time; kept for the backward are the logits as they
+        came, and one number per target.
+
+        Args:
+            logits: this rank's share, `[targets, width]`. Its gradient is that of the share, complete.
+            targets: true tokens, int64 `[targets]`, each below the sum of `widths`.
+        """
+        return _SumCrossEntropy.apply(logits, targets, self.start, self.group)
+
+    @torch.no_grad()
+    def argmax(self, logits: Tensor, without: Collection[int] = ()) -> Tensor:
+        """The most likely token of each target, the first of equal ones, on every rank: int64 `[targets]`.
+
+        Args:
+            logits: this rank's share, `[targets, width]`.
+            without: tokens that are not asked for.
+        """
+        start, (count, width) = self.start, logits.shape
+        if not count:
+            return torch.zeros(0, dtype=torch.int64, device=logits.device)
+        best = logits.new_full((count,), -torch.inf, dtype=_raised(logits.dtype))
+        token = torch.zeros(count, dtype=torch.int64, device=logits.device)
+        if width:
+            own = [t - start for t in sorted(without) if start <= t < start + width]
+            if own:
+                logits = logits.index_fill(-1, torch.tensor(own, device=logits.device), -torch.inf)
+            place = logits.argmax(-1)
+            best, token = logits.gather(-1, place[:, None])[:, 0].to(best.dtype), place + start
+        bests, tokens = (each.new_empty(len(self.widths), count) for each in (best, token))
+        dist.all_gather(list(bests.unbind()), best, group=self.group)
+        dist.all_gather(list(tokens.unbind()), token, group=self.group)
+        return tokens.gather(0, bests.argmax(0)[None])[0]
+
+
+def shard_vocabulary(module: nn.Module, head: str) -> VocabularyShards | None:
+    """Let the head of `module` leave its logits as shares, in place; None, and nothing changes, where tensor
+    parallelism does not split the head, or only a part of it (adapters beside it that are not split alike).
+
+    Args:
+        head: its FQN; empty: logits are to be whole.
+    """
+    if not head:
+        return None
+    parts = [part for part in module.get_submodule(head).modules() if isinstance(part, nn.Linear)]
+    split = [part for part in parts if isinstance(part, ColwiseLinear)]
+    widths = {part.widths for part in split}
+    # With LoRA beside it a head is the sum of its layer and an adapter's B, which reads what A, a narrow one, gives.
+    summed = [part for part in parts if split and part.out_features == split[0].out_features]
+    if len(widths) != 1 or len(summed) != len(split):
+        return None
+    (each,) = widths
+    if each is None:
+        return None
+    for part in split:
+        part.widths = None
+    return VocabularyShards(split[0].group, each)
+
+
+class _SumCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, group: dist.ProcessGroup) -> Tensor:
+        dtype, (count, width) = _raised(logits.dtype), logits.shape
+        place = targets - start
+        own = (place >= 0) & (place < width)
+        place = place.clamp(0, max(width - 1, 0))[:, None]
+        largest = logits.amax(-1).to(dtype) if width else logits.new_full((count,), -torch.inf, dtype=dtype)
+        if count:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        sums = logits.new_zeros(2, count, dtype=dtype)  # of exponentials, and the logit of the target
+        if width:
+            for rows in _chunks(count, width):
+                sums[0, rows] = (logits[rows].to(dtype) - largest[rows, None]).exp_().sum(-1)
+            sums[1] = torch.where(own, logits.gather(-1, place)[:, 0].to(dtype) - largest, 0)
+        if count:
+            dist.all_reduce(sums, group=group)
+        log_sums = sums[0].log()
+        ctx.save_for_backward(logits, largest + log_sums, place, own)
+        return (log_sums - sums[1]).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, log_sums, place, own = ctx.saved_tensors
+        gradient, (count, width) = torch.empty_like(logits), logits.shape
+        for rows in _chunks(count, width) if width else ():
+            part = (logits[rows].to(log_sums.dtype) - log_sums[rows, None]).exp_()
+            part.scatter_add_(-1, place[rows], -own[rows, None].to(part.dtype))
+            gradient[rows] = part.mul_(gradients[0])
+        return gradient, None, None, None
+
+
+def _raised(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _chunks(count: int, width: int) -> Iterator[slice]:
+    step = max(CHUNK // width, 1)
+    return (slice(first, first + step) for first in range(0, count, step))

@@ -1,0 +1,131 @@
+"""A dry run as text and as plain values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from hetmesh.runtime.live_bytes import SpanBytes
+from hetmesh.training.dry_run_values import DryRun, DryRuns, RankGroup
+from hetmesh.training.wording import ranks_text
+
+NOT_MODELLED = (
+    "not modelled: fragments of the allocator, workspaces inside kernels (cuBLAS, attention), the driver's context, "
+    "NCCL's communicators, time"
+)
+_DIRECTIONS = {"device_to_host": "device to host", "host_to_device": "host to device"}
+
+
+def dry_run_lines(runs: DryRuns) -> Iterator[str]:
+    """In short lines."""
+    for group in runs.groups:
+        yield from _group(group)
+        yield ""
+    yield verdict(runs)
+    yield NOT_MODELLED
+
+
+def verdict(runs: DryRuns) -> str:
+    """Whether what was run fits the machine."""
+    if not runs.memory_bytes:
+        return f"the memory of machine {runs.machine} is not known: name one (--machine)"
+    spare = runs.memory_bytes - runs.peak
+    share = 100 * abs(spare) / runs.memory_bytes
+    fits, rest = ("fits", "to spare") if spare >= 0 else ("does not fit", "too much")
+    return (
+        f"{fits} {runs.machine}: tensors take {gib(runs.peak)} of {gib(runs.memory_bytes)} at most, "
+        f"{gib(abs(spare))} ({share:.0f}%) {rest}"
+    )
+
+
+def _group(group: RankGroup) -> Iterator[str]:
+    run = group.run
+    of = f", one of the ranks {ranks_text(group.ranks)}, which hold the same stages" if len(group.ranks) > 1 else ""
+    yield f"rank {run.rank}{of}"
+    yield f"one step of {run.microbatches} microbatches, run in {run.seconds:.1f} s on a fake device"
+    yield f"built      {gib(run.built)}, {gib(run.built_peak)} at most while it was built"
+    yield f"behind it  {gib(run.live)} alive: parameters, buffers and optimizer state are {gib(run.state)}"
+    yield f"peak       {gib(run.peak)} in a step, {gib(run.first_checks)} while replicas are compared in the first one"
+    sign = "more" if group.predicted >= run.peak else "less"
+    yield f"predicted  {gib(group.predicted)} for the fullest of them, {100 * group.memory_error:.0f}% {sign}"
+    yield ""
+    yield "bytes alive by kind of action        before      peak     after"
+    for name, spans in _by_kind(run.actions).items():
+        most = max(spans, key=lambda span: span.peak)
+        yield f"  {name:<32} {gib(most.before):>9} {gib(most.peak):>9} {gib(most.after):>9}"
+    yield ""
+    yield "work by module            kernels    TFLOPs  collectives     bytes"
+    for name, work in sorted(run.work.items(), key=lambda each: -each[1].flops):
+        yield (
+            f"  {name or '(outside actions)':<22} {work.kernels:>8,} {work.flops / 1e12:>9.2f} {work.collectives:>12,} "
+            f"{gib(work.collective_bytes):>9}"
+        )
+    if run.traffic:
+        yield ""
+        yield "messages by boundary                    number      sent  received"
+        for each in run.traffic:
+            yield f"  {each.edge:<36} {each.messages:>7,} {gib(each.sent):>9} {gib(each.received):>9}"
+    yield ""
+    yield from _waits(run)
+
+
+def _waits(run: DryRun) -> Iterator[str]:
+    for direction, words in _DIRECTIONS.items():
+        within = run.waiting(direction, within=True)
+        yield f"the host waits, {words}: {run.waiting(direction)} times a step, {within} of them in actions"
+        lines: Counter[tuple[str, str, str]] = Counter()
+        for wait, count in run.waits:
+            if wait.direction == direction:
+                lines[wait.line or "torch's backward", wait.model, wait.what] += count
+        for (line, model, what), count in lines.most_common():
+            yield f"  {count:>5} {line} ({what})" + (f" for {model}" if model else "")
+    yield f"waits with a timeout, which hold up the host on NCCL: {run.timed_waits}"
+
+
+def _by_kind(actions: tuple[SpanBytes, ...]) -> dict[str, list[SpanBytes]]:
+    """Of each kind of action and target, over all microbatches."""
+    found: dict[str, list[SpanBytes]] = {}
+    for span in actions:
+        action: Any = span.label
+        found.setdefault(f"{action.kind.value} {action.target}", []).append(span)
+    return found
+
+
+def dry_run_json(runs: DryRuns) -> dict[str, Any]:
+    """As plain values; bytes are plain numbers."""
+    fits = runs.peak <= runs.memory_bytes if runs.memory_bytes else None
+    return {
+        "machine": runs.machine,
+        "memory_bytes": runs.memory_bytes,
+        "peak": runs.peak,
+        "fits": fits,
+        "groups": [
+            {
+                "ranks": group.ranks,
+                "predicted": group.predicted,
+                "memory_error": group.memory_error,
+                **_plain(group.run),
+            }
+            for group in runs.groups
+        ],
+    }
+
+
+def _plain(run: DryRun) -> dict[str, Any]:
+    plain = {key: value for key, value in vars(run).items() if isinstance(value, (int, float))}
+    return plain | {
+        "actions": [{**asdict(span), "label": str(span.label)} for span in run.actions],
+        "work": {name: asdict(work) for name, work in run.work.items()},
+        "waits": [{**asdict(wait), "during": str(wait.during), "count": count} for wait, count in run.waits],
+        "traffic": [asdict(each) for each in run.traffic],
+    }
+
+
+def gib(size: int) -> str:
+    """`"24.93 GiB"`, or in a smaller unit."""
+    for unit, bytes_ in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= bytes_:
+            return f"{size / bytes_:.2f} {unit}"
+    return f"{size} B"

@@ -1,0 +1,101 @@
+"""What the stages of a rank read themselves, on their device one microbatch before it is needed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetmesh.boundary.accelerator import Accelerator, Event, Stream
+from hetmesh.graph import Stage
+
+LoadBatch = Callable[[Stage, int], Mapping[str, Tensor]]
+"""(stage, microbatch) -> the stage's own inputs on this rank's lane, on the CPU."""
+
+Forward = tuple[Stage, int]
+"""A stage and a microbatch."""
+
+
+class BatchesAhead:
+    """Batches in the order of the forwards that read them. On an asynchronous accelerator the next one is loaded and
+    copied, from pinned memory and on a stream of its own, while the device still computes the one before; elsewhere
+    each is loaded when it is asked for.
+
+    Args:
+        load: called once per forward.
+        forwards: of this rank, in order.
+        stream: for the copies, the same in every step: memory belongs to a stream.
+    """
+
+    def __init__(
+        self, load: LoadBatch, accelerator: Accelerator, forwards: Iterable[Forward], stream: Stream | None
+    ) -> None:
+        self.load, self.accelerator = load, accelerator
+        self._waiting: deque[Forward] = deque(forwards if accelerator.asynchronous else ())
+        self._copied: dict[Forward, _Copied | Exception] = {}
+        self._stream = stream
+
+    def take(self, stage: Stage, microbatch: int) -> dict[str, Any]:
+        """The batch of a forward, on the device; what else than tensors it holds as it is.
+
+        Raises:
+            Exception: whatever loading it has raised, here and not in the action before.
+        """
+        forward = (stage, microbatch)
+        if not self.accelerator.asynchronous:
+            return {key: _on(value, self.accelerator.device) for key, value in self.load(*forward).items()}
+        if forward not in self._copied:
+            self._waiting.remove(forward)
+            self._copied[forward] = self._copy(forward)
+        copied = self._copied.pop(forward)
+        if isinstance(copied, Exception):
+            raise copied
+        return copied.taken(self.accelerator)
+
+    def prepare(self) -> None:
+        """Begin with the next batch. Call it when what reads the one before has been queued."""
+        if self._waiting and not self._copied:
+            forward = self._waiting.popleft()
+            try:
+                self._copied[forward] = self._copy(forward)
+            except Exception as error:  # it belongs to the action that needs the batch
+                self._copied[forward] = error
+
+    def _copy(self, forward: Forward) -> _Copied:
+        batch = self.load(*forward)
+        over = self.accelerator.event()
+        with self.accelerator.on(self._stream):
+            # torch keeps pinned memory until copies from it are over.
+            copied = {
+                key: _on(self.accelerator.pinned(value) if _lies_on_host(value) else value, self.accelerator.device)
+                for key, value in batch.items()
+            }
+            over.record()
+        return _Copied(copied, over)
+
+
+class _Copied:
+    """A batch on its way to the device."""
+
+    def __init__(self, batch: dict[str, Any], over: Event) -> None:
+        self.batch, self.over = batch, over
+
+    def taken(self, accelerator: Accelerator) -> dict[str, Any]:
+        """The batch, for the current stream."""
+        if (current := accelerator.current_stream()) is not None:
+            current.wait_event(self.over)
+        for value in self.batch.values():
+            if isinstance(value, Tensor):
+                accelerator.used_by(value, current)
+        return self.batch
+
+
+def _lies_on_host(value: object) -> bool:
+    return isinstance(value, Tensor) and value.device.type == "cpu"
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value

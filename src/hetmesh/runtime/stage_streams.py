@@ -1,0 +1,89 @@
+"""On which stream a rank runs which stage: slices in the gaps of other stages have one beside theirs, so that the
+device fills a gap whenever it comes, and not where the schedule expects it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor
+
+from hetmesh.boundary.accelerator import Accelerator, Event, Stream
+from hetmesh.graph import Edge, Route, Stage
+from hetmesh.schedule import Action, Kind, Schedule
+
+
+class StageStreams:
+    """The streams of one rank in one step. What the current stream holds when this is made comes before all else.
+
+    A transfer starts on the stream of its source, and arrives on that of its destination, where this rank has both;
+    what passes between two streams waits for an event, and keeps its memory until the second has read it.
+
+    Args:
+        side: for the slices; None runs everything on the current stream. The same in every step: memory belongs to a
+            stream.
+    """
+
+    def __init__(self, accelerator: Accelerator, schedule: Schedule, rank: int, side: Stream | None) -> None:
+        self.accelerator, self.schedule = accelerator, schedule
+        self._held = frozenset(s for s in schedule.stages.stages if rank in schedule.stages.ranks_of(s))
+        beside = self._held & schedule.beside
+        self._side = side if beside and beside != self._held else None
+        self._beside = frozenset() if self._side is None else beside
+        self._own = accelerator.current_stream()
+        self._sent: dict[Route, Event] = {}
+        if self._side is not None:
+            self._side.wait_event(self._reached())
+
+    def of(self, action: Action) -> AbstractContextManager[object]:
+        """A context in which `action` is queued."""
+        target = action.target
+        stage = target if isinstance(target, Stage) else self._end(target, action.kind)
+        return self._on(stage)
+
+    def sending(self, route: Route, rows: Tensor) -> None:
+        """`rows` are about to start along `route`, on the stream of its source."""
+        if self._crosses(route.edge):
+            self.accelerator.used_by(rows, self._stream(route.edge.destination))
+
+    def sent(self, route: Route) -> None:
+        """They have started."""
+        if self._crosses(route.edge):
+            self._sent[route] = self._reached()
+
+    def receive(self, route: Route) -> None:
+        """What comes along `route` is about to be received, on the stream of its destination."""
+        if route in self._sent and (stream := self._stream(route.edge.destination)) is not None:
+            stream.wait_event(self._sent[route])
+
+    def received(self, route: Route, rows: Tensor) -> None:
+        """`rows` have come along `route`, on the stream of its destination; they were made on that of its source."""
+        if self._sent.pop(route, None) is not None:
+            self.accelerator.used_by(rows, self._stream(route.edge.destination))
+
+    def join(self) -> None:
+        """What is queued from here on comes behind everything on both."""
+        if self._side is not None and self._own is not None:
+            with self.accelerator.on(self._side):
+                over = self._reached()
+            self._own.wait_event(over)
+
+    def _end(self, edge: Edge, kind: Kind) -> Stage:
+        """Of an edge, the stage that this rank has; at a SEND the source, if it has both."""
+        here = edge.source in self._held and (kind is Kind.SEND or edge.destination not in self._held)
+        return edge.source if here else edge.destination
+
+    def _crosses(self, edge: Edge) -> bool:
+        return {edge.source, edge.destination} <= self._held and (
+            (edge.source in self._beside) != (edge.destination in self._beside)
+        )
+
+    def _stream(self, stage: Stage) -> Stream | None:
+        return self._side if stage in self._beside else self._own
+
+    def _on(self, stage: Stage) -> AbstractContextManager[object]:
+        return self.accelerator.on(self._side) if stage in self._beside else nullcontext()
+
+    def _reached(self) -> Event:
+        event = self.accelerator.event()
+        event.record()
+        return event

@@ -1,0 +1,186 @@
+"""InFlight: a dispatch mode that sees every operation, and knows which bytes are in flight.
+
+The rules of buffers: until somebody has waited, what is being received may not be touched, and what is being sent may
+only be read. Behind a wait the first operation that touches a buffer makes the host wait for it, as a stream would.
+Views are not touches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hetmesh._torch_compat import FakeTensor, TorchDispatchMode, tree_leaves
+from hetmesh.testing.emulated_queue import Batch, EmulatedError
+
+# They take shape and type of a tensor, and not what is in it.
+_SHAPES = ("empty_like", "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "zeros_like")
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+_EQUAL_SIZES = ("allreduce", "all_reduce", "allgather", "all_gather", "reduce_scatter", "broadcast", "_reduce_scatter")
+
+Collectives = dict[str, list[str]]
+"""Per process group, by name, the collectives of this rank in order."""
+
+
+class InFlightWork(Protocol):
+    """What is known of a work."""
+
+    batch: Batch
+    waited: bool
+
+    def deliver(self) -> None:
+        """Block until it is over and put what came in place."""
+        ...
+
+
+@dataclass(eq=False)
+class _Region:
+    """Contiguous bytes in flight, of one storage."""
+
+    start: int
+    stop: int
+    sends: bool
+    work: InFlightWork
+
+
+class InFlight(TorchDispatchMode):
+    """See above. Enter it around a step.
+
+    Attributes:
+        watching: whether it is entered.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watching = False
+        self._regions: dict[int, list[_Region]] = {}  # by the address of the storage, which the work keeps alive
+        self._collectives: Collectives = {}
+
+    def __enter__(self) -> Any:
+        self.watching = True
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.watching = False
+        super().__exit__(*error)
+
+    def add(self, work: InFlightWork) -> None:
+        """The buffers of `work` are in flight from here on."""
+        for part in work.batch.parts:
+            if part.buffer.numel():
+                start = int(part.buffer.storage_offset()) * part.buffer.itemsize
+                region = _Region(start, start + part.buffer.nbytes, part.sends, work)
+                self._regions.setdefault(_storage(part.buffer), []).append(region)
+
+    def remove(self, work: InFlightWork) -> None:
+        """They are not any more."""
+        for part in work.batch.parts:
+            key = _storage(part.buffer)
+            left = [region for region in self._regions.get(key, []) if region.work is not work]
+            self._regions[key] = left
+            if not left:
+                del self._regions[key]
+
+    def take_collectives(self) -> Collectives:
+        """What was seen since the last call."""
+        seen, self._collectives = self._collectives, {}
+        return seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(each is not Tensor and each is not nn.Parameter for each in types):
+            if any(issubclass(each, FakeTensor) for each in types):
+                return func(*args, **(kwargs or {}))  # shapes alone: DTensor works out what an operation gives
+            return NotImplemented  # it comes again, with what is inside
+        kwargs = kwargs or {}
+        if func.namespace in _COLLECTIVES:
+            self._note(func, args, kwargs)
+        if self._regions and func._schema.name.removeprefix("aten::") not in _SHAPES:
+            self._check(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _check(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        for tensor, writes in _touched(func, args, kwargs):
+            for region in tuple(self._regions.get(_storage(tensor), ())):
+                if (region.sends and not writes) or not _overlap(tensor, region):
+                    continue
+                if not region.work.waited:
+                    does = "writes to" if writes else "reads"
+                    what = "is being sent" if region.sends else "has not come yet"
+                    raise EmulatedError(
+                        f"{func._schema.name} {does} a buffer that {what}: {region.work.batch} was posted, and nobody "
+                        "has waited for it"
+                    )
+                region.work.deliver()
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        name = func._schema.name.split("::")[1].rstrip("_")
+        if name in ("wait_tensor", "send", "recv", "recv_any_source", "barrier", "monitored_barrier"):
+            return
+        leaves = tree_leaves((args, kwargs))
+        group = _group_name(func, args, kwargs)
+        if group is None:
+            return
+        sizes = [leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)] if name.startswith(_EQUAL_SIZES) else []
+        self._collectives.setdefault(group, []).append(f"{name}{sizes if sizes else ''}")
+
+
+def compare_collectives(rank: int, seen: Mapping[int, Collectives]) -> None:
+    """Raise EmulatedError if ranks of one group had different collectives in a step than `rank`, or in another order.
+
+    Args:
+        seen: by all ranks.
+    """
+    for name, mine in seen[rank].items():
+        for other, theirs in ((other, each[name]) for other, each in seen.items() if name in each):
+            if mine == theirs:
+                continue
+            n = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
+            if n is None:
+                told = f"{len(mine)} collectives in the step, and rank {other} {len(theirs)}"
+            else:
+                told = f"{mine[n]} as collective {n} of the step, and rank {other} {theirs[n]}"
+            raise EmulatedError(f"process group {name}: rank {rank} had {told}")
+
+
+def _touched(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Tensor, bool]]:
+    """Tensors whose elements an operation reads or writes, and whether it writes."""
+    arguments = func._schema.arguments
+    given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
+    for argument, value in given:
+        alias = argument.alias_info
+        if alias is not None and not alias.is_write:
+            continue  # a view
+        for tensor in tree_leaves(value):
+            if isinstance(tensor, Tensor) and tensor.numel():
+                yield tensor, alias is not None
+
+
+def _overlap(tensor: Tensor, region: _Region) -> bool:
+    start, size = tensor.storage_offset(), tensor.itemsize
+    last = start + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if start * size >= region.stop or (last + 1) * size <= region.start:
+        return False
+    if tensor.is_contiguous():
+        return True
+    offsets = np.array(start)
+    for n, step in zip(tensor.shape, tensor.stride(), strict=True):
+        offsets = offsets[..., None] + step * np.arange(n)
+    return bool(np.any((offsets * size < region.stop) & ((offsets + 1) * size > region.start)))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _group_name(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.name == "process_group":
+            return str(dist.ProcessGroup.unbox(value).group_name)
+        if argument.name == "group_name":
+            return str(value)
+    return str(kwargs["group_name"]) if "group_name" in kwargs else None

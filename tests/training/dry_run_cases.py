@@ -1,0 +1,42 @@
+"""What tests of dry runs do in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from pathlib import Path
+
+import torch
+
+from hetmesh.cli import main
+from hetmesh.recipe.recipe import load_recipe
+from hetmesh.training.dry_run import dry_run
+from hetmesh.training.dry_run_values import DryRun, DryRuns
+from hetmesh.training.dry_runs import dry_runs
+
+FOLDER = Path(__file__).parents[2] / "recipes"
+
+
+def dry(name: str, rank: int) -> tuple[DryRun, int]:
+    """The dry run of a rank, and the bytes that its attention keeps in block masks."""
+    from hetmesh.attention.flex import block_mask
+
+    torch.set_num_threads(1)
+    block_mask.cache_clear()
+    run = dry_run(load_recipe(FOLDER / f"{name}.toml"), rank)
+    return run, block_mask.cache_info().currsize * 2**20
+
+
+def grouped(name: str) -> DryRuns:
+    """The dry run of all ranks."""
+    return dry_runs(load_recipe(FOLDER / f"{name}.toml"), None, machine="h100")
+
+
+def printed(arguments: list[str]) -> tuple[int, str]:
+    """What the command says, and its status."""
+    os.chdir(FOLDER.parent)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        status = main(arguments)
+    return status, out.getvalue()

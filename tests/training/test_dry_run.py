@@ -1,0 +1,47 @@
+"""A dry run: a rank's real step on a fake device."""
+
+import json
+
+import pytest
+from dry_run_cases import FOLDER, dry, grouped, printed
+
+KINDS = ("digits", "digits_cp_pp", "digits_qwen3vl")
+OTHERS = sorted({path.stem for path in FOLDER.glob("digits*.toml")} - set(KINDS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*KINDS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)])
+def test_a_step_leaves_parameters_and_optimizer_state(apart, name):
+    run, block_masks = apart(dry, name, 0)
+    # Masks of attention are kept for the microbatches to come; nothing else is left.
+    assert run.live - run.state <= block_masks
+    assert run.live == run.state or block_masks
+    assert run.state > run.built >= run.built_peak / 1.2
+    assert run.peak >= max(span.peak for span in run.actions)
+    assert run.timed_waits == 0
+    assert sum(work.flops for work in run.work.values()) > 0
+
+
+@pytest.mark.slow
+def test_equal_ranks_are_one_group_and_the_predicted_peak_is_near(apart):
+    runs = apart(grouped, "digits")
+    assert [group.ranks for group in runs.groups] == [(0,), (1,), (2, 3)]
+    assert runs.machine == "h100"
+    assert max(group.memory_error for group in runs.groups) < 0.2
+    edges = {each.edge for group in runs.groups for each in group.run.traffic}
+    assert edges == {"vision->projector forward", "vision->projector backward"}
+
+
+@pytest.mark.slow
+def test_the_command_prints_text_and_json(apart):
+    status, text = apart(printed, ["dryrun", "recipes/digits.toml", "--rank", "2"])
+    assert status == 0
+    assert "B llm.0" in text
+    assert "fits h100" in text
+    assert max(map(len, text.splitlines())) <= 160
+    status, text = apart(printed, ["dryrun", "recipes/digits.toml", "--json"])
+    assert status == 0
+    assert json.loads(text)["fits"] is True
+    status, text = apart(printed, ["dryrun", "recipes/digits.toml", "--rank", "7"])
+    assert status == 2
+    assert "ranks 0-3" in text
