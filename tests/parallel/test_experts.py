@@ -10,7 +10,7 @@ from hetmesh.errors import BoundaryError
 from hetmesh.models.experts import two_halves
 from hetmesh.parallel.experts.balance import balance_terms, choices_per_sample
 from hetmesh.parallel.experts.block import make_expert_block
-from hetmesh.parallel.experts.exchange import ExpertRanks, count_choices
+from hetmesh.parallel.experts.exchange import ExpertRanks, count_choices, even_counts
 from hetmesh.parallel.experts.fan import collect, fan_to_experts, fan_to_ranks, spread
 from hetmesh.parallel.experts.layers import ExpertLayers
 from hetmesh.parallel.experts.products import grouped_linear
@@ -203,3 +203,14 @@ def test_the_balance_gradient_is_that_of_a_sum_over_samples():
 def test_a_batch_that_is_not_packed_is_refused():
     with pytest.raises(BoundaryError, match="in one row"):
         RoutedTokens().note({"input_ids": torch.zeros(1, 1)})
+
+
+def test_even_routing_is_what_random_choices_come_to():
+    """What a dry run, in which no router computes, takes for granted."""
+    torch.manual_seed(0)
+    _, counts = count_choices(torch.rand(4000, 8).topk(3).indices, ranks=4, count=8)
+    even = even_counts(4000, 3, ranks=4, each=2)
+    assert counts[:, 0].tolist() == pytest.approx(even.sent, rel=0.05)
+    assert (4 * counts[0, 1:]).tolist() == pytest.approx(even.experts, rel=0.05)  # of four ranks that route alike
+    assert even_counts(5, 2, ranks=1, each=4).experts == (2, 2, 3, 3)
+    assert even_counts(5, 2, ranks=1, each=4).sent == (5,)

@@ -95,7 +95,7 @@ def expert_parameters(module: nn.Module) -> frozenset[int]:
 def _peers(device_mesh: DeviceMesh, spec: MeshSpec, name: str) -> ExpertRanks:
     ranks = spec.axis_size("ep")
     if ranks == 1:
-        return ExpertRanks(None, None, 1, 0, f"experts of {name}")
+        return ExpertRanks(World.current(), None, 1, 0, f"experts of {name}")
     group = device_mesh.get_group("ep")
     return ExpertRanks(World.current(), group, ranks, device_mesh.get_local_rank("ep"), f"experts of {name}")
 

@@ -73,7 +73,7 @@ class ExpertBlock(nn.Module):
         real = flat[: len(samples.of_token)]
         logits, weights, experts = self.gate(real)
         wanted, counts = count_choices(experts, self.peers.ranks, self.layers.count)
-        finish = start_counts(self.peers, counts, current_microbatch())
+        finish = start_counts(self.peers, counts, experts.shape, current_microbatch())
         weights = self._balanced(weights, logits, experts, samples)
         out = self._routed(real, weights, experts, wanted, finish)
         if padding := len(flat) - len(real):

@@ -26,7 +26,8 @@ class ExpertRanks:
     """The ranks along `ep` that share one set of experts, and the name of their traffic.
 
     Attributes:
-        world, group: this process, and these ranks in mesh order; None where there is one rank.
+        world: this process; None outside of any job.
+        group: these ranks in mesh order; None where there is one.
         ranks: how many.
         own: the coordinate of this rank.
         name: in logs and errors.
@@ -72,19 +73,37 @@ def count_choices(experts: Tensor, ranks: int, count: int) -> tuple[Tensor, Tens
     return wanted, torch.cat([wanted.sum(0, dtype=torch.int64)[:, None], pairs], 1)
 
 
-def start_counts(peers: ExpertRanks, counts: Tensor, microbatch: int) -> Callable[[], Counts]:
-    """Begin to tell the other ranks what they get (`count_choices`); what this returns waits, and reads."""
-    if peers.ranks == 1:
-        return lambda: _read(counts, counts)
+def even_counts(tokens: int, chosen: int, ranks: int, each: int) -> Counts:
+    """What a rank sends, gets and computes where every choice is as likely as any other, and all ranks have as many
+    tokens; rows are rounded up.
+
+    Args:
+        each: experts of a rank.
+    """
+    nowhere = math.comb(each * (ranks - 1), chosen) / math.comb(each * ranks, chosen)  # a rank that a token passes by
+    rows, pairs = math.ceil(tokens * (1 - nowhere)), tokens * chosen
+    return Counts((rows,) * ranks, (rows,) * ranks, tuple((pairs + i) // each for i in range(each)))
+
+
+def start_counts(peers: ExpertRanks, counts: Tensor, shape: torch.Size, microbatch: int) -> Callable[[], Counts]:
+    """Begin to tell the other ranks what they get; what this returns waits, and reads.
+
+    Args:
+        counts: of `count_choices`. A device that computes nothing (a dry run's) does not have them: there routing is
+            taken to be even.
+        shape: of the choices, `(tokens, chosen)`.
+    """
     label, one_each = Label(f"{peers.name} sizes", microbatch), (1,) * peers.ranks
-    arrive = _start(counts, one_each, one_each, peers, label)
-    return lambda: _read(counts, arrive())
+    arrive = None if peers.ranks == 1 else _start(counts, one_each, one_each, peers, label)
 
+    def finish() -> Counts:
+        there, here = torch.stack([counts, counts if arrive is None else arrive()]).tolist()
+        if peers.world is not None and not peers.world.accelerator.computes:
+            return even_counts(*shape, peers.ranks, counts.shape[1] - 1)
+        experts = tuple(map(sum, zip(*(row[1:] for row in here), strict=True)))
+        return Counts(tuple(row[0] for row in there), tuple(row[0] for row in here), experts)
 
-def _read(sent: Tensor, received: Tensor) -> Counts:
-    there, here = torch.stack([sent, received]).tolist()
-    experts = tuple(map(sum, zip(*(row[1:] for row in here), strict=True)))
-    return Counts(tuple(row[0] for row in there), tuple(row[0] for row in here), experts)
+    return finish
 
 
 def send_rows(
