@@ -29,7 +29,8 @@ def check_experts(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusal
         refusals.add(
             f"{key}: must divide num_experts = {experts.count} of modules.{name}; {divisors(experts.count)} do"
         )
-    if not packs(recipe, name):
+    alone = recipe.world_size == 1 and recipe.batch.global_batch_size == 1  # a sample by itself has no padding
+    if not packs(recipe, name) and not alone:
         refusals.add(
             f"modules.{name}: the experts of a {recipe.modules[name].model} get no padding, so its samples must lie in "
             "one row; set training.pack_samples = true"

@@ -15,7 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetmesh.parallel.experts.balance import balance_terms, choices_per_sample, inject
-from hetmesh.parallel.experts.exchange import Counts, ExpertRanks, count_choices, return_rows, send_rows, start_counts
+from hetmesh.parallel.experts.exchange import (
+    ExpertRanks,
+    RoutedCounts,
+    count_choices,
+    return_rows,
+    send_rows,
+    start_counts,
+)
 from hetmesh.parallel.experts.fan import collect, fan_to_experts, fan_to_ranks, spread
 from hetmesh.parallel.experts.layers import ExpertLayers
 from hetmesh.parallel.experts.products import grouped_linear
@@ -100,7 +107,7 @@ class ExpertBlock(nn.Module):
         return inject(weights, probabilities, terms.gradient * factor)
 
     def _routed(
-        self, rows: Tensor, weights: Tensor, experts: Tensor, wanted: Tensor, finish: Callable[[], Counts]
+        self, rows: Tensor, weights: Tensor, experts: Tensor, wanted: Tensor, finish: Callable[[], RoutedCounts]
     ) -> Tensor:
         """The weighted sum over each token's experts, `[tokens, features]`."""
         peers, features, chosen = self.peers, rows.shape[1], experts.shape[1]

@@ -41,7 +41,7 @@ class ExpertRanks:
 
 
 @dataclass(frozen=True)
-class Counts:
+class RoutedCounts:
     """What one rank sends, gets and computes in one block; on the host.
 
     Attributes:
@@ -73,7 +73,7 @@ def count_choices(experts: Tensor, ranks: int, count: int) -> tuple[Tensor, Tens
     return wanted, torch.cat([wanted.sum(0, dtype=torch.int64)[:, None], pairs], 1)
 
 
-def even_counts(tokens: int, chosen: int, ranks: int, each: int) -> Counts:
+def even_counts(tokens: int, chosen: int, ranks: int, each: int) -> RoutedCounts:
     """What a rank sends, gets and computes where every choice is as likely as any other, and all ranks have as many
     tokens; rows are rounded up.
 
@@ -82,10 +82,10 @@ def even_counts(tokens: int, chosen: int, ranks: int, each: int) -> Counts:
     """
     nowhere = math.comb(each * (ranks - 1), chosen) / math.comb(each * ranks, chosen)  # a rank that a token passes by
     rows, pairs = math.ceil(tokens * (1 - nowhere)), tokens * chosen
-    return Counts((rows,) * ranks, (rows,) * ranks, tuple((pairs + i) // each for i in range(each)))
+    return RoutedCounts((rows,) * ranks, (rows,) * ranks, tuple((pairs + i) // each for i in range(each)))
 
 
-def start_counts(peers: ExpertRanks, counts: Tensor, shape: torch.Size, microbatch: int) -> Callable[[], Counts]:
+def start_counts(peers: ExpertRanks, counts: Tensor, shape: torch.Size, microbatch: int) -> Callable[[], RoutedCounts]:
     """Begin to tell the other ranks what they get; what this returns waits, and reads.
 
     Args:
@@ -96,18 +96,19 @@ def start_counts(peers: ExpertRanks, counts: Tensor, shape: torch.Size, microbat
     label, one_each = Label(f"{peers.name} sizes", microbatch), (1,) * peers.ranks
     arrive = None if peers.ranks == 1 else _start(counts, one_each, one_each, peers, label)
 
-    def finish() -> Counts:
+    def finish() -> RoutedCounts:
         there, here = torch.stack([counts, counts if arrive is None else arrive()]).tolist()
         if peers.world is not None and not peers.world.accelerator.computes:
-            return even_counts(*shape, peers.ranks, counts.shape[1] - 1)
+            tokens, chosen = shape
+            return even_counts(tokens, chosen, peers.ranks, counts.shape[1] - 1)
         experts = tuple(map(sum, zip(*(row[1:] for row in here), strict=True)))
-        return Counts(tuple(row[0] for row in there), tuple(row[0] for row in here), experts)
+        return RoutedCounts(tuple(row[0] for row in there), tuple(row[0] for row in here), experts)
 
     return finish
 
 
 def send_rows(
-    rows: Tensor, choices: Tensor, counts: Counts, peers: ExpertRanks, microbatch: int
+    rows: Tensor, choices: Tensor, counts: RoutedCounts, peers: ExpertRanks, microbatch: int
 ) -> tuple[Tensor, Tensor]:
     """Rows to the ranks that they were copied for (`fan_to_ranks`), in one message per rank with their choices.
 
@@ -121,7 +122,7 @@ def send_rows(
     return _Send.apply(rows, choices, counts.sent, counts.received, peers, microbatch)
 
 
-def return_rows(rows: Tensor, counts: Counts, peers: ExpertRanks, microbatch: int) -> Tensor:
+def return_rows(rows: Tensor, counts: RoutedCounts, peers: ExpertRanks, microbatch: int) -> Tensor:
     """A row for each that this rank got, back to where it came from: the inverse of `send_rows`."""
     return _Return.apply(rows, counts.received, counts.sent, peers, microbatch)
 
