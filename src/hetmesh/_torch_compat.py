@@ -30,6 +30,7 @@ __all__ = [
     "fake_process_group",
     "finished_work",
     "fsdp_groups",
+    "grouped_mm",
     "implement",
     "one_gloo_device",
     "python_device",
@@ -47,6 +48,9 @@ __all__ = [
 # torch 2.13 renamed these two and warns at every use of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# Public from torch 2.10 on.
+grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 # scaled_dot_product_attention's kernel for the CPU, with the logsumexp that the public function does not return.
 cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

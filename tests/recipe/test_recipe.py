@@ -181,10 +181,11 @@ BAD: dict[str, tuple[str, str, str]] = {
         'dataset = "c4"\nsteps =',
         "training.dataset = 'c4': a key of torchtitan's that hetmesh does not have; write [data] source and",
     ),
-    "a degree to come": (
+    "experts that nothing holds": (
         "tensor_parallel_degree = 2",
-        "expert_parallel_degree = 2",
-        "parallelism.llm.expert_parallel_degree = 2: of torchtitan's values hetmesh has only 1; leave it",
+        "tensor_parallel_degree = 2\nexpert_parallel_degree = 2",
+        "parallelism.llm.expert_parallel_degree = 2: it is taken out of data_parallel_replicate_degree, as "
+        "data_parallel_shard_degree is 1, and must divide that: 1; valid are [1]",
     ),
     "freezing": ("lr = 2e-3", "trainable = 0", "modules.llm.trainable = 0: should be a valid boolean"),
     "a key with another home": (

@@ -25,6 +25,7 @@ OFTEN = {
     "digits_bubble_fill": "bubble_fill; a colocated encoder",
     "digits_qwen3vl": "side outputs",
     "digits_omni": "several encoders",
+    "digits_moe": "tokens that go to experts on other ranks",
     "digits_colocated": "DTensor's collectives on a mesh that modules share",
 }
 SMALL_8B = (

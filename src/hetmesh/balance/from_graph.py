@@ -137,7 +137,7 @@ def graph_slots(graph: ModuleGraph, microbatches: int, balance: BalanceOptions =
         free=balance.free,
         equal_counts=balance.equal_counts,
         deferral=balance.deferral,
-        lockstep=graph.sink.num_lanes > 1 and graph.sink.mesh.axis_size("dp_shard") > 1,
+        lockstep=any(graph.sink.mesh.axis_size(axis) > 1 for axis in ("dp_shard", "ep")),
         affinity=tuple(None if name == own[-1] else lane_affinity(graph[name], graph.sink) for name in own),
     )
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from hetmesh.boundary.channels import Channels, job_channels
 from hetmesh.boundary.transport import MEMORY, may_use_all_to_all
 from hetmesh.cost import ModuleShape
-from hetmesh.graph import ModuleGraph, ModuleSpec, StageGraph, stage_graph
+from hetmesh.graph import ModuleGraph, ModuleSpec, StageGraph, dense_mesh, stage_graph
 from hetmesh.layout import MeshSpec
 
 Ranks = tuple[int, ...]
@@ -36,7 +36,8 @@ def job_groups(
     for name in graph.order:
         spec = graph[name]
         for i in range(spec.mesh.axis_size("pp")):
-            groups |= dict.fromkeys(mesh_groups(spec.stage_mesh(i)))
+            for mesh in stage_meshes(spec, i):
+                groups |= dict.fromkeys(mesh_groups(mesh))
         if tied(spec):
             groups |= dict.fromkeys(tied_pairs(spec))
     channels = job_channels(graph) if by_order else None
@@ -44,6 +45,12 @@ def job_groups(
     groups[tuple(range(world_size))] = None  # losses, norms and metrics
     own = () if channels is None else (channel.ranks for channel in channels.all)
     return (*(ranks for ranks in groups if len(ranks) > 1), *own)
+
+
+def stage_meshes(spec: ModuleSpec, stage: int) -> tuple[MeshSpec, ...]:
+    """The meshes of a stage: its own, and where FSDP shards parameters over `ep` that are no experts, theirs."""
+    mesh = spec.stage_mesh(stage)
+    return (mesh, dense_mesh(mesh)) if "ep" in mesh.axes and "dp_shard" in mesh.axes else (mesh,)
 
 
 def mesh_groups(spec: MeshSpec) -> Iterator[Ranks]:

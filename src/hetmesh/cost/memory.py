@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from hetmesh.cost.shapes import ModuleShape, WeightShape
-from hetmesh.graph import ModuleSpec
+from hetmesh.graph import ModuleSpec, dense_mesh
 from hetmesh.layout import MeshSpec
 
 OPTIMIZER_COPIES: Mapping[str, int] = {"AdamW": 2, "Adam": 2, "SGD": 0}
@@ -63,6 +63,7 @@ def static_memory(
         optimizer: its name in a recipe.
         stages: the layers of each pipeline stage, stage i at coordinate i modulo the size of `pp`; none: not split.
     """
+    mesh = dense_mesh(mesh)
     sizes = mesh.axis_size("pp"), mesh.axis_size("tp"), mesh.axis_size("dp_shard")
     cells = _cells(module, sizes, itemsize, optimizer, tuple(map(tuple, stages)))
     index = np.zeros(mesh.sizes, np.int64)
@@ -122,7 +123,8 @@ def module_memory(shape: ModuleShape, spec: ModuleSpec, optimizer: str) -> dict[
 
 def most_held(shape: ModuleShape, spec: ModuleSpec, optimizer: str) -> int:
     """Bytes that the rank holds of a module of a graph that holds most of it."""
-    sizes = spec.mesh.axis_size("pp"), spec.mesh.axis_size("tp"), spec.mesh.axis_size("dp_shard")
+    mesh = dense_mesh(spec.mesh)
+    sizes = mesh.axis_size("pp"), mesh.axis_size("tp"), mesh.axis_size("dp_shard")
     itemsize = spec.options.parameter_dtype.itemsize
     return max(each.total for each in _cells(shape, sizes, itemsize, optimizer, tuple(map(tuple, spec.splits))))
 

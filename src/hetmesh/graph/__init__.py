@@ -1,7 +1,7 @@
 """The static module graph, its stages, and the facts of samples that flow through it."""
 
 from hetmesh.graph.meta_arrays import MetaArrays
-from hetmesh.graph.module_graph import LANE_AXES, Activation, ModuleGraph, ModuleSpec, first_stage_mesh
+from hetmesh.graph.module_graph import LANE_AXES, Activation, ModuleGraph, ModuleSpec, dense_mesh, first_stage_mesh
 from hetmesh.graph.module_options import CheckpointMode, ModuleOptions, Reshard
 from hetmesh.graph.routes import Route, Routes, microbatches_text
 from hetmesh.graph.rows import RowSpace
@@ -29,6 +29,7 @@ __all__ = [
     "StageGraph",
     "Topology",
     "boundary_edge",
+    "dense_mesh",
     "first_stage_mesh",
     "microbatches_text",
     "output_key",

@@ -12,7 +12,7 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.graph.topology import BoundarySpec, Topology
 from hetmesh.layout.mesh import MeshSpec
 
-LANE_AXES = ("dp_replicate", "dp_shard")
+LANE_AXES = ("dp_replicate", "dp_shard", "ep")
 """Mesh axes along which a module processes different samples; one coordinate of them together is a lane."""
 
 
@@ -40,7 +40,9 @@ class ModuleSpec:
 
     Attributes:
         name: the recipe's name for it, e.g. `"vision"`.
-        mesh: its ranks. Axes are a subset of `pp, dp_replicate, dp_shard, cp, tp`, in that order.
+        mesh: its ranks. Axes are a subset of `pp, dp_replicate, dp_shard, ep, cp, tp`, in that order. Along `ep` ranks
+            hold different experts; all other parameters are sharded over it where there is a `dp_shard` axis (of size 1
+            if `ep` takes all of it), else replicated.
         layers: names of its layers in execution order; pipeline stages are contiguous runs of them.
         media: the kind of media an encoder reads (`"image"`), None for a module that reads rows or tokens only.
         trainable: False freezes every parameter of the module.
@@ -198,10 +200,18 @@ class ModuleGraph:
         return self.backward_reaches(boundary.source)
 
 
+def dense_mesh(mesh: MeshSpec) -> MeshSpec:
+    """The mesh of parameters that are no experts: `ep` merged into the axis that it was taken out of."""
+    if "ep" not in mesh.axes:
+        return mesh
+    into = "dp_shard" if "dp_shard" in mesh.axes else "dp_replicate"
+    return mesh.merge((into, "ep"), into)
+
+
 def first_stage_mesh(mesh: MeshSpec) -> MeshSpec:
     """Where a module lies that takes its consumer's mesh: on the ranks that its rows go to. Those that share a lane's
     tokens are lanes of their own to it, which has no tokens."""
-    mesh = mesh.slice("pp", 0)
+    mesh = dense_mesh(mesh.slice("pp", 0))
     if "cp" in mesh.axes:
         lanes = "dp_shard" if "dp_shard" in mesh.axes else "dp_replicate"
         mesh = mesh.merge((lanes, "cp"), lanes)

@@ -14,6 +14,7 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.layout import Intervals
 from hetmesh.models.pretrained import Names, Pretrained
 from hetmesh.models.stored_form import StoredForm
+from hetmesh.parallel.experts.layers import ExpertLayers
 
 
 class ModuleLike(Protocol):
@@ -69,6 +70,7 @@ class Abilities:
         attention_dropout: the share of attention probabilities that its own attention drops in training.
         stored_forms: of a model that makes some of its tensors of several of a checkpoint (experts): all tensors of a
             directory as it reads them, by names that `checkpoint_names` knows. None: it reads them as they are.
+        experts: its mixture-of-experts blocks; None: it has none that ranks can share.
         head: of an LLM: FQN of the layer that makes its logits, where what is behind it treats each logit by itself, so
             that tensor-parallel ranks may have shares of them.
         reasons: why an ability is absent, by its name; for refusals.
@@ -86,6 +88,7 @@ class Abilities:
     item_grid: ItemGrid | None = None
     attention_dropout: float = 0.0
     stored_forms: Callable[[Pretrained], Mapping[str, StoredForm]] | None = None
+    experts: ExpertLayers | None = None
     head: str = ""
     reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 

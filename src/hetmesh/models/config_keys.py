@@ -25,6 +25,7 @@ FREE = frozenset(
         "initializer_range",
         "max_position_embeddings",
         "rope_parameters",
+        "router_aux_loss_coef",
         "sliding_window",
         "use_cache",
         "use_sliding_window",

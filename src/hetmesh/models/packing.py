@@ -42,3 +42,23 @@ def pack_tokens(batch: Mapping[str, Tensor], lengths: Sequence[int], kept: Inter
             found = place[row_of[positions]]
             out[key] = found[found >= 0].sort().values
     return out
+
+
+def lane_samples(lengths: Sequence[int], kept: Intervals, targets_per_token: float) -> dict[str, Tensor]:
+    """Which samples the tokens of one rank belong to, for what a model computes per sample.
+
+    Args:
+        lengths: tokens of each sample of the lane.
+        kept: positions in the row of all of them that the rank keeps, in its order.
+        targets_per_token: of the global batch.
+
+    Returns:
+        `token_samples`: int64 `[kept]`: the sample of each token, by its place in the lane.
+        `sample_tokens`: int64 `[samples]`: `lengths`.
+        `sample_weights`: float64 `[samples]`: their tokens times `targets_per_token`; over the global batch they sum to
+            its targets, by which the loss is divided.
+    """
+    tokens = torch.tensor(lengths, dtype=torch.int64)
+    of_all = torch.repeat_interleave(torch.arange(len(lengths)), tokens)
+    mine = torch.cat([of_all[a:b] for a, b in kept]) if kept else of_all[:0]
+    return {"token_samples": mine, "sample_tokens": tokens, "sample_weights": tokens.double() * targets_per_token}

@@ -14,6 +14,7 @@ from hetmesh.models.mlp import MlpAdapter
 from hetmesh.models.own.make import make_own
 from hetmesh.models.pretrained import Pretrained
 from hetmesh.models.qwen3 import Qwen3Adapter
+from hetmesh.models.qwen3_moe import Qwen3MoeAdapter
 from hetmesh.models.qwen3_vl_text import Qwen3VLTextAdapter
 from hetmesh.models.qwen3_vl_vision import Qwen3VLVisionAdapter
 from hetmesh.models.siglip import SiglipAdapter
@@ -28,6 +29,7 @@ MODELS: dict[str, Callable[[AdapterRequest], Adapter | None]] = {
     "whisper": WhisperAdapter.make,
     "mlp": MlpAdapter.make,
     "qwen3": Qwen3Adapter.make,
+    "qwen3_moe": Qwen3MoeAdapter.make,
     "llama": LlamaAdapter.make,
     "qwen3_vl_vision": Qwen3VLVisionAdapter.make,
     "qwen3_vl_text": Qwen3VLTextAdapter.make,

@@ -18,8 +18,10 @@ from hetmesh.layout.mesh import MeshSpec
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.blocks import blocks
 from hetmesh.parallel.compile import apply_compile
-from hetmesh.parallel.fully_shard import apply_fully_shard
-from hetmesh.parallel.gradient_axes import ParameterAxes, gradient_axes
+from hetmesh.parallel.experts.apply import apply_expert_parallel, apply_expert_sharding, routed_tokens
+from hetmesh.parallel.experts.layers import ExpertLayers
+from hetmesh.parallel.fully_shard import apply_fully_shard, fully_shard_arguments
+from hetmesh.parallel.gradient_axes import ParameterAxes, fully_shard_axes, gradient_axes
 from hetmesh.parallel.random_state import seed_by_place
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.stages import prune, shared_parameters, view
@@ -66,6 +68,8 @@ class AdaptedModule(nn.Module):
 
     def forward(self, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor | Mapping[str, Tensor]:
         """`adapter.forward`."""
+        if (tokens := routed_tokens(self.module)) is not None:
+            tokens.note(batch)
         inputs = {source: rows.to(self.compute_dtype) for source, rows in inputs.items()}
         with torch.autocast(self.autocast, self.compute_dtype) if self.autocast else nullcontext():
             output = self.adapter.forward(self.module, batch, inputs)
@@ -109,7 +113,7 @@ class ParallelModule:
     @property
     def fully_sharded(self) -> bool:
         """Whether FSDP shards the module."""
-        return self.spec.axis_size("dp_shard") > 1
+        return bool(fully_shard_axes(self.spec))
 
     def parameters_of(self, stage: int) -> dict[str, nn.Parameter]:
         """The parameters of entry `stage` of `stages` by FQN; one that several stages share belongs to the first."""
@@ -135,6 +139,8 @@ def parallelize(
     runs: Sequence[Sequence[str]] | None = None,
     token_sharded: Sequence[str] = (),
     head: str = "",
+    experts: ExpertLayers | None = None,
+    dense: DeviceMesh | None = None,
 ) -> ParallelModule:
     """Shard `module` in place as `spec` says; only members call it. Nothing is sent. It may be without weights
     (`hetmesh.models.build_unfilled`), which each rank then gets for what it keeps; else every rank holds the same full
@@ -146,6 +152,9 @@ def parallelize(
         runs: the layers of each pipeline stage that this rank holds, in order; None: all layers as one stage.
         token_sharded: of sequence parallelism: FQNs of the submodules that work on a share of the tokens.
         head: FQN of the layer that makes logits, if they may stay shares of the vocabulary where `tp` splits it.
+        experts: the module's mixture-of-experts blocks, if it has any.
+        dense: the handle of `graph.dense_mesh(spec)`, on which all other parameters lie; None: `device_mesh`, which is
+            as good where `spec` has no `ep` axis, or nothing is sharded over it.
 
     Raises:
         LayoutError: the calling rank is no member, or `device_mesh` is not a handle of `spec`.
@@ -160,16 +169,19 @@ def parallelize(
     plan = adapter.tensor_parallel_plan() if plan is None else plan
     shared = token_sharded if options.sequence_parallel else ()
     seed_by_place(module, adapter.layers(), plan, shared, split=spec.axis_size("tp") > 1)
+    dense = device_mesh if dense is None else dense
     if spec.axis_size("tp") > 1:
-        partial = apply_tensor_parallel(module, device_mesh["tp"], plan)
+        partial = apply_tensor_parallel(module, dense["tp"], plan)
         vocabulary = shard_vocabulary(module, head)
-        if options.sequence_parallel:
-            over_tokens = apply_sequence_parallel(module, device_mesh["tp"], shared)
-            partial = tuple(dict.fromkeys((*partial, *over_tokens)))
+    if experts is not None:
+        apply_expert_parallel(module, experts, device_mesh)
+    if spec.axis_size("tp") > 1 and options.sequence_parallel:
+        over_tokens = apply_sequence_parallel(module, dense["tp"], shared)
+        partial = tuple(dict.fromkeys((*partial, *over_tokens)))
     tied = shared_parameters(module)
     if runs is not None:
         prune(module, adapter.layers(), [layer for run in runs for layer in run])
-    sharded = spec.axis_size("dp_shard") > 1
+    sharded = bool(fully_shard_axes(spec))
     dtype = next((p.dtype for p in module.parameters()), torch.get_default_dtype())
     compute_dtype = options.compute_dtype or dtype
     casts = compute_dtype != dtype and not sharded
@@ -182,6 +194,7 @@ def parallelize(
     stages = tuple(AdaptedModule(adapter, each, compute_dtype, autocast) for each in views)
     for stage in stages if sharded else ():
         held = set(stage.modules())
-        apply_fully_shard(stage, [layer for layer in layers if layer in held], device_mesh, options)
+        apply_expert_sharding(stage, device_mesh, fully_shard_arguments(stage, options, device_mesh.device_type))
+        apply_fully_shard(stage, [layer for layer in layers if layer in held], dense, options)
     axes = gradient_axes(dict(module.named_parameters()), spec, partial)
     return ParallelModule(module, stages, spec, device_mesh, axes, tied, vocabulary)

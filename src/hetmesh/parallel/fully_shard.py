@@ -37,16 +37,24 @@ def apply_fully_shard(
     """
     # FSDP warns that a hook on a view is lost when the view is changed in place; the runtime changes no output.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
-    arguments: dict[str, Any] = {"mesh": device_mesh[fully_shard_axes(MeshSpec.of(device_mesh))]}
+    arguments = fully_shard_arguments(root, options, device_mesh.device_type)
+    arguments["mesh"] = device_mesh[fully_shard_axes(MeshSpec.of(device_mesh))]
+    for block in gathered_alone(root, blocks):
+        fully_shard(block, **arguments)
+    arguments["reshard_after_forward"] = options.reshard_after_forward == "always"
+    fully_shard(root, **arguments)
+    sum_over_shards(root)
+    root.register_forward_hook(_reshard_without_backward)
+
+
+def fully_shard_arguments(root: nn.Module, options: ModuleOptions, device_type: str) -> dict[str, Any]:
+    """The arguments of torch's `fully_shard` for a block inside `root`, but for its mesh."""
+    arguments: dict[str, Any] = {"reshard_after_forward": options.reshard_after_forward != "never"}
     if options.compute_dtype is not None:
         arguments["mp_policy"] = MixedPrecisionPolicy(options.compute_dtype, reduce_dtype=_parameter_dtype(root))
     if options.cpu_offload:
-        arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=device_mesh.device_type == "cuda")
-    for block in gathered_alone(root, blocks):
-        fully_shard(block, reshard_after_forward=options.reshard_after_forward != "never", **arguments)
-    fully_shard(root, reshard_after_forward=options.reshard_after_forward == "always", **arguments)
-    sum_over_shards(root)
-    root.register_forward_hook(_reshard_without_backward)
+        arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type == "cuda")
+    return arguments
 
 
 def sum_over_shards(root: nn.Module) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from hetmesh.graph.module_graph import LANE_AXES
+from hetmesh.graph.module_graph import LANE_AXES, dense_mesh
 from hetmesh.layout.mesh import MeshSpec
 
 SUM_ORDER = ("tp", *LANE_AXES, "cp")
@@ -61,20 +61,31 @@ def gradient_axes(
     by_fsdp = fully_shard_axes(spec)
     out = {}
     for name, parameter in parameters.items():
+        sharded = sharded_axes(parameter, spec)
+        own = ("ep",) if is_expert(parameter) else ()  # whose ranks send it all of its tokens
         axes = (*different_tokens, *(["tp"] if name in partial_over_tp else []))
-        summed = tuple(sorted(axes, key=SUM_ORDER.index))
-        out[name] = ParameterAxes(summed, by_fsdp, sharded_axes(parameter))
+        summed = tuple(sorted((axis for axis in axes if axis not in own), key=SUM_ORDER.index))
+        out[name] = ParameterAxes(summed, tuple(axis for axis in by_fsdp if axis not in own), sharded)
     return out
 
 
 def fully_shard_axes(spec: MeshSpec) -> tuple[str, ...]:
     """The axes over which FSDP, or HSDP, sums gradients in the backward; none for a module that it does not shard."""
-    return tuple(axis for axis in LANE_AXES if spec.axis_size(axis) > 1) if spec.axis_size("dp_shard") > 1 else ()
+    lanes = tuple(axis for axis in LANE_AXES if spec.axis_size(axis) > 1)
+    return lanes if dense_mesh(spec).axis_size("dp_shard") > 1 else ()
 
 
-def sharded_axes(parameter: Tensor) -> tuple[str, ...]:
-    """Axes along which ranks hold different elements of a parameter."""
+def is_expert(parameter: Tensor) -> bool:
+    """Whether ranks along an `ep` axis hold different experts of a parameter."""
+    return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def sharded_axes(parameter: Tensor, spec: MeshSpec) -> tuple[str, ...]:
+    """Axes of `spec` along which ranks hold different elements of a parameter."""
     if not isinstance(parameter, DTensor):
         return ()
     names = parameter.device_mesh.mesh_dim_names or ()
-    return tuple(n for n, p in zip(names, parameter.placements, strict=True) if not isinstance(p, Replicate))
+    sharded = [n for n, p in zip(names, parameter.placements, strict=True) if not isinstance(p, Replicate)]
+    if "dp_shard" in sharded and "ep" in spec.axes and not is_expert(parameter):
+        sharded.append("ep")  # which is a part of that axis in the mesh of all parameters but experts
+    return tuple(sharded)

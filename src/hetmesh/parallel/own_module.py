@@ -50,7 +50,7 @@ def own_parallel_module(
                     "shard it over hetmesh.device_mesh(mesh), or a slice of it by name"
                 )
         summed = tuple(sorted(lanes, key=SUM_ORDER.index))
-        axes[fqn] = ParameterAxes(summed, by_fsdp.get(id(parameter), ()), sharded_axes(parameter))
+        axes[fqn] = ParameterAxes(summed, by_fsdp.get(id(parameter), ()), sharded_axes(parameter, spec))
     return ParallelModule(module, (stage,), spec, device_mesh, axes)
 
 

@@ -102,6 +102,11 @@ def current_microbatch() -> int:
     return 0 if _current is None else _current.place.microbatch
 
 
+def current_step() -> int:
+    """The step that is computed; 0 outside of any place."""
+    return 0 if _current is None else _current.place.step
+
+
 class Remembered:
     """Where the caller is now, for a computation that is repeated later (activation checkpointing, which restores the
     generators themselves but does not know in which place it is)."""

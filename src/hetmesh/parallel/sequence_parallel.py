@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from hetmesh._torch_compat import all_gather_single, reduce_scatter_single
 from hetmesh.context.token_owners import TokenShares
 from hetmesh.parallel.collectives import leave
+from hetmesh.parallel.experts.block import ExpertBlock
 from hetmesh.parallel.linear import ColwiseLinear, RowwiseLinear
 from hetmesh.parallel.random_state import current_microbatch
 from hetmesh.parallel.tokens import AllTokens
@@ -47,6 +48,10 @@ def apply_sequence_parallel(module: nn.Module, tp_mesh: DeviceMesh, prefixes: Se
                     child.enter = _as_it_is  # the gather sums the gradient
                 elif isinstance(child, RowwiseLinear):
                     child.leave = _Scatter(group)
+        elif isinstance(parent, ExpertBlock):
+            parent.register_forward_pre_hook(_Gather(group, tokens), with_kwargs=True)
+            parent.enter, parent.leave = None, _Scatter(group)  # gradients of the router are now partial, too,
+            parent.balances = dist.get_rank(group) == 0  # and each part of them counts once
     module.hetmesh_tokens = tokens  # type: ignore[assignment]
     return tuple(
         name for name, p in module.named_parameters() if _within(name, prefixes) and not isinstance(p, DTensor)

@@ -41,7 +41,7 @@ class ModulePlan:
     @property
     def lanes(self) -> int:
         """Data-parallel coordinates."""
-        return math.prod(self.degree(axis) for axis in LANE_AXES)
+        return math.prod(self.degree(axis) for axis in LANE_AXES if axis in AXES)
 
     @property
     def mesh(self) -> MeshSpec:

@@ -24,7 +24,8 @@ DEGREE_OF_AXIS: Mapping[str, str] = {
 
 def module_meshes(tables: Mapping[str, ModuleParallelism], topology: Topology) -> dict[str, MeshSpec]:
     """Each module's mesh: axes in the order of `DEGREE_OF_AXIS`, those of size 1 left out except `dp_replicate` where
-    nothing else is left. A module without a table takes its consumer's.
+    nothing else is left; with experts an axis `ep` behind the data-parallel ones. A module without a table takes its
+    consumer's.
 
     Raises:
         RecipeError: the degrees of a module do not fit its ranks; of all such modules.
@@ -74,4 +75,29 @@ def _mesh(key: str, table: ModuleParallelism, everywhere: tuple[int, ...]) -> Me
             f"{','.join(map(str, ranks))}); its divisors are {divisors(len(ranks))}"
         )
     kept = {axis: size for axis, size in sizes.items() if size > 1} or {"dp_replicate": 1}
-    return MeshSpec(ranks, tuple(kept), tuple(kept.values()))
+    return _with_experts(key, table.expert_parallel_degree, MeshSpec(ranks, tuple(kept), tuple(kept.values())))
+
+
+def _with_experts(key: str, degree: int, mesh: MeshSpec) -> MeshSpec:
+    """`mesh` with an axis `ep`, taken out of `dp_shard`, else of `dp_replicate`. A `dp_shard` axis stays, also of size
+    1: it says that parameters that are no experts are sharded, over it and `ep` together."""
+    if degree == 1:
+        return mesh
+    taken = "dp_shard" if "dp_shard" in mesh.axes else "dp_replicate"
+    size = mesh.axis_size(taken)
+    if size % degree:
+        shards = DEGREE_OF_AXIS["dp_shard"]
+        why = "" if taken == "dp_shard" else f", as {shards} is 1"
+        raise RecipeError(
+            f"{key}.expert_parallel_degree = {degree}: it is taken out of {DEGREE_OF_AXIS[taken]}{why}, and must "
+            f"divide that: {size}; valid are {divisors(size)}"
+        )
+    sizes: dict[str, int] = {}
+    for axis, whole in zip(mesh.axes, mesh.sizes, strict=True):
+        if axis != taken:
+            sizes[axis] = whole
+            continue
+        if axis == "dp_shard" or whole > degree:
+            sizes[axis] = whole // degree
+        sizes["ep"] = degree
+    return MeshSpec(mesh.ranks, tuple(sizes), tuple(sizes.values()))

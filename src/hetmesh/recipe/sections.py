@@ -199,7 +199,7 @@ class ModuleParallelism(ScheduleKeys):
     data_parallel_shard_degree: AutomaticSize = 1  # above 1: FSDP, with replicas HSDP; -1: what the ranks leave
     context_parallel_degree: Size = 1
     tensor_parallel_degree: Size = 1
-    expert_parallel_degree: Size = 1
+    expert_parallel_degree: Size = 1  # of the data parallel ranks, how many hold different experts (shards first)
     pipeline_parallel_layers_per_stage: Size | None = None  # more stages than pipeline ranks take turns on them
     module_fqns_per_model_part: tuple[tuple[str, ...], ...] | None = None  # layers of each stage; None: equal time
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"

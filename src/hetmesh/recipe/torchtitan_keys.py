@@ -69,15 +69,14 @@ def _shared(degree: str) -> Callable[[Raw], bool]:
 _SEEN = "leave it out; [profiling] timeline = true records a step, and `hetmesh simulate` predicts memory"
 _NO_FP8 = "leave it out; hetmesh computes in float32 or bfloat16"
 _DATA = "[data] source and [data.options]"
-_NO_MOE = "leave it out; hetmesh does not spread experts over ranks"
+_EXPERT_TP = "leave it out; tensor parallel ranks split experts as they split all else"
 _RECORDER = "torch's flight recorder takes its settings from the environment (TORCH_FR_BUFFER_SIZE)"
 _NO_FT = "leave it out; a run that was killed resumes from its last checkpoint"
 _HF_WEIGHTS = "leave it out; [modules.<name>] initial_load_path or [model] hf_path takes a Hugging Face directory"
 _WORKERS = "write [data] num_workers"
 
 _LAYOUT: Mapping[str, Foreign] = {
-    "expert_parallel_degree": Foreign((1,), _NO_MOE),
-    "expert_tensor_parallel_degree": Foreign((1,), _NO_MOE),
+    "expert_tensor_parallel_degree": Foreign((1,), _EXPERT_TP),
     "expert_parallel_comm_backend": Foreign(ANY),  # of expert_parallel_degree
     "pipeline_parallel_expert_parallel_overlap": Foreign(ANY),  # of DualPipeV
     "pipeline_parallel_schedule_csv": Foreign(("",), "name a schedule in pipeline_parallel_schedule"),

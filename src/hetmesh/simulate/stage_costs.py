@@ -12,7 +12,7 @@ import numpy as np
 from hetmesh.cost import LayerShape, Machine, ModuleShape, Parts, StageBytes, StageCost, StageParts
 from hetmesh.cost.collectives import all_reduce, gradient_sum_time, link, shard_gather_time
 from hetmesh.cost.step_costs import EXCHANGE
-from hetmesh.graph import ModuleSpec, Stage
+from hetmesh.graph import ModuleSpec, Stage, dense_mesh
 from hetmesh.simulate.action_parts import LayerSeconds, backward_parts, forward_parts, joined
 from hetmesh.simulate.layer_costs import PARTS, How, LayerCosts
 from hetmesh.simulate.rank_work import RankWork
@@ -60,7 +60,7 @@ class StageCosts:
     def __init__(self, module: ModuleCosts, stage: Stage, *, fed: bool, backward: bool, recompute: bool) -> None:
         self.module, self.fed, self.backward, self.recompute = module, fed, backward, recompute
         spec, self.machine = module.spec, module.machine
-        self.mesh, self.options = spec.stage_mesh(stage.index), spec.options
+        self.mesh, self.options = dense_mesh(spec.stage_mesh(stage.index)), spec.options
         self._groups: dict[str, tuple[int, ...]] = {}
         names = spec.stage_layers(stage.index) if spec.num_stages > 1 else None
         # What belongs to no layer is used in the first stage; ranks hold and sum it where they hold any stage.

@@ -119,6 +119,8 @@ class EmulatedNccl(Nccl):
         parts = [Part.receive(peer, part) for peer, part in zip(peers, received.split(list(sizes[0])), strict=True)]
         parts += [Part.send(peer, part) for peer, part in zip(peers, sent.split(list(sizes[1])), strict=True)]
         here = dist.get_rank()
+        own = [part.buffer for part in parts if part.peer == here]
+        own[0].copy_(own[1])
         return self._put(Batch([p for p in parts if p.buffer.numel() and p.peer != here], tag, str(what)), group)
 
     def _put(self, batch: Batch, group: dist.ProcessGroup | None) -> EmulatedWork:

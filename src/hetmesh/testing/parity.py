@@ -27,6 +27,7 @@ from hetmesh.parallel import RandomPlace, entering, local_gradient, seed_by_plac
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.testing.assignments import Policy
 from hetmesh.testing.dense_masks import DenseAttention, dense_mask, masked
+from hetmesh.testing.expert_balance import Routings
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.describe import make_prepare
@@ -83,10 +84,11 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
         drawn, number = next(loader), next(numbers)
         size = recipe.batch.microbatch_size if microbatches else len(drawn)
         targets = max(sum(d.meta.num_targets for d in drawn), 1)
+        per_token = targets / max(sum(d.meta.tokens for d in drawn), 1)
         parts = [drawn[i : i + size] for i in range(0, len(drawn), size)]
-        return sum(accumulate(part, targets, number, m) for m, part in enumerate(parts))
+        return sum(accumulate(part, targets, per_token, number, m) for m, part in enumerate(parts))
 
-    def accumulate(drawn: Sequence[DrawnSample], targets: int, number: int, m: int) -> float:
+    def accumulate(drawn: Sequence[DrawnSample], targets: int, per_token: float, number: int, m: int) -> float:
         metas, samples = [d.meta for d in drawn], loader.load(drawn)
         outputs: dict[str, Tensor] = {}
         batch: dict[str, Tensor] = {}
@@ -101,13 +103,15 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
             elif kind != "causal":
                 llm: Any = adapters[name]
                 sees = masked(llm.decoder_of(modules[name]), dense_mask(kind, metas, batch["input_ids"].shape[1]))
-            with sees, entering(RandomPlace(recipe.debug.seed, name, number, m)):
+            routings = Routings(adapters[name].abilities.experts)
+            with sees, routings.kept(modules[name]), entering(RandomPlace(recipe.debug.seed, name, number, m)):
                 result = adapters[name].forward(modules[name], batch, inputs)
             named = {"": result} if isinstance(result, Tensor) else result
             outputs |= {output_key(name, output): rows for output, rows in named.items()}
         loss = nn.functional.cross_entropy(outputs[graph.sink.name], batch["targets"], reduction="sum")
         loss = loss / targets
-        loss.backward()
+        balance = routings.balance_loss([meta.tokens for meta in metas], batch["input_ids"].shape[1])
+        (loss + balance * per_token / targets).backward()
         return loss.item()
 
     with exact_dtypes(*modules.values(), every_cast=_is_split(adapters)):

@@ -15,15 +15,17 @@ from torch import Tensor, nn
 
 @contextmanager
 def exact_dtypes(*modules: nn.Module, every_cast: bool = False) -> Iterator[None]:
-    """While the context lasts, run RMSNorm and rotary embedding submodules of `modules` in the dtype of their inputs.
+    """While the context lasts, run RMSNorm, rotary embedding and router submodules of `modules` in the dtype of their
+    inputs.
 
     transformers computes both in fp32, so that an fp64 model has fp32 errors (about 1e-7, and they hide changes below
     that size). Attention must be `sdpa`, as adapters choose it: the eager one also casts. Rotary frequencies are
     recomputed in fp64 where they are the default ones; scaled ones keep their fp32 values, which are constants.
 
     Submodules are told by what they hold: a norm has `weight` and `variance_epsilon`, a rotary embedding `inv_freq`
-    and `attention_scaling`. Rotary positions of a vision tower's attention are applied by a function of its file, which
-    is replaced too. Sharded modules work alike. The other submodules are not touched.
+    and `attention_scaling`, a router `weight` and `norm_topk_prob`. Rotary positions of a vision tower's attention are
+    applied by a function of its file, which is replaced too. Sharded modules work alike. The other submodules are not
+    touched.
 
     Args:
         every_cast: instead of that, for modules of any build: every cast to fp32 becomes one to fp64 (slower; does
@@ -57,6 +59,8 @@ def _exact_function(module: nn.Module, name: str, replacement: Any) -> AbstractC
 def _exact_forward(name: str, module: nn.Module) -> Any:
     if hasattr(module, "variance_epsilon") and hasattr(module, "weight"):
         return partial(_norm, module)
+    if hasattr(module, "norm_topk_prob") and hasattr(module, "weight"):
+        return partial(_router, module)
     if hasattr(module, "inv_freq") and hasattr(module, "attention_scaling"):
         return partial(_rotary, module)
     kind = type(module).__name__
@@ -93,6 +97,12 @@ def _no_singles() -> Iterator[None]:
 def _norm(module: Any, hidden_states: Tensor) -> Tensor:
     variance = hidden_states.pow(2).mean(-1, keepdim=True)
     return module.weight * (hidden_states * torch.rsqrt(variance + module.variance_epsilon))
+
+
+def _router(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = nn.functional.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), module.weight)
+    weights, experts = torch.topk(torch.softmax(logits, dim=-1), module.top_k, dim=-1)
+    return logits, weights / weights.sum(-1, keepdim=True) if module.norm_topk_prob else weights, experts
 
 
 @torch.no_grad()

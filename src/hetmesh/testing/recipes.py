@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hetmesh.balance import POLICIES as BALANCERS
 from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.schedule.bubble_fill import INNER
+from hetmesh.testing.recipe_experts import experts
 from hetmesh.testing.recipe_graphs import GRAPHS, Draft
 from hetmesh.testing.recipe_pieces import PIECES, POLICIES
 
@@ -54,7 +55,7 @@ def recipes(draw: st.DrawFn, world: int = 4, *, graphs: tuple[str, ...] = tuple(
     """
     draft = Draft(world)
     GRAPHS[draw(st.sampled_from(graphs))](draw, draft)
-    for piece in PIECES:
+    for piece in (*PIECES, experts):
         piece(draw, draft)
     return RecipeCase(to_toml(draft.tables))
 
@@ -158,6 +159,7 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "data parallel": _any_mesh("dp_replicate"),
     "FSDP": _any_mesh("dp_shard"),
     "tensor parallel": _any_mesh("tp"),
+    "expert parallel": _any_mesh("ep"),
     "sequence parallel": _layout_key("enable_sequence_parallel"),
     "context parallel": _any_mesh("cp"),
     "encoder context parallel": lambda r: any(m.axis_size("cp") > 1 for n, m in r.meshes().items() if n != r.sink),
@@ -205,6 +207,7 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "whisper": _models("whisper"),
     "qwen3": _models("qwen3"),
     "llama": _models("llama"),
+    "experts": _models("qwen3_moe"),
     "qwen3_vl": _models("qwen3_vl_vision"),
 }
 """Feature -> whether a recipe uses it."""

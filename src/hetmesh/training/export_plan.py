@@ -87,6 +87,11 @@ def export_plan(run: SavedRun, *, merge: bool) -> ExportPlan:
     """
     recipe = run.recipe
     adapters = _adapters(recipe)
+    if experts := [name for name, adapter in adapters.items() if adapter.abilities.experts is not None]:
+        raise RecipeError(
+            f"modules.{experts[0]}: experts cannot be written as transformers has them yet, so the run in "
+            f"{recipe.job.dump_folder} cannot be exported; `hetmesh generate` reads it as it is"
+        )
     parts = {name: _Part.of(run, name, adapters[name], merge) for name in recipe.modules}
     _check_complete(run, parts)
     whole = directory_of(recipe)

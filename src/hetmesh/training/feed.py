@@ -7,13 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from hetmesh.balance import BatchPlan
 from hetmesh.data.loader import DrawnBatch, Loader
 from hetmesh.data.payloads import Unreadable, Wanted
 from hetmesh.data.source import Sample
 from hetmesh.graph import ModuleSpec, Stage
+from hetmesh.layout import Intervals
 from hetmesh.models.adapter import Adapter
-from hetmesh.models.packing import pack_tokens
+from hetmesh.models.packing import lane_samples, pack_tokens
 from hetmesh.parallel import ContextAttention
 from hetmesh.schedule import Kind, Schedule
 
@@ -71,16 +74,17 @@ class Feed:
             [self._samples[i] for i in indices], metas, placeholders=source.placeholders, pad_id=source.pad_id
         )
         share = self.adapters[module].abilities.share if spec.tokens_per_row else None
+        lengths = [meta.tokens for meta in metas]
         if not spec.packed and share is None:
-            return batch
+            return batch | self._samples_of(module, lengths, ((0, sum(lengths)),)) if len(metas) <= 1 else batch
         mesh = spec.stage_mesh(stage.index)
         coordinate = mesh.coordinate(self.rank)
         assert coordinate is not None
         own = coordinate[mesh.axes.index("cp")] if "cp" in mesh.axes else 0
         tokens = self.plan.lane_tokens(module, microbatch, lane)
         kept = tokens.shares[own]
-        lengths = [meta.tokens for meta in metas]
         packed: dict[str, Any] = dict(share(batch, kept) if share is not None else pack_tokens(batch, lengths, kept))
+        packed |= self._samples_of(module, lengths, kept)
         ranks = (
             next(group for group in mesh.axis_groups("cp") if self.rank in group) if "cp" in mesh.axes else (self.rank,)
         )
@@ -92,6 +96,12 @@ class Feed:
             microbatch=microbatch,
         )
         return packed
+
+    def _samples_of(self, module: str, lengths: Sequence[int], kept: Intervals) -> dict[str, Tensor]:
+        """What experts ask of the samples of a lane; nothing for modules without any."""
+        if self.adapters[module].abilities.experts is None:
+            return {}
+        return lane_samples(lengths, kept, self.plan.num_targets / max(self.plan.num_tokens, 1))
 
     def announce(self, schedule: Schedule) -> None:
         """Say which samples the actions of `schedule` will ask for, in that order, so that they are loaded by then."""

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
 from hetmesh.boundary import World
-from hetmesh.boundary.groups import ends_are_tied, tied_pairs
+from hetmesh.boundary.groups import ends_are_tied, stage_meshes, tied_pairs
 from hetmesh.data.loader import TRAIN, DrawnBatch, Loader
 from hetmesh.data.payloads import Payloads
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, SampleMeta, Stage, stage_graph
@@ -80,7 +80,7 @@ class Job:
         tied: list[TiedParameter] = []
         accelerator, sums = world.accelerator, world.accelerator.stream()
         for name in graph.order:
-            own, mesh = _own_stages(world, graph[name])
+            own, mesh, dense = _own_stages(world, graph[name])
             tied_groups = _tied_groups(world, graph[name]) if shares_ends(recipe, adapters[name], graph[name]) else {}
             if mesh is None:
                 continue
@@ -103,6 +103,8 @@ class Job:
                 runs,
                 abilities.token_sharded,
                 abilities.head if loss is None else "",  # a loss of one's own gets whole logits
+                abilities.experts,
+                dense,
             )
             device = "cpu" if graph[name].options.cpu_offload and parallel.fully_sharded else world.device
             if world.accelerator.computes:
@@ -239,12 +241,13 @@ class Job:
         )
 
 
-def _own_stages(world: World, spec: ModuleSpec) -> tuple[tuple[Stage, ...], DeviceMesh | None]:
-    """The stages of a module that this rank holds, and their mesh. On all ranks, members or not, in graph order."""
-    meshes = {i: world.device_mesh(spec.stage_mesh(i)) for i in range(spec.mesh.axis_size("pp"))}
+def _own_stages(world: World, spec: ModuleSpec) -> tuple[tuple[Stage, ...], DeviceMesh | None, DeviceMesh | None]:
+    """The stages of a module that this rank holds, their mesh, and that of their parameters that are no experts. On all
+    ranks, members or not, in graph order."""
+    meshes = [[world.device_mesh(each) for each in stage_meshes(spec, i)] for i in range(spec.mesh.axis_size("pp"))]
     own = [i for i in range(spec.num_stages) if world.rank in spec.stage_mesh(i)]
-    mesh = meshes[own[0] % len(meshes)] if own else None
-    return tuple(Stage(spec.name, i) for i in own), mesh
+    found = meshes[own[0] % len(meshes)] if own else [None]
+    return tuple(Stage(spec.name, i) for i in own), found[0], found[-1]
 
 
 def shares_ends(recipe: Recipe, adapter: Adapter, spec: ModuleSpec) -> bool:

@@ -18,6 +18,7 @@ from hetmesh.balance.from_graph import within_range
 from hetmesh.boundary import World
 from hetmesh.cost import Work, find_machine, imbalance, lane_work, load_machine, module_flops
 from hetmesh.training.balance import sample_costs
+from hetmesh.training.expert_loads import ExpertLoads, Loads
 from hetmesh.training.feed import Loaded
 from hetmesh.training.module_shapes import module_shapes
 
@@ -96,6 +97,7 @@ class Measured:
         wait_s: seconds that the rank which waited longest did nothing but wait for a boundary's messages.
         data: of the samples, `bytes_read` and `bytes_needed` over all ranks, `bytes_read_most` by any rank, and
             `wait_s`, the seconds that the rank which waited longest for them did.
+        experts: how even routing was, by module.
     """
 
     memory_bytes: int
@@ -104,6 +106,7 @@ class Measured:
     boundary_bytes: Mapping[str, Mapping[str, int]]
     wait_s: Mapping[str, float]
     data: Mapping[str, float] = field(default_factory=dict)
+    experts: Loads = field(default_factory=dict)
 
 
 class Meter:
@@ -118,6 +121,7 @@ class Meter:
         self.shapes = module_shapes(job.recipe, job.adapters)
         dtypes = {name: job.graph[name].options.row_dtype for name in job.graph.order}
         found = {dtype: find_peak(job.recipe, job.world, dtype) for dtype in dict.fromkeys(dtypes.values())}
+        self.experts = ExpertLoads(job)
         self.peaks = {name: found[dtype] for name, dtype in dtypes.items()}
         # Also without a balancer work is counted as balancers do; caps are no matter of how samples were drawn.
         self.unbalanced = BalanceOptions(
@@ -155,11 +159,12 @@ class Meter:
         drawn = batch_load(loads, assign(loads, slots, "none"), padded=padded)
         return StepLoad(drawn, batch_load(loads, plan_assignment(plan), padded=padded))
 
-    def measure(self, loaded: Loaded) -> Measured:
+    def measure(self, loaded: Loaded, targets: int) -> Measured:
         """What all ranks measured since their communication logs were cleared. Collective: one small all-reduce.
 
         Args:
             loaded: what this rank loaded meanwhile.
+            targets: of the last step.
         """
         names = [boundary.name for boundary in self.graph.boundaries]
         log = self.world.log
@@ -167,7 +172,8 @@ class Meter:
         mine += [float(peak_memory(self.world.device))]
         mine += [float(log.bytes_received(name, way)) for name in names for way in DIRECTIONS]
         mine += [log.seconds_waited(name) for name in names]
-        everyone = gather_over_ranks(mine, self.world)
+        everyone = gather_over_ranks(mine, self.world, self.experts.mine())
+        everyone, routed = everyone[:, : len(mine)], everyone[:, len(mine) :]
         samples, everyone = everyone[:, :3], everyone[:, 3:]
         received = everyone[:, 1 : 1 + 2 * len(names)].sum(0).reshape(-1, 2).tolist()
         waited = everyone[:, 1 + 2 * len(names) :].amax(0).tolist()
@@ -186,14 +192,17 @@ class Meter:
                 "bytes_read_most": int(samples[:, 0].max()),
                 "wait_s": round(float(samples[:, 2].max()), 6),
             },
+            self.experts.read(routed.sum(0), targets),
         )
 
 
-def gather_over_ranks(values: list[float], world: World) -> torch.Tensor:
-    """`values` of every rank, float64 `[ranks, len(values)]` on the CPU. Collective over all ranks of the job."""
-    everyone = torch.zeros(world.size, len(values), dtype=torch.float64, device=world.device)
-    own = world.accelerator.pinned(torch.tensor(values, dtype=torch.float64))
-    everyone[world.rank] = own.to(world.device, non_blocking=True)
+def gather_over_ranks(values: list[float], world: World, more: torch.Tensor | None = None) -> torch.Tensor:
+    """`values` of every rank, and behind them `more`, which lies on its device: float64 `[ranks, numbers]` on the CPU.
+    Collective over all ranks of the job."""
+    own = world.accelerator.pinned(torch.tensor(values, dtype=torch.float64)).to(world.device, non_blocking=True)
+    own = own if more is None else torch.cat([own, more])
+    everyone = torch.zeros(world.size, len(own), dtype=torch.float64, device=world.device)
+    everyone[world.rank] = own
     with world.waiting("metrics of all ranks"):
         dist.all_reduce(everyone, group=world.group(range(world.size)))
         return everyone.cpu()

@@ -297,7 +297,7 @@ def _samples(rows: Tensor, shape: tuple[int, ...]) -> int:
 
 
 def _graph(parts: Mapping[str, Part], boundaries: Sequence[tuple[str, str]]) -> ModuleGraph:
-    valid = (*LANE_AXES, "tp")
+    valid = ("dp_replicate", "dp_shard", "tp")
     modules = []
     for name, part in parts.items():
         if list(part.mesh.axes) != [axis for axis in valid if axis in part.mesh.axes]:

@@ -65,6 +65,7 @@ def recipe_problem(
     """
     fitted = profile or recipe.profiling.profile
     source, adapters, laid = describe(recipe)
+    _without_experts(adapters)
     graph, size = _without_layout(recipe, laid), recipe.batch.global_batch_size
     model = named_step_model(recipe, graph, adapters, machine, profile)
     loader = make_loader(recipe, source, graph, adapters)
@@ -103,6 +104,14 @@ def batches_to_simulate(macro: MacroBatch | None, global_batch_size: int) -> int
     """Sampled global batches that hold a certified macro batch, of those that a problem has; some anyway."""
     wanted = -(-macro.samples // global_batch_size) if macro is not None else 0
     return min(max(wanted, SIMULATED), BATCHES)
+
+
+def _without_experts(adapters: Mapping[str, Adapter]) -> None:
+    if names := [name for name, adapter in adapters.items() if adapter.abilities.experts is not None]:
+        raise RecipeError(
+            f"modules.{names[0]}: layouts of modules with experts cannot be searched, since neither the cost model nor "
+            "the search knows expert_parallel_degree yet; write its [parallelism] by hand"
+        )
 
 
 def _without_layout(recipe: Recipe, graph: ModuleGraph) -> ModuleGraph:

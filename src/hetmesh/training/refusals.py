@@ -11,6 +11,7 @@ import torch
 
 from hetmesh.cost import Profile, load_machine
 from hetmesh.errors import HetmeshError, RecipeError, Refusals
+from hetmesh.graph import dense_mesh
 from hetmesh.models import Adapter, add_lora, build_empty, check_weights, pretrained_of
 from hetmesh.models.batch_statistics import check_batch_statistics
 from hetmesh.models.build import build_on_meta, why_whole
@@ -20,6 +21,7 @@ from hetmesh.recipe.batch_sizes import divisors
 from hetmesh.recipe.module_options import module_options, packs, token_axes
 from hetmesh.recipe.sections import ScheduleKeys
 from hetmesh.training.checkpoint import COMPLETE
+from hetmesh.training.expert_refusals import check_experts
 from hetmesh.training.initial_load import check_initial_path
 from hetmesh.training.loggers import require_wandb
 from hetmesh.training.splits import why_not_by_slices
@@ -70,6 +72,7 @@ def check_recipe(
             _context_parallel,
             _zero_bubble,
             _attention_dropout,
+            check_experts,
         ):
             check_module(recipe, name, adapter, refusals)
         with refusals.collect():
@@ -138,7 +141,7 @@ def _precision(recipe: Recipe, refusals: Refusals) -> None:
 
 def _offload(recipe: Recipe, refusals: Refusals) -> None:
     meshes = recipe.wiring.meshes.values()
-    if recipe.training.enable_cpu_offload and all(mesh.axis_size("dp_shard") == 1 for mesh in meshes):
+    if recipe.training.enable_cpu_offload and all(dense_mesh(mesh).axis_size("dp_shard") == 1 for mesh in meshes):
         refusals.add(
             "training.enable_cpu_offload: it moves the shards of modules with a data_parallel_shard_degree above 1 to "
             "the CPU, but no module has one"
@@ -325,7 +328,7 @@ def _zero_bubble(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals
         return
     written = "bubble_fill_schedule" if recipe.fills_bubbles else "pipeline_parallel_schedule"
     key = f'parallelism.{written} = "zero_bubble" splits the backward'
-    if (degree := recipe.wiring.meshes[name].axis_size("dp_shard")) > 1:
+    if (degree := dense_mesh(recipe.wiring.meshes[name]).axis_size("dp_shard")) > 1:
         refusals.add(
             f"{key}, of which FSDP learns nothing: module {name!r} has a data_parallel_shard_degree of "
             f"{degree}; make it 1, or take the schedule 1f1b or interleaved"

@@ -235,7 +235,7 @@ class Trainer:
             plan.num_tokens / seconds,
             seconds,
             self.meter.cost(plan, seconds) if self.reporter.active else StepCost(),
-            self.meter.measure(feed.loaded) if self.reporter.logs(self.step) else None,
+            self.meter.measure(feed.loaded, plan.num_targets) if self.reporter.logs(self.step) else None,
             load=self.meter.load(plan) if self.reporter.active and self.reporter.logs(self.step) else None,
             skipped=not finite,
             skipped_steps=self.skipped_steps,

@@ -1,0 +1,74 @@
+"""transformers' fused experts as hetmesh keeps them: gate and up as two tensors of one parameter.
+
+transformers holds `gate_up_proj` as `[experts, 2 * inner, features]`, the gate's rows before those of up. A rank that
+takes a share of `inner` needs rows of both, which is no shard of that; of `[experts, 2, inner, features]`, which is
+the same memory, it is one (dim 2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hetmesh.parallel.experts.layers import ExpertLayers
+
+
+def two_halves(module: nn.Module) -> nn.Module:
+    """`module` with the fused experts inside it kept as `[experts, 2, inner, features]`, in place. Called as before, it
+    computes what transformers' own code computes."""
+    for part in list(module.modules()):
+        weight = part._parameters.get("gate_up_proj")
+        if weight is not None and weight.dim() == 3 and not getattr(part, "is_transposed", False):
+            own: Any = part
+            own.register_parameter(
+                "gate_up_proj", nn.Parameter(weight.detach().unflatten(1, (2, -1)), requires_grad=weight.requires_grad)
+            )
+            own.__class__ = _with_two_halves(type(part))
+    return module
+
+
+def fused_layers(config: Any, prefix: str = "model.layers") -> ExpertLayers | None:
+    """The mixture-of-experts blocks of a model with a config like Qwen3-MoE's; None where it has none."""
+    sparse = [
+        i
+        for i in range(config.num_hidden_layers)
+        if config.num_experts > 0 and i not in config.mlp_only_layers and (i + 1) % config.decoder_sparse_step == 0
+    ]
+    if not sparse:
+        return None
+    blocks = tuple(f"{prefix}.{i}.mlp" for i in sparse)
+    sizes = config.moe_intermediate_size, config.hidden_size
+    return ExpertLayers(blocks, config.num_experts, config.num_experts_per_tok, *sizes, config.router_aux_loss_coef)
+
+
+_CLASSES: dict[Any, Any] = {}
+
+
+def _with_two_halves(kind: Any) -> Any:
+    """A subclass of transformers' experts whose forward is theirs, on the weights in their shape."""
+    if kind not in _CLASSES:
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+            theirs: Any = kind.forward
+            if self.gate_up_proj.dtype == torch.float64:  # which grouped products do not know: their loop
+                theirs = theirs.__wrapped__
+            return theirs(_Joined(self), *args, **kwargs)
+
+        _CLASSES[kind] = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return _CLASSES[kind]
+
+
+class _Joined:
+    """The experts with gate and up in transformers' shape."""
+
+    def __init__(self, experts: Any) -> None:
+        self._experts = experts
+
+    @property
+    def gate_up_proj(self) -> Tensor:
+        return self._experts.gate_up_proj.flatten(1, 2)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._experts, name)

@@ -1,0 +1,89 @@
+"""Qwen3-MoE LLM (transformers' Qwen3MoeForCausalLM)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from hetmesh.errors import RecipeError
+from hetmesh.models.adapter import Abilities, AdapterRequest
+from hetmesh.models.causal_lm import CausalLMAdapter
+from hetmesh.models.config_keys import positive_int
+from hetmesh.models.experts import fused_layers, two_halves
+from hetmesh.models.qwen3 import derived_sizes
+
+
+class Qwen3MoeAdapter(CausalLMAdapter):
+    """Qwen3 with mixture-of-experts blocks, which ranks along `ep` share."""
+
+    @classmethod
+    def make(cls, request: AdapterRequest) -> CausalLMAdapter:
+        """The adapter of a recipe's module.
+
+        Keys not given follow the others as Qwen3's do; `moe_intermediate_size` is `hidden_size`. The coefficient of the
+        load-balancing loss is `router_aux_loss_coef`, 0 for none.
+
+        Raises:
+            RecipeError: also numbers of experts that do not fit each other.
+        """
+        from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
+
+        derived = derived_sizes(request)
+        if "hidden_size" in request.config:
+            derived["moe_intermediate_size"] = request.config["hidden_size"]
+        if "head_dim" in request.config:  # which transformers reads, but does not declare
+            derived["head_dim"] = positive_int(request, "head_dim", request.config["head_dim"])
+            others = {key: value for key, value in request.config.items() if key != "head_dim"}
+            request = replace(request, config=others)
+        adapter = cls.make_from(request, Qwen3MoeConfig, Qwen3MoeForCausalLM, derived)
+        _check_experts(request, adapter.config)
+        return adapter
+
+    @property
+    def abilities(self) -> Abilities:
+        return replace(super().abilities, experts=fused_layers(self.config))
+
+    def build(self) -> nn.Module:
+        return two_halves(super().build())
+
+    def tensor_parallel_plan(self) -> Mapping[str, str]:
+        plan = super().tensor_parallel_plan()
+        experts = self.abilities.experts
+        dense = experts is None or len(experts.blocks) < self.config.num_hidden_layers
+        return {
+            pattern: style
+            for pattern, style in plan.items()
+            if ".mlp.experts" not in pattern and (dense or ".mlp." not in pattern)
+        }
+
+    def tensor_parallel_sizes(self) -> Mapping[str, int]:
+        return {**super().tensor_parallel_sizes(), "moe_intermediate_size": self.config.moe_intermediate_size}
+
+
+def _check_experts(request: AdapterRequest, config: Any) -> None:
+    for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"):
+        positive_int(request, key, getattr(config, key))
+    if config.num_experts_per_tok > config.num_experts:
+        raise RecipeError(
+            f"{request.key}.config.num_experts_per_tok = {config.num_experts_per_tok}: a token cannot have more "
+            f"experts than there are, num_experts = {config.num_experts}"
+        )
+    if config.num_experts > MOST_EXPERTS:
+        raise RecipeError(f"{request.key}.config.num_experts = {config.num_experts}: valid are 1 to {MOST_EXPERTS}")
+    if not 0 <= config.router_aux_loss_coef < float("inf"):
+        raise RecipeError(
+            f"{request.key}.config.router_aux_loss_coef = {config.router_aux_loss_coef}: must be 0 or more"
+        )
+    if request.pretrained is not None:
+        raise RecipeError(
+            f"{request.pretrained}: weights of experts cannot be read from a "
+            "Hugging Face directory yet; leave it out to start from random ones"
+        )
+
+
+MOST_EXPERTS = 2**15 - 1
+"""A token's choices travel as 16-bit numbers."""

@@ -1,0 +1,147 @@
+"""ExpertBlock: a mixture-of-experts block of a ready-made model, its experts spread over ranks.
+
+Each token travels once to each rank that holds one of its experts, which computes them and sends one weighted sum
+back. Sums are in the order of the token's own choice on a rank, and of the ranks where it comes from; so on one rank
+the result equals transformers' own block (`grouped_mm`, which it chooses by default) to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hetmesh.parallel.experts.balance import balance_terms, choices_per_sample, inject
+from hetmesh.parallel.experts.exchange import (
+    ExpertRanks,
+    RoutedCounts,
+    count_choices,
+    return_rows,
+    send_rows,
+    start_counts,
+)
+from hetmesh.parallel.experts.fan import collect, fan_to_experts, fan_to_ranks, spread
+from hetmesh.parallel.experts.layers import ExpertLayers
+from hetmesh.parallel.experts.products import grouped_linear
+from hetmesh.parallel.experts.tokens import LaneSamples, RoutedTokens
+from hetmesh.parallel.linear import local
+from hetmesh.parallel.random_state import current_microbatch
+
+
+class LocalExperts(nn.Module):
+    """The experts of this rank. `gate_up_proj` `[experts, 2, inner, features]` and `down_proj` `[experts, features,
+    inner]` may be DTensors; with shares of `inner` the output is a summand over `tp`."""
+
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    act_fn: Callable[[Tensor], Tensor]
+
+    def forward(self, rows: Tensor, counts: tuple[int, ...]) -> Tensor:
+        """Rows `[n, features]`, expert by expert, through their experts, in the dtype of the rows."""
+        first, second = (local(weight).to(rows.dtype) for weight in (self.gate_up_proj, self.down_proj))
+        gate, up = grouped_linear(rows, first.flatten(1, 2), counts).chunk(2, dim=-1)
+        return grouped_linear(self.act_fn(gate) * up, second, counts)
+
+
+class ExpertBlock(nn.Module):
+    """Takes the place of a model's class; children and their names stay.
+
+    Attributes:
+        gate: the router.
+        layers: what the module says of all of its blocks.
+        number: of this one.
+        peers: the ranks along `ep`.
+        tokens: of the microbatch.
+        sharing: the ranks that share a sample's tokens (`cp`); None: this one has all.
+        balances: whether this rank adds the load-balancing loss's gradient.
+        enter, leave: of tensor parallelism: what is done to rows on their way into the experts, and to each rank's
+            summand of the output.
+    """
+
+    gate: nn.Module
+    experts: LocalExperts
+    layers: ExpertLayers
+    number: int
+    peers: ExpertRanks
+    tokens: RoutedTokens
+    sharing: dist.ProcessGroup | None
+    balances: bool
+    enter: Callable[[Tensor], Tensor] | None
+    leave: Callable[[Tensor], Tensor] | None
+
+    @torch.compiler.disable
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`[..., features]` -> the same; padding behind the real tokens gives 0."""
+        flat = hidden_states.flatten(0, -2)
+        samples = self.tokens.samples
+        real = flat[: len(samples.of_token)]
+        logits, weights, experts = self.gate(real)
+        wanted, counts = count_choices(experts, self.peers.ranks, self.layers.count)
+        finish = start_counts(self.peers, counts, experts.shape, current_microbatch())
+        weights = self._balanced(weights, logits, experts, samples)
+        out = self._routed(real, weights, experts, wanted, finish)
+        if padding := len(flat) - len(real):
+            out = torch.cat([out, out.new_zeros(padding, out.shape[1])])
+        out = out.view_as(hidden_states)
+        return out if self.leave is None else self.leave(out)
+
+    def _balanced(self, weights: Tensor, logits: Tensor, experts: Tensor, samples: LaneSamples) -> Tensor:
+        """The routing weights, which bring the gradient of the load-balancing loss to the router."""
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.gate.parameters())
+        if not trained:  # nobody asks how even the routing of a frozen router is
+            return weights
+        choices = choices_per_sample(experts, samples, self.layers.count)
+        own = choices.sum(0)
+        if self.sharing is not None and choices.numel():
+            dist.all_reduce(choices, group=self.sharing)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        probabilities = torch.softmax(logits, dim=-1, dtype=dtype)
+        terms = balance_terms(probabilities, choices, samples)
+        self.tokens.count(self.number, (terms.loss, own))
+        if not (self.balances and self.layers.balance):
+            return weights
+        factor = self.layers.balance / len(self.layers.blocks)
+        return inject(weights, probabilities, terms.gradient * factor)
+
+    def _routed(
+        self, rows: Tensor, weights: Tensor, experts: Tensor, wanted: Tensor, finish: Callable[[], RoutedCounts]
+    ) -> Tensor:
+        """The weighted sum over each token's experts, `[tokens, features]`."""
+        peers, features, chosen = self.peers, rows.shape[1], experts.shape[1]
+        microbatch, kind = current_microbatch(), rows.device.type
+        if torch.is_autocast_enabled(kind):  # which leaves what norms give in fp32, and knows no grouped products
+            rows = rows.to(torch.get_autocast_dtype(kind))
+        together = torch.cat([rows, weights.to(rows.dtype)], 1)
+        if self.enter is not None:
+            together = self.enter(together)
+        numbers = experts.to(torch.int16)
+        counts = finish()
+        if peers.ranks > 1:
+            there = fan_to_ranks(wanted, sum(counts.sent), min(chosen, peers.ranks))
+            sent = spread(together, there), numbers.index_select(0, there.source)
+            together, numbers = send_rows(*sent, counts, peers, microbatch)
+        each = self.layers.count // peers.ranks
+        own = numbers.to(torch.int64) - each * peers.own
+        own = torch.where((own >= 0) & (own < each), own, each)
+        fan, choice = fan_to_experts(own, sum(counts.experts))
+        computed = self.experts(spread(together[:, :features], fan), counts.experts)
+        weights = together[:, features:].reshape(-1).index_select(0, choice)
+        sums = collect(computed * weights[:, None], fan)
+        if peers.ranks > 1:
+            sums = collect(return_rows(sums, counts, peers, microbatch), there)
+        return sums
+
+
+def make_expert_block(block: Any, **attributes: Any) -> None:
+    """Make a ready-made block an ExpertBlock, in place.
+
+    Args:
+        attributes: those of the ExpertBlock.
+    """
+    block.__class__ = ExpertBlock
+    block.experts.__class__ = LocalExperts
+    for name, value in attributes.items():
+        setattr(block, name, value)

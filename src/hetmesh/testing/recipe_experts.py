@@ -1,0 +1,50 @@
+"""The piece of a drawn recipe that makes its LLM a mixture of experts."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from hetmesh.testing.recipe_graphs import SINK, Draft, Table
+from hetmesh.testing.recipe_pieces import sometimes
+
+
+def experts(draw: st.DrawFn, draft: Draft) -> None:
+    """A Qwen3 LLM becomes a mixture of experts, in all blocks or in some, which lanes hold together or all of them."""
+    module, table = draft.tables["modules"][SINK], draft.layout(SINK)
+    named = "target_modules" in module.get("lora", {}) or "module_fqns_per_model_part" in table
+    drops = any("dropout" in {**each.get("lora", {}), **each["config"]} for each in _configured(draft))
+    if (
+        module["model"] != "qwen3"
+        or draft.tables["data"]["source"] == "digits"
+        or named
+        or drops
+        or not sometimes(draw)
+    ):
+        return
+    config, tp = module["config"], draft.degree(SINK, "tensor")
+    count = draw(st.sampled_from([4, 8]))
+    module["model"] = "qwen3_moe"
+    config |= {
+        "num_experts": count,
+        "num_experts_per_tok": draw(st.integers(1, 3)),
+        "moe_intermediate_size": 8,
+        "norm_topk_prob": draw(st.booleans()),
+        "router_aux_loss_coef": draw(st.sampled_from([0.0, 0.1])),
+        "mlp_only_layers": draw(st.sampled_from([[], [0]])) if config["num_hidden_layers"] > 1 else [],
+    }
+    draft.table("training")["pack_samples"] = True
+    shards = draft.degree(SINK, "shard")
+    lanes = shards if shards > 1 else table.get("data_parallel_replicate_degree", 1)
+
+    def fits(degree: int) -> bool:
+        rest = shards // degree if shards > 1 else 1
+        within = count // degree < rest  # FSDP then splits each expert
+        return not (within and (8 // tp % rest or config["hidden_size"] % rest))
+
+    degrees = [degree for degree in (2, 4) if lanes % degree == 0 and fits(degree)]
+    if degrees:
+        table["expert_parallel_degree"] = draw(st.sampled_from(degrees))
+
+
+def _configured(draft: Draft) -> list[Table]:
+    return [{"config": {}, **module} for module in draft.tables["modules"].values()]

@@ -1,0 +1,251 @@
+"""Parity of mixture-of-experts LLMs: experts spread over ranks in any layout equal one plain process."""
+
+import pytest
+from test_parity_pipeline import on_this_rank, table
+
+from hetmesh.boundary import World
+from hetmesh.errors import RecipeError
+from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.testing import faults
+from hetmesh.testing.parity import ParityError, compare, reference, run
+from hetmesh.testing.precision import exact_dtypes
+from hetmesh.training.describe import describe
+from hetmesh.training.expert_loads import ExpertLoads
+from hetmesh.training.job import Job
+
+MODEL = """
+[modules.vision]
+model = "siglip"
+{vision}
+[modules.vision.config]
+hidden_size = 8
+num_hidden_layers = 1
+num_attention_heads = 2
+patch_size = 4
+image_size = 8
+intermediate_size = 10
+[modules.projector]
+model = "mlp"
+[modules.llm]
+model = "qwen3_moe"
+{llm}
+[modules.llm.config]
+hidden_size = 12
+num_hidden_layers = 3
+num_attention_heads = 4
+num_key_value_heads = 2
+head_dim = 4
+intermediate_size = 14
+moe_intermediate_size = 6
+num_experts = 8
+num_experts_per_tok = 3
+norm_topk_prob = true
+router_aux_loss_coef = 0.5
+mlp_only_layers = [1]
+[[boundaries]]
+from = "vision"
+to = "projector"
+[[boundaries]]
+from = "projector"
+to = "llm"
+at = "image"
+[data]
+source = "hetmesh.testing.sources:RandomMedia"
+[data.options]
+kinds = {{ image = [1, 8, 8] }}
+text_only = 0.4
+[training]
+local_batch_size = {batch}
+dtype = "float64"
+pack_samples = true
+[parallelism]
+pipeline_parallel_schedule = "{policy}"
+pipeline_parallel_microbatch_size = 1
+"""
+
+
+def recipe(*tables, policy="sequential", batch=2, vision="", llm="", changes=()):
+    text = MODEL.format(policy=policy, batch=batch, vision=vision, llm=llm)
+    for change in changes:
+        text = text.replace(*change, 1)
+    return parse_recipe("\n".join([text, *tables]))
+
+
+def experts(ranks, ep, dp=1, **degrees):
+    keys = {"expert_parallel_degree": ep, "data_parallel_replicate_degree": dp, **degrees}
+    return table("llm", ranks, **keys)
+
+
+def check(pool, given, fault=None):
+    results = pool.run(on_this_rank, given, fault, timeout=120)
+    return compare(reference(given, steps=2), results, 1e-10)
+
+
+SEQUENCE = "\nenable_sequence_parallel = true"
+FLAT = 'ranks = "0-3"\ndata_parallel_replicate_degree = 4\nexpert_parallel_degree = 2'
+PERMUTED = "[parallelism.llm]\nranks = [3, 1, 2, 0]\ndata_parallel_replicate_degree = 4\nexpert_parallel_degree = 2"
+FULL = '\n[activation_checkpoint]\nmode = "full"'
+CASES = {
+    "one rank": ((table("vision", "0"), table("llm", "0")), {}),
+    "EP 2, disjoint": ((table("vision", "0-1"), experts("2-3", 2, 2)), {}),
+    "EP 4, colocated": ((experts("0-3", 4, 4),), {}),
+    "EP 2 of 4": ((table("vision", "0-3"), experts("0-3", 2, 4)), {}),
+    "TP 2": ((table("vision", "0"), table("llm", "2-3", tp=2)), {}),
+    "TP 2, sequence": ((table("vision", "0"), table("llm", "2-3", tp=2) + SEQUENCE), {}),
+    "EP 2, TP 2": ((table("vision", "0-3"), experts("0-3", 2, 2, tp=2)), {}),
+    "EP 2, TP 2, sequence": ((table("vision", "0-3"), experts("0-3", 2, 2, tp=2) + SEQUENCE), {}),
+    "EP 2, CP 2": ((table("vision", "0-3"), experts("0-3", 2, 2, context_parallel_degree=2)), {}),
+    "CP 4": ((table("vision", "0-3"), table("llm", "0-3", context_parallel_degree=4)), {}),
+    "EP 2, PP 2": ((table("vision", "0-1"), experts("0-3", 2, 2, pp=2)), {"policy": "1f1b"}),
+    "EP 2, PP 2, split": ((table("vision", "0-1"), experts("0-3", 2, 2, pp=2)), {"policy": "zero_bubble"}),
+    "FSDP 2": ((table("vision", "0-1"), table("llm", "2-3", fsdp=2)), {}),
+    "FSDP, all of it EP": ((table("vision", "0-1"), experts("2-3", 2, fsdp=2)), {}),
+    "FSDP 2, EP 2": ((table("vision", "0-3"), experts("0-3", 2, fsdp=4)), {}),
+    "HSDP 2, EP 2": ((table("vision", "0-3"), experts("0-3", 2, 2, fsdp=2)), {}),
+    "recomputed": ((table("vision", "0-1"), experts("2-3", 2, 2) + FULL), {}),
+    "recomputed, FSDP": ((table("vision", "0-3"), experts("0-3", 2, fsdp=4) + FULL), {}),
+    "selectively": ((experts("0-1", 2, 2) + FULL.replace("full", "selective"),), {}),
+    "fewer experts than shards": (
+        (table("vision", "0-1"), experts("0-3", 2, fsdp=4)),
+        {"changes": [("num_experts = 8", "num_experts = 2"), ("per_tok = 3", "per_tok = 2")]},
+    ),
+    "more experts than tokens": (
+        (table("vision", "0-1"), experts("0-3", 4, 4)),
+        {"batch": 1, "changes": [("num_experts = 8", "num_experts = 32")]},
+    ),
+    "FSDP 1, EP 2, TP 2": ((table("vision", "0-1"), experts("0-3", 2, fsdp=2, tp=2)), {}),
+    "permuted ranks": ((table("vision", "0-1"), PERMUTED), {}),
+    "one layout for all": ((FLAT,), {}),
+    "interleaved": (
+        (table("vision", "0-1"), experts("0-3", 2, 2, pp=2) + "\npipeline_parallel_layers_per_stage = 1"),
+        {"policy": "interleaved", "changes": [("num_hidden_layers = 3", "num_hidden_layers = 4")]},
+    ),
+    "bubble_fill": ((table("vision", "0-3"), experts("0-3", 2, 2, pp=2)), {"policy": "bubble_fill", "batch": 4}),
+    "three_phase": ((table("vision", "0-3"), experts("0-3", 2, 2, pp=2)), {"policy": "three_phase"}),
+    "tied": (
+        (table("vision", "0-1"), experts("0-3", 2, 2, pp=2)),
+        {"policy": "1f1b", "changes": [("norm_topk_prob = true", "tie_word_embeddings = true")]},
+    ),
+    "another mask": (
+        (table("vision", "0-3"), experts("0-3", 2, 4)),
+        {"llm": 'attention_mask = "bidirectional_media"', "changes": [("pack_samples = true", "")]},
+    ),
+    "offloaded": (
+        (table("vision", "0-1"), experts("0-3", 2, fsdp=4)),
+        {"changes": [("pack_samples = true", "pack_samples = true\nenable_cpu_offload = true")]},
+    ),
+    "compiled": ((experts("0-1", 2, 2), '[compile]\nenable = true\nbackend = "eager"'), {}),
+    "frozen": ((table("vision", "0-1"), experts("2-3", 2, 2)), {"llm": "trainable = false"}),
+    "LoRA": ((table("vision", "0-1"), experts("2-3", 2, 2)), {"llm": "lora = { rank = 2 }"}),
+}
+
+
+DEFAULT = (
+    "EP 4, colocated",
+    "EP 2, TP 2, sequence",
+    "EP 2, CP 2",
+    "EP 2, PP 2, split",
+    "FSDP 2, EP 2",
+    "fewer experts than shards",
+    "recomputed",
+    "LoRA",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [each if each in DEFAULT else pytest.param(each, marks=pytest.mark.exhaustive) for each in CASES]
+)
+def test_experts_in_any_layout_equal_one_process(pool4, case):
+    tables, keys = CASES[case]
+    check(pool4, recipe(*tables, **keys))
+
+
+def losses(rank, given):
+    """And whether all gradients are finite."""
+    outcome = run(given, World.current(), steps=2)
+    return outcome.losses, all(g is None or g.isfinite().all() for g in outcome.gradients.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["EP 2, disjoint", pytest.param("recomputed, FSDP", marks=pytest.mark.exhaustive)])
+def test_half_precision(pool4, case):
+    """bf16 by autocast and by FSDP, which rows of tokens travel in."""
+    sizes = [("hidden_size = 12", "hidden_size = 16"), ("moe_intermediate_size = 6", "moe_intermediate_size = 8")]
+    sums = []
+    for dtype in ('"float32"', '"float32"\nmixed_precision_param = "bfloat16"'):
+        given = recipe(*CASES[case][0], changes=[*sizes, ('"float64"', dtype)])
+        ranks = pool4.run(losses, given)
+        assert all(finite for _, finite in ranks)
+        sums.append([sum(each[step] for each, _ in ranks) for step in range(2)])
+    assert sums[0] == pytest.approx(sums[1], rel=0.01)
+    assert sums[0] != sums[1]
+
+
+def unbalanced(job):
+    """The load-balancing loss of one rank is lost."""
+    if job.world.rank == 2:
+        for part in job.root.modules():
+            part.balances = False
+
+
+def swapped(job):
+    """One rank holds its experts in another order than all think."""
+    if job.world.rank == 3:
+        for name, p in job.root.named_parameters():
+            if name.endswith("experts.down_proj"):
+                p.data.to_local().copy_(p.data.to_local().flip(0))
+
+
+@pytest.mark.slow
+def test_injected_faults_are_found(pool4):
+    given = recipe(*CASES["EP 2, disjoint"][0])
+    for fault in (unbalanced, swapped, faults.ScaleGradient("llm")):
+        with pytest.raises(ParityError):
+            check(pool4, given, fault)
+
+
+def routed(rank, given):
+    """What this rank noted of its experts in one step, and the tokens of the global batch."""
+    job = Job.assemble(given, World.current())
+    loads = ExpertLoads(job)
+    with exact_dtypes(job.root):
+        job.forward_backward()
+    return loads.mine(), loads.read(loads.mine(), 1)
+
+
+@pytest.mark.slow
+def test_loads_are_those_of_one_process_in_any_layout(pool, pool4):
+    """And some experts get nothing, as routing is of few tokens."""
+    ((alone, told),) = pool(1).run(routed, recipe(table("vision", "0"), table("llm", "0"), batch=4))
+    assert told["llm"]["max_over_mean"] > 1.5
+    assert told["llm"]["balance_loss"] > 0
+    for case in ("EP 2, CP 2", "EP 2, TP 2, sequence", "EP 2, PP 2"):
+        tables, keys = CASES[case]
+        ranks = pool4.run(routed, recipe(*tables, batch=2, **keys))
+        assert sum(mine for mine, _ in ranks).tolist() == pytest.approx(alone.tolist(), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("tables", "changes", "says"),
+    [
+        (("",), ("pack_samples = true", ""), r"modules.llm: .* get no padding.*training.pack_samples = true"),
+        (
+            (experts("0-2", 3, 3),),
+            ("", ""),
+            r"expert_parallel_degree = 3: must divide num_experts = 8 .*\[1, 2, 4, 8\]",
+        ),
+        ((table("vision", "0-1", expert_parallel_degree=2),), ("", ""), "this siglip has no experts"),
+        (("",), ("num_experts_per_tok = 3", "num_experts_per_tok = 9"), "cannot have more experts than there are"),
+        (
+            (table("llm", "0-7", fsdp=8) + "\nexpert_parallel_degree = 2",),
+            ("num_experts = 8", "num_experts = 4"),
+            r"4 ranks of data_parallel_shard_degree share 2 experts .* 4 must divide its 6 inner features",
+        ),
+        (("",), ("[training]", "[checkpoint]\nenable = true\nlast_save_in_hf = true\n[training]"), "last_save_in_hf"),
+    ],
+)
+def test_what_experts_cannot_do_is_refused(tables, changes, says):
+    text = MODEL.format(policy="sequential", batch=2, vision="", llm="").replace(*changes, 1)
+    with pytest.raises(RecipeError, match=says):
+        describe(parse_recipe("\n".join([text, *tables])))
