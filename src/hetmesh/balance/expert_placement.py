@@ -1,0 +1,135 @@
+"""Which rank of an expert-parallel axis holds which expert: integers in, a map out. Moving experts changes where a
+token is computed, never what comes out.
+
+Ranks hold equally many experts, since their weights are equal shards of one tensor. Packing by falling load with that
+cap is the balanced packing of DeepSeek's EPLB (github.com/deepseek-ai/EPLB); exchanges that lighten the fullest rank
+follow. EPLB copies hot experts too: not here, copies would have to sum their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hetmesh.errors import GraphError
+
+Placement = tuple[int, ...]
+"""The expert at each place. Rank r of n holds places r * E/n to (r + 1) * E/n - 1."""
+
+NEAR = 1.01
+"""A placement whose fullest rank is at most this many times the best one's is as good as that, if it moves less."""
+
+
+def place_experts(
+    loads: Sequence[int], ranks: int, current: Sequence[int] | None = None, *, worth: float = 0.05
+) -> Placement:
+    """Where the experts of one layer shall lie, by their measured loads.
+
+    A pure function of integers: equal on all ranks.
+
+    Args:
+        loads: tokens per expert, of some steps.
+        ranks: of the axis; it divides the number of experts.
+        current: the present placement; None: expert e at place e.
+        worth: by which share the load of the fullest rank must fall for anything to be moved at all.
+
+    Raises:
+        GraphError: a load is negative or no integer, the ranks do not divide the experts, or `current` is no
+            permutation of the experts.
+    """
+    weights, here = _checked(loads, ranks, current)
+    now = _fullest(weights, here.reshape(ranks, -1))
+    near = _exchanged(weights, here.reshape(ranks, -1))
+    fresh = _exchanged(weights, _packed(weights, ranks))
+    best = near if _fullest(weights, near) <= NEAR * _fullest(weights, fresh) else _in_place(fresh, here)
+    if _fullest(weights, best) > (1 - worth) * now:
+        return tuple(here.tolist())
+    return tuple(_settled(best, here.reshape(ranks, -1)).ravel().tolist())
+
+
+def rank_loads(loads: Sequence[int], placement: Sequence[int], ranks: int) -> np.ndarray:
+    """Tokens per rank, `[ranks]`."""
+    return np.asarray(loads, np.int64)[np.asarray(placement)].reshape(ranks, -1).sum(1)
+
+
+def skew(loads: Sequence[int], placement: Sequence[int], ranks: int) -> float:
+    """The load of the fullest rank over the mean of all; 1 without any load."""
+    held = rank_loads(loads, placement, ranks)
+    return float(held.max() / held.mean()) if held.any() else 1.0
+
+
+def _checked(loads: Sequence[int], ranks: int, current: Sequence[int] | None) -> tuple[np.ndarray, np.ndarray]:
+    weights = np.asarray(loads)
+    if weights.ndim != 1 or not np.issubdtype(weights.dtype, np.integer) or (weights < 0).any():
+        raise GraphError(f"loads of experts must be integers of at least 0, one per expert, got {loads!r}")
+    if ranks < 1 or not len(weights) or len(weights) % ranks:
+        raise GraphError(f"{len(weights)} experts cannot be dealt evenly to {ranks} ranks")
+    here = np.arange(len(weights)) if current is None else np.asarray(current)
+    if here.shape != weights.shape or not np.array_equal(np.sort(here), np.arange(len(weights))):
+        raise GraphError(f"a placement of {len(weights)} experts must name each of them once, got {current!r}")
+    return weights.astype(np.int64), here
+
+
+def _packed(weights: np.ndarray, ranks: int) -> np.ndarray:
+    """Experts by falling load, each to the emptiest rank that has a place left: `[ranks, experts per rank]`."""
+    room = len(weights) // ranks
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    load = np.zeros(ranks, np.int64)
+    for expert in np.argsort(-weights, kind="stable").tolist():
+        free = [rank for rank in range(ranks) if len(held[rank]) < room]
+        rank = min(free, key=lambda r: (load[r], r))
+        held[rank].append(expert)
+        load[rank] += weights[expert]
+    return np.array(held)
+
+
+def _exchanged(weights: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """Exchange an expert of the fullest rank for one of another, whichever leaves the fuller of the two emptiest, for
+    as long as that is emptier than the fullest was. Ends, since the sum of squared loads falls."""
+    held = held.copy()
+    while True:
+        own = weights[held]
+        load = own.sum(1)
+        full = int(load.argmax())
+        given = own[full][:, None, None] - own[None]  # what the fullest would be rid of: [its experts, ranks, theirs]
+        worst = np.maximum(load[full] - given, load[None, :, None] + given)
+        worst[:, full] = load[full]
+        mine, rank, theirs = np.unravel_index(int(worst.argmin()), worst.shape)
+        if worst[mine, rank, theirs] >= load[full]:
+            return held
+        held[full, mine], held[rank, theirs] = held[rank, theirs], held[full, mine]
+
+
+def _fullest(weights: np.ndarray, held: np.ndarray) -> int:
+    return int(weights[held].sum(1).max())
+
+
+def _in_place(held: np.ndarray, here: np.ndarray) -> np.ndarray:
+    """The same sets, each given to the rank that holds most of it already; most in common first."""
+    ranks = len(held)
+    where = np.empty(len(here), np.int64)
+    where[here] = np.arange(len(here)) // held.shape[1]
+    common = np.zeros((ranks, ranks), np.int64)
+    np.add.at(common, (np.repeat(np.arange(ranks), held.shape[1]), where[held].ravel()), 1)
+    out = np.empty_like(held)
+    left, free = set(range(ranks)), set(range(ranks))
+    for pair in np.argsort(-common, axis=None, kind="stable").tolist():
+        group, rank = divmod(pair, ranks)
+        if group in left and rank in free:
+            out[rank] = held[group]
+            left.discard(group)
+            free.discard(rank)
+    return out
+
+
+def _settled(held: np.ndarray, here: np.ndarray) -> np.ndarray:
+    """The same experts per rank; those that stay on a rank stay at their place."""
+    out = here.copy()
+    for mine, before in zip(held, out, strict=True):
+        new = iter(sorted(set(mine.tolist()) - set(before.tolist())))
+        stays = set(mine.tolist())
+        for place, expert in enumerate(before.tolist()):
+            if expert not in stays:
+                before[place] = next(new)
+    return out
