@@ -176,3 +176,62 @@ def test_a_module_that_is_built_really_has_no_parameter_without_values_either():
     with pytest.raises(RecipeError, match=r"modules.m: parameter weight: nothing initialises it"):
         build_module(Given(Forgotten), "m", 0)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        lambda: torch.empty_like(torch.ones(3, 4)),
+        lambda: torch.ones(1).new_empty(3, 4),
+        lambda: torch.empty_permuted((3, 4), (0, 1)),
+        lambda: torch.empty(3, 4, dtype=torch.complex64),
+        lambda: torch.empty(3, 4, dtype=torch.int32),
+    ],
+    ids=["empty_like", "new_empty", "empty_permuted", "complex", "integers"],
+)
+def test_memory_of_any_kind_that_nothing_was_written_to_is_an_error(memory):
+    class Forgotten(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(memory(), requires_grad=False)
+
+    with pytest.raises(RecipeError, match=r"modules.m: parameter weight: nothing initialises it"):
+        build_module(Given(Forgotten), "m", 0)
+
+
+def test_a_parameter_without_a_shape_is_an_error():
+    with pytest.raises(RecipeError, match=r"modules.m: parameter weight has no shape yet; lazy modules"):
+        build_module(Given(lambda: nn.LazyLinear(3)), "m", 0)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_memory_that_two_names_share_is_an_error(whole, kind):
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(3, 3)
+            if whole:
+                nn.init.orthogonal_(self.first.weight)
+            if kind == "parameter":
+                self.second = nn.Parameter(self.first.weight.data)
+            else:
+                self.register_buffer("second", self.first.weight.detach())
+
+    with pytest.raises(RecipeError, match=rf"modules.m: (parameter first.weight|{kind} second) shares memory with"):
+        build_module(Given(Shared), "m", 0)
+
+
+def test_a_parameter_that_is_kept_beside_its_name_cannot_be_used_silently():
+    """It would neither be sharded nor trained."""
+
+    class Kept(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(3, 3)
+            nn.init.orthogonal_(self.first.weight)
+            self.weights = [self.first.weight]
+
+    module = build_module(Given(Kept), "m", 0)
+    with pytest.raises(RuntimeError):
+        torch.ones(2, 3) @ module.weights[0]

@@ -45,3 +45,11 @@ def test_the_command_prints_text_and_json(apart):
     status, text = apart(printed, ["dryrun", "recipes/digits.toml", "--rank", "7"])
     assert status == 2
     assert "ranks 0-3" in text
+
+
+@pytest.mark.slow
+def test_offloaded_parameters_stay_on_the_host(apart):
+    given = ["dryrun", "recipes/digits_fsdp.toml", "--training.enable_cpu_offload=true", "--json"]
+    status, text = apart(printed, given)
+    assert status == 0, text
+    assert json.loads(text)["groups"][0]["built"] < 1024  # but for buffers

@@ -151,11 +151,8 @@ def _with_offsets(intervals: Intervals, rows: int | None) -> Iterator[tuple[int,
 
 def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     if isinstance(parameter, DTensor):
-        local = torch.empty_like(parameter.to_local(), device=device)
-        shape, stride = parameter.shape, parameter.stride()
-        tensor = DTensor.from_local(
-            local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
-        )
+        # Not `from_local`: that brings what is offloaded to the host back to the mesh's device.
+        tensor = torch.empty_like(parameter, device=device)
         return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
     made = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)  # what a constructor may have noted on it

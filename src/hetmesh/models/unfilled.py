@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 from hetmesh.errors import RecipeError
 from hetmesh.models.fill import draw_weights, materialize
@@ -54,15 +55,16 @@ def recorded(build: Callable[[], nn.Module], name: str, seed: int) -> Unfilled |
     """The module that `build` makes, with what it does to its parameters; or why that cannot be repeated.
 
     Raises:
-        RecipeError: nothing initialises one of its parameters.
+        RecipeError: nothing initialises one of its parameters, or two names share its memory.
     """
     recorder = Recorder(f"{seed}:{name}")
     try:
-        with _random_state(name, seed), recorder:
+        with _random_state(name, seed), _nan_in_new_memory(), recorder:
             module = build()
         if recorder.failed:
             return recorder.failed
         recorder.name(module)
+        _check_apart(module, name)
         if recorder.held_by_others(module):
             gc.collect()  # what was built beside it may still be about, in circles
             if recorder.held_by_others(module):
@@ -87,16 +89,14 @@ def built_really(build: Callable[[], nn.Module], name: str, seed: int, why: str)
     """The module that `build` makes, whose weights are kept whole.
 
     Raises:
-        RecipeError: nothing initialises one of its parameters.
+        RecipeError: nothing initialises one of its parameters, it has no shape, or two names share its memory.
     """
     logger.info(
         f"modules.{name} is built whole before it is sharded: its constructor computes with its weights ({why})"
     )
     with _random_state(name, seed), _nan_in_new_memory():
         module = build()
-    for fqn, parameter in module.named_parameters():
-        if parameter.is_floating_point() and parameter.isnan().any():
-            raise _never_initialised(f"modules.{name}: parameter {fqn}")
+    _check_apart(module, name)
     return Unfilled(module, _take_values(module, name, Recorder(f"{seed}:{name}")), why)
 
 
@@ -143,14 +143,52 @@ def _take_values(module: nn.Module, name: str, recorder: Recorder, known: Contai
             if id(parameter) not in taken:
                 originals.append(parameter)
                 where = f"modules.{name}: parameter {fqn}"
-                memory = recorder.memory(parameter)
-                if memory is not None and not memory.steps and parameter.numel():
-                    raise _never_initialised(where)
+                _check_values(where, parameter, recorder)
                 taken[id(parameter)] = _on_meta(parameter), recorder.initial(where, parameter)
             empty, found[fqn] = taken[id(parameter)]
             owner._parameters[key] = empty
             taken[id(empty)] = empty, found[fqn]
+    for parameter in originals:
+        if not parameter.is_meta:  # who kept it beside its name would go on with values that nobody trains
+            parameter.data = parameter.data.new_empty(0)
     return found
+
+
+def _check_values(where: str, parameter: nn.Parameter, recorder: Recorder) -> None:
+    if isinstance(parameter, UninitializedTensorMixin):
+        raise RecipeError(f"{where} has no shape yet; lazy modules find it out as they run, after they are sharded")
+    memory = recorder.memory(parameter)
+    if not parameter.numel() or (memory is not None and memory.steps):
+        return
+    if memory is not None or (not parameter.is_meta and _as_new(parameter.detach())):
+        raise _never_initialised(where)
+
+
+def _as_new(value: Tensor) -> bool:
+    """Whether it looks as `_nan_in_new_memory` leaves it. Of booleans nobody can tell."""
+    if value.is_floating_point() or value.is_complex():
+        return bool(value.isnan().any())
+    return value.dtype != torch.bool and bool((value == torch.iinfo(value.dtype).max).all())
+
+
+def _check_apart(module: nn.Module, name: str) -> None:
+    """A parameter or buffer that is another's memory would go its own way once parameters are sharded."""
+    places: dict[tuple[int, int], str] = {}
+    tensors = [("parameter", *each) for each in module.named_parameters()]
+    for kind, fqn, tensor in (*tensors, *(("buffer", *each) for each in module.named_buffers())):
+        if isinstance(tensor, UninitializedTensorMixin) or not tensor.numel():
+            continue
+        place = id(tensor.untyped_storage()), int(tensor.storage_offset())
+        if kind == "parameter":
+            other = places.setdefault(place, fqn)
+        else:
+            other = places.get(place, fqn)
+        if other != fqn:
+            raise RecipeError(
+                f"modules.{name}: {kind} {fqn} shares memory with parameter {other}; parameters get memory of their "
+                "own when they are sharded, and the two would part. Tie them by registering the same nn.Parameter, or "
+                "copy the values"
+            )
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
