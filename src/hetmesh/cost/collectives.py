@@ -85,7 +85,7 @@ def tensor_parallel_time(
         return TensorParallelTime()
     rows = work.targets if layer.on_targets else work.rows
     products = [weight for weight in layer.weights if weight.per_row and weight.tp_dim is not None]
-    sums = [weight.shape[0] for weight in products if weight.tp_dim == 1]
+    sums = [weight.outputs for weight in products if weight.splits_inputs]
     needed = upstream or layer.trainable
     if sums:
         each = sum(all_reduce(itemsize * rows * width, ranks, machine) for width in sums)
