@@ -21,8 +21,9 @@ HEAD = "lm_head"
 def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[str, Any] | None = None) -> ModuleShape:
     """The sizes of `module`, which `adapter` built.
 
-    Linear layers and routers multiply each row once, experts as often as a row chooses any. Of the convolutions of a layer stack the last gives one output per row, each
-    earlier one as many as the strides behind it take in. Attention is found by its `q_proj`, whose output is as wide
+    Linear layers and routers multiply each row once; a row multiplies as many experts as it chooses. Of the
+    convolutions of a layer stack the last gives one output per row, each earlier one as many as the strides behind it
+    take in. Attention is found by its `q_proj`, whose output is as wide
     as all query heads, or as an `nn.MultiheadAttention`; one that is written differently counts with its linear layers
     only.
 
