@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from hetmesh.cost import LayerShape, Rates, WeightShape, Work, layer_flops, layer_time, load_machine
+from hetmesh.cost import LayerShape, ModuleShape, Rates, WeightShape, Work, layer_flops, layer_time, load_machine
 from hetmesh.cost.collectives import all_to_all, tensor_parallel_time
 from hetmesh.cost.experts import exchange_time, reached_share
 from hetmesh.cost.shapes import expert_share
+from hetmesh.training.module_shapes import notes_on_experts
 
 EXPERTS, CHOSEN, FEATURES, INNER = 8, 3, 16, 24
 MACHINE = replace(
@@ -68,6 +69,19 @@ def test_the_exchange_brings_each_token_once_to_each_other_rank_of_its_experts()
     assert (frozen.forward, frozen.backward) == (time.forward, 0)
     no_inputs = exchange_time(block(True, False), Work(100), range(4), machine, itemsize=4, upstream=False)
     assert no_inputs.backward == pytest.approx(rows * features / 100)
+
+
+def test_experts_that_cannot_be_counted_are_named():
+    stack = WeightShape("block.experts.gate_up_proj", (EXPERTS, 2 * INNER, FEATURES))
+    known, unknown = ModuleShape("llm", (block(),)), ModuleShape("llm", (LayerShape("block", (stack,)),))
+    assert not known.uncounted
+    assert unknown.uncounted == (stack.name,)
+    (even,), (missing,), none = map(notes_on_experts, ({"llm": known}, {"llm": unknown}, {"llm": None}))
+    assert "experts of llm" in even
+    assert "even" in even
+    assert missing.startswith("not counted in FLOPs and seconds")
+    assert stack.name in missing
+    assert none == ()
 
 
 def test_an_all_to_all_uses_every_port():

@@ -127,6 +127,18 @@ class ModuleShape(HashedOnce):
         return tuple({weight.name: weight for layer in self.layers for weight in layer.weights}.values())
 
     @property
+    def has_experts(self) -> bool:
+        """Whether it has stacks of experts whose products are counted."""
+        return any(weight.expert for weight in self.weights)
+
+    @cached_property
+    def uncounted(self) -> tuple[str, ...]:
+        """Stacks of experts of a model that does not say how many of them a row chooses: their products are missing in
+        FLOPs and seconds."""
+        stacks = (w for w in self.weights if len(w.shape) > 2 and not w.per_row)
+        return tuple(w.name for w in stacks if "experts" in w.name.split("."))
+
+    @property
     def parameters(self) -> int:
         """Elements of all parameters."""
         return sum(weight.numel for weight in self.weights)
