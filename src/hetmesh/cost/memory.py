@@ -88,7 +88,8 @@ class _Split:
 
     @classmethod
     def of(cls, mesh: MeshSpec) -> _Split:
-        return cls(*map(mesh.axis_size, ("pp", "tp", "dp_shard", "ep")), dense_mesh(mesh).axis_size("dp_shard") > 1)
+        pp, tp, shards, ep = map(mesh.axis_size, ("pp", "tp", "dp_shard", "ep"))
+        return cls(pp, tp, shards, ep, dense_mesh(mesh).axis_size("dp_shard") > 1)
 
 
 @lru_cache(maxsize=1024)

@@ -91,7 +91,9 @@ class _Use:
 def _experts(layers: ExpertLayers | None) -> dict[str, _Use]:
     """Of the parameters of routers and experts, by FQN."""
     found: dict[str, _Use] = {}
-    for block in () if layers is None else layers.blocks:
+    if layers is None:
+        return found
+    for block in layers.blocks:
         found[f"{block}.gate.weight"] = _Use(1)
         found |= {f"{block}.experts.{key}": _Use(layers.chosen, INNER[key], WITHIN[key]) for key in INNER}
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -94,7 +95,7 @@ class LayerCosts:
 
     def _at(self, layer: LayerShape, how: How, work: Work) -> np.ndarray:
         tp = max(len(how.group), 1)
-        links = {"itemsize": how.itemsize, "upstream": how.upstream}
+        links: dict[str, Any] = {"itemsize": how.itemsize, "upstream": how.upstream}
         exchange = exchange_time(layer, work, how.experts, self.machine, **links)
         whole, layer = layer, expert_share(layer, max(len(how.experts), 1))
         time = self._time(layer if self.profile is None else whole, how, work, tp)
