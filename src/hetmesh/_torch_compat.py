@@ -27,6 +27,7 @@ __all__ = [
     "cpu_flash_attention",
     "cpu_flash_attention_backward",
     "default_store",
+    "fake_mode_in_use",
     "fake_process_group",
     "finished_work",
     "fsdp_groups",
@@ -189,6 +190,12 @@ def tensors_made_on_host() -> Iterator[None]:
         yield
     finally:
         torch._C._set_only_lift_cpu_tensors(before)
+
+
+def fake_mode_in_use() -> FakeTensorMode | None:
+    """The FakeTensorMode that is entered. It comes after all other dispatch modes, whenever these were entered."""
+    found: FakeTensorMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return found
 
 
 def finished_work() -> Any:

@@ -4,6 +4,7 @@ import math
 import threading
 import time
 
+from hetmesh.boundary.backend import Nccl
 from hetmesh.boundary.watchdog import Watchdog, _Watch
 
 
@@ -81,3 +82,20 @@ def test_what_was_long_before_is_not_counted_when_something_begins_or_ends():
             watchdog._since -= 5000  # it may take as long as it likes
         assert seen.said == [None] * 3
     watchdog.close()
+
+
+class Never:
+    def is_completed(self):
+        return False
+
+
+def test_a_work_that_is_expected_is_named_before_nccl_ends_the_process():
+    """Both count from posting."""
+    for timeout in (0.5, 5.0, 300.0):
+        watchdog = Watchdog(timeout)
+        watchdog._expected.append((100.0, Never(), "llm.0->llm.1, microbatch 2: rank 1, waiting for rank 3"))
+        assert watchdog._late(100 + timeout) is None
+        # it looks every half second, and the longest that NCCL may be late to notice is not known
+        told = watchdog._late(100 + Nccl().group_timeout(timeout).total_seconds() - min(0.5, timeout / 4))
+        assert told is not None
+        assert "rank 1, waiting for rank 3" in told

@@ -89,6 +89,20 @@ def test_gradients_of_some_steps_on_some_ranks_are_sums_or_none_as_if_ranks_aske
     assert pool4.run(aside) == [(steps, [], 0) for steps in ranks]
 
 
+def of_another_stage(rank):
+    """No rank of this stage has a gradient of what is tied: the other stage may, and gives its sum to all of them."""
+    world = World.current()
+    parallel = made(world)
+    reduction = Reduction(parallel, always={id(parallel.module["tied"])})
+    reduction()()
+    return found(parallel.module), reduction.changed
+
+
+def test_what_is_tied_to_another_stage_has_a_gradient_whatever_happens_here(pool4):
+    gradients = {"both": None, "cp": None, "none": None, "tied": [0.0] * 3}
+    assert pool4.run(of_another_stage) == [(gradients, False)] * 4
+
+
 def one_at_a_time(rank):
     """The most messages under way, of 9."""
     group = World.current().group(range(4))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from hetmesh.parallel import vocabulary
-from hetmesh.parallel.vocabulary import VocabularyShards
+from hetmesh.parallel.linear import ColwiseLinear
+from hetmesh.parallel.vocabulary import VocabularyShards, shard_vocabulary
 
 RANKS = 4
 CASES = {  # vocabulary, targets
@@ -98,3 +100,27 @@ def with_faults(rank: int, value: float):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_on_one_rank_is_seen_by_all(pool4, value):
     assert all(loss != loss for loss in pool4.run(with_faults, value))
+
+
+def split(features: int) -> nn.Linear:
+    """As tensor parallelism leaves a layer of 6 outputs on two ranks."""
+    layer = nn.Linear(features, 6)
+    layer.__class__ = ColwiseLinear
+    layer.group, layer.widths = None, (3, 3)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("beside", "shares"),
+    {
+        "alone": ([], True),
+        "an adapter that is split alike": ([nn.Linear(4, 2), split(2)], True),
+        "an adapter that is whole": ([nn.Linear(4, 2), nn.Linear(2, 6)], False),
+    }.values(),
+    ids=lambda value: str(value) if isinstance(value, bool) else "",
+)
+def test_a_head_leaves_shares_where_all_that_it_adds_up_is_split(beside, shares):
+    head = split(4)
+    found = shard_vocabulary(nn.ModuleDict({"head": nn.Sequential(head, *beside)}), "head")
+    assert (found is not None) == shares
+    assert head.widths == (None if shares else (3, 3))

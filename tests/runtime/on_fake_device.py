@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import scaled_dot_product_attention
 
+from hetmesh._torch_compat import fake_process_group
 from hetmesh.runtime.device_work import DeviceWork
 from hetmesh.runtime.fake_device import FakeAccelerator
 from hetmesh.runtime.fake_tensors import FakeTensors
@@ -19,7 +22,7 @@ from hetmesh.runtime.host_waits import HostWaits
 def entered(call: Callable[[FakeAccelerator, DeviceWork], Any]) -> tuple[Any, list[tuple[str, str, str, int]]]:
     """What `call` returns on the fake device, and where the host waited: direction, operation, model's line, count."""
     waits, accelerator = HostWaits(), FakeAccelerator.make()
-    with FakeTensors(accelerator, waits) as tensors, DeviceWork(waits) as work:
+    with FakeTensors(accelerator, waits) as tensors, DeviceWork(waits, tensors.fake) as work:
         tensors.observe = work.note
         result = call(accelerator, work)
     return result, [(w.direction, w.what, w.model.rpartition("/")[2], n) for w, n in waits.counts.items()]
@@ -80,6 +83,16 @@ def trained(accelerator: FakeAccelerator, work: DeviceWork) -> dict[str, Any]:
         "flops": (work.by_action["forward"].flops, work.by_action["backward"].flops),
         "behind": work.live,
     }
+
+
+def sharded(accelerator: FakeAccelerator, work: DeviceWork) -> int:
+    """The most bytes that an operation on a DTensor takes of a rank that holds a fourth of it."""
+    with fake_process_group(4):
+        mesh = DeviceMesh(accelerator.device.type, torch.arange(4), _init_backend=False)
+        x = DTensor.from_local(torch.empty(2, 1024, device=accelerator.device), mesh, [Shard(0)], run_check=False)
+        with work.span("sum"):
+            x + x
+    return work.spans[0].peak - work.spans[0].before
 
 
 def attended(accelerator: FakeAccelerator, work: DeviceWork) -> tuple[int, int]:

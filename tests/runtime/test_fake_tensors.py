@@ -1,7 +1,7 @@
 """The fake device: shapes without values, indices with theirs, where the host waits, what is alive."""
 
 import pytest
-from on_fake_device import attended, by_values, copies, entered, lists, planted, trained
+from on_fake_device import attended, by_values, copies, entered, lists, planted, sharded, trained
 
 
 def test_a_planted_item_is_found_with_its_source_line(apart):
@@ -44,3 +44,8 @@ def test_attention_takes_the_memory_of_the_kernel_that_cuda_would_choose(apart):
     bias = 1024 * 1024 * 2  # of one head
     assert causal < bias  # flash: no scores
     assert bias <= masked < 2 * bias  # the mask as a bias, which heads share, and no scores beside it
+
+
+def test_whole_tensors_by_which_dtensor_works_out_shapes_are_not_alive(apart):
+    most, _ = apart(entered, sharded)
+    assert most == 4 * 2 * 1024

@@ -1,13 +1,16 @@
 """Emulated NCCL finds what NCCL would hang on or get wrong: each shown by code that breaks one rule."""
 
+import math
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 from hetmesh.boundary import Backend, Exchange, Label, World
 from hetmesh.boundary.channels import Channel
+from hetmesh.boundary.watchdog import Watchdog
 from hetmesh.errors import BoundaryError, HetmeshError
 from hetmesh.layout import Layout, MeshSpec, plan_transfer
 from hetmesh.testing.emulated_nccl import EmulatedNccl, emulated_world
@@ -243,3 +246,19 @@ def transfers(rank):
 def test_every_transfer_that_keeps_the_rules_arrives_whatever_the_delays(pool4):
     counted = pool4.run(transfers)
     assert all(isinstance(each, int) and each > 8 for each in counted), counted
+
+
+def over_on_gloo(rank):
+    """What a watchdog says, long after, of a collective that was waited for."""
+    watchdog = Watchdog(math.inf)
+    with emulated_world() as world:
+        share = torch.empty(2)
+        work = dist.reduce_scatter_tensor(share, torch.ones(8), async_op=True)
+        world.backend.posted([(None, work)], watchdog, "gradients")
+        world.backend.wait(work, world.timeout)
+    watchdog.timeout = 1.0
+    return share.tolist(), watchdog._late(math.inf)
+
+
+def test_collectives_of_gloo_which_never_count_as_over_are_not_late(pool4):
+    assert pool4.run(over_on_gloo) == [([4.0, 4.0], None)] * 4

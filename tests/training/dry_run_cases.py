@@ -20,12 +20,12 @@ FOLDER = Path(__file__).parents[2] / "recipes"
 
 def dry(name: str, rank: int) -> tuple[DryRun, int]:
     """The dry run of a rank, and the bytes that its attention keeps in block masks."""
-    from hetmesh.attention.flex import block_mask
+    from hetmesh.attention.flex import _block_masks
 
     torch.set_num_threads(1)
-    block_mask.cache_clear()
+    _block_masks.clear()
     run = dry_run(load_recipe(FOLDER / f"{name}.toml"), rank)
-    return run, block_mask.cache_info().currsize * 2**20
+    return run, sum(map(len, _block_masks.values())) * 2**20
 
 
 def grouped(name: str) -> DryRuns:

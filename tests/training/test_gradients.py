@@ -106,6 +106,31 @@ def test_a_gradient_of_some_steps_is_in_the_norm_and_none_where_no_rank_has_it(p
             assert norm == pytest.approx(as_it_is, rel=1e-5)
 
 
+def gradients_of_a_run(rank, recipe, missing):
+    """As above, of the runtime alone, which settles gradients itself where it is not told to leave it."""
+    job, found = Job.assemble(recipe, World.current()), []
+    parameter = job.named_parameters().get("llm.model.norm.weight")
+    reducers = job.runtime.reducers
+    for stage in [stage for stage in reducers if stage.module == "llm"]:
+        reducers[stage] = partial(without, reducers[stage], parameter, missing, rank, found)
+    drawn = next(job.loader)
+    plan = job.plan([d.meta for d in drawn])
+    for _ in missing:
+        for p in job.parameters():
+            p.grad = None
+        job.runtime.run(job.schedule(plan), plan, Feed(job.loader, drawn, plan, job.adapters, rank), step=0)
+        found.append(parameter is not None and parameter.grad is not None)
+    return found
+
+
+@pytest.mark.slow
+def test_a_run_alone_settles_gradients(pool4):
+    recipe = load_recipe(RECIPES / "digits_colocated.toml", ("--training.local_batch_size=4",))
+    missing = [(), (0, 1, 2, 3), (0, 1), (0, 1, 2, 3)]
+    for has in pool4.run(gradients_of_a_run, recipe, missing, timeout=120.0):
+        assert has == [len(ranks) < 4 for ranks in missing]
+
+
 def squares_with_a_bad_gradient(rank, recipe, name, where, value):
     """The squared norm over all ranks where rank `where` has one gradient that is not finite."""
     world = World.current()

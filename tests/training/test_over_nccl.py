@@ -35,7 +35,8 @@ SMALL_8B = (
     *("--modules.llm.config.num_hidden_layers", "2", "--modules.llm.config.hidden_size", "64"),
     *("--modules.llm.config.num_attention_heads", "8", "--modules.llm.config.num_key_value_heads", "4"),
     *("--modules.llm.config.head_dim", "8", "--modules.llm.config.intermediate_size", "96"),
-    *("--modules.llm.config.vocab_size", "512", "--data.options.text_tokens", "[4, 32]"),
+    *("--modules.llm.config.vocab_size", "512", "--data.options.vocab_size", "512"),
+    *("--data.options.image_token", "511", "--data.options.text_tokens", "[4, 32]"),
     *("--training.local_batch_size", "1", "--training.global_batch_size", "8"),
 )
 FP64 = ("--training.dtype", "float64")

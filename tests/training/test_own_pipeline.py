@@ -319,3 +319,48 @@ def test_a_frozen_part_and_a_flat_loss(world):
     assert pipeline.step(lambda name, samples: {"input": torch.ones(len(samples), 8)}, 4, divide_by=4) == 1
     assert pipeline.checked == {"b": None}
     assert pipeline.grad_norm() == 0
+
+
+class Sometimes(nn.Module):
+    """A layer that only samples above 0 use."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.rare = nn.Linear(2, 1).double(), nn.Linear(2, 1).double()
+
+    def forward(self, x):
+        output = self.always(x)
+        return output + self.rare(x) if (x > 0).any() else output
+
+
+USED = [(), (2,), (0, 1, 2, 3), (), (1, 3)]
+"""Per step the samples, of which each lane has one, that use it."""
+
+
+def rarely_used(step, samples):
+    return torch.tensor([[1.0, 2 + step] if i in USED[step] else [-1.0, -step] for i in samples], dtype=torch.float64)
+
+
+def gradients_of_some_steps(rank):
+    torch.manual_seed(0)
+    module, mesh = Sometimes(), MeshSpec.make(range(4), dp_replicate=4)
+    pipeline = Pipeline({"a": Part(module, mesh)}, loss=lambda output, batch: output.square().sum())
+    found = []
+    for step in range(len(USED)):
+        pipeline.step(lambda name, samples, step=step: {"x": rarely_used(step, samples)}, 4)
+        found.append([None if p.grad is None else p.grad.flatten().tolist() for p in module.parameters()])
+    return found
+
+
+def test_a_layer_that_lanes_use_in_some_steps(pool4):
+    torch.manual_seed(0)
+    module, expected = Sometimes(), []
+    for step in range(len(USED)):
+        module.zero_grad()
+        sum(module(rarely_used(step, (i,))).square().sum() for i in range(4)).backward()
+        expected.append([p.grad if p.grad is None else p.grad.flatten().tolist() for p in module.parameters()])
+    assert [each[2] is None for each in expected] == [not used for used in USED]
+    for found in pool4.run(gradients_of_some_steps):
+        for step, wanted in zip(found, expected, strict=True):
+            for own, one in zip(step, wanted, strict=True):
+                assert own == (None if one is None else pytest.approx(one))

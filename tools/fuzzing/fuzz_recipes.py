@@ -28,6 +28,7 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.testing import plain_digits
 from hetmesh.testing.assignments import Policy, RandomAssignment
 from hetmesh.testing.dropout import draws_alike, has_dropout
+from hetmesh.testing.emulated_nccl import emulate
 from hetmesh.testing.parity import TOLERANCE, Outcome, ParityError, compare, reference, run_as
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.recipes import FEATURES, RecipeCase, draw_recipes
@@ -75,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--assign", choices=["recipe", "random"], default="recipe", help="random: samples in any microbatch and lane"
     )
+    parser.add_argument("--emulate-nccl", action="store_true", help="workers send over emulated NCCL")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that one recipe may take")
 
 
@@ -84,7 +86,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)  # the workers have the cores; tiny tensors gain nothing from more
     policy = RandomAssignment(args.seed) if args.assign == "random" else None
     mine = list(cases(args.n, args.seed))[part - 1 :: parts]
-    pools = Pools(WorkerPool(4, preload=PRELOAD), WorkerPool(8, preload=PRELOAD))
+    begin = emulate if args.emulate_nccl else None
+    pools = Pools(*(WorkerPool(n, preload=PRELOAD, begin=begin) for n in (4, 8)))
     features: Counter[str] = Counter()
     failures: list[dict[str, Any]] = []
     oracles: Counter[str] = Counter()

@@ -325,7 +325,17 @@ class _Pending:
                 else:
                     self._put(*messages[rank], add=add)
                 add = True
+        self._keep()
         self._done = True
+
+    def _keep(self) -> None:
+        """What was read here, maybe on another stream than that on which it was made, keeps its memory until then: this
+        exchange may be dropped when its messages are over, before the device has put them in place."""
+        accelerator = self.world.accelerator
+        if accelerator.asynchronous:
+            current = accelerator.current_stream()
+            for tensor in (*self.buffers, *(() if self.local is None else (self.local,))):
+                accelerator.used_by(tensor, current)
 
     def finish(self) -> Tensor | None:
         """Wait for everything."""

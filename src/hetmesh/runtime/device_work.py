@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from hetmesh._torch_compat import tree_leaves
+from hetmesh._torch_compat import FakeTensor, FakeTensorMode, tree_leaves
 from hetmesh.runtime.fake_autocast import NAME
 from hetmesh.runtime.host_waits import HostWaits
 from hetmesh.runtime.live_bytes import LiveBytes
@@ -48,15 +48,19 @@ _MAKERS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strid
 class DeviceWork(LiveBytes):
     """A `LiveBytes` of the fake device that also knows what else it was given to do.
 
-    Enter it around `FakeTensors`, whose `observe` is `note`.
+    Enter it with `FakeTensors`, whose `observe` is `note`.
+
+    Args:
+        fake: the mode of what is alive on the device. DTensor works out shapes with tensors of other modes, which have
+            the device and the size of the whole, and no memory on any device.
 
     Attributes:
         by_action: per label of a span, and `BEFORE` and `BEHIND` for what is in none, its work.
     """
 
-    def __init__(self, waits: HostWaits) -> None:
+    def __init__(self, waits: HostWaits, fake: FakeTensorMode) -> None:
         super().__init__(device=NAME)
-        self.waits = waits
+        self.waits, self.fake = waits, fake
         self.by_action: dict[object, WorkCount] = {}
         self._label: object = BEFORE
         self._kinds: dict[Any, bool] = {}
@@ -66,6 +70,11 @@ class DeviceWork(LiveBytes):
         self.by_action.clear()
         self.waits.counts.clear()
         self._begin(BEFORE)
+
+    def _count(self, tensor: Tensor) -> None:
+        if isinstance(tensor, FakeTensor) and tensor.fake_mode is not self.fake:
+            return
+        super()._count(tensor)
 
     def _begin(self, label: object) -> None:
         self._label, self.waits.during = label, label

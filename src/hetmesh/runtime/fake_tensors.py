@@ -20,6 +20,7 @@ from hetmesh._torch_compat import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    fake_mode_in_use,
     finished_work,
     tensors_made_on_host,
     tree_leaves,
@@ -81,6 +82,8 @@ class FakeTensors(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its own operations come here one by one, on local tensors
+        if fake_mode_in_use() not in (None, self.fake):
+            return func(*args, **kwargs)  # DTensor works out the shapes of whole tensors, which are on no device
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         onto = kwargs.get("device")
         here = onto is not None and torch.device(onto).type == self.kind

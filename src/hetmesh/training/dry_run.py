@@ -42,7 +42,7 @@ def dry_run(recipe: Recipe, rank: int = 0, *, draws: bool = False) -> DryRun:
     waits, backend, accelerator = HostWaits(), FakeBackend(), FakeAccelerator.make(draws=draws)
     with fake_process_group(recipe.world_size, rank), tempfile.TemporaryDirectory() as folder:
         prepared = _prepared(recipe, folder)
-        with FakeTensors(accelerator, waits) as tensors, DeviceWork(waits) as work:
+        with FakeTensors(accelerator, waits) as tensors, DeviceWork(waits, tensors.fake) as work:
             tensors.observe = work.note
             started = time.perf_counter()
             world = init(backend=backend, accelerator=accelerator)
