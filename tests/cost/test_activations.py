@@ -11,7 +11,11 @@ from hetmesh.cost import LayerShape, WeightShape, Work, activation_bytes
 from hetmesh.models import AdapterRequest
 from hetmesh.models.module_shape import module_shape
 from hetmesh.models.qwen3 import Qwen3Adapter
+from hetmesh.models.qwen3_moe import Qwen3MoeAdapter
 from hetmesh.models.siglip import SiglipAdapter
+from hetmesh.parallel.experts.block import make_expert_block
+from hetmesh.parallel.experts.exchange import ExpertRanks
+from hetmesh.parallel.experts.tokens import RoutedTokens
 
 BATCH, LENGTH = 4, 64
 WORK = Work(BATCH * LENGTH, BATCH * LENGTH**2, 40)
@@ -48,7 +52,32 @@ def qwen_block():
     return module, shape, module.model.layers[0], (None,), {"position_embeddings": (cos, cos)}
 
 
-@pytest.mark.parametrize("make", [siglip_block, qwen_block])
+def expert_block():
+    """Sequences of their own, whose tokens are one row to the experts."""
+    config = {"hidden_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "router_aux_loss_coef": 0.1}
+    adapter = Qwen3MoeAdapter.make(AdapterRequest("llm", {**config, "head_dim": 24}, vocab_size=90))
+    module = adapter.build()
+    shape = next(layer for layer in module_shape("llm", adapter, module).layers if "layers" in layer.name)
+    lengths, tokens = torch.full((BATCH,), LENGTH), RoutedTokens()
+    of_token = torch.repeat_interleave(torch.arange(BATCH), LENGTH)
+    tokens.note({"token_samples": of_token, "sample_tokens": lengths, "sample_weights": lengths.double()})
+    make_expert_block(
+        module.model.layers[0].mlp,
+        layers=adapter.abilities.experts,
+        number=0,
+        peers=ExpertRanks(None, None, 1, 0, "experts"),
+        tokens=tokens,
+        sharing=None,
+        balances=True,
+        enter=None,
+        leave=None,
+    )
+    cos = torch.randn(BATCH, LENGTH, 24)
+    return module, shape, module.model.layers[0], (None,), {"position_embeddings": (cos, cos)}
+
+
+@pytest.mark.parametrize("make", [siglip_block, qwen_block, expert_block])
 @pytest.mark.parametrize("trainable", [True, False])
 def test_a_block_keeps_what_autograd_saves(make, trainable):
     module, shape, block, args, *kwargs = make()

@@ -12,6 +12,7 @@ from hetmesh.models import AdapterRequest
 from hetmesh.models.mlp import MlpAdapter
 from hetmesh.models.module_shape import module_shape
 from hetmesh.models.qwen3 import Qwen3Adapter
+from hetmesh.models.qwen3_moe import Qwen3MoeAdapter
 from hetmesh.models.siglip import SiglipAdapter
 
 MLP = MlpAdapter(24, 40, 16)
@@ -66,6 +67,22 @@ def test_llm(tied):
     expected = module_flops(shape, work, upstream=False)
     assert expected.forward == pytest.approx(forward, rel=0.01)
     assert expected.backward == pytest.approx(backward, rel=0.05)
+
+
+def test_experts_cost_what_a_token_chooses():
+    """Whichever these are: every second block has experts; float64, since the counter knows no grouped products."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 24, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+    adapter = Qwen3MoeAdapter.make(AdapterRequest("llm", {**sizes, "decoder_sparse_step": 2}, vocab_size=90))
+    module = adapter.build().double()
+    shape = module_shape("llm", adapter, module)
+    assert shape.parameters == sum(p.numel() for p in module.parameters())
+    assert sum(len(layer.expert_weights) for layer in shape.layers) == 2 * 2
+    forward, backward = count(module, lambda: run_llm(adapter, module, [40] * 3, 17))
+    expected = module_flops(shape, Work(rows=3 * 40, pairs=3 * 40**2, targets=17), upstream=False)
+    assert expected.forward == pytest.approx(forward, rel=0.01)
+    assert expected.backward == pytest.approx(backward, rel=0.05)
+    assert {weight.inputs for layer in shape.layers for weight in layer.expert_weights} == {64, 40}
 
 
 def test_the_head_counts_target_positions_only():

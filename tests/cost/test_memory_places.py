@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hetmesh.cost import static_memory
 from hetmesh.layout import MeshSpec
+from hetmesh.models.adapter import Abilities
 from hetmesh.models.module_shape import module_shape
 from hetmesh.parallel import local_part, parallelize
 
@@ -37,6 +38,7 @@ class Model(nn.Module):
 
 class Adapter:
     out_features = None
+    abilities = Abilities()
 
     def layers(self):
         return ("embed", *BLOCKS, "head")

@@ -35,9 +35,41 @@ def held(rank, recipe):
     }
 
 
+MOE = (
+    *("--parallelism.vision.ranks", "0-1", "--parallelism.llm.ranks", "0-3", "--training.local_batch_size", "4"),
+    *("--parallelism.llm.expert_parallel_degree", "2"),
+)
+ONE = ("--parallelism.llm.data_parallel_replicate_degree", "1")
+EXPERTS = {
+    "EP 2": (*MOE, "--parallelism.llm.data_parallel_replicate_degree", "4"),
+    "EP 2 x TP 2": (*MOE, "--parallelism.llm.tensor_parallel_degree", "2"),
+    "FSDP 2 x EP 2": (*MOE, *ONE, "--parallelism.llm.data_parallel_shard_degree", "4"),
+    "FSDP within experts": (
+        *(*MOE, *ONE, "--parallelism.llm.data_parallel_shard_degree", "4", "--modules.llm.config.num_experts", "2"),
+    ),
+    "EP 2 out of FSDP 2, TP 2": (
+        *(*MOE, *ONE, "--parallelism.llm.data_parallel_shard_degree", "2"),
+        *("--parallelism.llm.tensor_parallel_degree", "2"),
+    ),
+    "FSDP 4": (
+        *(*MOE, *ONE, "--parallelism.llm.data_parallel_shard_degree", "4"),
+        *("--parallelism.llm.expert_parallel_degree", "1"),
+    ),
+}
+
+
 @pytest.mark.parametrize("overrides", [(), SHARDED, (*SHARDED, *LORA)], ids=["plain", "sharded", "lora"])
 def test_every_rank_holds_what_was_computed(pool4, overrides):
-    recipe = load_recipe(RECIPES / "digits_overlapping.toml", overrides)
+    compare(pool4, load_recipe(RECIPES / "digits_overlapping.toml", overrides))
+
+
+@pytest.mark.parametrize("overrides", EXPERTS.values(), ids=EXPERTS)
+def test_every_rank_holds_its_experts(pool4, overrides):
+    compare(pool4, load_recipe(RECIPES / "digits_moe.toml", overrides))
+
+
+def compare(pool4, recipe):
+    """What was computed, and what the ranks of `pool4` hold."""
     _, adapters, graph = describe(recipe)
     shapes = module_shapes(recipe, adapters)
     expected = [{} for _ in range(4)]

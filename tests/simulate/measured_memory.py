@@ -31,14 +31,14 @@ num_channels = 1
 [modules.projector]
 model = "mlp"
 [modules.llm]
-model = "qwen3"
+model = "{model}"
 [modules.llm.config]
 hidden_size = 192
 num_hidden_layers = 4
 num_attention_heads = 4
 num_key_value_heads = {key_heads}
 head_dim = 48
-intermediate_size = 528
+{mlp}
 tie_word_embeddings = false
 [[boundaries]]
 from = "vision"
@@ -77,6 +77,10 @@ def both(*modules: str, key: str = "data_parallel_replicate_degree") -> str:
     return "".join(f"[parallelism.{name}]\nranks = [0, 1]\n{key} = 2\n" for name in modules)
 
 
+DENSE = "intermediate_size = 528"
+EXPERTS = "num_experts = 8\nnum_experts_per_tok = 2\nmoe_intermediate_size = 264\nnorm_topk_prob = true"
+
+
 def recipe(
     tables: str,
     *,
@@ -86,9 +90,17 @@ def recipe(
     recomputed: str = "none",
     compute: str = "float32",
     key_heads: int = 4,
+    experts: bool = False,
 ) -> Recipe:
     """A recipe; `tables` are those of `[parallelism]`."""
-    keys = {"schedule": schedule, "batch": batch, "recomputed": recomputed, "compute": compute, "key_heads": key_heads}
+    keys: dict[str, object] = {
+        "schedule": schedule,
+        "batch": batch,
+        "recomputed": recomputed,
+        "compute": compute,
+        "key_heads": key_heads,
+    }
+    keys |= {"model": "qwen3_moe", "mlp": EXPERTS} if experts else {"model": "qwen3", "mlp": DENSE}
     return parse_recipe(_RECIPE.format(tables=tables, packed=str(packed).lower(), **keys))
 
 

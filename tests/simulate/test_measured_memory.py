@@ -16,6 +16,10 @@ pytestmark = pytest.mark.slow
 TENSOR = both("vision") + both("llm", key="tensor_parallel_degree")
 CONTEXT = both("vision", "projector") + both("llm", key="context_parallel_degree")
 SHARDED = both("vision", "llm", key="data_parallel_shard_degree")
+SPREAD = both("vision", "projector", "llm") + "expert_parallel_degree = 2\n"
+SPREAD_SHARDED = (
+    both("vision", "projector") + both("llm", key="data_parallel_shard_degree") + "expert_parallel_degree = 2\n"
+)
 UNEVEN = "[balance]\nmicrobatch_shares = { vision = [3, 1] }\n"
 exhaustive = pytest.mark.exhaustive
 
@@ -23,8 +27,16 @@ CASES = {
     "context parallel, packed, fewer key heads": recipe(CONTEXT, packed=True, key_heads=2),
     "fully sharded, recomputed, bfloat16": recipe(SHARDED, recomputed="full", compute="bfloat16"),
     "pipeline, split backward": recipe(ALONE + PIPELINE, schedule="zero_bubble", batch=16),
+    "experts on two ranks": recipe(SPREAD, packed=True, experts=True),
 }
 MORE = {
+    "experts on two ranks, all else sharded, recomputed": recipe(
+        SPREAD_SHARDED, packed=True, experts=True, recomputed="full", compute="bfloat16"
+    ),
+    "experts on two ranks in bfloat16": recipe(SPREAD, packed=True, experts=True, compute="bfloat16"),
+    "experts in tensor parallel": recipe(
+        both("vision") + both("llm", key="tensor_parallel_degree"), packed=True, experts=True
+    ),
     "tensor parallel": recipe(TENSOR),
     "pipeline in 1F1B": recipe(ALONE + PIPELINE, schedule="1f1b", batch=16),
     "replicas in bfloat16": recipe(both("vision", "llm"), compute="bfloat16"),

@@ -8,6 +8,7 @@ import pytest
 from hetmesh.attention.plan import fetch_order, plan_attention
 from hetmesh.balance import edge_layouts, plan_batch
 from hetmesh.cost import Machine, Profile, Rates, Work, activation_bytes, layer_time, load_machine
+from hetmesh.cost.experts import exchange_time
 from hetmesh.data.loader import Loader
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import Stage
@@ -164,6 +165,21 @@ def test_coefficients_are_what_layers_cost():
                 assert made[part] == pytest.approx(getattr(time, part), rel=1e-6, abs=1e-12)
             kept = activation_bytes(layer, work, 4, upstream=upstream, tp=2, recompute=again)
             assert made["kept"] == pytest.approx(kept, abs=3)
+
+
+def test_tokens_travel_between_ranks_with_different_experts():
+    recipe, adapters, _, plan, _ = setup("digits_moe.toml")
+    spread_costs = costs_of("digits_moe.toml")
+    alone_costs = costs_of("digits_moe.toml", "--parallelism.llm.expert_parallel_degree", "1")
+    alone, spread = (costs.stages[LLM, 0] for costs in (alone_costs, spread_costs))
+    assert alone.collectives_forward == 0
+    blocks = [layer for layer in module_shapes(recipe, adapters)["llm"].layers if layer.expert_weights]
+    assert len(blocks) == 3
+    rows = max(rank.work.rows for rank in rank_work(plan, "llm", 0))
+    each = exchange_time(blocks[0], Work(rows), (2, 3), MACHINE, itemsize=4, upstream=True)
+    assert spread.collectives_forward == pytest.approx(3 * each.forward, rel=1e-6)
+    assert spread.collectives_backward == pytest.approx(3 * each.backward, rel=1e-6)
+    assert spread_costs.reduce[LLM] < alone_costs.reduce[LLM], "no gradients of experts are summed over replicas"
 
 
 def test_a_profile_of_another_dtype_is_refused():

@@ -33,6 +33,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from hetmesh.report.gantt import save_gantt
     from hetmesh.report.gantt_text import bubble_table, gantt_text, headline, summary_json
     from hetmesh.report.trace import save_trace
+    from hetmesh.training.job import describe
+    from hetmesh.training.module_shapes import module_shapes, notes_on_experts
     from hetmesh.training.simulated import simulate_recipe
 
     timeline = simulate_recipe(recipe, machine=args.machine, profile=args.profile, beside=args.beside)
@@ -49,4 +51,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         hidden = 1e3 * sum(timeline.hidden) / max(len(timeline.hidden), 1)
         print(f"simulated only: {hidden:,.4g} ms of {' and '.join(args.beside)} in collectives, on the mean rank\n")
     print(f"{gantt_text(timeline, width)}\n\n{bubble_table(timeline)}")
+    for note in notes_on_experts(module_shapes(recipe, describe(recipe)[1])):
+        print(f"note: {note}")
     return 0

@@ -4,6 +4,7 @@ shapes.py   what of a module costs anything: weights and attention, layer by lay
 work.py     how much of it a global batch gives to each module and lane
 flops.py    forward and backward FLOPs, aware of what is frozen
 memory.py   bytes of parameters, gradients and optimizer state per rank
+experts.py  tokens that travel between experts, and what these keep
 activations.py  bytes that a layer keeps from forward to backward
 layer_time.py   seconds of a layer on a machine
 collectives.py  seconds of collectives and messages

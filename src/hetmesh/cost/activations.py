@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from hetmesh.cost.experts import kept_bytes
 from hetmesh.cost.memory import tensor_parallel_elements
 from hetmesh.cost.shapes import LayerShape, WeightShape
 from hetmesh.cost.work import Work
@@ -48,12 +49,13 @@ def activation_bytes(
     between = 1 / tp if sequence_parallel else 1.0
     if recompute and len(products) > 1:
         return round(itemsize * rows * input_elements(products[0]) * between)
-    kept = sum(_input_share(w, tp) * w.per_row * input_elements(w) for w in _distinct(products))
     casts = sum(tensor_parallel_elements(weight, tp) for weight in products) if autocast else 0
+    products = [weight for weight in products if not weight.expert]
+    kept = sum(_input_share(w, tp) * w.per_row * input_elements(w) for w in _distinct(products))
     if layer.on_targets:
         logits = 0 if not products else itemsize if in_shares(layer, tp) else loss_itemsize(itemsize)
         return round(itemsize * (rows * kept + casts) + logits * rows * logits_of_a_row(layer, tp))
-    kept += sum((1 / tp if w.tp_dim == 0 else between) * w.per_row * w.shape[0] for w in products)
+    kept += sum((1 / tp if w.splits_outputs else between) * w.per_row * w.outputs for w in products)
     if len(products) > 1:
         kept += _gate_elements(products, tp) + _attention_elements(layer, products, tp)
         kept += sum(_norm_elements(layer, products[0], tp, itemsize, between))
@@ -62,7 +64,7 @@ def activation_bytes(
         kept += between * layer.weights[0].shape[-1] * (1 + _raised(itemsize) * (len(layer.weights[0].shape) == 1))
     if autocast:
         kept += between * sum(w.shape[-1] for w in layer.weights if _is_between(w, products))
-    return round(itemsize * (rows * kept + casts))
+    return round(itemsize * (rows * kept + casts) + rows * kept_bytes(layer, itemsize, tp))
 
 
 def in_shares(layer: LayerShape, tp: int) -> bool:
@@ -95,16 +97,16 @@ def _raised(itemsize: int) -> int:
 
 def input_elements(weight: WeightShape) -> int:
     """Elements of a row that a product reads."""
-    return weight.numel // weight.shape[0]
+    return weight.inputs
 
 
 def output_share(weight: WeightShape, tp: int) -> float:
     """Of a product's outputs, the part that one rank has."""
-    return 1 / tp if weight.tp_dim == 0 else 1.0
+    return 1 / tp if weight.splits_outputs else 1.0
 
 
 def _input_share(weight: WeightShape, tp: int) -> float:
-    return 1 / tp if weight.tp_dim == 1 else 1.0
+    return 1 / tp if weight.splits_inputs else 1.0
 
 
 def _gate_elements(products: list[WeightShape], tp: int) -> float:

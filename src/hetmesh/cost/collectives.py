@@ -63,12 +63,30 @@ def all_reduce(size: float, ranks: Sequence[int], machine: Machine) -> float:
     return reduce_scatter(size, ranks, machine) + all_gather(size, ranks, machine)
 
 
+def all_to_all(size: float, ranks: Sequence[int], machine: Machine) -> float:
+    """Seconds until every rank has its `size` bytes, as many from each of the others. What comes from other nodes and
+    what comes from the own one come at once; each rank has its own port to the network."""
+    n = len(ranks)
+    if n < 2:
+        return 0.0
+    nodes, fewest, most = _on_nodes(tuple(ranks), machine.ranks_per_node)
+    node = Link(machine.node_bandwidth, machine.node_latency)
+    if nodes == 1:
+        return node.seconds(size, n - 1)
+    each, away = size / (n - 1), n - fewest
+    network = Link(machine.network_bandwidth, machine.network_latency)
+    return max(network.seconds(each * away, away), node.seconds(each * (most - 1), most - 1))
+
+
 @dataclass(frozen=True)
 class TensorParallelTime:
     """Seconds of a layer's own collectives."""
 
     forward: float = 0.0
     backward: float = 0.0
+
+    def __add__(self, other: TensorParallelTime) -> TensorParallelTime:
+        return TensorParallelTime(self.forward + other.forward, self.backward + other.backward)
 
 
 def tensor_parallel_time(
@@ -85,7 +103,7 @@ def tensor_parallel_time(
         return TensorParallelTime()
     rows = work.targets if layer.on_targets else work.rows
     products = [weight for weight in layer.weights if weight.per_row and weight.tp_dim is not None]
-    sums = [weight.shape[0] for weight in products if weight.tp_dim == 1]
+    sums = [weight.outputs for weight in products if weight.splits_inputs]
     needed = upstream or layer.trainable
     if sums:
         each = sum(all_reduce(itemsize * rows * width, ranks, machine) for width in sums)

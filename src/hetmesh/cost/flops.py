@@ -2,7 +2,8 @@
 
 A weight matrix costs 2 x its elements per row that it multiplies, attention 4 x its width per (query, key) pair (two
 matrix products). Embedding look-ups, norms and activations are left out, as in torchtitan's and PaLM's MFU; unlike
-there a head counts only the positions where it runs, and a convolution counts.
+there a head counts only the positions where it runs, and a convolution counts. Of experts each row multiplies as many
+as it chooses, whichever they are.
 
 Backward (Cornstarch, arXiv 2503.11367, section 4): forward x (t + g), where t says that the weight is trainable and g
 that something before the layer is, so that the gradient of its input is needed. Attention has no weights: if it needs
@@ -43,7 +44,7 @@ def layer_flops(layer: LayerShape, work: Work, *, upstream: bool) -> Flops:
     rows = work.targets if layer.on_targets else work.rows
     forward = backward = 0
     for weight in layer.weights:
-        once = 2 * weight.numel * weight.per_row * rows
+        once = 2 * weight.multiplied * rows
         forward += once
         backward += once * (weight.trainable + upstream)
     attention = 4 * layer.attention_width * work.pairs

@@ -131,10 +131,10 @@ def _weight_seconds(weight: WeightShape, rows: int, rates: Rates, tp: int, seque
     """Of multiplying by one parameter, looking it up or applying it elementwise. A bias goes with its product."""
     share = 1 / tp if weight.tp_dim is not None else 1.0
     if weight.per_row:
-        outputs = weight.shape[0] * (share if weight.tp_dim == 0 else 1.0)  # the other side is whole on every rank
-        inputs = weight.numel // weight.shape[0] * (share if weight.tp_dim == 1 else 1.0)
+        outputs = weight.outputs * (share if weight.splits_outputs else 1.0)  # the other side is whole on every rank
+        inputs = weight.inputs * (share if weight.splits_inputs else 1.0)
         moved = weight.numel * share + weight.per_row * rows * (outputs + inputs)
-        return rates.seconds(2 * weight.numel * weight.per_row * rows * share, moved)
+        return rates.seconds(2 * weight.multiplied * rows * share, moved)
     if not weight.shape or weight.name.endswith("bias"):
         return 0.0
     return rates.seconds(0, 2 * rows * weight.shape[-1] * (1 / tp if sequence_parallel else share))

@@ -57,35 +57,55 @@ def static_memory(
     module: ModuleShape, mesh: MeshSpec, itemsize: int, optimizer: str, stages: Sequence[Collection[str]] = ()
 ) -> dict[int, StaticMemory]:
     """Per rank of `mesh`, with shards as tensor parallelism and FSDP cut them (tensor parallelism first, then dim 0).
+    Experts are split over `ep` first, and by FSDP over what `ep` leaves of `dp_shard`; all else over both.
 
     Args:
         itemsize: bytes of one element of parameters, gradients and optimizer state.
         optimizer: its name in a recipe.
         stages: the layers of each pipeline stage, stage i at coordinate i modulo the size of `pp`; none: not split.
     """
-    mesh = dense_mesh(mesh)
-    sizes = mesh.axis_size("pp"), mesh.axis_size("tp"), mesh.axis_size("dp_shard")
-    cells = _cells(module, sizes, itemsize, optimizer, tuple(map(tuple, stages)))
+    cells = _cells(module, _Split.of(mesh), itemsize, optimizer, tuple(map(tuple, stages)))
     index = np.zeros(mesh.sizes, np.int64)
     coordinates = dict(zip(mesh.axes, np.indices(mesh.sizes), strict=True))
-    for axis in ("pp", "tp", "dp_shard"):
+    for axis in ("pp", "tp", "dp_shard", "ep"):
         index = index * mesh.axis_size(axis) + coordinates.get(axis, 0)
     return dict(zip(mesh.ranks, map(cells.__getitem__, index.ravel().tolist()), strict=True))
 
 
+@dataclass(frozen=True)
+class _Split:
+    """Sizes of the axes along which ranks hold different parts.
+
+    Attributes:
+        dense: whether FSDP shards over `dp_shard` and `ep` together what are no experts.
+    """
+
+    pp: int
+    tp: int
+    shards: int
+    ep: int
+    dense: bool
+
+    @classmethod
+    def of(cls, mesh: MeshSpec) -> _Split:
+        pp, tp, shards, ep = map(mesh.axis_size, ("pp", "tp", "dp_shard", "ep"))
+        return cls(pp, tp, shards, ep, dense_mesh(mesh).axis_size("dp_shard") > 1)
+
+
 @lru_cache(maxsize=1024)
 def _cells(
-    module: ModuleShape, sizes: tuple[int, int, int], itemsize: int, optimizer: str, stages: tuple[tuple[str, ...], ...]
+    module: ModuleShape, split: _Split, itemsize: int, optimizer: str, stages: tuple[tuple[str, ...], ...]
 ) -> tuple[StaticMemory, ...]:
-    """What ranks hold by their coordinate along `pp`, `tp` and `dp_shard`, of these sizes: all else replicates."""
-    pp, tp, shards = sizes
+    """What ranks hold by their coordinate along `pp`, `tp`, `dp_shard` and `ep`: all else replicates."""
     copies = OPTIMIZER_COPIES.get(optimizer, 0)
     cells: list[StaticMemory] = []
-    for place in range(pp):
-        elements, trainable, largest = (np.zeros((tp, shards), np.int64) for _ in range(3))
-        equal = Counter((w.shape, w.tp_dim, w.trainable) for w in place_weights(module, pp, place, stages))
-        for (shape, tp_dim, trained), count in equal.items():
-            one = _shard_elements(shape, tp_dim, tp, shards)
+    for place in range(split.pp):
+        elements, trainable, largest = (np.zeros((split.tp, split.shards, split.ep), np.int64) for _ in range(3))
+        equal = Counter(
+            (w.shape, w.tp_dim, w.within, w.trainable) for w in place_weights(module, split.pp, place, stages)
+        )
+        for (shape, tp_dim, within, trained), count in equal.items():
+            one = _held_elements(shape, tp_dim, within, split)
             elements += count * one
             trainable += count * one * trained
             np.maximum(largest, one * trained, out=largest)
@@ -123,10 +143,8 @@ def module_memory(shape: ModuleShape, spec: ModuleSpec, optimizer: str) -> dict[
 
 def most_held(shape: ModuleShape, spec: ModuleSpec, optimizer: str) -> int:
     """Bytes that the rank holds of a module of a graph that holds most of it."""
-    mesh = dense_mesh(spec.mesh)
-    sizes = mesh.axis_size("pp"), mesh.axis_size("tp"), mesh.axis_size("dp_shard")
-    itemsize = spec.options.parameter_dtype.itemsize
-    return max(each.total for each in _cells(shape, sizes, itemsize, optimizer, tuple(map(tuple, spec.splits))))
+    split, itemsize = _Split.of(spec.mesh), spec.options.parameter_dtype.itemsize
+    return max(each.total for each in _cells(shape, split, itemsize, optimizer, tuple(map(tuple, spec.splits))))
 
 
 def place_weights(
@@ -138,6 +156,19 @@ def place_weights(
     own = {layer for run in stages[place::pp] for layer in run}
     kept = (layer for layer in module.layers if not stages or not layer.name or layer.name in own)
     return ModuleShape(module.name, tuple(kept)).weights
+
+
+def _held_elements(shape: tuple[int, ...], tp_dim: int | None, within: int | None, split: _Split) -> np.ndarray:
+    """Elements of a parameter on each rank: int64 [tp, dp_shard, ep], or what broadcasts to it."""
+    tp, shards, ep = split.tp, split.shards, split.ep
+    if within is None or ep == 1:
+        if not split.dense:
+            return _shard_elements(shape, tp_dim, tp, 1)[:, :, None]
+        return _shard_elements(shape, tp_dim, tp, shards * ep).reshape(tp, shards, ep)
+    own = shape[0] // ep, *shape[1:]
+    if own[0] < shards:  # each expert in equal parts
+        return _shard_elements(own, tp_dim, tp, 1)[:, :, None] // shards
+    return _shard_elements(own, tp_dim, tp, shards)[:, :, None]
 
 
 @lru_cache(maxsize=4096)

@@ -16,6 +16,7 @@ from hetmesh.cost.activations import (
     loss_itemsize,
     output_share,
 )
+from hetmesh.cost.experts import passing_elements
 from hetmesh.cost.memory import tensor_parallel_elements
 from hetmesh.cost.shapes import LayerShape, WeightShape
 from hetmesh.cost.work import Work
@@ -69,28 +70,28 @@ def split_bytes(layer: LayerShape, work: Work, itemsize: int, *, upstream: bool,
         return 0
     rows = work.targets if layer.on_targets else work.rows
     products = _products(layer)
-    kept = sum(output_share(w, tp) * w.per_row * w.shape[0] for w in products if w.trainable)
+    kept = sum(output_share(w, tp) * w.per_row * w.outputs for w in products if w.trainable)
     heads = itertools.chain((layer.attention_width / tp, layer.key_width / tp), itertools.repeat(0.0))
     for weight in layer.weights:
         if weight.per_row or not weight.trainable or not weight.name.endswith("weight"):
             continue
-        over_heads = len(weight.shape) == 1 and products and weight.numel != products[0].numel // products[0].shape[0]
+        over_heads = len(weight.shape) == 1 and products and weight.numel != products[0].inputs
         kept += next(heads) if over_heads else weight.shape[-1]
     return round(itemsize * rows * kept)
 
 
 def _in_flight(layer: LayerShape, work: Work, itemsize: int, tp: int) -> int:
     """Outputs of the widest products that read one tensor, and the widest input of a product: of an MLP the gate, what
-    it multiplies and the product of both, forward as backward."""
-    products, widest, inputs = _products(layer), 0.0, 0.0
+    it multiplies and the product of both, forward as backward; or what experts hold."""
+    products, widest, inputs = [w for w in _products(layer) if not w.expert], 0.0, 0.0
     for _, group in itertools.groupby(
         products, lambda w: (w.name.rpartition(".")[0].rpartition(".")[0], input_elements(w))
     ):
-        widest = max(widest, sum(output_share(w, tp) * w.per_row * w.shape[0] for w in group))
+        widest = max(widest, sum(output_share(w, tp) * w.per_row * w.outputs for w in group))
     for weight in products:
-        inputs = max(inputs, input_elements(weight) * (1 / tp if weight.tp_dim == 1 else 1.0))
+        inputs = max(inputs, input_elements(weight) * (1 / tp if weight.splits_inputs else 1.0))
     rows = work.targets if layer.on_targets else work.rows
-    return round(itemsize * rows * (widest + inputs))
+    return round(itemsize * rows * max(widest + inputs, passing_elements(layer, tp)))
 
 
 def _products(layer: LayerShape) -> list[WeightShape]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hetmesh.layout.hashing import HashedOnce
@@ -17,9 +17,13 @@ class WeightShape:
         name: its FQN in the module.
         shape: before any sharding.
         per_row: how often it multiplies for each row that enters the blocks: 1 for a linear layer, 2 for a convolution
-            with two outputs per row, 0 for what is looked up or applied elementwise (embeddings, norms, biases).
+            with two outputs per row, 0 for what is looked up or applied elementwise (embeddings, norms, biases). Of
+            experts: how many of them multiply each row.
         trainable: whether it gets a gradient of its own.
         tp_dim: the dim that tensor parallelism splits; None: replicated.
+        within: of a stack of experts, `[experts, *outputs, inputs]`, the dim that FSDP splits where it has more ranks
+            than experts; None: no such stack. Which experts multiply a row is not known before it is routed. Routing is
+            taken to be even: each expert gets `per_row / experts` of all rows.
     """
 
     name: str
@@ -27,6 +31,37 @@ class WeightShape:
     per_row: int = 0
     trainable: bool = True
     tp_dim: int | None = None
+    within: int | None = None
+
+    @property
+    def expert(self) -> bool:
+        """Whether it is a stack of experts."""
+        return self.within is not None
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of one product."""
+        return math.prod(self.shape[1:-1]) if self.expert else self.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of one product."""
+        return self.shape[-1] if self.expert else self.numel // self.shape[0]
+
+    @property
+    def multiplied(self) -> int:
+        """Elements that multiply each row."""
+        return self.per_row * self.outputs * self.inputs if self.per_row else 0
+
+    @property
+    def splits_inputs(self) -> bool:
+        """Whether tensor parallelism splits it along its inputs, so that outputs are summands."""
+        return self.tp_dim == (len(self.shape) - 1 if self.expert else 1)
+
+    @property
+    def splits_outputs(self) -> bool:
+        """Whether tensor parallelism splits it along its outputs."""
+        return self.tp_dim is not None and (0 < self.tp_dim < len(self.shape) - 1 if self.expert else self.tp_dim == 0)
 
     @property
     def numel(self) -> int:
@@ -58,10 +93,23 @@ class LayerShape(HashedOnce):
 
     __hash__ = HashedOnce.__hash__
 
+    @cached_property
+    def expert_weights(self) -> tuple[WeightShape, ...]:
+        """The stacks of experts in it."""
+        return tuple(weight for weight in self.weights if weight.expert)
+
     @property
     def trainable(self) -> bool:
         """Whether anything in it gets a gradient of its own."""
         return any(weight.trainable for weight in self.weights)
+
+
+def expert_share(layer: LayerShape, ranks: int) -> LayerShape:
+    """What one of `ranks` ranks that share the experts of `layer` evenly holds of it."""
+    if ranks == 1 or not layer.expert_weights:
+        return layer
+    own = (replace(w, shape=(w.shape[0] // ranks, *w.shape[1:])) if w.expert else w for w in layer.weights)
+    return replace(layer, weights=tuple(own))
 
 
 @dataclass(frozen=True)
@@ -77,6 +125,18 @@ class ModuleShape(HashedOnce):
     def weights(self) -> tuple[WeightShape, ...]:
         """Every parameter once."""
         return tuple({weight.name: weight for layer in self.layers for weight in layer.weights}.values())
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it has stacks of experts whose products are counted."""
+        return any(weight.expert for weight in self.weights)
+
+    @cached_property
+    def uncounted(self) -> tuple[str, ...]:
+        """Stacks of experts of a model that does not say how many of them a row chooses: their products are missing in
+        FLOPs and seconds."""
+        stacks = (w for w in self.weights if len(w.shape) > 2 and not w.per_row)
+        return tuple(w.name for w in stacks if "experts" in w.name.split("."))
 
     @property
     def parameters(self) -> int:

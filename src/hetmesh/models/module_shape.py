@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from hetmesh.cost import LayerShape, ModuleShape, WeightShape
 from hetmesh.models.adapter import Adapter
+from hetmesh.parallel.experts.layers import INNER, WITHIN, ExpertLayers
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 HEAD = "lm_head"
@@ -19,8 +21,9 @@ HEAD = "lm_head"
 def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[str, Any] | None = None) -> ModuleShape:
     """The sizes of `module`, which `adapter` built.
 
-    Linear layers multiply each row once. Of the convolutions of a layer stack the last gives one output per row, each
-    earlier one as many as the strides behind it take in. Attention is found by its `q_proj`, whose output is as wide
+    Linear layers and routers multiply each row once; a row multiplies as many experts as it chooses. Of the
+    convolutions of a layer stack the last gives one output per row, each earlier one as many as the strides behind it
+    take in. Attention is found by its `q_proj`, whose output is as wide
     as all query heads, or as an `nn.MultiheadAttention`; one that is written differently counts with its linear layers
     only.
 
@@ -28,7 +31,9 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
         plan: the tensor parallel plan; None: the adapter's own.
     """
     plan = adapter.tensor_parallel_plan() if plan is None else plan
-    uses, dims = _uses(module), _tp_dims(module, plan)
+    experts = _experts(adapter.abilities.experts)
+    uses, dims = _uses(module) | {fqn: e.per_row for fqn, e in experts.items()}, _tp_dims(module, plan)
+    dims |= {fqn: e.tp_dim for fqn, e in experts.items() if e.tp_dim is not None}
     layers = []
     seen: set[str] = set()
     # names as named_parameters() has them, so that a tied parameter has one name wherever it is used
@@ -36,7 +41,9 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
 
     def shape_of(fqn: str, parameter: nn.Parameter) -> WeightShape:
         first = names[id(parameter)]
-        return WeightShape(first, tuple(parameter.shape), uses.get(fqn, 0), parameter.requires_grad, dims.get(first))
+        within = experts[first].within if first in experts else None
+        shape = tuple(parameter.shape)
+        return WeightShape(first, shape, uses.get(fqn, 0), parameter.requires_grad, dims.get(first), within)
 
     for layer in adapter.layers():
         part = module.get_submodule(layer)
@@ -72,6 +79,24 @@ def _uses(module: nn.Module) -> dict[str, int]:
             uses[f"{prefix}weight"] = outputs
             outputs *= math.prod(part.stride)
     return uses
+
+
+@dataclass(frozen=True)
+class _Use:
+    per_row: int
+    tp_dim: int | None = None
+    within: int | None = None
+
+
+def _experts(layers: ExpertLayers | None) -> dict[str, _Use]:
+    """Of the parameters of routers and experts, by FQN."""
+    found: dict[str, _Use] = {}
+    if layers is None:
+        return found
+    for block in layers.blocks:
+        found[f"{block}.gate.weight"] = _Use(1)
+        found |= {f"{block}.experts.{key}": _Use(layers.chosen, INNER[key], WITHIN[key]) for key in INNER}
+    return found
 
 
 def _attention_width(layer: nn.Module) -> int:

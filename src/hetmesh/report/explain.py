@@ -17,7 +17,7 @@ from hetmesh.simulate import peak_rows
 from hetmesh.training.balance import recipe_balance
 from hetmesh.training.job import describe, make_loader
 from hetmesh.training.memory_fit import memory_fit
-from hetmesh.training.module_shapes import module_shapes
+from hetmesh.training.module_shapes import module_shapes, notes_on_experts
 from hetmesh.training.recipe_schedule import StepSchedules
 from hetmesh.training.step_model import agreed_step_model
 
@@ -62,6 +62,7 @@ def explain(recipe: Recipe, machine: str | None = None) -> RecipeView:
         process_groups_per_rank=most_on_a_rank(groups),
         fit=None if model is None else memory_fit(recipe, graph, adapters, loader, model),
         boundaries=tuple(_boundary(plan, b, graph[b.source].options.row_dtype.itemsize) for b in graph.boundaries),
+        notes=notes_on_experts(shapes),
     )
 
 

@@ -30,6 +30,7 @@ def _lines(view: RecipeView, width: int) -> Iterator[str]:
     yield (
         f"  forward and backward: FLOPs of one step over all ranks, first global batch ({amount(view.tokens)}tokens)"
     )
+    yield from (f"  {note}" for note in view.notes)
     yield f"  state: parameters, gradients and {view.optimizer}'s state in {view.dtype}; activations come on top"
     yield (
         f"  {counted(view.process_groups, 'process group')}, at most {view.process_groups_per_rank} on one rank, on "

@@ -133,6 +133,7 @@ class RecipeView:
             rank. Gloo needs none for messages.
         fit: what ranks hold at their fullest, on the largest batch, and whether the machine has as much; None where the
             sizes of a module are not known.
+        notes: what the figures assume or leave out.
     """
 
     description: str
@@ -151,6 +152,7 @@ class RecipeView:
     process_groups: int
     process_groups_per_rank: int
     fit: MemoryFit | None = None
+    notes: tuple[str, ...] = ()
 
     def memory(self, rank: int) -> int:
         """Bytes that `rank` holds for the whole run, all modules together."""

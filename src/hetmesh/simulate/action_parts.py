@@ -46,7 +46,7 @@ def pieces(layer: LayerShape) -> tuple[LayerPiece, ...]:
     runs: list[list] = [[]]
     for weight in layer.weights:
         runs[-1].append(weight)
-        if weight.per_row and weight.tp_dim == 1:
+        if weight.per_row and weight.splits_inputs:
             runs.append([])
     if not runs[-1] and len(runs) > 1:
         runs.pop()
@@ -55,7 +55,7 @@ def pieces(layer: LayerShape) -> tuple[LayerPiece, ...]:
         width = layer.attention_width if i == 0 else 0
         part = LayerShape("", tuple(run), width, layer.on_targets)
         seconds.append(layer_time(part, _TYPICAL, _RATES, upstream=True).forward)
-        widths.append(sum(w.shape[0] for w in run if w.per_row and w.tp_dim == 1))
+        widths.append(sum(w.outputs for w in run if w.per_row and w.splits_inputs))
     whole, wide = sum(seconds), sum(widths)
     kinds = ["attention" if layer.attention_width and i == 0 else "mlp" for i in range(len(runs))]
     return tuple(

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from hetmesh.cost import LayerShape, LayerTime, Machine, ModuleShape, Profile, Rates, Work, activation_bytes, layer_time
 from hetmesh.cost.collectives import tensor_parallel_time
+from hetmesh.cost.experts import exchange_time
 from hetmesh.cost.passing_bytes import backward_bytes, forward_bytes, split_bytes
+from hetmesh.cost.shapes import expert_share
 from hetmesh.errors import HetmeshError
 
 PARTS = (
     *("forward", "backward_input", "backward_weight", "recompute", "sums_forward", "sums_backward"),
     *("kept", "kept_by_split", "forward_bytes", "backward_bytes"),
 )
-"""Columns of coefficients: the seconds of `LayerTime`, of tensor parallelism's sums, and bytes of
-activations; the last two are of a moment, of which a stage has the largest and not the sum."""
+"""Columns of coefficients: the seconds of `LayerTime`, of tensor parallelism's sums and the exchange between experts,
+and bytes of activations; the last two are of a moment, of which a stage has the largest and not the sum."""
 
 _BASE = Work(1 << 10, 1 << 20, 1 << 10)
 _STEPS = (Work(1 << 10), Work(0, 1 << 20), Work(0, 0, 1 << 10))
@@ -40,6 +43,7 @@ class How:
         group: the ranks of its tensor parallel group; any that have the same links do.
         sequence_parallel: whether these split along the tokens what lies between attention and MLP.
         autocast: whether torch.autocast casts what its products read.
+        experts: the ranks that share its experts, and exchange tokens.
     """
 
     dtype: str
@@ -49,6 +53,7 @@ class How:
     group: tuple[int, ...] = ()
     sequence_parallel: bool = False
     autocast: bool = False
+    experts: tuple[int, ...] = ()
 
 
 class LayerCosts:
@@ -68,12 +73,8 @@ class LayerCosts:
         Raises:
             HetmeshError: the machine has no peak in the dtype, or the profile lacks the layer.
         """
-        per_node = self.machine.ranks_per_node
-        if per_node:  # only where the ranks lie on nodes matters
-            first = how.group[0] // per_node * per_node if how.group else 0
-            how = replace(how, group=tuple(r - first for r in how.group))
-        else:
-            how = replace(how, group=tuple(range(len(how.group))))
+        experts = how.experts if layer.expert_weights else ()
+        how = replace(how, group=self._placed(how.group), experts=self._placed(experts))
         if (layer, how) not in self._known:
             base = self._at(layer, how, _BASE)
             slopes = [
@@ -84,10 +85,21 @@ class LayerCosts:
             self._known[layer, how] = np.stack([np.where(np.abs(constant) < 1e-12, 0.0, constant), *slopes])
         return self._known[layer, how]
 
+    def _placed(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """`ranks` by what matters of them: where they lie on nodes."""
+        per_node = self.machine.ranks_per_node
+        if not per_node:
+            return tuple(range(len(ranks)))
+        first = ranks[0] // per_node * per_node if ranks else 0
+        return tuple(r - first for r in ranks)
+
     def _at(self, layer: LayerShape, how: How, work: Work) -> np.ndarray:
         tp = max(len(how.group), 1)
-        time = self._time(layer, how, work, tp)
-        sums = tensor_parallel_time(layer, work, how.group, self.machine, itemsize=how.itemsize, upstream=how.upstream)
+        links: dict[str, Any] = {"itemsize": how.itemsize, "upstream": how.upstream}
+        exchange = exchange_time(layer, work, how.experts, self.machine, **links)
+        whole, layer = layer, expert_share(layer, max(len(how.experts), 1))
+        time = self._time(layer if self.profile is None else whole, how, work, tp)
+        sums = tensor_parallel_time(layer, work, how.group, self.machine, **links) + exchange
         recomputed = sums.forward if how.recompute and (how.upstream or layer.trainable) else 0.0
         kept = activation_bytes(
             layer,

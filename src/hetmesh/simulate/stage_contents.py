@@ -42,17 +42,21 @@ class StageContents:
         counts: how many there are of each.
         held: elements of the parameters of each block on one rank, before FSDP; under `""` those of none.
         trained: elements of all that is trained.
+        experts: of experts that ranks share, which FSDP gathers apart from their block: as `held`, which lacks them.
+        experts_trained: as `trained`, which lacks them.
     """
 
     order: tuple[tuple[LayerShape, bool, bool], ...]
     counts: Mapping[tuple[LayerShape, bool, bool], int]
     held: Mapping[str, int]
     trained: int
+    experts: Mapping[str, int]
+    experts_trained: int
 
 
 @lru_cache(maxsize=4096)
 def stage_contents(
-    shape: ModuleShape, upstream: bool, names: tuple[str, ...] | None, first: bool, rest: bool, tp: int
+    shape: ModuleShape, upstream: bool, names: tuple[str, ...] | None, first: bool, rest: bool, tp: int, ep: int = 1
 ) -> StageContents:
     """A stage with the layers `names`; None: with all of them.
 
@@ -60,6 +64,7 @@ def stage_contents(
         upstream: whether anything before the module is trainable.
         first, rest: whether what belongs to no layer is computed here, and whether it is held here.
         tp: tensor parallel ranks.
+        ep: ranks that share experts.
     """
     own = frozenset(names or ())
     alone = blocks(shape)
@@ -71,13 +76,18 @@ def stage_contents(
             found.add(layer.name)
     kept = (x for x in shape.layers if names is None or (x.name in own if x.name else rest))
     held: dict[str, int] = {}
-    trained = 0
+    experts: dict[str, int] = {}
+    trained = experts_trained = 0
     for weight in place_weights(ModuleShape("", tuple(kept)), 1, 0):
         owner, count = owners(shape)[weight.name], tensor_parallel_elements(weight, tp)
-        held[owner] = held.get(owner, 0) + count
-        trained += count * weight.trainable
+        if weight.expert and ep > 1:
+            experts[owner] = experts.get(owner, 0) + count // ep
+            experts_trained += count // ep * weight.trainable
+        else:
+            held[owner] = held.get(owner, 0) + count
+            trained += count * weight.trainable
     joined = _joined(held, [layer.name for layer in shape.layers if layer.name in found])
-    return StageContents(tuple(order), Counter(order), joined, trained)
+    return StageContents(tuple(order), Counter(order), joined, trained, experts, experts_trained)
 
 
 def _joined(held: dict[str, int], names: Sequence[str]) -> dict[str, int]:

@@ -13,6 +13,7 @@ from hetmesh.cost import LayerShape, Machine, ModuleShape, Parts, StageBytes, St
 from hetmesh.cost.collectives import all_reduce, gradient_sum_time, link, shard_gather_time
 from hetmesh.cost.step_costs import EXCHANGE
 from hetmesh.graph import ModuleSpec, Stage, dense_mesh
+from hetmesh.layout import MeshSpec
 from hetmesh.simulate.action_parts import LayerSeconds, backward_parts, forward_parts, joined
 from hetmesh.simulate.layer_costs import PARTS, How, LayerCosts
 from hetmesh.simulate.rank_work import RankWork
@@ -60,21 +61,33 @@ class StageCosts:
     def __init__(self, module: ModuleCosts, stage: Stage, *, fed: bool, backward: bool, recompute: bool) -> None:
         self.module, self.fed, self.backward, self.recompute = module, fed, backward, recompute
         spec, self.machine = module.spec, module.machine
-        self.mesh, self.options = dense_mesh(spec.stage_mesh(stage.index)), spec.options
-        self._groups: dict[str, tuple[int, ...]] = {}
+        self._experts_mesh = spec.stage_mesh(stage.index)
+        self.mesh, self.options = dense_mesh(self._experts_mesh), spec.options
+        self._groups: dict[tuple[MeshSpec, str], tuple[int, ...]] = {}
         names = spec.stage_layers(stage.index) if spec.num_stages > 1 else None
         # What belongs to no layer is used in the first stage; ranks hold and sum it where they hold any stage.
         used = stage.index == 0, stage.index < spec.mesh.axis_size("pp")
-        self.contents = stage_contents(module.shape, module.upstream, names, *used, self._size("tp"))
+        self.contents = stage_contents(module.shape, module.upstream, names, *used, self._size("tp"), self._ep)
 
     def _size(self, axis: str) -> int:
         return self.mesh.axis_size(axis)
 
+    @property
+    def _ep(self) -> int:
+        return self._experts_mesh.axis_size("ep")
+
     def _group(self, axis: str) -> tuple[int, ...]:
-        if axis not in self._groups:
-            line = tuple(slice(None) if each == axis else 0 for each in self.mesh.axes)
-            self._groups[axis] = tuple(self.mesh.array[line].tolist()) if axis in self.mesh.axes else ()
-        return self._groups[axis]
+        return self._line(self.mesh, axis)
+
+    def _experts_group(self, axis: str) -> tuple[int, ...]:
+        """Of the mesh on which experts lie."""
+        return self._line(self._experts_mesh, axis)
+
+    def _line(self, mesh: MeshSpec, axis: str) -> tuple[int, ...]:
+        if (mesh, axis) not in self._groups:
+            line = tuple(slice(None) if each == axis else 0 for each in mesh.axes)
+            self._groups[mesh, axis] = tuple(mesh.array[line].tolist()) if axis in mesh.axes else ()
+        return self._groups[mesh, axis]
 
     def costs(self, microbatches: Sequence[Sequence[RankWork]]) -> list[StageCost]:
         """Per microbatch, on the rank that takes longest.
@@ -184,6 +197,7 @@ class StageCosts:
             group,
             self.options.sequence_parallel and len(group) > 1,
             dtype != self.options.parameter_dtype and self._size("dp_shard") == 1,
+            self._experts_group("ep"),
         )
 
     @cached_property
@@ -248,14 +262,30 @@ class StageCosts:
         return 0.0 if reshard == "never" else self._gather_of(lambda owner: reshard == "always" or bool(owner))
 
     def _gather_of(self, chosen: Callable[[str], bool]) -> float:
-        group, itemsize = self._group("dp_shard"), self.options.row_dtype.itemsize
-        counts = [count for owner, count in self._gathered_together.items() if chosen(owner)]
-        return sum(shard_gather_time(count, itemsize, group, self.machine) for count in counts)
+        itemsize = self.options.row_dtype.itemsize
+        gathered = (
+            (self._gathered_together, self._group("dp_shard")),
+            (
+                self._gathered_experts,
+                self._experts_group("dp_shard"),
+            ),
+        )
+        return sum(
+            shard_gather_time(count, itemsize, group, self.machine)
+            for held, group in gathered
+            for owner, count in held.items()
+            if chosen(owner)
+        )
 
     @property
     def _gathered_together(self) -> Mapping[str, int]:
         """Elements of what FSDP gathers at once, by block; empty for the root."""
         return self.contents.held if self._size("dp_shard") > 1 else {}
+
+    @property
+    def _gathered_experts(self) -> Mapping[str, int]:
+        """Elements of the experts that FSDP gathers beside their block."""
+        return self.contents.experts if self._size("dp_shard") > 1 else {}
 
     @cached_property
     def _gathering(self) -> int:
@@ -286,15 +316,20 @@ class StageCosts:
     @cached_property
     def _largest_block(self) -> int:
         """Elements; of the root only where there is nothing else."""
-        together = self._gathered_together
-        return max((count for owner, count in together.items() if owner), default=together.get("", 0))
+        together, experts = self._gathered_together, self._gathered_experts
+        found = {owner: together.get(owner, 0) + experts.get(owner, 0) for owner in (*together, *experts)}
+        return max((count for owner, count in found.items() if owner), default=found.get("", 0))
 
     @cached_property
     def stage_bytes(self) -> StageBytes:
         """What the stage holds whatever the microbatches."""
-        gradients = -(-self.contents.trained // self._size("dp_shard")) * self.options.parameter_dtype.itemsize
+        experts = -(-self.contents.experts_trained // self._experts_mesh.axis_size("dp_shard"))
+        trained = -(-self.contents.trained // self._size("dp_shard")) + experts
+        gradients = trained * self.options.parameter_dtype.itemsize
+        never = self.options.reshard_after_forward == "never"
         kept = {"default": ("",), "never": tuple(self._gathered_together), "always": ()}
         gathered = sum(self._gathered_together.get(owner, 0) for owner in kept[self.options.reshard_after_forward])
+        gathered += sum(self._gathered_experts.values()) * never
         replicas = self._size("cp") > 1 or (self._size("dp_replicate") > 1 and not self._gathered_together)
         if not self.backward:
             return StageBytes(gathering=self._gathering)
@@ -304,9 +339,13 @@ class StageCosts:
     @cached_property
     def _sums(self) -> tuple[float, float, float]:
         """Of gradients over `dp_shard`, `dp_replicate` and `cp`."""
-        elements = self.contents.trained
+        dense = self._sums_of(self.contents.trained, self._group)
+        experts = self._sums_of(self.contents.experts_trained, self._experts_group)
+        return dense[0] + experts[0], dense[1] + experts[1], dense[2] + experts[2]
+
+    def _sums_of(self, elements: int, group: Callable[[str], tuple[int, ...]]) -> tuple[float, float, float]:
         itemsize = self.options.parameter_dtype.itemsize
-        shards, replicas, context = (self._group(axis) for axis in ("dp_shard", "dp_replicate", "cp"))
+        shards, replicas, context = (group(axis) for axis in ("dp_shard", "dp_replicate", "cp"))
         scatter, reduce = gradient_sum_time(elements, itemsize, shards, replicas, self.machine)
         return scatter, reduce, all_reduce(elements * itemsize / max(len(shards), 1), context, self.machine)
 

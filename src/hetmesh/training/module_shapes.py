@@ -21,6 +21,20 @@ def module_shapes(recipe: Recipe, adapters: Mapping[str, Adapter]) -> dict[str, 
     return {name: module_shape_of(recipe, adapter, name) for name, adapter in adapters.items()}
 
 
+def notes_on_experts(shapes: Mapping[str, ModuleShape | None]) -> tuple[str, ...]:
+    """What is assumed of the experts of modules, and what of them is not counted."""
+    notes = []
+    for name, shape in shapes.items():
+        if shape is not None and shape.has_experts:
+            notes.append(f"experts of {name}: their routing, which depends on weights, is taken to be even")
+        if shape is not None and shape.uncounted:
+            notes.append(
+                f"not counted in FLOPs and seconds: the products of the experts of {name} ({shape.uncounted[0]}, ...), "
+                "whose model does not say how many a token chooses"
+            )
+    return tuple(notes)
+
+
 def module_shape_of(recipe: Recipe, adapter: Adapter, name: str) -> ModuleShape | None:
     """The sizes of one module; None for one that cannot be built on the meta device."""
     try:

@@ -109,8 +109,8 @@ def batches_to_simulate(macro: MacroBatch | None, global_batch_size: int) -> int
 def _without_experts(adapters: Mapping[str, Adapter]) -> None:
     if names := [name for name, adapter in adapters.items() if adapter.abilities.experts is not None]:
         raise RecipeError(
-            f"modules.{names[0]}: layouts of modules with experts cannot be searched, since neither the cost model nor "
-            "the search knows expert_parallel_degree yet; write its [parallelism] by hand"
+            f"modules.{names[0]}: layouts of modules with experts cannot be searched, since the search does not "
+            "know expert_parallel_degree yet; write its [parallelism] by hand"
         )
 
 

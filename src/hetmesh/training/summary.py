@@ -9,6 +9,7 @@ from hetmesh.models.build import build_on_meta, why_whole
 from hetmesh.recipe.hf_path import prompt_note
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.torchtitan_defaults import differing_defaults
+from hetmesh.training.module_shapes import module_shape_of, notes_on_experts
 from hetmesh.training.whole_directory import why_not_compared
 from hetmesh.training.wording import counted, ranks_text, table
 
@@ -58,6 +59,10 @@ def summary(recipe: Recipe, adapters: Mapping[str, Adapter]) -> Iterator[str]:
         yield f"note: no module uses rank {ranks_text(tuple(idle))}"
     if note := prompt_note(recipe):
         yield f"note: {note}"
+    for name, adapter in adapters.items():
+        shape = module_shape_of(recipe, adapter, name) if name in recipe.modules else None
+        if shape is not None and shape.uncounted:
+            yield from (f"note: {note}" for note in notes_on_experts({name: shape}))
     if why := why_not_compared(recipe):
         yield f"note: its weights are not compared with transformers' own forward: {why}"
     for name, module in recipe.modules.items():

@@ -17,14 +17,8 @@ from hetmesh.layout import MeshSpec
 from hetmesh.parallel.collectives import enter, leave
 from hetmesh.parallel.experts.block import ExpertBlock, make_expert_block
 from hetmesh.parallel.experts.exchange import ExpertRanks
-from hetmesh.parallel.experts.layers import ExpertLayers
+from hetmesh.parallel.experts.layers import INNER, WITHIN, ExpertLayers
 from hetmesh.parallel.experts.tokens import RoutedTokens
-
-INNER: dict[str, int] = {"gate_up_proj": 2, "down_proj": 2}
-"""The dim of each parameter of the experts that tensor parallelism splits."""
-
-WITHIN: dict[str, int] = {"gate_up_proj": 2, "down_proj": 1}
-"""The dim that FSDP splits where there are more ranks than experts."""
 
 
 def apply_expert_parallel(module: nn.Module, layers: ExpertLayers, device_mesh: DeviceMesh) -> None:

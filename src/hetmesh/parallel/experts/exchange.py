@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetmesh.boundary import Label, World
+from hetmesh.cost.experts import reached_share
 
 TRANSPORT = "all_to_all"
 
@@ -80,8 +81,7 @@ def even_counts(tokens: int, chosen: int, ranks: int, each: int) -> RoutedCounts
     Args:
         each: experts of a rank.
     """
-    nowhere = math.comb(each * (ranks - 1), chosen) / math.comb(each * ranks, chosen)  # a rank that a token passes by
-    rows, pairs = math.ceil(tokens * (1 - nowhere)), tokens * chosen
+    rows, pairs = math.ceil(tokens * reached_share(each * ranks, chosen, ranks)), tokens * chosen
     return RoutedCounts((rows,) * ranks, (rows,) * ranks, tuple((pairs + i) // each for i in range(each)))
 
 

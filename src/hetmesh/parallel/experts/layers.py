@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+
+INNER: Mapping[str, int] = MappingProxyType({"gate_up_proj": 2, "down_proj": 2})
+"""The dim of each parameter of the experts that tensor parallelism splits."""
+
+WITHIN: Mapping[str, int] = MappingProxyType({"gate_up_proj": 2, "down_proj": 1})
+"""The dim that FSDP splits where there are more ranks than experts."""
 
 
 @dataclass(frozen=True)
