@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from hetmesh.errors import RecipeError
 from hetmesh.models.fill import draw_weights, materialize
@@ -155,7 +155,7 @@ def _take_values(module: nn.Module, name: str, recorder: Recorder, known: Contai
 
 
 def _check_values(where: str, parameter: nn.Parameter, recorder: Recorder) -> None:
-    if isinstance(parameter, UninitializedTensorMixin):
+    if isinstance(parameter, UninitializedParameter):
         raise RecipeError(f"{where} has no shape yet; lazy modules find it out as they run, after they are sharded")
     memory = recorder.memory(parameter)
     if not parameter.numel() or (memory is not None and memory.steps):
@@ -176,7 +176,7 @@ def _check_apart(module: nn.Module, name: str) -> None:
     places: dict[tuple[int, int], str] = {}
     tensors = [("parameter", *each) for each in module.named_parameters()]
     for kind, fqn, tensor in (*tensors, *(("buffer", *each) for each in module.named_buffers())):
-        if isinstance(tensor, UninitializedTensorMixin) or not tensor.numel():
+        if isinstance(tensor, UninitializedBuffer | UninitializedParameter) or not tensor.numel():
             continue
         place = id(tensor.untyped_storage()), int(tensor.storage_offset())
         if kind == "parameter":
