@@ -1,6 +1,8 @@
 """Recipes train over emulated NCCL with the losses of gloo: no hang, nothing read early, everything waited for."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,3 +123,17 @@ def test_evaluation_and_resume_over_nccl(pool4, tmp_path, name):
     for here, there in zip(*(curve(folder) for folder in folders.values()), strict=True):
         assert here == pytest.approx(there, rel=1e-5)
     assert resumed["validation_loss"] == pytest.approx(whole["validation_loss"], rel=1e-5)
+
+
+PARITY = sorted(path.name for path in Path(__file__).parent.glob("test_parity*.py"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("file", PARITY)
+def test_layouts_equal_one_process_over_nccl(file):
+    """All layouts of the tests of parity that are run by default."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--emulate-nccl"]
+    done = subprocess.run(
+        [*command, str(Path(__file__).parent / file)], capture_output=True, text=True, timeout=1500, cwd=RECIPES.parent
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
