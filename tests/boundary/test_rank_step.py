@@ -23,13 +23,13 @@ class Mailbox(Backend):
     sent: dict = field(default_factory=dict)
     rank: list = field(default_factory=lambda: [0])  # whose turn it is
 
-    def post(self, receives, sends, tag):
+    def post(self, receives, sends, tag, group, what):
         for peer, buffer in sends:
             self.sent[self.rank[0], peer] = buffer.clone()
         receives = [(peer, (self.rank[0], peer, buffer.fill_(torch.nan))) for peer, buffer in receives]
         return receives, []
 
-    def wait(self, work, timeout, watchdog, what):
+    def wait(self, work, timeout):
         rank, peer, buffer = work
         buffer.copy_(self.sent.pop((peer, rank)).view_as(buffer))
 
