@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -100,6 +102,17 @@ def with_faults(rank: int, value: float):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_on_one_rank_is_seen_by_all(pool4, value):
     assert all(loss != loss for loss in pool4.run(with_faults, value))
+
+
+def outside(rank: int, token: int):
+    shards = VocabularyShards(dist.group.WORLD, widths(8))
+    own = torch.zeros(2, shards.widths[rank])
+    return float(shards.sum_cross_entropy(own, torch.tensor([0, token])))
+
+
+@pytest.mark.parametrize("token", [-100, 8])
+def test_a_target_outside_the_vocabulary_is_seen_by_all(pool4, token):
+    assert all(math.isnan(loss) for loss in pool4.run(outside, token))
 
 
 def split(features: int) -> nn.Linear:

@@ -48,9 +48,9 @@ class VocabularyShards:
 
         Args:
             logits: this rank's share, `[targets, width]`. Its gradient is that of the share, complete.
-            targets: true tokens, int64 `[targets]`, each below the sum of `widths`.
+            targets: true tokens, int64 `[targets]`; with one that is outside the vocabulary the loss is nan.
         """
-        return _SumCrossEntropy.apply(logits, targets, self.start, self.group)
+        return _SumCrossEntropy.apply(logits, targets, self.start, sum(self.widths), self.group)
 
     @torch.no_grad()
     def argmax(self, logits: Tensor, without: Collection[int] = ()) -> Tensor:
@@ -103,7 +103,7 @@ def shard_vocabulary(module: nn.Module, head: str) -> VocabularyShards | None:
 
 class _SumCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, size: int, group: dist.ProcessGroup) -> Tensor:
         dtype, (count, width) = _raised(logits.dtype), logits.shape
         place = targets - start
         own = (place >= 0) & (place < width)
@@ -116,6 +116,7 @@ class _SumCrossEntropy(torch.autograd.Function):
             for rows in _chunks(count, width):
                 sums[0, rows] = (logits[rows].to(dtype) - largest[rows, None]).exp_().sum(-1)
             sums[1] = torch.where(own, logits.gather(-1, place)[:, 0].to(dtype) - largest, 0)
+        sums[1].masked_fill_((targets < 0) | (targets >= size), torch.nan)  # nobody's: 0 would pass for its logit
         if count:
             dist.all_reduce(sums, group=group)
         log_sums = sums[0].log()
@@ -124,14 +125,14 @@ class _SumCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, log_sums, place, own = ctx.saved_tensors
         gradient, (count, width) = torch.empty_like(logits), logits.shape
         for rows in _chunks(count, width) if width else ():
             part = (logits[rows].to(log_sums.dtype) - log_sums[rows, None]).exp_()
             part.scatter_add_(-1, place[rows], -own[rows, None].to(part.dtype))
             gradient[rows] = part.mul_(gradients[0])
-        return gradient, None, None, None
+        return gradient, None, None, None, None
 
 
 def _raised(dtype: torch.dtype) -> torch.dtype:
