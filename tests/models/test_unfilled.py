@@ -37,7 +37,7 @@ def alike(drawn: nn.Module, really: nn.Module) -> None:
             assert torch.equal(a, b), name
             continue
         n = b.numel()
-        assert (a == 0).sum() == (b == 0).sum(), name
+        assert abs((a == 0).sum() - (b == 0).sum()) <= 2, name  # a uniform draw may hit 0, one in 2^24
         assert abs(a.mean() - b.mean()) < 6 * spread * (2 / n) ** 0.5, name
         assert abs(a.std() - spread) < 6 * spread / n**0.5, name
         if n > 1000 and b.abs().max() / spread < 2.5:  # bounded

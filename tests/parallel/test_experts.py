@@ -16,6 +16,16 @@ from hetmesh.parallel.experts.layers import ExpertLayers
 from hetmesh.parallel.experts.products import grouped_linear
 from hetmesh.parallel.experts.tokens import LaneSamples, RoutedTokens
 
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Threads cut a product where its operands lie in memory, and so decide the last bit of its sums."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 TOKENS, EXPERTS, CHOSEN, FEATURES, INNER = 37, 8, 3, 16, 24
 
 

@@ -51,6 +51,12 @@ class Adapter:
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
         return self.sizes
 
+    def tensor_parallel_plan(self) -> Mapping[str, str]:
+        return {}
+
+    def layers(self) -> tuple[str, ...]:
+        return ()
+
     def build(self) -> nn.Module:
         if self.sizes.get("num_attention_heads") == 0:
             raise ValueError("cannot be built on the meta device")

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from hetmesh._torch_compat import FakeTensor, FakeTensorMode, tree_leaves
+from hetmesh._torch_compat import FakeTensorMode, tree_leaves
 from hetmesh.runtime.fake_autocast import NAME
 from hetmesh.runtime.host_waits import HostWaits
 from hetmesh.runtime.live_bytes import LiveBytes
@@ -70,11 +70,6 @@ class DeviceWork(LiveBytes):
         self.by_action.clear()
         self.waits.counts.clear()
         self._begin(BEFORE)
-
-    def _count(self, tensor: Tensor) -> None:
-        if isinstance(tensor, FakeTensor) and tensor.fake_mode is not self.fake:
-            return
-        super()._count(tensor)
 
     def _begin(self, label: object) -> None:
         self._label, self.waits.during = label, label

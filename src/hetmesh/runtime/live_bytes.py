@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hetmesh._torch_compat import TorchDispatchMode, tree_leaves
+from hetmesh._torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves
 from hetmesh.parallel import local_part
 
 
@@ -108,7 +108,13 @@ class LiveBytes(TorchDispatchMode):
                 self._count(tensor)
         return out
 
+    fake: FakeTensorMode | None = None
+    """Whose tensors are alive, where the device is a fake one. Those of other modes, by which DTensor works out shapes,
+    have the device and the size of the whole, and no memory."""
+
     def _count(self, tensor: Tensor) -> None:
+        if isinstance(tensor, FakeTensor) and tensor.fake_mode is not self.fake:
+            return
         device = getattr(tensor, "fake_device", None) or tensor.device  # asking a fake tensor is an operation too
         if device.type == self.device:
             self._count_storage(tensor.untyped_storage())
