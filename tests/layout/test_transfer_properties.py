@@ -149,7 +149,7 @@ def test_random_small_pairs(pair):
 
 
 @pytest.mark.slow
-@settings(max_examples=1700)
+@settings(max_examples=900)
 @given(strategies.layout_pairs(12, max_axes=4, max_side=12))
 def test_random_large_pairs(pair):
     check_everything(pair)

@@ -206,7 +206,7 @@ def pipelines(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=16, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(given_recipe=pipelines())
 def test_random_pipelines_equal_one_process(pool4, given_recipe):
     check(pool4, given_recipe)
