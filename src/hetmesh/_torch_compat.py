@@ -168,10 +168,19 @@ def fake_process_group(size: int, rank: int = 0) -> Iterator[None]:
 @cache
 def python_device(name: str, module: Any) -> torch.device:
     """Make `name` a type of device beside those of this build of torch, with `module` as its `torch.cuda`. Once per
-    process, and for its life: torch has room for one such device."""
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+    process, and for its life: torch has room for one such device. It is available while `module.is_available()`."""
+    from torch.utils import backend_registration
 
-    _setup_privateuseone_for_python_backend(name, backend_module=module)
+    class Hook(backend_registration._DummyPrivateUse1Hook):
+        def is_available(self) -> bool:
+            return bool(module.is_available())
+
+        is_built = is_available
+
+        def has_primary_context(self, _: int) -> bool:
+            return self.is_available()
+
+    backend_registration._setup_privateuseone_for_python_backend(name, backend_module=module, hook=Hook())
     return torch.device(name, 0)
 
 
