@@ -63,7 +63,8 @@ def copies(accelerator: FakeAccelerator, work: DeviceWork) -> None:
     host.to(device, non_blocking=True)
     torch.tensor(2.0) * on_device  # a number is an argument of the kernel
     again = host.pin_memory()
-    assert again.is_pinned() and not host.is_pinned()
+    assert again.is_pinned()
+    assert not host.is_pinned()
     again.to(device, non_blocking=True)
 
 

@@ -37,6 +37,7 @@ def grouped(name: str) -> DryRuns:
 
 def left_behind() -> dict[str, object]:
     """What is not as it was before a dry run."""
+
     def state() -> dict[str, object]:
         return {
             "default device": torch.get_default_device(),

@@ -149,7 +149,9 @@ def _attention_elements(layer: LayerShape, products: list[WeightShape], tp: int)
     output = 0 if any(input_elements(w) == width and w is not products[0] for w in groups) else width
     copies = max(width - (layer.key_width or width), 0)
     normed = any(norm.numel != input_elements(products[0]) for norm in _root_mean_square_norms(layer))
-    return (output + copies * (1 if normed else 2) + layer.attention_copies * width) / tp
+    return (output + copies * (1 if normed else 2) + layer.attention_copies * width) / (
+        tp if layer.splits_attention else 1
+    )
 
 
 def _distinct(products: list[WeightShape]) -> list[WeightShape]:

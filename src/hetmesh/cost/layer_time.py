@@ -115,7 +115,7 @@ def layer_time(
     """
     rows = layer.rows(work)
     products = [(weight, _weight_seconds(weight, rows, rates, tp, sequence_parallel)) for weight in layer.weights]
-    width = layer.attention_width / tp
+    width = layer.attention_width / (tp if layer.splits_attention else 1)
     pairs = layer.pairs(work) / 2 if layer.causal else layer.pairs(work)
     attention = rates.seconds(4 * width * pairs, 4 * width * rows) if width else 0.0
     forward = attention + sum(seconds for _, seconds in products)

@@ -107,6 +107,12 @@ class LayerShape(HashedOnce):
         return work.pairs * self.tokens_per_row**2
 
     @cached_property
+    def splits_attention(self) -> bool:
+        """Whether tensor parallelism splits its attention by heads, as it does the product that makes queries."""
+        first = next((weight for weight in self.weights if weight.per_row), None)
+        return first is None or first.tp_dim is not None
+
+    @cached_property
     def expert_weights(self) -> tuple[WeightShape, ...]:
         """The stacks of experts in it."""
         return tuple(weight for weight in self.weights if weight.expert)

@@ -62,7 +62,7 @@ class Abilities:
         token_sharded: sequence parallelism: FQNs of the submodules that work on a share of the tokens.
         use_packed: samples in one row, and context parallelism: lets the module take them (hetmesh's own attention).
         tokens_per_row: of an encoder whose ranks can share the tokens of its media: how many make one row.
-        on_rows: of an encoder that makes rows of tokens: FQNs of the layers that work on rows; all others work on tokens.
+        on_rows: of an encoder that makes rows of tokens: FQNs of the layers that work on rows; others on tokens.
         attention_copies: of the same: what its own attention keeps (`hetmesh.cost.LayerShape`).
         share: of the same: what of a batch of `collate` belongs to the tokens kept, in their order.
         side_outputs: names of its outputs beside the rows.

@@ -38,8 +38,8 @@ class Identity:
     draws: int = 0
 
     def seed(self, number: int, block: int) -> int:
-        """Of a block in random operation `number`: 128 bits. Of 32 two of the 31,000 blocks of 8 billion parameters would
-        have the same in one model of nine."""
+        """Of a block in random operation `number`: 128 bits. With 32, two of the 31,000 blocks of 8 billion parameters
+        would have the same in one model of ten."""
         text = f"{self.place}:{self.name}:{number}:{block}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
 

@@ -57,8 +57,8 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
         sizes = width, on_targets, _key_width(part), causal and width > 0
         shares = on_targets and abilities.head == layer
         tokens = max(abilities.tokens_per_row, 1) if layer not in abilities.on_rows else 1
-        more = {"tokens_per_row": tokens, "attention_copies": abilities.attention_copies if width else 0}
-        layers.append(LayerShape(layer, _shapes(weights, shape_of), *sizes, shares_logits=shares, **more))
+        copies = abilities.attention_copies if width else 0
+        layers.append(LayerShape(layer, _shapes(weights, shape_of), *sizes, shares, tokens, copies))
     rest = {fqn: p for fqn, p in module.named_parameters() if fqn not in seen}
     if rest:
         layers.insert(0, LayerShape("", _shapes(rest, shape_of)))
