@@ -1,10 +1,20 @@
-"""Running `hetmesh train` as a user does, with `faulty_sources` importable by its workers."""
+"""A World of one rank; running `hetmesh train` as a user does, with `faulty_sources` importable by its workers."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from forked_command import ForkedCommand
+
+from hetmesh.boundary import World, init
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """This process alone, closed after the test."""
+    world = init()
+    yield world
+    world.close()
 
 
 @pytest.fixture(scope="module")
