@@ -85,7 +85,7 @@ class Case:
 
     def value(self, name: str) -> torch.Tensor:
         value = self.model.get_parameter(name).detach()
-        halves = isinstance(self.adapter, Halves) and name.endswith(GATE_UP)
+        halves = isinstance(self.adapter, Halves | HfLlmAdapter) and name.endswith(GATE_UP)
         return value.unflatten(1, (2, -1)) if halves else value
 
 
