@@ -385,6 +385,11 @@ SPOILED = {
         without("layers.1.mlp.experts.down"),
         r"1 missing: model\.language_model\.layers\.1\.mlp\.experts\.down_proj \[6, 24, 8\]",
     ),
+    "multimodal, too much": (
+        "multimodal",
+        also("model.language_model.layers.1.mlp.experts.bias", "model.language_model.layers.1.mlp.gate.weight"),
+        r"1 tensors are none of .*: model\.language_model\.layers\.1\.mlp\.experts\.bias$",
+    ),
     "multimodal, narrower": (
         "multimodal, transposed",
         cut("layers.1.mlp.experts.down", 1, 7),

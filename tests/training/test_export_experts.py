@@ -111,8 +111,16 @@ def logits(model: Any) -> torch.Tensor:
         return model(input_ids=torch.tensor([[5, 7, 9, 11, 3, 8]])).logits
 
 
-@pytest.mark.parametrize("layout", [FSDP, TP_AND_PP], ids=["FSDP", "TP and PP"])
-@pytest.mark.parametrize("form", ["of the hub", "of save_pretrained"])
+@pytest.mark.parametrize(
+    ("form", "layout"),
+    [
+        ("of the hub", TP_AND_PP),
+        ("of save_pretrained", FSDP),
+        pytest.param("of the hub", FSDP, marks=pytest.mark.exhaustive),
+        pytest.param("of save_pretrained", TP_AND_PP, marks=pytest.mark.exhaustive),
+    ],
+    ids=["hub, TP and PP", "save_pretrained, FSDP", "hub, FSDP", "save_pretrained, TP and PP"],
+)
 def test_no_steps_give_a_multimodal_directory_back(pool4, tmp_path, layout, form):
     path = tiny_vlms.save("qwen3_vl_moe", tmp_path)
     kind = type(tiny_vlms.build("qwen3_vl_moe"))
