@@ -242,7 +242,6 @@ def test_loads_are_those_of_one_process_in_any_layout(pool, pool4):
             ("num_experts = 8", "num_experts = 4"),
             r"4 ranks of data_parallel_shard_degree share 2 experts .* 4 must divide its 6 inner features",
         ),
-        (("",), ("[training]", "[checkpoint]\nenable = true\nlast_save_in_hf = true\n[training]"), "last_save_in_hf"),
     ],
 )
 def test_what_experts_cannot_do_is_refused(tables, changes, says):

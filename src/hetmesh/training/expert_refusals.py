@@ -35,11 +35,6 @@ def check_experts(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusal
             f"modules.{name}: the experts of a {recipe.modules[name].model} get no padding, so its samples must lie in "
             "one row; set training.pack_samples = true"
         )
-    if recipe.checkpoint.last_save_in_hf:
-        refusals.add(
-            f"checkpoint.last_save_in_hf = true: the experts of modules.{name} cannot be written as transformers has "
-            "them yet; leave it out"
-        )
     _experts_within(recipe, name, experts, refusals)
 
 
