@@ -11,6 +11,7 @@ checkpointing is off: what is computed again is sent again.
 `step_time_ratio`: a step of EP 2 over a step with all experts on both ranks, where it sums their gradients and updates
 each twice; optimizer included. All else is equal. Both take turns, step by step, in the same two processes; the ratio
 of a round is that of the medians of its steps, of the slower rank each, and this is the median of the rounds.
+`step_cpu_ratio` is the same of CPU seconds of both ranks, to which neither waits nor other processes add.
 
 `skew_load_before`, `skew_load_after`: tokens of the fullest rank over those of the mean one, with experts in their own
 order and where `place_experts` puts them by what it counted in one batch; the worst of some later batches, which it
@@ -223,45 +224,53 @@ def _step_times(args: argparse.Namespace) -> dict[str, Any]:
     ]
     with WorkerPool(2) as pool:
         ranks = pool.run(_times, recipes, args.rounds, args.steps, timeout=1800)
-    spread, replicated = (
-        [statistics.median(steps) for steps in _rounds(np.max([seconds[i] for seconds, _ in ranks], 0), args.steps)]
-        for i in range(2)
-    )
-    ratios = [a / b for a, b in zip(spread, replicated, strict=True)]
+    seconds = [_medians(ranks, recipe, max, args.steps, 0) for recipe in range(2)]  # a step ends on the slower rank
+    cpu_seconds = [_medians(ranks, recipe, sum, args.steps, 1) for recipe in range(2)]
+    ratios, cpu_ratios = ([a / b for a, b in zip(*each, strict=True)] for each in (seconds, cpu_seconds))
     return {
         "step_time_ratio": statistics.median(ratios),
+        "step_cpu_ratio": statistics.median(cpu_ratios),
         "ratios": ratios,
-        "ep_ms": 1e3 * statistics.median(spread),
-        "replicated_ms": 1e3 * statistics.median(replicated),
+        "cpu_ratios": cpu_ratios,
+        "ep_ms": 1e3 * statistics.median(seconds[0]),
+        "replicated_ms": 1e3 * statistics.median(seconds[1]),
         "loss_difference": max(difference for _, difference in ranks),
     }
 
 
-def _rounds(seconds: np.ndarray, steps: int) -> list[list[float]]:
-    return seconds.reshape(-1, steps).tolist()
+Spent = list[list[tuple[float, float]]]
+"""Per recipe and step: seconds, and CPU seconds of this process."""
 
 
-def _times(rank: int, recipes: Sequence[Recipe], rounds: int, steps: int) -> tuple[list[list[float]], float]:
-    """Seconds of the steps of each recipe, and how far apart the losses of the first steps were."""
+def _medians(
+    ranks: Sequence[tuple[Spent, float]], recipe: int, over: Callable[[Any], float], steps: int, which: int
+) -> list[float]:
+    """Of the steps of each round; of a step what `over` makes of its ranks."""
+    each = [over(spent[which] for spent in step) for step in zip(*(spent[recipe] for spent, _ in ranks), strict=True)]
+    return [statistics.median(each[i : i + steps]) for i in range(0, len(each), steps)]
+
+
+def _times(rank: int, recipes: Sequence[Recipe], rounds: int, steps: int) -> tuple[Spent, float]:
+    """What the steps of each recipe took, and how far apart the losses of the first steps were."""
     torch.set_num_threads(1)
-    seconds: list[list[float]] = [[] for _ in recipes]
+    taken: Spent = [[] for _ in recipes]
     difference = 0.0
     with tempfile.TemporaryDirectory() as folder:
         trainers = [_trainer(recipe, Path(folder, str(i))) for i, recipe in enumerate(recipes)]
         for step in range(WARM_UP + rounds * steps):
             losses = []
-            for trainer, spent in list(zip(trainers, seconds, strict=True))[:: 1 if step % 2 else -1]:
+            for trainer, spent in list(zip(trainers, taken, strict=True))[:: 1 if step % 2 else -1]:
                 dist.barrier()
-                started = time.perf_counter()
+                started, cpu_started = time.perf_counter(), time.process_time()
                 losses.append(trainer.train_step().loss)
                 if step >= WARM_UP:
-                    spent.append(time.perf_counter() - started)
+                    spent.append((time.perf_counter() - started, time.process_time() - cpu_started))
             if step < WARM_UP:  # later, rounding has had time to grow
                 difference = max(difference, abs(losses[0] - losses[1]))
         for trainer in trainers:
             trainer.upcoming.close()
             trainer.reporter.close()
-    return seconds, difference
+    return taken, difference
 
 
 def _trainer(recipe: Recipe, folder: Path) -> Trainer:
@@ -322,7 +331,7 @@ def table(result: dict[str, Any]) -> str:
     lines += [
         "",
         f"a step: EP 2 {result['ep_ms']:.0f} ms, replicated {result['replicated_ms']:.0f} ms, "
-        f"ratio {result['step_time_ratio']:.3f}",
+        f"ratio {result['step_time_ratio']:.3f}, of CPU seconds {result['step_cpu_ratio']:.3f}",
         "",
         f"{'experts':>7} {'ranks':>6} {'before':>7} {'after':>7} {'least':>7}",
     ]
