@@ -104,7 +104,7 @@ CASES = {
     "HSDP 2, EP 2": ((table("vision", "0-3"), experts("0-3", 2, 2, fsdp=2)), {}),
     "FSDP 2, all of it EP, PP 2": ((table("vision", "0-1"), experts("0-3", 2, fsdp=2, pp=2)), {"policy": "1f1b"}),
     "recomputed": ((table("vision", "0-1"), experts("2-3", 2, 2) + FULL), {}),
-    "recomputed, PP 2, split": ((table("vision", "0-1"), experts("0-3", 2, 2, pp=2) + FULL), {"policy": "zero_bubble"}),
+    "recomputed, PP 2": ((table("vision", "0-1"), experts("0-3", 2, 2, pp=2) + FULL), {"policy": "1f1b"}),
     "recomputed, FSDP": ((table("vision", "0-3"), experts("0-3", 2, fsdp=4) + FULL), {}),
     "selectively": ((experts("0-1", 2, 2) + FULL.replace("full", "selective"),), {}),
     "fewer experts than shards": (
