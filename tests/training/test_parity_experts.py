@@ -144,6 +144,7 @@ CASES = {
 
 DEFAULT = (
     "EP 4, colocated",
+    "EP 2, TP 2",
     "EP 2, TP 2, sequence",
     "EP 2, CP 2",
     "EP 2, PP 2, split",
@@ -239,7 +240,7 @@ def test_loads_are_those_of_one_process_in_any_layout(pool, pool4):
     ((alone, told),) = pool(1).run(routed, recipe(table("vision", "0"), table("llm", "0"), batch=4))
     assert told["llm"]["max_over_mean"] > 1.5
     assert told["llm"]["balance_loss"] > 0
-    for case in ("EP 2, CP 2", "EP 2, TP 2, sequence", "EP 2, PP 2"):
+    for case in ("EP 2, CP 2", "EP 2, TP 2, sequence", "EP 2, PP 2", "recomputed"):
         tables, keys = CASES[case]
         ranks = pool4.run(routed, recipe(*tables, batch=2, **keys))
         assert sum(mine for mine, _ in ranks).tolist() == pytest.approx(alone.tolist(), rel=1e-9)
