@@ -32,15 +32,13 @@ class Qwen3MoeAdapter(CausalLMAdapter):
         from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
-        derived = derived_sizes(request)
-        if "hidden_size" in request.config:
-            derived["moe_intermediate_size"] = request.config["hidden_size"]
+        derived = expert_sizes(request)
         if "head_dim" in request.config:  # which transformers reads, but does not declare
             derived["head_dim"] = positive_int(request, "head_dim", request.config["head_dim"])
             others = {key: value for key, value in request.config.items() if key != "head_dim"}
             request = replace(request, config=others)
         adapter = cls.make_from(request, Qwen3MoeConfig, Qwen3MoeForCausalLM, derived)
-        _check_experts(request, adapter.config)
+        check_experts(request, adapter.config)
         return adapter
 
     @property
@@ -64,7 +62,16 @@ class Qwen3MoeAdapter(CausalLMAdapter):
         return {**super().tensor_parallel_sizes(), "moe_intermediate_size": self.config.moe_intermediate_size}
 
 
-def _check_experts(request: AdapterRequest, config: Any) -> None:
+def expert_sizes(request: AdapterRequest) -> dict[str, Any]:
+    """Sizes that follow from others where a recipe does not give them."""
+    derived = derived_sizes(request)
+    if "hidden_size" in request.config:
+        derived["moe_intermediate_size"] = request.config["hidden_size"]
+    return derived
+
+
+def check_experts(request: AdapterRequest, config: Any) -> None:
+    """Raise RecipeError for numbers of experts that do not fit each other."""
     for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"):
         positive_int(request, key, getattr(config, key))
     if config.num_experts_per_tok > config.num_experts:
