@@ -47,7 +47,9 @@ def test_it_equals_transformers_own_text_model(dtype, bound):
     torch.manual_seed(0)
     module = own.build().to(dtype)
     theirs, head = Qwen3VLMoeTextModel(own.config).to(dtype), module.lm_head
-    state = {name: p.flatten(1, 2) if name.endswith("gate_up_proj") else p for name, p in module.model.state_dict().items()}
+    state = {
+        name: p.flatten(1, 2) if name.endswith("gate_up_proj") else p for name, p in module.model.state_dict().items()
+    }
     theirs.load_state_dict(state)
     given = batch(generator)
     rows, *deepstack = (torch.randn(5, 12, generator=generator, dtype=dtype) for _ in range(3))
