@@ -76,9 +76,9 @@ def test_it_equals_transformers_own_text_model(dtype, bound):
 
 
 def test_what_it_is_composed_of():
-    own = adapter()
+    own = adapter(router_aux_loss_coef=0.25)
     assert isinstance(own, Qwen3VLMoeTextAdapter)
-    assert own.abilities.experts.count == 8
+    assert (own.abilities.experts.count, own.abilities.experts.balance) == (8, 0.25)
     assert own.abilities.layer_of_output("deepstack.1") == "model.layers.1"
     assert own.abilities.position_ids is not None
     plan = own.tensor_parallel_plan()

@@ -37,8 +37,12 @@ class Qwen3MoeAdapter(CausalLMAdapter):
             derived["head_dim"] = positive_int(request, "head_dim", request.config["head_dim"])
             others = {key: value for key, value in request.config.items() if key != "head_dim"}
             request = replace(request, config=others)
-        adapter = cls.make_from(request, Qwen3MoeConfig, Qwen3MoeForCausalLM, derived)
-        check_experts(request, adapter.config)
+        return cls.with_experts(request, cls.make_from(request, Qwen3MoeConfig, Qwen3MoeForCausalLM, derived))
+
+    @classmethod
+    def with_experts(cls, request: AdapterRequest, adapter: CausalLMAdapter) -> CausalLMAdapter:
+        """`adapter` of a model with experts; raises RecipeError for numbers of experts that do not fit each other."""
+        _check_experts(request, adapter.config)
         return adapter
 
     @property
@@ -70,8 +74,7 @@ def expert_sizes(request: AdapterRequest) -> dict[str, Any]:
     return derived
 
 
-def check_experts(request: AdapterRequest, config: Any) -> None:
-    """Raise RecipeError for numbers of experts that do not fit each other."""
+def _check_experts(request: AdapterRequest, config: Any) -> None:
     for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"):
         positive_int(request, key, getattr(config, key))
     if config.num_experts_per_tok > config.num_experts:

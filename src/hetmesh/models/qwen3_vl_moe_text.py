@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.causal_lm import CausalLMAdapter
-from hetmesh.models.qwen3_moe import Qwen3MoeAdapter, check_experts, expert_sizes
+from hetmesh.models.qwen3_moe import Qwen3MoeAdapter, expert_sizes
 from hetmesh.models.qwen3_vl_text import Qwen3VLTextAdapter
 
 
@@ -24,5 +24,4 @@ class Qwen3VLMoeTextAdapter(Qwen3MoeAdapter, Qwen3VLTextAdapter):
         from hetmesh.models.qwen3_vl_moe_causal_lm import Qwen3VLMoeTextForCausalLM
 
         adapter = cls.make_vl(request, Qwen3VLMoeTextConfig, Qwen3VLMoeTextForCausalLM, expert_sizes(request))
-        check_experts(request, adapter.config)
-        return adapter
+        return cls.with_experts(request, adapter)
