@@ -82,11 +82,11 @@ def _expert_degrees(facts: ModuleFacts, degrees: tuple[int, int, int, int, int])
     yield 1
     if facts.experts is None:
         return
-    sizes, mesh = facts.experts, ModulePlan((0, math.prod(degrees)), degrees).mesh
-    for ep in range(2, mesh.axis_size(expert_axis(mesh)) + 1):
-        if mesh.axis_size(expert_axis(mesh)) % ep == 0:
-            if experts_fit(experts_mesh(mesh, ep), sizes.count, sizes.inner, sizes.features):
-                yield ep
+    own, mesh = facts.experts, ModulePlan((0, math.prod(degrees)), degrees).mesh
+    ranks = mesh.axis_size(expert_axis(mesh))
+    for ep in (n for n in range(2, ranks + 1) if ranks % n == 0):
+        if experts_fit(experts_mesh(mesh, ep), own.count, own.inner, own.features):
+            yield ep
 
 
 def _agrees(problem: Problem, name: str, plan: ModulePlan) -> bool:
