@@ -16,7 +16,20 @@ def test_a_small_run_has_the_keys(monkeypatch):
     bench = importlib.import_module("benchmarks.experts_predicted")
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
-    given = ["--rounds", "1", "--seconds", "0", "--features", "32", "--inner", "16", "--layers", "1", "--microbatch", "2"]
+    given = [
+        "--rounds",
+        "1",
+        "--seconds",
+        "0",
+        "--features",
+        "32",
+        "--inner",
+        "16",
+        "--layers",
+        "1",
+        "--microbatch",
+        "2",
+    ]
     args = parser.parse_args(given)
     recipe = bench.recipe_of(args)
     assert recipe.world_size == 2
