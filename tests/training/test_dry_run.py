@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from dry_run_cases import FOLDER, dry, grouped, printed
+from dry_run_cases import FOLDER, dry, grouped, left_behind, printed
 
 KINDS = ("digits", "digits_cp_pp", "digits_qwen3vl")
 OTHERS = sorted({path.stem for path in FOLDER.glob("digits*.toml")} - set(KINDS))
@@ -52,4 +52,12 @@ def test_offloaded_parameters_stay_on_the_host(apart):
     given = ["dryrun", "recipes/digits_fsdp.toml", "--training.enable_cpu_offload=true", "--json"]
     status, text = apart(printed, given)
     assert status == 0, text
-    assert json.loads(text)["groups"][0]["built"] < 1024  # but for buffers
+    group = json.loads(text)["groups"][0]
+    assert group["built"] < 1024  # but for buffers
+    waits = [each for each in group["waits"] if each["line"] == "" and each["model"] == ""]
+    assert {each["what"] for each in waits} == {"an event"}, "FSDP's own copies are pinned; it waits for gradients"
+
+
+@pytest.mark.slow
+def test_a_caller_finds_all_as_it_was(apart):
+    assert apart(left_behind) == {}
