@@ -64,7 +64,7 @@ def balance_of(request: AdapterRequest, config: Any) -> float:
         RecipeError: it is negative or not finite.
     """
     given = request.config.get(COEFFICIENT)
-    if given is None and request.pretrained is not None and not config.output_router_logits:
+    if given is None and request.pretrained is not None and not getattr(config, "output_router_logits", False):
         return 0.0
     value = getattr(config, COEFFICIENT) if given is None else given
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):

@@ -40,10 +40,7 @@ class Qwen3MoeAdapter(CausalLMAdapter):
         from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
-        derived = derived_sizes(request)
-        if "hidden_size" in request.config:
-            derived["moe_intermediate_size"] = request.config["hidden_size"]
-        given = request.config.get("head_dim")
+        derived, given = expert_sizes(request), request.config.get("head_dim")
         if "head_dim" in request.config:  # which transformers reads, but does not declare
             derived["head_dim"] = positive_int(request, "head_dim", given)
             others = {key: value for key, value in request.config.items() if key != "head_dim"}
@@ -54,8 +51,15 @@ class Qwen3MoeAdapter(CausalLMAdapter):
                 f"{request.key}.config.head_dim = {given!r}, but {request.pretrained} says {own!r} in its config.json; "
                 "leave the key out"
             )
+        return cls.with_experts(request, adapter)
+
+    @classmethod
+    def with_experts(cls, request: AdapterRequest, adapter: Any) -> Qwen3MoeAdapter:
+        """`adapter` of a model with experts, with the weight of its load-balancing loss; raises RecipeError for numbers
+        of experts that do not fit each other."""
         _check_experts(request, adapter.config)
-        return replace(adapter, balance=balance_of(request, adapter.config))
+        balanced: Qwen3MoeAdapter = replace(adapter, balance=balance_of(request, adapter.config))
+        return balanced
 
     @property
     def abilities(self) -> Abilities:
@@ -76,6 +80,14 @@ class Qwen3MoeAdapter(CausalLMAdapter):
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
         return {**super().tensor_parallel_sizes(), "moe_intermediate_size": self.config.moe_intermediate_size}
+
+
+def expert_sizes(request: AdapterRequest) -> dict[str, Any]:
+    """Sizes that follow from others where a recipe does not give them."""
+    derived = derived_sizes(request)
+    if "hidden_size" in request.config:
+        derived["moe_intermediate_size"] = request.config["hidden_size"]
+    return derived
 
 
 def _check_experts(request: AdapterRequest, config: Any) -> None:

@@ -16,6 +16,7 @@ from hetmesh.models.own.make import make_own
 from hetmesh.models.pretrained import Pretrained
 from hetmesh.models.qwen3 import Qwen3Adapter
 from hetmesh.models.qwen3_moe import Qwen3MoeAdapter
+from hetmesh.models.qwen3_vl_moe_text import Qwen3VLMoeTextAdapter
 from hetmesh.models.qwen3_vl_text import Qwen3VLTextAdapter
 from hetmesh.models.qwen3_vl_vision import Qwen3VLVisionAdapter
 from hetmesh.models.siglip import SiglipAdapter
@@ -34,6 +35,7 @@ MODELS: dict[str, Callable[[AdapterRequest], Adapter | None]] = {
     "llama": LlamaAdapter.make,
     "qwen3_vl_vision": Qwen3VLVisionAdapter.make,
     "qwen3_vl_text": Qwen3VLTextAdapter.make,
+    "qwen3_vl_moe_text": Qwen3VLMoeTextAdapter.make,
     "hf_encoder": HfEncoderAdapter.make,
     "hf_projector": HfProjectorAdapter.make,
     "hf_llm": HfLlmAdapter.make,
