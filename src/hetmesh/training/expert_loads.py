@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
 Loads = Mapping[str, Mapping[str, float]]
 """By module: `balance_loss`, the mean over tokens and blocks, without its coefficient (`experts per token` where
-routing is even), of routers that are trained; `max_over_mean`, the tokens of the busiest expert over the mean expert's,
-in the block where that is largest; `ranks_max_over_mean`, the same of ranks along `ep`; `without_tokens`, experts of any
-block that got none."""
+routing is even); `max_over_mean`, the tokens of the busiest expert over the mean expert's, in the block where that is
+largest; `ranks_max_over_mean`, the same of ranks along `ep`; `without_tokens`, experts of any block that got none."""
 
 
 class ExpertLoads:
@@ -74,7 +73,7 @@ class ExpertLoads:
                 continue
             uneven = map(skew, tokens.long().tolist(), placements[name], [self.ranks(name)] * len(tokens))
             out[name] = {
-                **({"balance_loss": round(rows[:, 0].mean().item() / max(targets, 1), 6)} if rows[:, 0].any() else {}),
+                "balance_loss": round(rows[:, 0].mean().item() / max(targets, 1), 6),
                 "max_over_mean": round((tokens.amax(1) / tokens.mean(1)).max().item(), 4),
                 "ranks_max_over_mean": round(max(uneven), 4),
                 "without_tokens": int((tokens == 0).sum()),

@@ -156,11 +156,11 @@ class ExpertPlacement:
 
 def _changes_of_rank(before: Placement, after: Placement, ranks: int) -> int:
     each = len(before) // ranks
-    parts = ((set(p[i : i + each]) for i in range(0, len(p), each)) for p in (before, after))
-    return sum(len(now - then) for then, now in zip(*parts, strict=True))
+    parts = [slice(i, i + each) for i in range(0, len(before), each)]
+    return sum(len(set(after[part]) - set(before[part])) for part in parts)
 
 
 def _moments(parameter: nn.Parameter, optimizers: Optimizers) -> list[Tensor]:
     """What an optimizer keeps of a parameter beside numbers such as its steps."""
-    kept = [o.state[parameter] for o in (optimizers or ([],))[0] if parameter in o.state]
-    return [v for state in kept for _, v in sorted(state.items()) if isinstance(v, DTensor) and v.shape == parameter.shape]
+    kept = [sorted(o.state[parameter].items()) for o in (optimizers or ([],))[0] if parameter in o.state]
+    return [each for state in kept for _, each in state if isinstance(each, DTensor) and each.shape == parameter.shape]

@@ -114,10 +114,9 @@ class StepMetrics:
             assert self.measured is not None
             yield f"{name} {amount(sum(sizes.values()))}B waited {1000 * self.measured.wait_s[name]:.0f} ms"
         for name, load in self.measured.experts.items() if self.measured else ():
-            balance = f"balance loss {load['balance_loss']:.3f} " if "balance_loss" in load else ""
             yield (
-                f"experts of {name} {balance}max/mean {load['max_over_mean']:.2f} of ranks "
-                f"{load['ranks_max_over_mean']:.2f} {load['without_tokens']:.0f} without tokens"
+                f"experts of {name} balance loss {load['balance_loss']:.3f} max/mean {load['max_over_mean']:.2f} of "
+                f"ranks {load['ranks_max_over_mean']:.2f} {load['without_tokens']:.0f} without tokens"
             )
         if self.media_dropped or self.tokens_dropped:
             yield f"cut by seq_len: {self.tokens_dropped} tokens and {self.media_dropped} media items"

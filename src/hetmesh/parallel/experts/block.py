@@ -115,7 +115,7 @@ class ExpertBlock(nn.Module):
     def _routed(
         self, rows: Tensor, weights: Tensor, places: Tensor, wanted: Tensor, finish: Callable[[], RoutedCounts]
     ) -> Tensor:
-        """The weighted sum over each token's experts, which lie at `places` `[tokens, chosen]`: `[tokens, features]`."""
+        """The weighted sum over each token's experts, `[tokens, features]`; they lie at `places` `[tokens, chosen]`."""
         peers, features, chosen = self.peers, rows.shape[1], places.shape[1]
         microbatch, kind = current_microbatch(), rows.device.type
         if torch.is_autocast_enabled(kind):  # which leaves what norms give in fp32, and knows no grouped products

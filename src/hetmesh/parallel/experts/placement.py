@@ -77,7 +77,6 @@ def _together(layout: Layout, rank: int) -> list[int]:
     own = layout.mesh.coordinate(rank)
     assert own is not None
     fixed = tuple(
-        slice(None) if sharded_dim(placement) == 0 else at
-        for placement, at in zip(layout.placements, own, strict=True)
+        slice(None) if sharded_dim(placement) == 0 else at for placement, at in zip(layout.placements, own, strict=True)
     )
     return np.ravel(layout.mesh.array[fixed]).tolist()
