@@ -1,6 +1,5 @@
 """Experts that change places in a run: never the result, in any layout; what is wrong with a move is found."""
 
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -16,6 +15,8 @@ from hetmesh.parallel.experts import placement as moves
 from hetmesh.testing.parity import ParityError, compare, reference, run
 from hetmesh.training import expert_placement
 from hetmesh.training.describe import describe
+from hetmesh.training.expert_placement import Moved
+from hetmesh.training.metrics import StepMetrics, flat
 
 STEPS = 3
 SPREAD = sorted(case for case, (tables, _) in CASES.items() if "expert_parallel_degree" in "".join(tables))
@@ -40,7 +41,7 @@ def moved(rank, given, fault=None, seed=None, steps=STEPS):
 
         def tell(*arguments):
             out = behind_step(*arguments)
-            told.append({name: replace(each, seconds=0.0).record() for name, each in out.items()})
+            told.append({name: each.record() for name, each in out.items()})
             job.check_replicas(arguments[0])
             return out
 
@@ -158,6 +159,16 @@ def test_skewed_routing_is_evened_out(pool4):
     assert first["ranks_max_over_mean_before"] > 1.3
     assert first["ranks_max_over_mean_after"] <= 1.15
     assert second["ranks_max_over_mean_before"] < first["ranks_max_over_mean_before"]  # on samples not seen before
+
+
+def test_what_is_told_of_a_move():
+    moved = Moved(moved=6, experts=24, before=1.35801, after=1.0131, tokens=[[5, 0], [2, 3]])
+    assert str(moved) == "6 of 24 moved to other ranks, tokens of ranks max/mean 1.36 -> 1.01"
+    assert str(Moved(0, 24, 1.02, 1.02)) == "none of 24 moved, tokens of ranks max/mean 1.02"
+    line = StepMetrics(4, 1.0, 1.0, 0.1, 1.0, 1.0, 1.0, expert_placement={"llm": moved.record()}).record()
+    assert line["expert_placement"]["llm"]["tokens"] == [[5, 0], [2, 3]]
+    assert flat(line)["expert_placement/llm/ranks_max_over_mean_before"] == 1.358
+    assert "expert_placement/llm/tokens" not in flat(line)  # loggers draw numbers
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -32,7 +32,8 @@ class StepMetrics:
         samples_skipped: of the global batch: they could not be read, and add nothing either.
         samples_by_source: of the global batch, where they come from a mixture.
         media_dropped, tokens_dropped: what of the global batch did not fit into `seq_len`.
-        expert_placement: by module, experts that changed their rank behind this step, and how even ranks were and are.
+        expert_placement: by module, experts that changed their rank behind this step, how even ranks were and are, and
+            the tokens of each expert since the last time.
         over_in_flight: microbatches beyond `bubble_fill_in_flight` that encoders might hold in this step.
     """
 
@@ -54,7 +55,7 @@ class StepMetrics:
     over_in_flight: int = 0
     samples_by_source: Mapping[str, int] = field(default_factory=dict)
     load: StepLoad | None = None
-    expert_placement: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    expert_placement: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """The line of metrics.jsonl; what is unknown is left out, and so are counts of 0."""
@@ -159,8 +160,11 @@ def duration(seconds: float) -> str:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Nested tables as one, keys joined by `/`, as TensorBoard and Weights & Biases group them."""
+    """The numbers of nested tables as one table, keys joined by `/`, as TensorBoard and Weights & Biases group them."""
     out: dict[str, float] = {}
     for key, value in values.items():
-        out |= flat(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        if isinstance(value, Mapping):
+            out |= flat(value, f"{prefix}{key}/")
+        elif not isinstance(value, Sequence):
+            out[f"{prefix}{key}"] = value
     return out
