@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "tree_map_only",
     "trunc_normal_calls",
     "without_autocast",
+    "without_modes",
 ]
 
 # torch 2.13 renamed these two and warns at every use of the old names.
@@ -211,6 +212,10 @@ def without_autocast(key: str) -> Iterator[None]:
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     with torch._C._ExcludeDispatchKeyGuard(keys):
         yield
+
+
+without_modes = _disable_current_modes
+"""`with without_modes():` no dispatch mode sees the operations of the body."""
 
 
 def default_store() -> dist.Store:

@@ -1,4 +1,4 @@
-"""Running `hetmesh train` as a user does, with `faulty_sources` importable by its workers."""
+"""A World of one rank; running `hetmesh train` as a user does, with `faulty_sources` importable by its workers."""
 
 import os
 import subprocess
@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from hetmesh.boundary import World, init
+
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """This process alone, closed after the test."""
+    world = init()
+    yield world
+    world.close()
 
 
 @pytest.fixture(scope="module")

@@ -164,13 +164,6 @@ def test_a_checkpoint_of_another_model_is_one_error_on_every_rank(pool4, tmp_pat
     )
 
 
-@pytest.fixture
-def world():
-    world = init()
-    yield world
-    world.close()
-
-
 class Halves(nn.Module):
     """Two layers, of which a step may use one."""
 

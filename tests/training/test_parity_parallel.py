@@ -4,19 +4,19 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from received_rows import received_rows
 from torch.distributed.fsdp import FSDPModule
 
-from hetmesh.balance import boundary_layouts, plan_batch
+from hetmesh.balance import plan_batch
 from hetmesh.boundary import World
 from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError
 from hetmesh.graph import Stage
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import faults
-from hetmesh.testing.bounds import minimal_elements
 from hetmesh.testing.parity import Outcome, ParityError, compare, reference, run
 from hetmesh.training.describe import make_prepare
-from hetmesh.training.job import Job, describe
+from hetmesh.training.job import describe
 
 pytestmark = pytest.mark.slow
 
@@ -114,26 +114,13 @@ def test_each_module_chooses_and_ranks_may_be_permuted(pool):
     check(pool, text.replace("0-3", "0-7"))
 
 
-def received(rank, recipe):
-    """Bytes of rows that reached the LLM's first stage here, and the fewest that could."""
-    world = World.current()
-    world.log.clear()
-    run(recipe, world, steps=1)
-    job = Job.assemble(recipe, world)
-    plan = job.plan([d.meta for d in next(job.loader)])
-    boundary = job.graph.inputs("llm")[0]
-    layouts = [boundary_layouts(plan, boundary, m) for m in range(plan.num_microbatches)]
-    needed = sum(minimal_elements(*each).get(rank, 0) for each in layouts)
-    return world.log.bytes_received(boundary.name, "forward"), 8 * needed, 80 * sum(shape[0] for shape, *_ in layouts)
-
-
 def test_with_sequence_parallelism_a_row_reaches_the_rank_that_keeps_its_token_and_no_other(pool):
     """Decision 4: over all ranks of the LLM every row arrives once."""
     vision = "tensor_parallel_degree = 2"
     llm = "tensor_parallel_degree = 2\n" + SEQUENCE
     projector = '[parallelism.projector]\nranks = "0-3"\n'
     recipe = parse_recipe(layout(vision, llm, "disjoint", projector))
-    results = pool(8).run(received, recipe, timeout=120)
+    results = pool(8).run(received_rows, recipe, timeout=120)
     assert [bytes_ for bytes_, *_ in results] == [needed for _, needed, _ in results]
     assert sum(bytes_ for bytes_, *_ in results) == results[0][2] > 0
 

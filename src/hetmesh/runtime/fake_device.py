@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hetmesh._torch_compat import python_device
-from hetmesh.attention.kernels import FLEX
+from hetmesh.attention.flex import FLEX
 from hetmesh.boundary.accelerator import Accelerator
 from hetmesh.runtime.fake_autocast import NAME, register
 

@@ -30,7 +30,7 @@ from hetmesh._torch_compat import default_store
 from hetmesh.boundary import Nccl, World, init
 from hetmesh.boundary.backend import Message, Posted
 from hetmesh.boundary.watchdog import Watchdog
-from hetmesh.testing.emulated_queue import Batch, EmulatedError, Part, Queue, missing
+from hetmesh.testing.emulated_queue import Batch, EmulatedError, HalfMessage, Queue, missing
 from hetmesh.testing.in_flight import InFlight, compare_collectives
 
 _numbers = itertools.count()  # of backends in this process; equal on all ranks, which make them alike
@@ -102,8 +102,8 @@ class EmulatedNccl(Nccl):
             EmulatedError: ranks do not come to the rendezvous of a communicator that does not exist yet, or something
                 posted on it before has failed.
         """
-        parts = [Part.receive(peer, buffer) for peer, buffer in receives]
-        parts += [Part.send(peer, buffer) for peer, buffer in sends]
+        parts = [HalfMessage.receive(peer, buffer) for peer, buffer in receives]
+        parts += [HalfMessage.send(peer, buffer) for peer, buffer in sends]
         return ([(None, self._put(Batch(parts, tag, str(what)), group))] if parts else []), []
 
     def all_to_all(
@@ -117,8 +117,9 @@ class EmulatedNccl(Nccl):
     ) -> EmulatedWork:
         """A batch of messages between all ranks of the group, as it is on NCCL; see `Backend.all_to_all`."""
         peers = dist.get_process_group_ranks(group)
-        parts = [Part.receive(peer, part) for peer, part in zip(peers, received.split(list(sizes[0])), strict=True)]
-        parts += [Part.send(peer, part) for peer, part in zip(peers, sent.split(list(sizes[1])), strict=True)]
+        to_receive, to_send = (whole.split(list(each)) for whole, each in zip((received, sent), sizes, strict=True))
+        parts = [HalfMessage.receive(peer, buffer) for peer, buffer in zip(peers, to_receive, strict=True)]
+        parts += [HalfMessage.send(peer, buffer) for peer, buffer in zip(peers, to_send, strict=True)]
         here = dist.get_rank()
         own = [part.buffer for part in parts if part.peer == here]
         own[0].copy_(own[1])
