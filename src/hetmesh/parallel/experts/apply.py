@@ -41,7 +41,6 @@ def apply_expert_parallel(module: nn.Module, layers: ExpertLayers, device_mesh: 
             peers=_peers(device_mesh, spec, name),
             tokens=tokens,
             placement=tuple(range(layers.count)),
-            places=None,
             sharing=device_mesh.get_group("cp") if spec.axis_size("cp") > 1 else None,
             balances=True,
             enter=None if tp is None else _on(enter, tp),

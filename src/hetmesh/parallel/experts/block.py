@@ -71,7 +71,7 @@ class ExpertBlock(nn.Module):
     peers: ExpertRanks
     tokens: RoutedTokens
     placement: Placement
-    places: Tensor | None
+    places: Tensor | None = None
     sharing: dist.ProcessGroup | None
     balances: bool
     enter: Callable[[Tensor], Tensor] | None
