@@ -104,6 +104,7 @@ CASES = {
     "HSDP 2, EP 2": ((table("vision", "0-3"), experts("0-3", 2, 2, fsdp=2)), {}),
     "recomputed": ((table("vision", "0-1"), experts("2-3", 2, 2) + FULL), {}),
     "recomputed, FSDP": ((table("vision", "0-3"), experts("0-3", 2, fsdp=4) + FULL), {}),
+    "selectively, FSDP": ((table("vision", "0-3"), experts("0-3", 2, fsdp=4) + FULL.replace("full", "selective")), {}),
     "selectively": ((experts("0-1", 2, 2) + FULL.replace("full", "selective"),), {}),
     "fewer experts than shards": (
         (table("vision", "0-1"), experts("0-3", 2, fsdp=4)),
