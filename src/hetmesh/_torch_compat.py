@@ -8,6 +8,7 @@ from datetime import timedelta
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -37,6 +38,7 @@ __all__ = [
     "one_gloo_device",
     "python_device",
     "reduce_scatter_single",
+    "seeded_generator",
     "set_group_timeout",
     "shared_buffer",
     "split_backward",
@@ -176,11 +178,39 @@ def fake_process_group(size: int, rank: int = 0) -> Iterator[None]:
 @cache
 def python_device(name: str, module: Any) -> torch.device:
     """Make `name` a type of device beside those of this build of torch, with `module` as its `torch.cuda`. Once per
-    process, and for its life: torch has room for one such device."""
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+    process, and for its life: torch has room for one such device. It is available while `module.is_available()`."""
+    from torch.utils import backend_registration
 
-    _setup_privateuseone_for_python_backend(name, backend_module=module)
+    class Hook(backend_registration._DummyPrivateUse1Hook):
+        def is_available(self) -> bool:
+            return bool(module.is_available())
+
+        is_built = is_available
+
+        def has_primary_context(self, _: int) -> bool:
+            return self.is_available()
+
+    backend_registration._setup_privateuseone_for_python_backend(name, backend_module=module, hook=Hook())
     return torch.device(name, 0)
+
+
+_STATE = slice(3, 3 + 624)  # of Mersenne Twister, in a CPU generator's state as 64-bit words
+
+
+def seeded_generator(seed: int) -> torch.Generator:
+    """A generator of the CPU that depends on all bits of `seed`, at least 0, however many; `manual_seed` takes 32.
+
+    Raises:
+        RuntimeError: this torch lays out a generator's state in another way than has been stored in checkpoints so far.
+    """
+    generator = torch.Generator().manual_seed(5489)
+    state = generator.get_state()
+    words = state.numpy()[: _STATE.stop * 8].view(np.uint64)
+    if words[_STATE.start] != 5489:
+        raise RuntimeError(f"the state of a generator of torch {torch.__version__} is laid out in an unknown way")
+    words[_STATE] = np.random.SeedSequence(seed).generate_state(624)
+    generator.set_state(state)
+    return generator
 
 
 def implement(library: torch.library.Library, operation: str, key: str, kernel: Callable[..., Any]) -> None:
