@@ -31,23 +31,25 @@ Changes = dict[str, tuple[Any, Any]]
 """Dotted key -> its value in the checkpoint and in the recipe."""
 
 
-def run_state(recipe: Recipe, skipped: int) -> str:
-    """What a checkpoint says about its run: the recipe, and the steps skipped so far."""
-    return json.dumps({"recipe": recipe.model_dump(mode="json", by_alias=True), "skipped_steps": skipped})
+def run_state(recipe: Recipe, skipped: int, experts: Mapping[str, Any]) -> str:
+    """What a checkpoint says about its run: the recipe, the steps skipped so far, and where experts lay
+    (`ExpertPlacement.state`)."""
+    keys = recipe.model_dump(mode="json", by_alias=True)
+    return json.dumps({"recipe": keys, "skipped_steps": skipped, "experts": experts})
 
 
-def saved_run(world: World, path: Path) -> tuple[Mapping[str, Any] | None, int]:
+def saved_run(world: World, path: Path) -> tuple[Mapping[str, Any] | None, int, Mapping[str, Any]]:
     """What `run_state` put into the checkpoint at `path`: the recipe, None in an older or damaged one (loading it says
-    what is damaged), and the steps skipped. Collective."""
+    what is damaged), the steps skipped, and where experts lay. Collective."""
     state = {RUN: ""}
     try:
         saved, sums = opened(world, path)
         if RUN in saved:
             read_into(world, path, state, {part: crc for part, crc in sums.items() if part.name == RUN})
     except CheckpointError:
-        return None, 0
+        return None, 0, {}
     found = json.loads(state[RUN] or "{}")
-    return found.get("recipe"), found.get("skipped_steps", 0)
+    return found.get("recipe"), found.get("skipped_steps", 0), found.get("experts", {})
 
 
 def changes(saved: Mapping[str, Any] | None, recipe: Recipe) -> Changes:
