@@ -1,16 +1,22 @@
-"""Files that hetmesh writes: strict JSON, all of a file or nothing; JSON that it reads; errors that name the path."""
+"""Files that hetmesh writes: strict JSON, all of a file or nothing; those that it reads, which others have written, and
+where these may lie; errors that name the path."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from hetmesh.errors import HetmeshError, OutputError, RecipeError
+
+DEEPEST = 100
+"""Levels of lists and objects in JSON that is read. Python's own limit depends on who calls."""
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -36,6 +42,74 @@ def write_json(path: str | Path, value: Any, indent: int | None = None) -> None:
         os.replace(temporary, path)
 
 
+def read_file(path: str | Path) -> bytes:
+    """All of a file.
+
+    Raises:
+        OSError: it cannot be read, or is a pipe or device, whose reading may never end.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(f"{path} is not a regular file")
+    return Path(path).read_bytes()
+
+
+def from_json(data: str | bytes) -> Any:
+    """What a JSON text says.
+
+    Raises:
+        ValueError: it is none, is nested too deep, or holds half of a surrogate pair, which is no character.
+    """
+    text = data.decode("utf-8-sig") if isinstance(data, bytes) else data
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    if text.count("[") + text.count("{") > DEEPEST:  # else it cannot be
+        _check_depth(value)
+    if "\\ud" in text or "\\uD" in text:  # else no text can hold any
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        inside = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [each for some in inside for each in some if isinstance(each, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"it is nested more than {DEEPEST} levels deep")
+
+
+def place_in(folders: Sequence[Path], name: str) -> Path:
+    """The file that data call `name`, which may begin in the first of `folders` and must lie in one of them, links
+    followed. (Files of a Hugging Face cache are links into the `blobs` beside their snapshot, which belong to it.)
+
+    Raises:
+        OSError: it lies elsewhere, or links lead in circles.
+    """
+    path = folders[0] / name
+    if os.path.islink(path) or ".." in path.parts:
+        real = os.path.realpath(path)
+    else:
+        real = os.path.join(_real(os.path.dirname(path)), path.name)
+    if any(real.startswith(root) for each in folders for root in _roots(str(each))):
+        return path
+    raise OSError(f"{name!r} is {real}, which lies outside of {' and '.join(map(str, folders))}")
+
+
+@lru_cache(maxsize=4096)
+def _real(folder: str) -> str:
+    return os.path.realpath(folder)
+
+
+@lru_cache(maxsize=64)
+def _roots(folder: str) -> tuple[str, ...]:
+    real = Path(os.path.realpath(folder))
+    cached = [each.parent / "blobs" for each in (real, *real.parents) if each.name == "snapshots"]
+    return tuple(os.path.join(root, "") for root in (real, *cached))
+
+
 def json_object(file: Path, where: object) -> dict[str, Any]:
     """What the JSON file of a directory that a recipe names holds.
 
@@ -46,7 +120,7 @@ def json_object(file: Path, where: object) -> dict[str, Any]:
         RecipeError: it cannot be read, or holds something else than an object.
     """
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = from_json(read_file(file))
     except (OSError, ValueError) as error:
         raise RecipeError(f"{where}: {file.name} cannot be read: {error}") from error
     if not isinstance(value, dict):

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import ctypes
 import io
+import multiprocessing
 import os
 import random
 import re
@@ -27,6 +28,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,27 +46,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options beside --n and --seed."""
     parser.add_argument("--kind", choices=tuple(KINDS), help="only one kind of input")
     parser.add_argument("--number", type=int, help="only the input of this number")
+    parser.add_argument("--processes", type=int, default=1, help="that read at once")
     parser.add_argument("--progress", action="store_true", help="tell each number on stderr: which one ended the process")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Read `--n` spoiled inputs; a dict of counts and offenders."""
     start = time.monotonic()
-    counts: Counter[str] = Counter()
-    failures: list[dict[str, Any]] = []
-    slowest = 0.0
+    processes = getattr(args, "processes", 1)
     given = getattr(args, "number", None)
-    with _Fuzzer(args.seed, args.kind) as fuzzer:
-        for number in range(args.n) if given is None else [given]:
-            if getattr(args, "progress", False):
-                print(number, fuzzer.kind_of(number), file=sys.stderr, flush=True)
-            began = time.monotonic()
-            name, how, edits, outcome, told = fuzzer.read(number)
-            slowest = max(slowest, time.monotonic() - began)
-            counts[f"{name}: {outcome}"] += 1
-            counts["check: " + outcome] += how == "check"
-            if outcome == "offends":
-                failures.append({"number": number, "kind": name, "by": how, "edits": edits, "raised": told})
+    shares = [range(i, args.n, processes) for i in range(processes)] if given is None else [range(given, given + 1)]
+    read = partial(_read_all, args.seed, args.kind, getattr(args, "progress", False))
+    if len(shares) == 1:
+        done = [read(shares[0])]
+    else:
+        with multiprocessing.get_context("spawn").Pool(len(shares)) as pool:
+            done = pool.map(read, shares)
+    counts = sum((each[0] for each in done), Counter())
+    failures = sorted((failure for each in done for failure in each[1]), key=lambda failure: failure["number"])
+    slowest = max(each[2] for each in done)
     return {
         "n": args.n,
         "seed": args.seed,
@@ -73,6 +73,28 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "counts": {name: count for name, count in sorted(counts.items()) if count},
         "failures": failures,
     }
+
+
+def _read_all(
+    seed: int, kind: str | None, progress: bool, numbers: Sequence[int]
+) -> tuple[Counter[str], list[dict[str, Any]], float]:
+    """Counts of outcomes, offenders, and seconds of the slowest of the inputs of these numbers."""
+    counts: Counter[str] = Counter()
+    failures: list[dict[str, Any]] = []
+    slowest = 0.0
+    with _Fuzzer(seed, kind) as fuzzer:
+        for number in numbers:
+            if progress:
+                print(number, fuzzer.kind_of(number), file=sys.stderr, flush=True)
+            began = time.monotonic()
+            name, how, edits, outcome, told = fuzzer.read(number)
+            slowest = max(slowest, time.monotonic() - began)
+            counts[f"{name}: {outcome}"] += 1
+            counts["check: " + outcome] += how == "check"
+            if outcome == "offends":
+                failures.append({"number": number, "kind": name, "by": how, "edits": edits, "raised": told})
+                print(f"{number} {name} by {how}: {'; '.join(edits)}\n    {told}", file=sys.stderr, flush=True)
+    return counts, failures, slowest
 
 
 class _Fuzzer:
@@ -142,7 +164,7 @@ class _Fuzzer:
         files = sorted(file for pattern in kind.files for file in folder.glob(pattern) if not file.is_dir())
         if not files:
             return "nothing"
-        place = Place(rng.choice(files), self.root / "outside")
+        place = Place(rng.choice(files), self.root / "outside", kind.base == "recipes")
         if place.file.parent.name == "data" and "data/[a-e].*" in kind.files and rng.random() < 0.05:
             return linked(place)
         return mutate(rng, place)

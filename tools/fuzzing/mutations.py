@@ -36,10 +36,12 @@ class Place:
     Attributes:
         file: which.
         outside: a folder that no input may have a file of read.
+        named: whether it is a person who names the file, and may give a pipe.
     """
 
     file: Path
     outside: Path
+    named: bool = False
 
     def names_outside(self) -> list[str]:
         """File names that lead there, absolute and not."""
@@ -264,8 +266,10 @@ class Opens:
 def in_pickle(rng: random.Random, data: bytes, place: Place) -> Change:
     """Of DCP's index: sizes, offsets and file names that are not so, and code."""
     how = rng.choice(("bytes", "size", "name", "code", "type", "offset"))
+    if how == "bytes" or b"secret.txt" in data:  # by the edit before: code
+        return in_bytes(rng, data, place)
     try:
-        found = pickle.loads(data) if how != "bytes" else None  # of our own making
+        found = pickle.loads(data)  # of our own making
         tensors = [each for each in found.state_dict_metadata.values() if hasattr(each, "size")]
         stored = list(found.storage_data.values())
     except Exception:  # broken by the edit before
@@ -329,7 +333,7 @@ def mutate(rng: random.Random, place: Place) -> str:
 def _replaced(rng: random.Random, place: Place) -> str:
     """By something that is no file."""
     place.file.unlink(missing_ok=True)
-    how = rng.choice(("missing", "folder", "pipe", "loop", "device"))
+    how = rng.choice(("missing", "folder", "loop", *(() if place.named else ("pipe", "device"))))
     if how == "folder":
         place.file.mkdir()
     elif how == "pipe":

@@ -358,7 +358,7 @@ KINDS: Mapping[str, Kind] = {
 
 def changed(folder: Path, pattern: str) -> Path:
     """The file of a pattern that was written last."""
-    return max(folder.glob(pattern), key=lambda file: file.stat().st_mtime_ns)
+    return max(folder.glob(pattern), key=lambda file: file.lstat().st_mtime_ns)
 
 
 def arguments(folder: Path) -> list[str]:

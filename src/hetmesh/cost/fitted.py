@@ -8,7 +8,6 @@ negative coefficient. The fit minimises relative errors: a small and a large mic
 from __future__ import annotations
 
 import itertools
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,7 +20,7 @@ from hetmesh.cost.layer_time import LayerTime
 from hetmesh.cost.shapes import LayerShape
 from hetmesh.cost.work import Work
 from hetmesh.errors import HetmeshError
-from hetmesh.files import write_json
+from hetmesh.files import from_json, read_file, write_json
 
 PARTS = ("forward", "backward_input", "backward_weight", "backward")
 """What is measured: a forward, and backwards that make the gradients of the input alone, of the parameters alone, and
@@ -139,7 +138,7 @@ class Profile:
             HetmeshError: the file is none.
         """
         try:
-            raw = json.loads(Path(path).read_text(encoding="utf-8"))
+            raw = from_json(read_file(path))
             layers = {k: {p: Coefficients(**c) for p, c in parts.items()} for k, parts in raw["layers"].items()}
             return cls(layers, HeldOut(**raw["held_out"]), raw["dtype"], raw["device"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -75,7 +75,8 @@ class ConversationsSource:
         audio_frames: how many frames a `.wav` file has: `"padded"` to the extractor's length, `"counted"` (the same,
             and how many it had before is known to the model), or its `"own"`.
         placeholders: kind of media -> a token of the vocabulary that texts do not use.
-        media_folder: where relative file names start; the folder of `path` if absent.
+        media_folder: where relative file names start; the folder of `path` if absent. No file elsewhere is read; a list
+            names further folders in which files may lie.
         chat_template: a Jinja template instead of the tokenizer's own (without either: Vicuna's form).
         pad_to_square: put images on a square of the mean colour before they are resized, as LLaVA does.
         validation_path: the same of held-out conversations.
@@ -96,7 +97,7 @@ class ConversationsSource:
         image_processor: str | None = None,
         audio_processor: str | None = None,
         placeholders: Mapping[str, str] | None = None,
-        media_folder: str | None = None,
+        media_folder: str | Sequence[str] | None = None,
         chat_template: str | None = None,
         pad_to_square: bool = False,
         validation_path: str | None = None,
@@ -116,10 +117,11 @@ class ConversationsSource:
             held_out = "" if validation_path else ", 'validation' needs validation_path"
             raise RecipeError(f"{KEY} split: must be 'train' or 'validation'{held_out}, got {split!r}")
         folders = {"tokenizer": tokenizer, "image_processor": image_processor, "audio_processor": audio_processor}
-        _check_exist({"path": path, "validation_path": validation_path}, {**folders, "media_folder": media_folder})
+        places = [media_folder] if isinstance(media_folder, str) else list(media_folder or ())
+        given = [*folders.items(), *(("media_folder", each) for each in places)]
+        _check_exist({"path": path, "validation_path": validation_path}, given)
         name = "path" if split == "train" else "validation_path"
         self.path = Path(path if split == "train" else str(validation_path)).expanduser()
-        folder = None if media_folder is None else Path(media_folder).expanduser()
         self._chat = Chat(
             Path(tokenizer).expanduser(),
             placeholders,
@@ -151,14 +153,16 @@ class ConversationsSource:
                 file for each in read for file in sorted(each.iterdir()) if file.name in SMALL
             ),
         }
-        self._folder, self._key = folder, f"{KEY} {name}"
+        self._key = f"{KEY} {name}"
         found = None
         if index:
             states = self._states(find_files(str(self.path), self._key))
             found = load_index(self.index_path, self._small | states)
         self._known: MetaArrays | None = None if found is None else found[0]
         arrays = None if found is None else found[1]
-        self._store = open_store(str(self.path), folder, self._key, arrays)
+        self._store = open_store(
+            str(self.path), [Path(each).expanduser() for each in places], self._key, arrays
+        )
         self._conversation = lru_cache(REMEMBERED)(self._read)
 
     def __len__(self) -> int:
@@ -301,7 +305,7 @@ class ConversationsSource:
             before = sum(other == kind for other, _ in named[:at])
             try:
                 media.append((kind, self._blob(index, at, kind, value, before)))
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 raise SampleError(f"sample {name!r}: {error}") from error
         for kind, held in self._store.held(index).items():
             used = sum(other == kind for other, _ in named)
@@ -364,13 +368,13 @@ class ConversationsSource:
         return text
 
 
-def _check_exist(files: Mapping[str, str | None], folders: Mapping[str, str | None]) -> None:
+def _check_exist(files: Mapping[str, str | None], folders: Iterable[tuple[str, str | None]]) -> None:
     refusals = Refusals()
     for key, value in files.items():
         if value is not None:
             with refusals.collect():
                 find_files(str(Path(value).expanduser()), f"{KEY} {key}")
-    for key, value in folders.items():
+    for key, value in folders:
         if value is not None and not Path(value).expanduser().is_dir():
             refusals.add(f"{KEY} {key} = {value!r}: there is no such directory")
     refusals.finish()

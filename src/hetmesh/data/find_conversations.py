@@ -51,7 +51,7 @@ def find_conversations(given: str, media_folder: str | None = None, key: str = "
     """
     root = Path(given).expanduser()
     if not root.is_dir() or (root / "dataset_info.json").is_file():
-        store = open_store(str(root), None, key)
+        store = open_store(str(root), (), key)
         start = Path(store.files[0]).parent
         return Conversations(str(root), "", media_folder or _media_folder(store, start, [start], key))
     groups = dict(_groups(root, key))
@@ -103,7 +103,7 @@ def _pattern(files: list[Path], alike: list[Path], key: str) -> str:
 def _opened(path: str, key: str) -> Store | None:
     """A store whose first record is a conversation, None if it is something else."""
     try:
-        store = open_store(path, None, key)
+        store = open_store(path, (), key)
         if not len(store):
             return None
         if isinstance(store, TarShards):

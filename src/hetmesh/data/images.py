@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import Tensor
 from hetmesh.data.pixel_budget import PixelBudget
 from hetmesh.data.tiles import ANY_RESOLUTION, CROPS, SPLITS, Extent, LongestEdge, Tiling, one_tile, tiling_of
 from hetmesh.errors import RecipeError
+from hetmesh.files import from_json, read_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -35,6 +35,10 @@ TILED = ("image_grid_pinpoints", "crop_to_patches", "do_pad")
 
 LEFT_OUT = ("do_image_splitting", "do_pan_and_scan")
 """What a recipe can have left out (`image_tiles = false`): an image is one tile, as with the processor's own option."""
+
+MOST_PIXELS = 89_478_485
+"""Of what becomes of an image: so many Pillow opens without a warning. A slender image can become large where its
+shorter side is resized, or where it is put on a square."""
 
 _IDEFICS = {
     "do_image_splitting": True,
@@ -95,9 +99,11 @@ class ImageProcessor:
         name = COMBINED if not (folder / FILE).is_file() and (folder / COMBINED).is_file() else FILE
         where = f"{key} = '{folder}': {name}"
         try:
-            config: Mapping[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
+            config: Mapping[str, Any] = from_json(read_file(folder / name))
         except (OSError, ValueError) as error:
             raise RecipeError(f"{key} = '{folder}': cannot read {name}: {error}") from error
+        if not isinstance(config, dict) or not isinstance(config.get("image_processor", {}), dict):
+            raise RecipeError(f"{where} must hold a JSON object")
         if name == COMBINED and "image_processor" not in config:
             raise RecipeError(f"{where} does not say how to prepare images, and there is no {FILE}")
         config = {"processor_class": config.get("processor_class"), **config.get("image_processor", config)}
@@ -172,10 +178,13 @@ class ImageProcessor:
         if (fixed := self._fixed_tile) is not None:
             return fixed
         if self.pad_to_square:
-            width = height = max(width, height)
+            width = height = _bounded(max(width, height), max(width, height))[0]
         return (3, *self._resized(width, height))
 
     def _resized(self, width: int, height: int) -> tuple[int, int]:
+        return _bounded(*self._own_size(width, height))
+
+    def _own_size(self, width: int, height: int) -> tuple[int, int]:
         if self.resize is None:
             return height, width
         if isinstance(self.resize, tuple):
@@ -206,7 +215,7 @@ class ImageProcessor:
         from PIL import Image as pillow
 
         if self.pad_to_square and image.width != image.height:
-            side = max(image.size)
+            side, _ = _bounded(max(image.size), max(image.size))
             colour = tuple(int(255 * m) for m in self.mean or (0, 0, 0))
             square = pillow.new("RGB", (side, side), colour)
             square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
@@ -240,13 +249,24 @@ class ImageProcessor:
 
 def _size(value: Any, where: str) -> tuple[int, int] | list[int]:
     """`(height, width)`, or `[shortest edge]`."""
+    sides: tuple[Any, ...] = ()
     if isinstance(value, int):
-        return [value]
+        sides = (value,)
     if isinstance(value, Mapping) and {"height", "width"} <= set(value):
-        return int(value["height"]), int(value["width"])
+        sides = value["height"], value["width"]
     if isinstance(value, Mapping) and set(value) == {"shortest_edge"}:
-        return [int(value["shortest_edge"])]
-    raise RecipeError(f"{where}: must be a number, {{height, width}} or {{shortest_edge}}, got {value!r}")
+        sides = (value["shortest_edge"],)
+    if not sides:
+        raise RecipeError(f"{where}: must be a number, {{height, width}} or {{shortest_edge}}, got {value!r}")
+    if not all(type(side) is int and side > 0 for side in sides) or sides[0] * sides[-1] > MOST_PIXELS:
+        raise RecipeError(f"{where}: must be positive, of at most {MOST_PIXELS} pixels, got {value!r}")
+    return [sides[0]] if len(sides) == 1 else (sides[0], sides[1])
+
+
+def _bounded(height: int, width: int) -> tuple[int, int]:
+    if not 0 < height * width <= MOST_PIXELS:
+        raise ValueError(f"it would become {width} x {height} pixels; at most {MOST_PIXELS} are made")
+    return height, width
 
 
 def _centre(pixels: np.ndarray, height: int, width: int) -> np.ndarray:

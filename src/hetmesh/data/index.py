@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import struct
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -14,9 +15,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from hetmesh.data.metas import metas_of
+from hetmesh.data.npy import npy_shape
 from hetmesh.data.source import Source
 from hetmesh.errors import RecipeError
-from hetmesh.files import writing
+from hetmesh.files import from_json, writing
 from hetmesh.graph.meta_arrays import NO_DIM, MetaArrays
 
 SUFFIX = ".hetmesh-index.npz"
@@ -94,22 +96,41 @@ def load_index(path: Path, inputs: Mapping[str, Any]) -> tuple[MetaArrays, dict[
     if not path.is_file():
         return None
     try:
+        _check_claims(path)
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-        texts = json.loads(arrays.pop("texts").tobytes())
+        texts = from_json(arrays.pop("texts").tobytes())
         version = texts["version"]
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except (*_BROKEN, zipfile.BadZipFile) as error:
         raise RecipeError(f"the index {path} is damaged ({error}); {_ADVICE}") from error
     if version != VERSION:
         raise RecipeError(f"the index {path} is of another version of hetmesh; {_ADVICE}")
+    if not isinstance(texts.get("inputs"), dict):
+        raise RecipeError(f"the index {path} is damaged (it does not say what it is of); {_ADVICE}")
     now = json.loads(json.dumps(inputs))  # tuples become lists
     if changed := sorted(name for name in now if texts["inputs"].get(name) != now[name]):
         raise RecipeError(f"the index {path} is stale: {', '.join(changed)} changed since it was made; {_ADVICE}")
     store = {name.removeprefix("store_"): arrays.pop(name) for name in list(arrays) if name.startswith("store_")}
-    unreadable = {int(i): reason for i, reason in texts["unreadable"].items()}
-    return MetaArrays(**arrays, kinds=tuple(texts["kinds"]), unreadable=unreadable), store
+    try:
+        unreadable = {int(i): str(reason) for i, reason in texts["unreadable"].items()}
+        found = MetaArrays(**arrays, kinds=tuple(map(str, texts["kinds"])), unreadable=unreadable)
+        found.check()
+    except _BROKEN as error:
+        raise RecipeError(f"the index {path} is damaged ({error}); {_ADVICE}") from error
+    return found, store
 
 
+def _check_claims(path: Path) -> None:
+    """Raise ValueError where arrays would be larger than the file: packed, or said to be in their headers."""
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size > path.stat().st_size:
+                raise ValueError(f"{info.filename} is packed")
+            with archive.open(info) as member:
+                npy_shape(member, info.file_size)  # type: ignore[arg-type]
+
+
+_BROKEN = (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError, struct.error)
 _ADVICE = "make it anew: hetmesh index RECIPE, or remove it"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ from hetmesh.errors import HetmeshError, SampleError
 from hetmesh.graph.sample import MediaItem
 
 KEY = "[data.options]"
+BROKEN = (SyntaxError, EOFError, LookupError, ArithmeticError, RuntimeError, TypeError, struct.error)
+"""What Pillow and wave raise beside OSError and ValueError where a file's fields lead nowhere."""
 
 
 class MediaReader:
@@ -99,5 +102,5 @@ def _reading(sample: str, file: object) -> Iterator[None]:
         yield
     except HetmeshError:
         raise
-    except (OSError, ValueError, SyntaxError, DecompressionBombError) as error:  # Pillow on broken PNGs: SyntaxError
-        raise SampleError(f"sample {sample!r}: cannot read {file}: {error}") from error
+    except (OSError, ValueError, DecompressionBombError, *BROKEN) as error:
+        raise SampleError(f"sample {sample!r}: cannot read {file}: {error or type(error).__name__}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +13,13 @@ from hetmesh.data.tables import TABLES, Tables
 from hetmesh.errors import RecipeError
 
 
-def open_store(path: str, folder: Path | None, key: str, arrays: Mapping[str, np.ndarray] | None = None) -> Store:
+def open_store(
+    path: str, folders: Sequence[Path], key: str, arrays: Mapping[str, np.ndarray] | None = None
+) -> Store:
     """The store that `path` names: a file, or a pattern (`*`) of tar shards or tables.
 
     Args:
-        folder: where file names in records of JSON start; None: the folder of `path`.
+        folders: where file names in records of JSON start, and others in which they may lie; none: that of `path`.
         key: the recipe key of `path`; errors begin with it.
         arrays: what `arrays` of such a store gave before, if it still holds: saves looking through the files.
 
@@ -34,7 +36,7 @@ def open_store(path: str, folder: Path | None, key: str, arrays: Mapping[str, np
         return Tables(files, key)
     if len(files) > 1:
         raise RecipeError(f"{key} = {path!r}: of JSON files give one, or make tar shards or tables of them")
-    return JsonFile(files[0], folder or files[0].parent, key, arrays)
+    return JsonFile(files[0], folders or [files[0].parent], key, arrays)
 
 
 def find_files(path: str, key: str) -> tuple[Path, ...]:

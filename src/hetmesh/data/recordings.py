@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import wave
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -11,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hetmesh.data.npy import npy_shape
 from hetmesh.errors import RecipeError
 
 FRAMES = ("padded", "counted", "own")
@@ -18,6 +21,11 @@ FRAMES = ("padded", "counted", "own")
 with its own number as its size; or its own."""
 
 EXTRACTOR = "WhisperFeatureExtractor"
+SIZES = {"feature_size": 80, "sampling_rate": 16000, "hop_length": 160, "chunk_length": 30, "n_fft": 400}
+"""Its sizes, and what they are where a file does not say."""
+
+MOST = 2**26
+"""Samples of the longest recording, numbers of its spectrum, and of a filter bank."""
 
 
 class RecordingProcessor:
@@ -43,11 +51,14 @@ class RecordingProcessor:
 
         try:
             found, _ = WhisperFeatureExtractor.get_feature_extractor_dict(self.folder, local_files_only=True)
+            _check_sizes({**SIZES, **found})
             if (kind := found.get("feature_extractor_type", EXTRACTOR)) != EXTRACTOR:
                 raise RecipeError(f"{self.key} = '{self.folder}': its feature extractor is {kind!r}, not {EXTRACTOR}")
             return WhisperFeatureExtractor.from_dict(found)
-        except (OSError, ValueError) as error:
-            raise RecipeError(f"{self.key} = '{self.folder}': {error}") from error
+        except RecipeError:
+            raise
+        except Exception as error:  # whatever transformers makes of a broken file
+            raise RecipeError(f"{self.key} = '{self.folder}': {error or type(error).__name__}") from error
 
     def shape(self, name: str, file: BinaryIO) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shape of the features of the recording `file` and its size, from its header at most; `name` says of what
@@ -57,9 +68,7 @@ class RecordingProcessor:
             OSError, ValueError: it cannot be read, or is longer than the extractor takes.
         """
         if name.endswith(".npy"):
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape = read(file)[0]
+            shape = _npy_shape(file)
             return shape, shape[-1:] if self.frames == "counted" else ()
         bins, longest = self._extractor.feature_size, self._extractor.nb_max_frames
         if self.frames == "padded":
@@ -82,6 +91,8 @@ class RecordingProcessor:
             OSError, ValueError: it cannot be read, or is longer than the extractor takes.
         """
         if name.endswith(".npy"):
+            _npy_shape(file)
+            file.seek(0)
             return torch.from_numpy(np.load(file, allow_pickle=False).astype(np.float32))
         rate = self._extractor.sampling_rate
         waveform = _waveform(file, rate)
@@ -97,10 +108,28 @@ class RecordingProcessor:
         return torch.from_numpy(np.ascontiguousarray(features, np.float32))
 
 
+def _npy_shape(file: BinaryIO) -> tuple[int, ...]:
+    length = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    return npy_shape(file, length)
+
+
+def _check_sizes(found: Mapping[str, Any]) -> None:
+    """Raise ValueError for an extractor that would take memory without bound."""
+    bins, rate, hop, seconds, window = (found[name] for name in SIZES)
+    if not all(type(n) is int and 0 < n <= MOST for n in (bins, rate, hop, seconds, window)):
+        raise ValueError(f"{', '.join(SIZES)} must be positive whole numbers, got {[bins, rate, hop, seconds, window]}")
+    if max(rate * seconds, rate * seconds // hop * window, bins * window) > MOST:
+        raise ValueError(
+            f"a recording of {seconds} s is {rate * seconds} samples and {rate * seconds // hop} frames of {window}; "
+            f"at most {MOST} numbers are made"
+        )
+
+
 def _opened(source: BinaryIO, rate: int) -> wave.Wave_read:
     try:
         file: wave.Wave_read = wave.open(source)  # noqa: SIM115  (the caller closes it)
-    except (wave.Error, EOFError) as error:
+    except (wave.Error, EOFError, RuntimeError) as error:
         raise ValueError(f"not a WAV file: {error}") from error
     if file.getframerate() != rate or file.getsampwidth() != 2:
         raise ValueError(

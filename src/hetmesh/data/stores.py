@@ -14,9 +14,14 @@ import numpy as np
 
 from hetmesh.data.spans import FileSpan
 from hetmesh.errors import RecipeError, SampleError
+from hetmesh.files import from_json, place_in
+from hetmesh.graph.meta_arrays import check_ends
 
 TEXTS = ("json", "txt")
 """Members of a tar shard that make a record, by extension; of these the first that a sample has."""
+
+
+_UNFIT = "its index does not fit the files; make it anew: hetmesh index RECIPE, or remove it"
 
 
 class Blob(Protocol):
@@ -101,29 +106,13 @@ class Store(Protocol):
         ...
 
 
-def from_json(data: str | bytes) -> Any:
-    """What a JSON text says.
-
-    Raises:
-        ValueError: it is none, is nested too deep, or holds half of a surrogate pair, which is no character.
-    """
-    try:
-        value = json.loads(data)
-    except RecursionError as error:
-        raise ValueError("it is nested too deep") from error
-    half = b"\\ud" in data.lower() if isinstance(data, bytes) else "\\ud" in data.lower()
-    if half:  # else no text can hold any
-        json.dumps(value, ensure_ascii=False).encode()
-    return value
-
-
 class JsonFile:
-    """One record per line, or a JSON list of records; media are files of a folder."""
+    """One record per line, or a JSON list of records; media are files of some folders, whose names start in the first."""
 
     in_order = False
 
-    def __init__(self, path: Path, folder: Path, key: str, arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        self.path, self.folder = path, folder
+    def __init__(self, path: Path, folders: Sequence[Path], key: str, arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        self.path, self.folders = path, tuple(folders)
         self.files = (path,)
         self._list: list[Any] | None = None
         with path.open("rb") as file:
@@ -136,6 +125,8 @@ class JsonFile:
             self._list = found
         if arrays is None:
             arrays = {"starts": np.zeros(0, np.int64) if starts else _line_starts(path)}
+        elif arrays["starts"].dtype != np.int64 or arrays["starts"].ndim != 1 or (arrays["starts"] < 0).any():
+            raise RecipeError(f"{key}: {_UNFIT}")
         self.arrays = arrays
 
     def __len__(self) -> int:
@@ -164,7 +155,7 @@ class JsonFile:
         """The file of that name."""
         if value is None:
             raise OSError(f"the record names no file of its {kind!r} {number}")
-        return FileSpan(self.folder / value)
+        return FileSpan(place_in(self.folders, value))
 
 
 def _line_starts(path: Path) -> np.ndarray:
@@ -191,11 +182,31 @@ class TarShards:
     def __init__(self, files: Sequence[Path], key: str, arrays: Mapping[str, np.ndarray] | None = None) -> None:
         self.files = tuple(files)
         self.arrays: Mapping[str, np.ndarray] = _scan(self.files, key) if arrays is None else arrays
+        if arrays is not None:
+            try:
+                self._check()
+            except (ValueError, KeyError, OSError) as error:
+                raise RecipeError(f"{key}: {_UNFIT} ({error})") from error
         if not len(self):
             raise RecipeError(f"{key}: the tar shards hold no samples")
 
     def __len__(self) -> int:
         return len(self.arrays["sample_members"]) - 1
+
+    def _check(self) -> None:
+        """Raise ValueError unless offsets of an index lead into the files."""
+        members, names, cut = (self.arrays[name] for name in ("members", "names", "cut"))
+        samples, name_ends = self.arrays["sample_members"], self.arrays["name_ends"]
+        if members.dtype != np.int64 or members.shape != (len(members), 3) or names.dtype != np.uint8 or cut.ndim != 1:
+            raise ValueError("arrays of another form")
+        check_ends("sample_members", samples, max(len(samples) - 1, 0), len(members))
+        check_ends("name_ends", name_ends, len(members), len(names))
+        if (np.diff(samples) < 1).any() or not ((members >= 0).all() and (members[:, 0] < len(self.files)).all()):
+            raise ValueError("samples without members, or members of no shard")
+        sizes = np.array([file.stat().st_size for file in self.files], np.int64)[members[:, 0]]
+        whole = (members[:, 1] <= sizes) & (members[:, 2] <= sizes)  # the last one may be cut off
+        if not whole.all():
+            raise ValueError("members behind the end of their shard")
 
     def _members(self, index: int) -> Iterator[tuple[str, FileSpan]]:
         first, stop = self.arrays["sample_members"][index : index + 2].tolist()

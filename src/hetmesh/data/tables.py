@@ -7,8 +7,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hetmesh.data.stores import Blob, Held, Record, from_json
+from hetmesh.data.stores import Blob, Held, Record
 from hetmesh.errors import RecipeError, SampleError
+from hetmesh.files import from_json
 
 TABLES = (".parquet", ".arrow")
 """Extensions of tables."""

@@ -19,6 +19,12 @@ CROPS = tuple(f"GotOcr2ImageProcessor{back}" for back in ("", "Fast", "Pil"))
 SPLITS = tuple(f"{name}ImageProcessor{back}" for name in ("Idefics3", "SmolVLM") for back in ("", "Fast", "Pil"))
 """Those that split images into tiles with text between them, which is not done; without that each is one tile."""
 
+MOST_TILES = 256
+"""That an image is cut into."""
+
+MOST_PIXELS = 2**26
+"""Of all tiles of an image."""
+
 Extent = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape of an image's tensor, and what else its rows depend on."""
 
@@ -172,6 +178,17 @@ def tiling_of(config: Mapping[str, Any], size: object, cuts: bool | None, where:
         raise RecipeError(f"{where}: size must be that of a tile, {{height, width}}, got {config.get('size')!r}")
     if kind in CROPS:
         least, most = (config.get(f"{name}_patches", default) for name, default in (("min", 1), ("max", 12)))
-        return Crops(size[0], size[1], int(least), int(most)) if int(most) > 1 else None
+        if not (type(least) is int and type(most) is int and 0 < least <= most <= MOST_TILES):
+            raise RecipeError(f"{where}: min_patches and max_patches must be 1 to {MOST_TILES}, got {least!r}, {most!r}")
+        return Crops(size[0], size[1], least, most) if most > 1 else None
     default = [(384 * i, 384 * j) for i in range(1, 7) for j in range(1, 7)]  # the class's own
-    return AnyResolution(size[0], tuple((int(h), int(w)) for h, w in config.get("image_grid_pinpoints", default)))
+    given = config.get("image_grid_pinpoints", default)
+    side = size[0] * MOST_TILES
+    if not isinstance(given, list) or not given or not all(_is_resolution(each, side) for each in given):
+        raise RecipeError(f"{where}: image_grid_pinpoints must be a list of [height, width], each up to {side}")
+    return AnyResolution(size[0], tuple((h, w) for h, w in given))
+
+
+def _is_resolution(value: Any, most: int) -> bool:
+    pair = isinstance(value, list | tuple) and len(value) == 2
+    return pair and all(type(n) is int and 0 < n <= most for n in value) and value[0] * value[1] <= MOST_PIXELS

@@ -86,6 +86,24 @@ class MetaArrays(Sequence[SampleMeta]):
             given=tuple(known),
         )
 
+    def check(self) -> None:
+        """Raise ValueError unless arrays that were read from a file belong together, of samples without rows."""
+        n, dims = len(self), 0 if self.items.ndim != 2 else self.items.shape[1]
+        shapes = {"tokens": (n,), "targets": (len(self.targets), 2), "items": (len(self.items), max(dims, 3))}
+        for name, shape in shapes.items():
+            if (array := getattr(self, name)).dtype != np.int64 or array.shape != shape:
+                raise ValueError(f"{name} is {array.dtype} {list(array.shape)}, must be int64 {list(shape)}")
+        if self.names.dtype != np.uint8 or self.names.ndim != 1:
+            raise ValueError("names must be bytes")
+        for name, what in (("target_ends", self.targets), ("item_ends", self.items), ("name_ends", self.names)):
+            check_ends(name, getattr(self, name), n, len(what))
+        kinds, sizes = self.items[:, 0], self.items[:, 1:]
+        if len(kinds) and not (0 <= kinds.min() and kinds.max() < len(self.kinds) and sizes.min() >= SIZE):
+            raise ValueError("items are of kinds that there are not, or of negative sizes")
+        if (self.tokens < 1).any() or any(not 0 <= i < n for i in self.unreadable):
+            raise ValueError("samples without tokens, or unreadable ones that there are not")
+        _ = [self.ids[i] for i in range(n)] if (self.names > 127).any() else None  # is it UTF-8
+
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -221,6 +239,13 @@ def size_of(columns: Sequence[int]) -> tuple[int, ...]:
     """The size in the columns of a media item."""
     start = columns.index(SIZE) + 1 if SIZE in columns else len(columns)
     return tuple(n for n in columns[start:] if n != NO_DIM)
+
+
+def check_ends(name: str, ends: np.ndarray, count: int, total: int) -> None:
+    """Raise ValueError unless `ends` are of `count` parts, one behind the other, of `total` elements."""
+    right = ends.dtype == np.int64 and ends.shape == (count + 1,) and ends[0] == 0 and ends[-1] == total
+    if not right or (np.diff(ends) < 0).any():
+        raise ValueError(f"{name} must ascend from 0 to {total} in {count} steps")
 
 
 def _ends(counts: Sequence[int]) -> np.ndarray:

@@ -101,7 +101,10 @@ class Pretrained:
         """
         indices = sorted(self.path.glob("*.safetensors.index.json"))
         if indices:
-            names = sorted(set(json_object(indices[0], self).get("weight_map", {}).values()))
+            stored = json_object(indices[0], self).get("weight_map")
+            if not isinstance(stored, dict) or not all(isinstance(name, str) for name in stored.values()):
+                raise RecipeError(f"{self}: {indices[0].name} must have a weight_map of tensors to file names")
+            names = sorted(set(stored.values()))
             if outside := [name for name in names if Path(name).name != name]:
                 raise RecipeError(f"{self}: {indices[0].name} names {outside[0]!r}, which is outside of the directory")
             if missing := [name for name in names if not (self.path / name).is_file()]:

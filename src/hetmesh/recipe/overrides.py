@@ -56,7 +56,7 @@ def parse_value(text: str) -> Any:
     """`text` as a TOML value, or as the plain string that it is where it is none: `20`, `true`, `[0, 1]`, `0-1`."""
     try:
         table = tomli.loads(f"value = {text}")
-    except tomli.TOMLDecodeError:
+    except (ValueError, RecursionError):  # also numbers of thousands of digits, and lists in lists
         return text
     return table["value"] if len(table) == 1 else text
 

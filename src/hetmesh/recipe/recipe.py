@@ -209,7 +209,7 @@ def _tables(given: str | Mapping[str, Any]) -> dict[str, Any]:
         return sections.thaw(given)
     try:
         return tomli.loads(given)
-    except tomli.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, and lists in lists, are no TOMLDecodeError
         raise RecipeError(f"not valid TOML: {error}") from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from hetmesh.errors import RecipeError
 from hetmesh.report.run_load import RunLoad, run_load
+from hetmesh.files import from_json, json_object, read_file
 from hetmesh.simulate import Timeline
 
 METRICS = "metrics.jsonl"
@@ -56,8 +56,13 @@ def read_run(folder: str | Path) -> RunView:
         key: Timeline.from_json(recorded[key]) for key in ("predicted", "measured") if key in recorded
     }
     last = _parsed(folder / METRICS, lines[-1]) if lines else {}
-    load = run_load(records_with(folder, lines, "load"))
-    return RunView(last, _json(folder / "summary.json"), recorded.get("step", 0), timelines, load)
+    step = recorded.get("step")
+    try:
+        load = run_load(records_with(folder, lines, "load"))
+        _ = load and load.as_text()
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise RecipeError(f"{folder / METRICS}: a `load` is not as training writes it: {error!r}") from error
+    return RunView(last, _json(folder / "summary.json"), step if isinstance(step, int) else 0, timelines, load)
 
 
 def metrics_lines(folder: Path) -> list[str] | None:
@@ -68,7 +73,7 @@ def metrics_lines(folder: Path) -> list[str] | None:
     """
     metrics = folder / METRICS
     try:
-        return metrics.read_text(encoding="utf-8").splitlines()
+        return read_file(metrics).decode("utf-8").splitlines()
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:  # also no UTF-8, or a name that holds a null byte
@@ -81,12 +86,12 @@ def records_with(folder: Path, lines: Iterable[str], key: str) -> Iterator[dict[
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return _parsed(path, path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return json_object(path, path.parent) if path.is_file() else {}
 
 
 def _parsed(path: Path, text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        found = from_json(text)
     except ValueError as error:
         raise RecipeError(f"{path}: cannot be read: {error}") from error
     if not isinstance(found, dict):

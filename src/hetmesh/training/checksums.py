@@ -4,21 +4,86 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 
 from hetmesh.errors import CheckpointError
+from hetmesh.files import from_json, read_file
 
 MANIFEST = "checksums.json"
 METADATA = ".metadata"  # DCP's index of names, shapes and places in files
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp")  # the rank that wrote a file
 _CHUNK = 8 << 20  # bytes read at once
+
+
+class Reader(FileSystemReader):
+    """DCP's, of checkpoints that anybody may have written: its index may name nothing but what DCP writes there, and
+    only files of its own folder. (DCP itself unpickles it, which runs what it names.)"""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index. Raises OSError, UnpicklingError or ValueError, and whatever broken pickles lead to."""
+        with open(os.path.join(self.path, METADATA), "rb") as file:
+            found = _Unpickler(file).load()
+        if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+            raise ValueError("it is no index of DCP's")
+        if not isinstance(found.state_dict_metadata, dict):
+            raise ValueError("it lists no tensors")
+        if odd := [n for n, e in found.state_dict_metadata.items() if not isinstance(getattr(e, "size", _NONE), torch.Size)]:
+            raise ValueError(f"{odd[0]} has no size")
+        kinds = {type(entry) for entry in found.state_dict_metadata.values()}
+        if not kinds <= {TensorStorageMetadata, BytesStorageMetadata}:
+            raise ValueError(f"it describes tensors as {kinds}")
+        for index, info in found.storage_data.items():
+            if not is_plain_name(info.relative_path):
+                raise ValueError(f"{index.fqn} is in {info.relative_path!r}, which is no name of a file beside it")
+        found.storage_meta = found.storage_meta or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+_NONE = torch.Size()  # of what is no tensor
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _NAMES:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
+
+
+_DCP = "torch.distributed.checkpoint.metadata"
+_NAMES = {
+    *((_DCP, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")),
+    *((_DCP, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    *(("pathlib", name) for name in ("Path", "PosixPath", "PurePosixPath")),
+    *(("torch", str(each).removeprefix("torch.")) for each in vars(torch).values() if isinstance(each, torch.dtype)),
+}
+"""What DCP's index may name: its own classes, and what torch's sizes, dtypes and layouts are pickled as."""
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether it is the name of a file, and no path."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
 
 
 @dataclass(frozen=True, order=True)
@@ -38,7 +103,7 @@ def read_metadata(folder: Path) -> Metadata:
         CheckpointError: there is none, or it is none.
     """
     try:
-        return FileSystemReader(str(folder)).read_metadata()
+        return Reader(folder).read_metadata()
     except Exception as error:  # whatever unpickling makes of a damaged file
         reason = f"{type(error).__name__}: {error}".replace("\n", " ")
         raise CheckpointError(f"checkpoint {folder} cannot be read: {METADATA}: {reason}") from error
@@ -106,23 +171,25 @@ def read_manifest(folder: Path) -> dict[SavedPart, int]:
         CheckpointError: one of these two files is missing, unreadable or has changed.
     """
     try:
-        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        content = from_json(read_file(folder / MANIFEST))
         own = content.pop("checksum")
         sums = {
             SavedPart(str(file), int(offset), int(length), str(name)): int(crc)
             for file, offset, length, name, crc in content["parts"]
         }
+        if not all(is_plain_name(part.file) and part.offset >= 0 and part.length >= 0 for part in sums):
+            raise ValueError
         known, intact = content["metadata"], own == _own(content)
     except FileNotFoundError as error:
         raise CheckpointError(no_manifest(folder)) from error
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"checkpoint {folder} is damaged: {MANIFEST} is no list of checksums") from error
     if not intact:
         raise CheckpointError(f"checkpoint {folder} is damaged: {MANIFEST} has changed since it was written")
     try:
-        metadata = (folder / METADATA).read_bytes()
+        metadata = read_file(folder / METADATA)
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder} cannot be read: {error}") from error
     if zlib.crc32(metadata) != known:

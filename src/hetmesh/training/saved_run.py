@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hetmesh.errors import CheckpointError, RecipeError
+from hetmesh.files import from_json, read_file
 from hetmesh.models.fill import WRAPPERS
 from hetmesh.recipe.recipe import Recipe, place_beside
 from hetmesh.recipe.sections import freeze
@@ -80,20 +81,37 @@ class SavedRun:
         Raises:
             CheckpointError: they cannot be read, or their bytes have changed since they were written.
         """
-        empty = {name: torch.empty(self.shape(name), dtype=self.dtype(name)) for name in dict.fromkeys(names)}
-        self.read_into(empty)
+        wanted = list(dict.fromkeys(names))
+        self._verify(wanted)
+        empty = {name: torch.empty(self.shape(name), dtype=self.dtype(name)) for name in wanted}
+        self._load(empty)
         return empty
 
     def read_into(self, tensors: Mapping[str, Tensor]) -> None:
         """The same into tensors that are there already, by name."""
+        self._verify(tensors)
+        self._load(tensors)
+
+    def _verify(self, names: Iterable[str]) -> None:
+        """That the bytes of tensors are those that were written, and as many as their shapes need."""
+        for name in names:
+            key, entry = self._entries[name]
+            parts = self._sums.get(key, {})
+            if wrong := checksums.damaged(self.path, parts):
+                raise CheckpointError(f"checkpoint {self.path} is damaged: {wrong[0]}; restore it from a copy")
+            stored, needed = sum(part.length for part in parts), math.prod(entry.size) * self.dtype(name).itemsize
+            if stored < needed:
+                raise CheckpointError(
+                    f"checkpoint {self.path} is damaged: {name} {list(entry.size)} needs {needed} bytes, its files hold "
+                    f"{stored} of it; restore it from a copy"
+                )
+
+    def _load(self, tensors: Mapping[str, Tensor]) -> None:
         state = {self._entries[name][0]: tensor for name, tensor in tensors.items()}
-        parts = {part: crc for key in state for part, crc in self._sums.get(key, {}).items()}
-        if wrong := checksums.damaged(self.path, parts):
-            raise CheckpointError(f"checkpoint {self.path} is damaged: {wrong[0]}; restore it from a copy")
         try:
             with warnings.catch_warnings():  # that there is one process
                 warnings.simplefilter("ignore", UserWarning)
-                dcp.load(state, checkpoint_id=str(self.path), no_dist=True)
+                dcp.load(state, storage_reader=checksums.Reader(self.path), no_dist=True)
         except CheckpointException as error:
             raise CheckpointError(f"checkpoint {self.path} cannot be read: {first_cause(error)}") from error
 
@@ -132,7 +150,7 @@ def run_recipe(folder: Path) -> Recipe:
     """
     file = folder / RECIPE_FILE
     try:
-        raw: Any = json.loads(file.read_text(encoding="utf-8"))
+        raw: Any = from_json(read_file(file))
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise RecipeError(
