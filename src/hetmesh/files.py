@@ -73,7 +73,7 @@ def from_json(data: str | bytes) -> Any:
 
 def _check_depth(value: Any) -> None:
     level = [value]
-    for _ in range(DEEPEST + 1):
+    for _ in range(DEEPEST):
         inside = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
         level = [each for some in inside for each in some if isinstance(each, dict | list)]
         if not level:

@@ -2,9 +2,10 @@
 
 Recipes, overrides, data, indices, Hugging Face directories, checkpoints and run folders are made once and changed by
 one to three edits each; then whoever reads such a folder does. An input offends where anything but a HetmeshError comes
-out, where reading takes over 20 s or over 3 GiB more memory (what a file only claims to hold must not be allocated), or
-opens a file of a folder beside it (told by the kernel, so what extensions open counts). One of 50 is read by `hetmesh
-check`, which must say what is wrong in a message that begins with `error:`. What fails is shown with the fewest edits.
+out, where reading computes for over 20 s or takes over 3 GiB more memory (what a file only claims to hold must not be
+allocated), or opens a file of a folder beside it (told by the kernel, so what extensions open counts). One of 50 is
+read by `hetmesh check`, which must say what is wrong in a message that begins with `error:`. What fails is shown with
+the fewest edits.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from fuzzing.reader_inputs import KINDS, Kind, make_bases
 from hetmesh.cli import main as hetmesh
 from hetmesh.errors import HetmeshError
 
-SECONDS, BYTES = 20, 3 << 30
+SECONDS, WAIT, BYTES = 20, 300, 3 << 30
 CHECKED_EVERY = 50
 _OPEN, _IS_FOLDER = 0x20, 0x40000000  # of inotify(7)
 
@@ -47,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kind", choices=tuple(KINDS), help="only one kind of input")
     parser.add_argument("--number", type=int, help="only the input of this number")
     parser.add_argument("--processes", type=int, default=1, help="that read at once")
-    parser.add_argument("--progress", action="store_true", help="tell each number on stderr: which one ended the process")
+    parser.add_argument(
+        "--progress", action="store_true", help="tell each number on stderr: which one ended the process"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -86,9 +89,9 @@ def _read_all(
         for number in numbers:
             if progress:
                 print(number, fuzzer.kind_of(number), file=sys.stderr, flush=True)
-            began = time.monotonic()
+            began = time.process_time()
             name, how, edits, outcome, told = fuzzer.read(number)
-            slowest = max(slowest, time.monotonic() - began)
+            slowest = max(slowest, time.process_time() - began)
             counts[f"{name}: {outcome}"] += 1
             counts["check: " + outcome] += how == "check"
             if outcome == "offends":
@@ -183,7 +186,7 @@ def void(_: object) -> None:
 
 
 def command(*arguments: str) -> None:
-    """A verb, as from a shell: a HetmeshError where it says what is wrong, AssertionError where it says so otherwise."""
+    """A verb, as from a shell: a HetmeshError where it says what is wrong, AssertionError where it does not."""
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
         status = hetmesh(arguments)
@@ -196,11 +199,12 @@ def command(*arguments: str) -> None:
 
 def _outcome(call: Any) -> tuple[str, str]:
     def late(*_: object) -> None:
-        raise TimeoutError(f"no answer within {SECONDS} s")
+        raise TimeoutError(f"no answer within {SECONDS} s of computing, or {WAIT} s")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS)
-    start = time.monotonic()
+    before = {number: signal.signal(number, late) for number in (signal.SIGALRM, signal.SIGPROF)}
+    signal.alarm(WAIT)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    start = time.process_time()
     try:
         with _quiet():
             call()
@@ -217,8 +221,10 @@ def _outcome(call: Any) -> tuple[str, str]:
         outcome, told = "offends", f"{type(error).__name__}: {str(error)[:300]} ({place})"
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-    if (seconds := time.monotonic() - start) > SECONDS + 1:  # in code that signals wait for
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if (seconds := time.process_time() - start) > SECONDS + 1:  # in code that signals wait for
         outcome, told = "offends", f"took {seconds:.0f} s; {told}"
     return outcome, told
 
@@ -273,7 +279,9 @@ def table(result: dict[str, Any]) -> str:
     """The result for people."""
     lines = [f"{name:24} {count}" for name, count in result["counts"].items()]
     for each in result["failures"]:
-        lines.append(f"{each['number']} {each['kind']} by {each['by']}: {'; '.join(each['edits'])}\n    {each['raised']}")
+        lines.append(
+            f"{each['number']} {each['kind']} by {each['by']}: {'; '.join(each['edits'])}\n    {each['raised']}"
+        )
     lines.append(
         f"{len(result['failures'])} of {result['n']} offend, in {result['seconds']} s; the slowest took "
         f"{result['slowest']} s"

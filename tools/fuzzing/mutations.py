@@ -23,9 +23,23 @@ Change = tuple[str, bytes]
 
 NUMBERS = ("-1", "0", "1", "0.5", "-0.0", "1e300", "1e999", "NaN", "Infinity", "-Infinity", "1" * 5000)
 NUMBERS += tuple(str(sign * n) for n in (2**31, 2**32, 2**63, 10**12, 10**30) for sign in (1, -1))
-TEXTS = ("", " ", "x", "x" * 100_000, "\u202e\u0301\U0001f600", "\x00", "<image>", "image", "user", "%s{0}{{1}}", "\ufeff")
+TEXTS = (
+    "",
+    " ",
+    "x",
+    "x" * 100_000,
+    "\u202e\u0301\U0001f600",
+    "\x00",
+    "<image>",
+    "image",
+    "user",
+    "%s{0}{{1}}",
+    "\ufeff",
+)
 OTHERS = ("true", "false", "null", "[]", "{}", "[[]]", "[null]", '{"a": 1}', '"\\ud800"', '"\\u0000"')
-DEEP = tuple(left * n + "1" + right * n for n in (90, 400, 900, 100_000) for left, right in (("[", "]"), ('{"a":', "}")))
+DEEP = tuple(
+    left * n + "1" + right * n for n in (90, 400, 900, 100_000) for left, right in (("[", "]"), ('{"a":', "}"))
+)
 SIZES = (0, 1, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 10**12, 2**63 - 1)
 
 
@@ -88,7 +102,7 @@ def in_bytes(rng: random.Random, data: bytes, place: Place) -> Change:
 
 
 def in_json(rng: random.Random, data: bytes, place: Place) -> Change:
-    """Of JSON, or of one line of JSON lines: a key removed, given twice or called otherwise, a value of another type."""
+    """Of JSON, or a line of JSON lines: a key removed, given twice or called otherwise, a value of another type."""
     lines = data.split(b"\n") if place.file.suffix == ".jsonl" else [data]
     line = rng.randrange(len(lines))
     try:
@@ -112,7 +126,9 @@ def in_json(rng: random.Random, data: bytes, place: Place) -> Change:
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> Any:
     yield path
     if len(path) < 60:
-        for key, each in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        for key, each in (
+            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        ):
             yield from _paths(each, (*path, key))
 
 
@@ -196,7 +212,9 @@ def in_arrays(rng: random.Random, data: bytes, place: Place) -> Change:
         arrays["texts"] = np.frombuffer(text, np.uint8)
         return f"texts: {told}", _npz(arrays)
     array = arrays[name]
-    how = rng.choice(("element", "element", "element", "cut", "type", "shape", "missing", "more", "claim", "bomb", "object"))
+    how = rng.choice(
+        ("element", "element", "element", "cut", "type", "shape", "missing", "more", "claim", "bomb", "object")
+    )
     if how == "element" and array.size and array.dtype != np.uint8:
         array = array.copy()
         array.flat[rng.randrange(array.size)] = rng.choice((-1, -(2**62), 2**62, 10**12, 2**31, 0, 1, 7))
@@ -282,7 +300,9 @@ def in_pickle(rng: random.Random, data: bytes, place: Place) -> Change:
     elif how == "code":
         rng.choice((found, tensor, part)).extra = Opens(str(place.outside / "secret.txt"))
     elif how == "type":
-        setattr(found, rng.choice(("state_dict_metadata", "storage_data")), rng.choice((3, None, {}, [], {"a": 1}, {1: 2})))
+        setattr(
+            found, rng.choice(("state_dict_metadata", "storage_data")), rng.choice((3, None, {}, [], {"a": 1}, {1: 2}))
+        )
     else:
         setattr(part, rng.choice(("offset", "length")), rng.choice((-1, 10**12, 2**70, "x", None, float("nan"))))
     return how, pickle.dumps(found)

@@ -112,7 +112,9 @@ def _project(folder: Path) -> None:
     _json(folder / "tiles" / "preprocessor_config.json", {**tiles, **mean, **kind})
     (folder / "audio").mkdir()
     whisper = {"feature_size": 4, "hop_length": 16, "chunk_length": 1, "n_fft": 64, "sampling_rate": 1600}
-    _json(folder / "audio" / "preprocessor_config.json", {**whisper, "feature_extractor_type": "WhisperFeatureExtractor"})
+    _json(
+        folder / "audio" / "preprocessor_config.json", {**whisper, "feature_extractor_type": "WhisperFeatureExtractor"}
+    )
     data = folder / "data"
     data.mkdir()
     draw = np.random.default_rng(0)
@@ -128,7 +130,10 @@ def _project(folder: Path) -> None:
         for key in "ab":
             turns = _talks()[0]["messages"]
             turns[0]["content"][0]["image"] = "png"
-            for end, content in (("png", (data / "a.png").read_bytes()), ("json", json.dumps({"messages": turns}).encode())):
+            for end, content in (
+                ("png", (data / "a.png").read_bytes()),
+                ("json", json.dumps({"messages": turns}).encode()),
+            ):
                 member = tarfile.TarInfo(f"{key}.{end}")
                 member.size = len(content)
                 shard.addfile(member, io.BytesIO(content))
@@ -150,8 +155,12 @@ def _talks() -> list[dict[str, Any]]:
         asked = [{"type": kind, kind: name}, {"type": "text", "text": "what is this"}]
         return {"id": name, "messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": "a cat"}]}
 
-    small = {"image": "a.png", "conversations": [{"from": "human", "value": "<image> what"}, {"from": "gpt", "value": "dog"}]}
-    url = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+    small = {
+        "image": "a.png",
+        "conversations": [{"from": "human", "value": "<image> what"}, {"from": "gpt", "value": "dog"}],
+    }
+    pixel = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
+    url = f"data:image/png;base64,{pixel}"
     images = [talk("image", "a.png"), small, talk("image", url)]
     return images + [talk("image", name) for name in ("b.jpg", "c.webp", "d.gif", "e.tiff")]
 
@@ -192,7 +201,13 @@ def _run(folder: Path) -> None:
     load = {"max_over_mean": 1.2, "std_over_mean": 0.1, "padding": 0.1}
     load |= {f"drawn_{key}": value for key, value in load.items()}
     lines = [
-        {"step": i, "loss": 2.0 / i, "samples_per_s": 10.0, "load": {"llm": load, "vision": load}, "memory_bytes": {"0": 9}}
+        {
+            "step": i,
+            "loss": 2.0 / i,
+            "samples_per_s": 10.0,
+            "load": {"llm": load, "vision": load},
+            "memory_bytes": {"0": 9},
+        }
         for i in (1, 2, 3)
     ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -279,7 +294,12 @@ def _shard(folder: Path, rng: random.Random) -> None:
 def _sound(folder: Path, rng: random.Random) -> None:
     names = ("f.npy", "g.wav")
     talks = [
-        {"messages": [{"role": "user", "content": [{"type": "audio", "audio": name}]}, {"role": "assistant", "content": "a"}]}
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "audio", "audio": name}]},
+                {"role": "assistant", "content": "a"},
+            ]
+        }
         for name in names
     ]
     (folder / "data" / "sounds.jsonl").write_text("\n".join(map(json.dumps, talks)))
@@ -339,7 +359,9 @@ def _command(arguments: list[str]) -> None:
 KINDS: Mapping[str, Kind] = {
     "recipe": Kind("recipes", ("[0-9].toml",), lambda f, r: load_recipe(changed(f, "*.toml")), 15, True),
     "overrides": Kind("recipes", ("lines.arguments",), lambda f, r: load_recipe(f / "0.toml", arguments(f)), 8),
-    "lengths": Kind("recipes", ("lengths.jsonl",), lambda f, r: read_lengths(f / "lengths.jsonl", ("vision", "llm")), 5),
+    "lengths": Kind(
+        "recipes", ("lengths.jsonl",), lambda f, r: read_lengths(f / "lengths.jsonl", ("vision", "llm")), 5
+    ),
     "conversations": Kind("project", ("data/talks.jsonl", "data/list.json"), _talk, 16, True),
     "shards": Kind("project", ("data/shard.tar",), _shard, 6),
     "images": Kind("project", ("data/[a-e].*",), _talk, 12, True),
@@ -365,4 +387,3 @@ def arguments(folder: Path) -> list[str]:
     """Lines of a file as the command line would hand them over."""
     text = (folder / "lines.arguments").read_bytes().decode("utf-8", errors="surrogateescape")
     return text.split("\n")
-

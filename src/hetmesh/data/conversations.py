@@ -160,9 +160,7 @@ class ConversationsSource:
             found = load_index(self.index_path, self._small | states)
         self._known: MetaArrays | None = None if found is None else found[0]
         arrays = None if found is None else found[1]
-        self._store = open_store(
-            str(self.path), [Path(each).expanduser() for each in places], self._key, arrays
-        )
+        self._store = open_store(str(self.path), [Path(each).expanduser() for each in places], self._key, arrays)
         self._conversation = lru_cache(REMEMBERED)(self._read)
 
     def __len__(self) -> int:

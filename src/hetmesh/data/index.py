@@ -130,7 +130,17 @@ def _check_claims(path: Path) -> None:
                 npy_shape(member, info.file_size)  # type: ignore[arg-type]
 
 
-_BROKEN = (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError, struct.error)
+_BROKEN = (
+    OSError,
+    EOFError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    OverflowError,
+    struct.error,
+)
 _ADVICE = "make it anew: hetmesh index RECIPE, or remove it"
 
 

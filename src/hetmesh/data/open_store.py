@@ -13,9 +13,7 @@ from hetmesh.data.tables import TABLES, Tables
 from hetmesh.errors import RecipeError
 
 
-def open_store(
-    path: str, folders: Sequence[Path], key: str, arrays: Mapping[str, np.ndarray] | None = None
-) -> Store:
+def open_store(path: str, folders: Sequence[Path], key: str, arrays: Mapping[str, np.ndarray] | None = None) -> Store:
     """The store that `path` names: a file, or a pattern (`*`) of tar shards or tables.
 
     Args:

@@ -107,11 +107,13 @@ class Store(Protocol):
 
 
 class JsonFile:
-    """One record per line, or a JSON list of records; media are files of some folders, whose names start in the first."""
+    """One record per line, or a JSON list of records; media are files in some folders, names start in the first."""
 
     in_order = False
 
-    def __init__(self, path: Path, folders: Sequence[Path], key: str, arrays: Mapping[str, np.ndarray] | None = None) -> None:
+    def __init__(
+        self, path: Path, folders: Sequence[Path], key: str, arrays: Mapping[str, np.ndarray] | None = None
+    ) -> None:
         self.path, self.folders = path, tuple(folders)
         self.files = (path,)
         self._list: list[Any] | None = None

@@ -179,7 +179,9 @@ def tiling_of(config: Mapping[str, Any], size: object, cuts: bool | None, where:
     if kind in CROPS:
         least, most = (config.get(f"{name}_patches", default) for name, default in (("min", 1), ("max", 12)))
         if not (type(least) is int and type(most) is int and 0 < least <= most <= MOST_TILES):
-            raise RecipeError(f"{where}: min_patches and max_patches must be 1 to {MOST_TILES}, got {least!r}, {most!r}")
+            raise RecipeError(
+                f"{where}: min_patches and max_patches must be 1 to {MOST_TILES}, got {least!r}, {most!r}"
+            )
         return Crops(size[0], size[1], least, most) if most > 1 else None
     default = [(384 * i, 384 * j) for i in range(1, 7) for j in range(1, 7)]  # the class's own
     given = config.get("image_grid_pinpoints", default)

@@ -98,7 +98,7 @@ class MetaArrays(Sequence[SampleMeta]):
         for name, what in (("target_ends", self.targets), ("item_ends", self.items), ("name_ends", self.names)):
             check_ends(name, getattr(self, name), n, len(what))
         kinds, sizes = self.items[:, 0], self.items[:, 1:]
-        if len(kinds) and not (0 <= kinds.min() and kinds.max() < len(self.kinds) and sizes.min() >= SIZE):
+        if len(kinds) and not (kinds.min() >= 0 and kinds.max() < len(self.kinds) and sizes.min() >= SIZE):
             raise ValueError("items are of kinds that there are not, or of negative sizes")
         if (self.tokens < 1).any() or any(not 0 <= i < n for i in self.unreadable):
             raise ValueError("samples without tokens, or unreadable ones that there are not")

@@ -209,7 +209,10 @@ def _tables(given: str | Mapping[str, Any]) -> dict[str, Any]:
         return sections.thaw(given)
     try:
         return tomli.loads(given)
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, and lists in lists, are no TOMLDecodeError
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # numbers of thousands of digits, and lists in lists, are no TOMLDecodeError
         raise RecipeError(f"not valid TOML: {error}") from error
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hetmesh.errors import RecipeError
-from hetmesh.report.run_load import RunLoad, run_load
 from hetmesh.files import from_json, json_object, read_file
+from hetmesh.report.run_load import RunLoad, run_load
 from hetmesh.simulate import Timeline
 
 METRICS = "metrics.jsonl"

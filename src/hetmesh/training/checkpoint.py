@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from hetmesh.boundary import World
 from hetmesh.errors import CheckpointError, HetmeshError, RecipeError
 from hetmesh.training import checksums
-from hetmesh.training.checksums import MANIFEST, METADATA
+from hetmesh.training.checksums import MANIFEST, METADATA, Reader
 from hetmesh.training.optimizers import Root
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
@@ -326,7 +326,8 @@ def read_into(world: World, path: Path, state: dict[str, Any], sums: Mapping[che
     _raise_first(world, path, [f"checkpoint {path} is damaged: {text}" for text in wrong])
     try:
         with world.waiting(f"loading {path}"):
-            dcp.load(state, checkpoint_id=str(path), process_group=world.group(range(world.size)))
+            everyone = world.group(range(world.size))
+            dcp.load(state, storage_reader=Reader(path), planner=checksums.Planner(), process_group=everyone)
     except CheckpointException as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {first_cause(error)}") from error
 

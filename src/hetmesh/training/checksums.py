@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -13,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
     StorageMeta,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import ReadItem
 
 from hetmesh.errors import CheckpointError
 from hetmesh.files import from_json, read_file
@@ -45,7 +47,9 @@ class Reader(FileSystemReader):
             raise ValueError("it is no index of DCP's")
         if not isinstance(found.state_dict_metadata, dict):
             raise ValueError("it lists no tensors")
-        if odd := [n for n, e in found.state_dict_metadata.items() if not isinstance(getattr(e, "size", _NONE), torch.Size)]:
+        if odd := [
+            n for n, e in found.state_dict_metadata.items() if not isinstance(getattr(e, "size", _NONE), torch.Size)
+        ]:
             raise ValueError(f"{odd[0]} has no size")
         kinds = {type(entry) for entry in found.state_dict_metadata.values()}
         if not kinds <= {TensorStorageMetadata, BytesStorageMetadata}:
@@ -61,6 +65,18 @@ class Reader(FileSystemReader):
 _NONE = torch.Size()  # of what is no tensor
 
 
+class Planner(DefaultLoadPlanner):
+    """DCP's, which unpickles plain values only."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a value that is no tensor into its place."""
+        *path, last = self.mappings[read_item.dest_index.fqn]
+        place: Any = self.original_state_dict
+        for part in path:
+            place = place[part]
+        place[last] = torch.load(value, weights_only=True)
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _NAMES:
@@ -70,7 +86,10 @@ class _Unpickler(pickle.Unpickler):
 
 _DCP = "torch.distributed.checkpoint.metadata"
 _NAMES = {
-    *((_DCP, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")),
+    *(
+        (_DCP, name)
+        for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")
+    ),
     *((_DCP, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),

@@ -102,8 +102,8 @@ class SavedRun:
             stored, needed = sum(part.length for part in parts), math.prod(entry.size) * self.dtype(name).itemsize
             if stored < needed:
                 raise CheckpointError(
-                    f"checkpoint {self.path} is damaged: {name} {list(entry.size)} needs {needed} bytes, its files hold "
-                    f"{stored} of it; restore it from a copy"
+                    f"checkpoint {self.path} is damaged: {name} {list(entry.size)} needs {needed} bytes, its "
+                    f"files hold {stored}; restore it from a copy"
                 )
 
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -111,7 +111,7 @@ class SavedRun:
         try:
             with warnings.catch_warnings():  # that there is one process
                 warnings.simplefilter("ignore", UserWarning)
-                dcp.load(state, storage_reader=checksums.Reader(self.path), no_dist=True)
+                dcp.load(state, storage_reader=checksums.Reader(self.path), planner=checksums.Planner(), no_dist=True)
         except CheckpointException as error:
             raise CheckpointError(f"checkpoint {self.path} cannot be read: {first_cause(error)}") from error
 
