@@ -164,7 +164,7 @@ def test_checkpoints_run_no_code_and_stay_in_their_folder(load, tmp_path):
     assert state == {"extra": {"b": 1}}
     evil = tmp_path / "evil"
     dcp.save({"extra": opens}, checkpoint_id=evil, no_dist=True)
-    with pytest.raises(dcp.CheckpointException, match="[Ww]eights.only"):
+    with pytest.raises(dcp.CheckpointException, match=r"[Ww]eights.only"):
         dcp.load({"extra": 0}, storage_reader=Reader(evil), planner=Planner(), no_dist=True)
 
 

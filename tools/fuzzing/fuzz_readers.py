@@ -278,10 +278,10 @@ def _watched(folder: Path) -> Iterator[Any]:
 def table(result: dict[str, Any]) -> str:
     """The result for people."""
     lines = [f"{name:24} {count}" for name, count in result["counts"].items()]
-    for each in result["failures"]:
-        lines.append(
-            f"{each['number']} {each['kind']} by {each['by']}: {'; '.join(each['edits'])}\n    {each['raised']}"
-        )
+    lines += [
+        f"{each['number']} {each['kind']} by {each['by']}: {'; '.join(each['edits'])}\n    {each['raised']}"
+        for each in result["failures"]
+    ]
     lines.append(
         f"{len(result['failures'])} of {result['n']} offend, in {result['seconds']} s; the slowest took "
         f"{result['slowest']} s"

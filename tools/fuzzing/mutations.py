@@ -169,7 +169,7 @@ def in_toml(rng: random.Random, data: bytes, place: Place) -> Change:
         deep = ".".join(["a"] * rng.choice((3, 400, 5000)))
         lines.insert(at, rng.choice((f"[{deep}]", "[modules.x]", "[[boundaries]]", "[modules]", f"{deep} = 1", '[""]')))
     else:
-        key, equals, value = old.partition("=")
+        key, _, value = old.partition("=")
         new = drawn_value(rng, place)
         lines[at] = f"{key}= {_as_toml(new)}" if how == "value" else f"{json.dumps(rng.choice(TEXTS))} = {value}"
     return f"{how}: {old[:60]}", "\n".join(lines).encode("utf-8", errors="surrogatepass")
