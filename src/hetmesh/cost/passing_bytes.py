@@ -18,7 +18,7 @@ from hetmesh.cost.activations import (
 )
 from hetmesh.cost.experts import passing_elements
 from hetmesh.cost.memory import tensor_parallel_elements
-from hetmesh.cost.shapes import LayerShape, WeightShape
+from hetmesh.cost.shapes import LayerShape, WeightShape, without_adapters
 from hetmesh.cost.work import Work
 
 
@@ -83,11 +83,14 @@ def split_bytes(layer: LayerShape, work: Work, itemsize: int, *, upstream: bool,
 def _in_flight(layer: LayerShape, work: Work, itemsize: int, tp: int) -> int:
     """Outputs of the widest products that read one tensor, and the widest input of a product: of an MLP the gate, what
     it multiplies and the product of both, forward as backward; or what experts hold."""
+    layer, halves = without_adapters(layer)
     products, widest, inputs = [w for w in _products(layer) if not w.expert], 0.0, 0.0
     for _, group in itertools.groupby(
         products, lambda w: (w.name.rpartition(".")[0].rpartition(".")[0], input_elements(w))
     ):
         widest = max(widest, sum(output_share(w, tp) * w.per_row * w.outputs for w in group))
+    # what an adapter adds is there beside what it is added to
+    widest += max((output_share(half, tp) * half.outputs for half in halves), default=0.0)
     for weight in products:
         inputs = max(inputs, input_elements(weight) * (1 / tp if weight.splits_inputs else 1.0))
     rows = layer.rows(work)
