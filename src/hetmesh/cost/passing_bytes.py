@@ -23,7 +23,14 @@ from hetmesh.cost.work import Work
 
 
 def forward_bytes(
-    layer: LayerShape, work: Work, itemsize: int, *, upstream: bool, tp: int = 1, recompute: bool = False
+    layer: LayerShape,
+    work: Work,
+    itemsize: int,
+    *,
+    upstream: bool,
+    tp: int = 1,
+    recompute: bool = False,
+    autocast: bool = False,
 ) -> int:
     """The most beyond what is kept while the forward runs. Arguments as of `activation_bytes`.
 
@@ -35,9 +42,9 @@ def forward_bytes(
             return _raised(layer, work, itemsize, tp)
         raised = loss_itemsize(itemsize) if itemsize < 4 else 0
         return round(work.targets * (itemsize + raised) * logits_of_a_row(layer, tp))
-    if recompute or not (upstream or layer.trainable):
-        return _in_flight(layer, work, itemsize, tp)
-    return 0
+    if not (upstream or layer.trainable):
+        return _in_flight(layer, work, itemsize, tp) + _between(layer, work, itemsize, autocast)
+    return _in_flight(layer, work, itemsize, tp) if recompute else 0
 
 
 def backward_bytes(
@@ -95,6 +102,17 @@ def _in_flight(layer: LayerShape, work: Work, itemsize: int, tp: int) -> int:
         inputs = max(inputs, input_elements(weight) * (1 / tp if weight.splits_inputs else 1.0))
     rows = layer.rows(work)
     return round(itemsize * rows * max(widest + inputs, passing_elements(layer, tp)))
+
+
+def _between(layer: LayerShape, work: Work, itemsize: int, autocast: bool) -> int:
+    """What lies between the products of a layer that keeps nothing: its input, to which its result is added, what a norm
+    made of that, and what entered the first layer, which the caller of them all still holds. Autocast leaves these in
+    fp32, and casts what a product reads."""
+    products = _products(layer)
+    if len(products) < 2:
+        return 0
+    of_element = 3 * max(itemsize, 4) + itemsize if autocast else 3 * itemsize
+    return round(of_element * layer.rows(work) * input_elements(products[0]))
 
 
 def _products(layer: LayerShape) -> list[WeightShape]:
