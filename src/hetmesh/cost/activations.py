@@ -48,7 +48,8 @@ def activation_bytes(
     products = [weight for weight in layer.weights if weight.per_row]
     between = 1 / tp if sequence_parallel else 1.0
     if recompute and len(products) > 1:
-        return round(itemsize * rows * input_elements(products[0]) * between)
+        own = max(itemsize, 4) if autocast else itemsize  # it lies between products
+        return round(own * rows * input_elements(products[0]) * between)
     casts = sum(tensor_parallel_elements(weight, tp) for weight in products) if autocast else 0
     layer, halves = without_adapters(layer)
     products = [weight for weight in layer.weights if weight.per_row]

@@ -48,7 +48,14 @@ def forward_bytes(
 
 
 def backward_bytes(
-    layer: LayerShape, work: Work, itemsize: int, *, upstream: bool, tp: int = 1, recompute: bool = False
+    layer: LayerShape,
+    work: Work,
+    itemsize: int,
+    *,
+    upstream: bool,
+    tp: int = 1,
+    recompute: bool = False,
+    autocast: bool = False,
 ) -> int:
     """The most beyond what is kept while the backward runs: gradients in flight, that of the largest weight before it
     is added to the sum, and what is computed again. Arguments as of `activation_bytes`."""
@@ -64,7 +71,8 @@ def backward_bytes(
     held += _in_flight(layer, work, itemsize, tp)
     if recompute:
         again, kept = (
-            activation_bytes(layer, work, itemsize, upstream=upstream, tp=tp, recompute=flag) for flag in (False, True)
+            activation_bytes(layer, work, itemsize, upstream=upstream, tp=tp, recompute=flag, autocast=autocast)
+            for flag in (False, True)
         )
         held += again - kept
     return held
@@ -105,9 +113,9 @@ def _in_flight(layer: LayerShape, work: Work, itemsize: int, tp: int) -> int:
 
 
 def _between(layer: LayerShape, work: Work, itemsize: int, autocast: bool) -> int:
-    """What lies between the products of a layer that keeps nothing: its input, to which its result is added, what a norm
-    made of that, and what entered the first layer, which the caller of them all still holds. Autocast leaves these in
-    fp32, and casts what a product reads."""
+    """What lies between the products of a layer that keeps nothing: its input, to which its result is added, what a
+    norm made of that, and what entered the first layer, which the caller of them all still holds. Autocast leaves these
+    in fp32, and casts what a product reads."""
     products = _products(layer)
     if len(products) < 2:
         return 0

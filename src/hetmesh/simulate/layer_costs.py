@@ -112,11 +112,18 @@ class LayerCosts:
             autocast=how.autocast,
         )
         split = split_bytes(layer, work, how.itemsize, upstream=how.upstream, tp=tp)
-        passes: dict[str, Any] = {"upstream": how.upstream, "tp": tp, "recompute": how.recompute}
-        passing = (
-            forward_bytes(layer, work, how.itemsize, autocast=how.autocast, **passes),
-            backward_bytes(layer, work, how.itemsize, **passes),
-        )
+        passing = [
+            most(
+                layer,
+                work,
+                how.itemsize,
+                upstream=how.upstream,
+                tp=tp,
+                recompute=how.recompute,
+                autocast=how.autocast,
+            )
+            for most in (forward_bytes, backward_bytes)
+        ]
         parts = (time.forward, time.backward_input, time.backward_weight, time.recompute)
         return np.array([*parts, sums.forward, sums.backward + recomputed, kept, split, *passing])
 

@@ -51,6 +51,4 @@ def all_rows(
     tokens = tokens_of(module)
     if not isinstance(tokens, ShardedTokens):
         return batch, dict(inputs)
-    return batch, {
-        source: tokens.spread(inputs[source], batch, f"positions.{at}") for source, at in sources.items()
-    }
+    return batch, {source: tokens.spread(inputs[source], batch, f"positions.{at}") for source, at in sources.items()}
