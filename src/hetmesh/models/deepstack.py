@@ -31,7 +31,9 @@ def deepstack_arguments(
     features: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for source, at in adapter.sources.items():
         own = {k: rows for k, rows in inputs.items() if k != PREVIOUS and k.startswith(f"{source}.{FEATURE}")}
-        positions = tokens_of(model).locate(batch, f"positions.{at}") if own else None
+        if not own:
+            continue
+        positions = tokens_of(model).locate(batch, f"positions.{at}")
         for key, rows in own.items():
             adapter.check_rows(key, at, rows, positions, hidden.shape[-1])
             features.setdefault(int(key.rpartition(".")[2]), []).append((positions, rows))

@@ -25,7 +25,7 @@ def positions_in_share(batch: Mapping[str, Tensor], part: int, parts: int) -> di
         `share_index.<key>`: int64, which of all positions these are.
     """
     start, stop = TokenShares(max(batch["input_ids"].numel(), 1), parts).span(part)
-    found = {}
+    found: dict[str, Tensor] = {}
     for key, positions in batch.items():
         if key == "target_positions" or key.startswith("positions."):
             which = ((positions >= start) & (positions < stop)).nonzero().flatten()
