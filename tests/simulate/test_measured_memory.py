@@ -44,7 +44,6 @@ MORE = {
     "replicas in bfloat16": recipe(both("vision", "llm"), compute="bfloat16"),
     "fully sharded": recipe(SHARDED),
     "recomputed": recipe(both("vision", "llm"), recomputed="full"),
-    "replicas in bfloat16, recomputed": recipe(both("vision", "llm"), recomputed="full", compute="bfloat16"),
     "disjoint": recipe(ALONE + "[parallelism.llm]\nranks = [1]\n", schedule="1f1b", batch=16),
     "three phases": recipe(both("vision", "projector") + PIPELINE, schedule="three_phase", batch=16),
     "interleaved": recipe(ALONE + PIPELINE, schedule="interleaved", batch=16),
