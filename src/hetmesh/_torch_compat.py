@@ -39,6 +39,7 @@ __all__ = [
     "set_group_timeout",
     "shared_buffer",
     "split_backward",
+    "storage_info",
     "tensors_made_on_host",
     "tree_leaves",
     "tree_map_only",
@@ -211,6 +212,13 @@ def without_autocast(key: str) -> Iterator[None]:
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     with torch._C._ExcludeDispatchKeyGuard(keys):
         yield
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """Where DCP's index says that a value is: the bytes of a file beside it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
 
 
 def default_store() -> dist.Store:
