@@ -17,9 +17,10 @@ from hetmesh.boundary import World
 from hetmesh.errors import CheckpointError, HetmeshError
 from hetmesh.training.checkpointing import folders
 from hetmesh.training.checkpointing.fit import check_fit, optional
+from hetmesh.training.checkpointing.frozen import FrozenFile, frozen_names, state_of
 from hetmesh.training.checkpointing.plan import SavePlans
 from hetmesh.training.checkpointing.reading import opened, read_into
-from hetmesh.training.checkpointing.saving import PendingSave, Place
+from hetmesh.training.checkpointing.saving import Content, PendingSave, Place
 from hetmesh.training.checkpointing.staging import Staging, as_bytes
 from hetmesh.training.gradients import reduce_over_ranks
 from hetmesh.training.optimizers import Root
@@ -41,6 +42,7 @@ class Checkpointer:
         timeout: seconds that writing or reading one may take; the timeout of a step does not count meanwhile.
         asynchronous: `save` copies the state into memory of the host and returns; a thread writes it. `check` after
             each step, and `wait` before the run ends.
+        frozen_once: parameters that are not trained are in a file that all checkpoints of this run share.
 
     Attributes:
         plans: who writes what.
@@ -54,11 +56,12 @@ class Checkpointer:
         timeout: float = 3600.0,
         *,
         asynchronous: bool = False,
+        frozen_once: bool = True,
     ) -> None:
         self.world, self.folder, self.keep_latest, self.timeout = world, folder, keep_latest, timeout
-        self.asynchronous = asynchronous
+        self.asynchronous, self.frozen_once = asynchronous, frozen_once
         self.plans = SavePlans(world)
-        self._staging = Staging(world.accelerator)
+        self._staging, self._frozen = Staging(world.accelerator), FrozenFile()
         self._pending: PendingSave | None = None
 
     def steps(self) -> list[int]:
@@ -109,13 +112,16 @@ class Checkpointer:
                 self._on_first(place.fails, lambda: folders.make_empty(place.partial))
             except CheckpointError as error:
                 self._abandon(place, str(error))
+        fixed = {f"model.{name}" for name in frozen_names(root)} if self.frozen_once else set()
+        changing = [entry for entry in entries if entry.index.fqn not in fixed]
+        frozen = [entry for entry in entries if entry.index.fqn in fixed]
         if self.asynchronous:
-            copies, ready = self._staging.copy(entries)
+            copies, ready = self._staging.copy(changing)
         else:
             self.world.accelerator.synchronize()  # another thread reads what is computed here
-            copies, ready = as_bytes(entries), self.world.accelerator.event()
+            copies, ready = as_bytes(changing), self.world.accelerator.event()
             ready.record()
-        self._pending = PendingSave(place, copies, ready)
+        self._pending = PendingSave(place, Content(copies, frozen, state_of(frozen), self._frozen), ready)
         if not self.asynchronous:
             self.wait()
         return path

@@ -133,6 +133,7 @@ class Trainer:
             kept.keep_latest_k,
             kept.timeout_seconds,
             asynchronous=kept.async_mode == "async",
+            frozen_once=kept.frozen == "once",
         )
         if kept.enable:
             self.checkpointer.prepare()

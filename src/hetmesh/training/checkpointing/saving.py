@@ -12,11 +12,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hetmesh.boundary.accelerator import Event
 from hetmesh.training.checkpointing import folders
+from hetmesh.training.checkpointing.frozen import FrozenFile
 from hetmesh.training.checkpointing.plan import Entry
 from hetmesh.training.checkpointing.writing import report_name, take_report, write_file, write_index, write_report
 
@@ -53,21 +55,38 @@ class Place:
         return self.path.with_name(self.path.name + folders.PARTIAL)
 
 
+@dataclass(frozen=True)
+class Content:
+    """What a rank writes of a checkpoint.
+
+    Attributes:
+        entries: they must not change before the save is written.
+        frozen: those that no step changes.
+        unchanged: `frozen.state_of` these.
+        file: where the frozen ones were written before, or are kept for later saves.
+    """
+
+    entries: Sequence[Entry]
+    frozen: Sequence[Entry]
+    unchanged: Any
+    file: FrozenFile
+
+
 class PendingSave:
     """A save that has begun on this rank.
 
     Args:
-        entries: what this rank writes; they must not change before `written`.
-        ready: the event after which the entries have their values.
+        content: what this rank writes.
+        ready: the event after which the tensors have their values.
     """
 
-    def __init__(self, place: Place, entries: Sequence[Entry], ready: Event) -> None:
+    def __init__(self, place: Place, content: Content, ready: Event) -> None:
         self.place = place
         self._deadline = time.monotonic() + place.timeout
         self._written, self._given_up = threading.Event(), threading.Event()
         self._error = ""
         self._thread = threading.Thread(
-            target=self._run, args=(entries, ready), name=f"checkpoint {place.path.name}", daemon=True
+            target=self._run, args=(content, ready), name=f"checkpoint {place.path.name}", daemon=True
         )
         self._thread.start()
 
@@ -109,12 +128,13 @@ class PendingSave:
             told = self.wait_named()
         return told
 
-    def _run(self, entries: Sequence[Entry], ready: Event) -> None:
+    def _run(self, content: Content, ready: Event) -> None:
         place = self.place
         try:
             ready.synchronize()
-            written = write_file(place.partial / f"__{place.rank}_0.distcp", entries) if entries else []
-            del entries
+            changing, frozen = (f"__{place.rank}_{number}.distcp" for number in range(2))
+            written = write_file(place.partial / changing, content.entries) if content.entries else []
+            written += content.file.put(place.partial, place.path, frozen, content.frozen, content.unchanged)
             write_report(place.partial, place.rank, written)
         except Exception as error:
             self._error = f"{place.fails}: rank {place.rank}: {type(error).__name__}: {error}"
