@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.planner import ReadItem
 
 from hetmesh.boundary import World
 from hetmesh.errors import CheckpointError
 from hetmesh.training import checksums
+from hetmesh.training.checkpointing.staging import is_plain
 
 
 def saved_tensors(path: Path) -> dict[str, Any]:
@@ -51,11 +55,44 @@ def read_into(world: World, path: Path, state: dict[str, Any], sums: Mapping[che
     mine = checksums.share(list(sums), world.rank, world.size)
     wrong = checksums.damaged(path, {part: sums[part] for part in mine})
     _raise_first(world, path, [f"checkpoint {path} is damaged: {text}" for text in wrong])
+    error = ""
     try:
-        with world.waiting(f"loading {path}"):
-            dcp.load(state, checkpoint_id=str(path), process_group=world.group(range(world.size)))
-    except CheckpointException as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {first_cause(error)}") from error
+        _read(path, state)
+    except Exception as problem:  # whatever reading and unpickling make of files that have changed since
+        error = f"checkpoint {path} cannot be read: rank {world.rank}: {type(problem).__name__}: {problem}"
+    _raise_first(world, path, [error] if error else [])
+
+
+def _read(path: Path, state: dict[str, Any]) -> None:
+    """What `dcp.load` does on one rank. What it does between ranks, sending all plans to one of them, changes none."""
+    reader, planner = FileSystemReader(str(path)), _Planner()
+    metadata = reader.read_metadata()
+    planner.set_up_planner(state, metadata, is_coordinator=False)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """DCP's, which unpickles equal values once: options of optimizers are thousands, nearly all alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[bytes, Any] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        content = value.getvalue()
+        if content in self._known:
+            found = self._known[content]
+        else:
+            found = torch.load(value, weights_only=False)  # as DCP does; the bytes are those that were written
+            if is_plain(found):
+                self._known[content] = found
+        *path, last = self.mappings[read_item.dest_index.fqn]
+        place: Any = self.original_state_dict
+        for part in path:
+            place = place[part]
+        place[last] = found
 
 
 def first_cause(error: CheckpointException) -> str:

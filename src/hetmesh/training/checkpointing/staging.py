@@ -47,11 +47,26 @@ class Staging:
 
 
 def as_bytes(entries: Iterable[Entry]) -> list[Entry]:
-    """`entries` with the bytes of those that are no tensors, which may change once training goes on."""
-    return [e if isinstance(e.value, Tensor) else Entry(e.index, _saved(e.value)) for e in entries]
+    """`entries` with the bytes of those that are no tensors, which may change once training goes on. Equal ones are
+    pickled once: options of optimizers are thousands, nearly all alike."""
+    known: dict[Any, bytes] = {}
+    found = []
+    for entry in entries:
+        if isinstance(entry.value, Tensor):
+            found.append(entry)
+            continue
+        plain = is_plain(entry.value)
+        key = (type(entry.value), repr(entry.value)) if plain else entry.index
+        if key not in known:
+            stream = io.BytesIO()
+            torch.save(entry.value, stream)
+            known[key] = stream.getvalue()
+        found.append(Entry(entry.index, known[key]))
+    return found
 
 
-def _saved(value: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
+def is_plain(value: Any) -> bool:
+    """Whether `value` cannot change, and its `repr` tells it from all others of its type."""
+    if type(value) is tuple:
+        return all(map(is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
