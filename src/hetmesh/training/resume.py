@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import platform
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +36,52 @@ Changes = dict[str, tuple[Any, Any]]
 
 
 def run_state(recipe: Recipe, skipped: int) -> str:
-    """What a checkpoint says about its run: the recipe, and the steps skipped so far."""
-    return json.dumps({"recipe": recipe.model_dump(mode="json", by_alias=True), "skipped_steps": skipped})
+    """What a checkpoint says about its run: its recipe, the steps skipped so far, the libraries that it ran with."""
+    whole = recipe.model_dump(mode="json", by_alias=True)
+    return json.dumps({"recipe": whole, "skipped_steps": skipped, "versions": versions()})
 
 
-def saved_run(world: World, path: Path) -> tuple[Mapping[str, Any] | None, int]:
-    """What `run_state` put into the checkpoint at `path`: the recipe, None in an older or damaged one (loading it says
-    what is damaged), and the steps skipped. Collective."""
+def versions() -> dict[str, str]:
+    """Of what computes: results may differ with another one."""
+    found = {"python": platform.python_version()}
+    for name in ("hetmesh", "torch", "transformers", "torchtitan"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a checkpoint says about its run.
+
+    Attributes:
+        recipe: as it was; None in an older or damaged checkpoint (loading it says what is damaged).
+        skipped_steps: so far.
+        versions: of libraries, by name; empty in an older one.
+    """
+
+    recipe: Mapping[str, Any] | None = None
+    skipped_steps: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def other_versions(self) -> str:
+        """Libraries that are others now, as text; empty if none is known to be."""
+        now = versions()
+        pairs = [(name, old, now.get(name, "none")) for name, old in self.versions.items()]
+        return ", ".join(f"{name} {old} -> {new}" for name, old, new in pairs if old != new)
+
+
+def saved_run(world: World, path: Path) -> RunState:
+    """What `run_state` put into the checkpoint at `path`. Collective."""
     state = {RUN: ""}
     try:
         saved, sums = opened(world, path)
         if RUN in saved:
             read_into(world, path, state, {part: crc for part, crc in sums.items() if part.name == RUN})
     except CheckpointError:
-        return None, 0
+        return RunState()
     found = json.loads(state[RUN] or "{}")
-    return found.get("recipe"), found.get("skipped_steps", 0)
+    return RunState(found.get("recipe"), found.get("skipped_steps", 0), found.get("versions", {}))
 
 
 def changes(saved: Mapping[str, Any] | None, recipe: Recipe) -> Changes:
@@ -69,6 +103,22 @@ def check_changes(found: Changes, checkpoint: Path) -> None:
         if key in REFUSED or family:
             raise RecipeError(
                 f"{key} = {_shown(new)}: the checkpoint {checkpoint} is of a run with {_shown(old)}; {ADVICE}"
+            )
+
+
+def check_model(found: Changes, checkpoint: Path) -> None:
+    """Refuse a model that its checkpoint fits and that is another one: what `modules.<name>.model` and its config say,
+    but for dropout, which is a matter of training.
+
+    Raises:
+        RecipeError: names the key, both values and what to do.
+    """
+    for key, (old, new) in found.items():
+        table, _, rest = key.removeprefix("modules.").partition(".")
+        of_model = key == f"modules.{table}.model" or (rest.startswith("config.") and "drop" not in rest)
+        if of_model:
+            raise RecipeError(
+                f"{key} = {_shown(new)}: the checkpoint {checkpoint} is of a model with {_shown(old)}; {ADVICE}"
             )
 
 

@@ -38,7 +38,7 @@ from hetmesh.training.optimizers import keeping_options, learning_rate, make_opt
 from hetmesh.training.recipe_schedule import over_in_flight
 from hetmesh.training.recorder import StepRecorder
 from hetmesh.training.reporter import Reporter
-from hetmesh.training.resume import ADVICE, changes, check_changes, described, run_state, saved_run
+from hetmesh.training.resume import ADVICE, changes, check_changes, check_model, described, run_state, saved_run
 from hetmesh.training.skip import Skipped, leave_out_unreadable
 from hetmesh.training.what_next import what_next
 from hetmesh.training.world_of import world_of
@@ -352,8 +352,9 @@ class Trainer:
         step = self.checkpointer.latest()
         assert step is not None
         path = self.checkpointer.folder / f"step-{step}"
-        saved, self.skipped_steps = saved_run(self.world, path)
-        changed = changes(saved, self.recipe)
+        saved = saved_run(self.world, path)
+        self.skipped_steps = saved.skipped_steps
+        changed = changes(saved.recipe, self.recipe)
         check_changes(changed, path)
         with keeping_options(self.optimizers):
             try:
@@ -361,9 +362,12 @@ class Trainer:
             except RecipeError as error:
                 told = f"; keys that have changed: {described(changed)}; {ADVICE}" if changed else ""
                 raise RecipeError(f"{error}{told}") from error
+        check_model(changed, path)
         self.job.loader.load_state_dict(position)
         if changed:
             self.notes.append(f"changed since, and taken from step {step + 1} on: {described(changed)}")
+        if others := saved.other_versions():
+            self.notes.append(f"other libraries than those that it was saved with: {others}")
         return step
 
     def _position(self) -> dict[str, Any]:
