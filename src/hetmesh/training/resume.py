@@ -15,6 +15,7 @@ from hetmesh.boundary import World
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.checkpointing.reading import opened, read_into
+from hetmesh.training.checkpointing.references import References
 
 FREE = frozenset({"job", "checkpoint", "metrics", "profiling", "comm", "validation"})
 """Tables that say nothing about what is trained: not worth a word."""
@@ -35,10 +36,11 @@ Changes = dict[str, tuple[Any, Any]]
 """Dotted key -> its value in the checkpoint and in the recipe."""
 
 
-def run_state(recipe: Recipe, skipped: int) -> str:
-    """What a checkpoint says about its run: its recipe, the steps skipped so far, the libraries that it ran with."""
+def run_state(recipe: Recipe, skipped: int, references: References) -> str:
+    """What a checkpoint says about its run (`RunState`)."""
     whole = recipe.model_dump(mode="json", by_alias=True)
-    return json.dumps({"recipe": whole, "skipped_steps": skipped, "versions": versions()})
+    told = {"recipe": whole, "skipped_steps": skipped, "versions": versions(), "references": references}
+    return json.dumps(told)
 
 
 def versions() -> dict[str, str]:
@@ -58,11 +60,21 @@ class RunState:
         recipe: as it was; None in an older or damaged checkpoint (loading it says what is damaged).
         skipped_steps: so far.
         versions: of libraries, by name; empty in an older one.
+        references: where the modules are that the checkpoint does not hold.
     """
 
     recipe: Mapping[str, Any] | None = None
     skipped_steps: int = 0
     versions: Mapping[str, str] = field(default_factory=dict)
+    references: References = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, text: str) -> RunState:
+        """What `run_state` wrote; of an empty text, nothing."""
+        found = json.loads(text or "{}")
+        return cls(
+            found.get("recipe"), found.get("skipped_steps", 0), found.get("versions", {}), found.get("references", {})
+        )
 
     def other_versions(self) -> str:
         """Libraries that are others now, as text; empty if none is known to be."""
@@ -80,8 +92,7 @@ def saved_run(world: World, path: Path) -> RunState:
             read_into(world, path, state, {part: crc for part, crc in sums.items() if part.name == RUN})
     except CheckpointError:
         return RunState()
-    found = json.loads(state[RUN] or "{}")
-    return RunState(found.get("recipe"), found.get("skipped_steps", 0), found.get("versions", {}))
+    return RunState.of(state[RUN])
 
 
 def changes(saved: Mapping[str, Any] | None, recipe: Recipe) -> Changes:

@@ -20,6 +20,7 @@ from hetmesh.errors import NonFiniteError, RecipeError, SampleError
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.schedule import Schedule
 from hetmesh.training.checkpoint import Checkpointer
+from hetmesh.training.checkpointing.references import References, check_references, referenced, references
 from hetmesh.training.dump_folder import SUMMARY_FILE, RunFolder, claim_folder
 from hetmesh.training.evaluate import Evaluation, evaluate, show
 from hetmesh.training.free_running import FreeRunning, free_running
@@ -133,10 +134,13 @@ class Trainer:
             kept.keep_latest_k,
             kept.timeout_seconds,
             asynchronous=kept.async_mode == "async",
-            frozen_once=kept.frozen == "once",
+            frozen_once=kept.frozen != "each",
         )
+        self.references: References = {}
         if kept.enable:
             self.checkpointer.prepare()
+            with self.checkpointer.patience():
+                self.references = references(world, recipe, referenced(recipe))
         self.step = 0 if self.claimed.step is None else self._resume()
         self.upcoming = self.job.upcoming
         self.meter = Meter(self.job)
@@ -335,7 +339,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of the current step."""
-        self.checkpointer.save(self.step, self.job.root, self.optimizers, self._position())
+        self.checkpointer.save(self.step, self.job.root, self.optimizers, self._position(), frozenset(self.references))
 
     def _export(self) -> None:
         """Write the last checkpoint once more, as a directory that transformers loads."""
@@ -356,9 +360,14 @@ class Trainer:
         self.skipped_steps = saved.skipped_steps
         changed = changes(saved.recipe, self.recipe)
         check_changes(changed, path)
+        with self.checkpointer.patience():
+            now = references(self.world, self.recipe, tuple(saved.references))
+        check_references(path, saved.references, now)
         with keeping_options(self.optimizers):
             try:
-                position = self.checkpointer.load(step, self.job.root, self.optimizers, self._position())
+                position = self.checkpointer.load(
+                    step, self.job.root, self.optimizers, self._position(), frozenset(saved.references)
+                )
             except RecipeError as error:
                 told = f"; keys that have changed: {described(changed)}; {ADVICE}" if changed else ""
                 raise RecipeError(f"{error}{told}") from error
@@ -371,7 +380,7 @@ class Trainer:
         return step
 
     def _position(self) -> dict[str, Any]:
-        return {**self.job.loader.state_dict(), "run": run_state(self.recipe, self.skipped_steps)}
+        return {**self.job.loader.state_dict(), "run": run_state(self.recipe, self.skipped_steps, self.references)}
 
     def _due(self, interval: int) -> bool:
         return self.step % interval == 0 or self._done
