@@ -1,13 +1,15 @@
-"""What all tests share: the worker pools, and a deterministic hypothesis."""
+"""What all tests share: the worker pools, tiny models in directories, and a deterministic hypothesis."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from hetmesh.testing import tiny_vlms
 from hetmesh.testing.emulated_nccl import emulate
 from hetmesh.testing.pool import WorkerPool
 
@@ -76,3 +78,14 @@ def pool4(pool: Callable[[int], WorkerPool]) -> WorkerPool:
 def pool8(pool: Callable[[int], WorkerPool]) -> WorkerPool:
     """The session's pool of 8 workers."""
     return pool(8)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`directory(name)`: the model of `tiny_vlms` of that name as a directory, saved once per module."""
+    folder = tmp_path_factory.mktemp("tiny")
+
+    def saved(name: str) -> Path:
+        return folder / name if (folder / name).exists() else tiny_vlms.save(name, folder)
+
+    return saved

@@ -1,4 +1,4 @@
-"""Files that hetmesh writes: strict JSON, all of a file or nothing, and errors that name the path."""
+"""Files that hetmesh writes: strict JSON, all of a file or nothing; JSON that it reads; errors that name the path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hetmesh.errors import HetmeshError, OutputError
+from hetmesh.errors import HetmeshError, OutputError, RecipeError
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -34,6 +34,24 @@ def write_json(path: str | Path, value: Any, indent: int | None = None) -> None:
         temporary = path.with_name(path.name + ".part")
         temporary.write_text(to_json(value, indent) + "\n", encoding="utf-8")
         os.replace(temporary, path)
+
+
+def json_object(file: Path, where: object) -> dict[str, Any]:
+    """What the JSON file of a directory that a recipe names holds.
+
+    Args:
+        where: `str(where)` says which directory, and begins errors.
+
+    Raises:
+        RecipeError: it cannot be read, or holds something else than an object.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{where}: {file.name} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise RecipeError(f"{where}: {file.name} must hold a JSON object")
+    return value
 
 
 @contextmanager

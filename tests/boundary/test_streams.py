@@ -33,7 +33,7 @@ def across(rank, source, transport):
         accelerator.current_stream().wait_event(started)
         result = exchange.finish_receiving()
         accelerator.used_by(result, accelerator.current_stream())
-        kept = len(exchange._pending.buffers)
+        kept = len(exchange._messages.buffers)
         exchange.finish()
         del exchange
         with accelerator.on(side):

@@ -12,6 +12,7 @@ from hetmesh.models import AdapterRequest
 from hetmesh.models.module_shape import module_shape
 from hetmesh.models.qwen3 import Qwen3Adapter
 from hetmesh.models.qwen3_moe import Qwen3MoeAdapter
+from hetmesh.models.qwen3_vl_vision import Qwen3VLVisionAdapter
 from hetmesh.models.siglip import SiglipAdapter
 from hetmesh.parallel.experts.block import make_expert_block
 from hetmesh.parallel.experts.exchange import ExpertRanks
@@ -77,7 +78,19 @@ def expert_block():
     return module, shape, module.model.layers[0], (None,), {"position_embeddings": (cos, cos)}
 
 
-@pytest.mark.parametrize("make", [siglip_block, qwen_block, expert_block])
+def patch_block():
+    """Four patches to a row of the module; each sequence is an image of its own."""
+    sizes = {"hidden_size": 96, "depth": 1, "num_heads": 4, "patch_size": 2, "deepstack_visual_indexes": []}
+    sizes |= {"temporal_patch_size": 1, "num_position_embeddings": 16, "out_hidden_size": 40}
+    adapter = Qwen3VLVisionAdapter.make(AdapterRequest("vision", sizes, media="image", consumers=("llm",)))
+    module = adapter.build()
+    shape = next(layer for layer in module_shape("vision", adapter, module).layers if "blocks" in layer.name)
+    places = adapter._places([(1, 4, 4)] * BATCH)  # of rows
+    given = {"cu_seqlens": torch.tensor(places["cu_seqlens"]), "position_embeddings": (torch.randn(256, 24),) * 2}
+    return module, shape, lambda x, **kwargs: module.blocks[0](x.flatten(0, 1), **kwargs), (), given
+
+
+@pytest.mark.parametrize("make", [siglip_block, qwen_block, expert_block, patch_block])
 @pytest.mark.parametrize("trainable", [True, False])
 def test_a_block_keeps_what_autograd_saves(make, trainable):
     module, shape, block, args, *kwargs = make()
@@ -85,7 +98,7 @@ def test_a_block_keeps_what_autograd_saves(make, trainable):
     shape = replace(shape, weights=tuple(replace(w, trainable=trainable) for w in shape.weights))
     x = torch.randn(BATCH, LENGTH, 96, requires_grad=True)
     saved = saved_bytes(module, lambda: block(x, *args, **(kwargs[0] if kwargs else {})))
-    predicted = activation_bytes(shape, WORK, 4, upstream=True)
+    predicted = activation_bytes(shape, Work(BATCH * LENGTH // shape.tokens_per_row), 4, upstream=True)
     assert predicted == pytest.approx(saved, rel=0.1)
 
 

@@ -19,16 +19,6 @@ from hetmesh.testing import tiny_vlms
 from hetmesh.training.describe import describe
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-
-    def saved(name):
-        return folder / name if (folder / name).exists() else tiny_vlms.save(name, folder)
-
-    return saved
-
-
 def recipe(path, more="", **media):
     return parse_recipe(tiny_vlms.recipe_text(path, more, **media))
 

@@ -34,16 +34,6 @@ def families(monkeypatch):
     return importlib.import_module("family_table")
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-
-    def saved(name):
-        return folder / name if (folder / name).exists() else tiny_vlms.save(name, folder)
-
-    return saved
-
-
 @pytest.mark.slow
 def test_the_readme_has_the_table_that_the_code_declares(families, tmp_path):
     rows = {title: families.row_of(name, tmp_path) for name, title in families.FAMILIES.items()}

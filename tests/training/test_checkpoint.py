@@ -139,13 +139,6 @@ def test_a_checkpoint_of_another_model_is_one_error_on_every_rank(pool4, tmp_pat
     )
 
 
-@pytest.fixture
-def world():
-    world = init()
-    yield world
-    world.close()
-
-
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
 def test_a_parameter_that_had_no_gradient_yet_starts_counting_where_it_would_have(world, tmp_path, name):
     optimizer = ("--optimizer.name", name)

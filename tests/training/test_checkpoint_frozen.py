@@ -9,7 +9,6 @@ import torch
 from checkpoint_pieces import different, everything, make, steps
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
-from hetmesh.boundary import init
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.training.checkpoint import Checkpointer
@@ -26,13 +25,6 @@ VISION = {
     **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
     **{"image_size": 8, "patch_size": 4, "num_channels": 1, "vision_use_head": False},
 }
-
-
-@pytest.fixture
-def world():
-    world = init()
-    yield world
-    world.close()
 
 
 def half_frozen():

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from hetmesh.boundary import init
 from hetmesh.errors import OutputError, RecipeError
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.training.checkpointing.folders import COMPLETE
@@ -15,13 +14,6 @@ from hetmesh.training.reporter import Reporter
 from hetmesh.training.trainer import Trainer, train
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_single.toml"
-
-
-@pytest.fixture
-def world():
-    world = init()
-    yield world
-    world.close()
 
 
 def recipe(folder, *overrides):

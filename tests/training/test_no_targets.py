@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from hetmesh.boundary import init
 from hetmesh.cli import main
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.recipe.recipe import load_recipe
@@ -18,13 +17,6 @@ from hetmesh.training.trainer import Trainer
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_single.toml"
 SOURCE = ("--data.source", "hetmesh.testing.sources:RandomMedia", "--data.options.kinds", "{image = [1, 8, 8]}")
-
-
-@pytest.fixture
-def world():
-    world = init()
-    yield world
-    world.close()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetmesh.boundary import World, init
+from hetmesh.boundary import World
 from hetmesh.errors import NonFiniteError
 from hetmesh.parallel import local_part
 from hetmesh.recipe.recipe import load_recipe
@@ -26,13 +26,6 @@ def recipe(name, folder, *overrides):
         *("--metrics.enable_tensorboard", "false", "--metrics.log_freq", "10"),
     )
     return load_recipe(RECIPES / f"{name}.toml", (*small, "--job.dump_folder", str(folder), *overrides))
-
-
-@pytest.fixture
-def world():
-    world = init()
-    yield world
-    world.close()
 
 
 def values(trainer):

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from hetmesh.boundary import init
 from hetmesh.errors import RecipeError
 from hetmesh.layout import MeshSpec
 from hetmesh.recipe.recipe import parse_recipe
@@ -29,13 +28,6 @@ steps = 6
 warmup_steps = 2
 min_lr_factor = 0.5
 """
-
-
-@pytest.fixture
-def world():
-    world = init()
-    yield world
-    world.close()
 
 
 def mixed(world):

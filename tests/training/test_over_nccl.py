@@ -16,7 +16,7 @@ from hetmesh.training.trainer import train
 pytestmark = pytest.mark.slow
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-STEPS = 3
+STEPS = 2
 # What goes how, on which schedule: one recipe for each is run always, the others where `exhaustive` is asked for.
 OFTEN = {
     "digits_fsdp": "sequential; ranks without a message; all-to-all, gathers and sums of FSDP",

@@ -203,13 +203,6 @@ def test_what_would_not_be_a_sum_is_refused(pool4, meshes, more, message):
         assert re.search(message, found), found
 
 
-@pytest.fixture
-def world():
-    world = hetmesh.init()
-    yield world
-    world.close()
-
-
 ONE = MeshSpec.make([0], dp_shard=1)
 
 

@@ -1,13 +1,13 @@
 """Parity of context parallelism and packing: every token once, wherever it lies."""
 
 import pytest
+from received_rows import received_rows
 from test_parity_pipeline import recipe, table
 
 from hetmesh.attention.in_transformers import counter
 from hetmesh.balance import boundary_layouts
 from hetmesh.boundary import World
 from hetmesh.errors import RecipeError
-from hetmesh.testing.bounds import minimal_elements
 from hetmesh.testing.parity import compare, reference, run
 from hetmesh.training.job import Job, describe
 
@@ -95,26 +95,13 @@ def test_u2_a_context_parallel_rank_without_images(pool4):
     assert any(any(rows) and not all(rows) for rows in by_microbatch)
 
 
-def received(rank, recipe):
-    """Bytes of rows that reached this rank's LLM, and the fewest that could."""
-    world = World.current()
-    world.log.clear()
-    run(recipe, world, steps=1)
-    job = Job.assemble(recipe, world)
-    plan = job.plan([d.meta for d in next(job.loader)])
-    boundary = job.graph.inputs("llm")[0]
-    layouts = [boundary_layouts(plan, boundary, m) for m in range(plan.num_microbatches)]
-    needed = sum(minimal_elements(*each).get(rank, 0) for each in layouts)
-    return world.log.bytes_received(boundary.name, "forward"), 8 * needed
-
-
 @pytest.mark.slow
 def test_rows_go_straight_to_the_rank_that_owns_their_positions(pool4):
     """C9: bytes into each LLM rank are those of its own rows."""
     given = recipe("sequential", table("vision", "0-1"), table("projector", "0-1"), cp("2-3", 2), batch=4)
-    results = pool4.run(received, given, timeout=60)
-    assert [bytes_ for bytes_, _ in results] == [needed for _, needed in results]
-    assert sum(bytes_ for bytes_, _ in results) > 0
+    results = pool4.run(received_rows, given, timeout=60)
+    assert [bytes_ for bytes_, *_ in results] == [needed for _, needed, _ in results]
+    assert sum(bytes_ for bytes_, *_ in results) > 0
 
 
 @pytest.mark.parametrize(

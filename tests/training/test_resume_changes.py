@@ -17,13 +17,6 @@ from hetmesh.training.trainer import Trainer
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_single.toml"
 
 
-@pytest.fixture
-def world():
-    world = init()
-    yield world
-    world.close()
-
-
 def recipe(folder, *overrides):
     small = (
         *("--training.local_batch_size", "2", "--training.steps", "4", "--validation.samples", "2"),

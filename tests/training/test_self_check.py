@@ -23,16 +23,6 @@ FAST = ("gemma3",)
 REST = [name for name in tiny_vlms.MODELS if name not in (*FAST, "paligemma2")]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-
-    def saved(name):
-        return folder / name if (folder / name).exists() else tiny_vlms.save(name, folder)
-
-    return saved
-
-
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
 def test_the_parts_compute_what_transformers_computes(directory, name):
     assert self_check(parse_recipe(tiny_vlms.recipe_text(directory(name)))) < TOLERANCE

@@ -11,7 +11,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from hetmesh.boundary import World, init
+from hetmesh.boundary import World
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.testing.precision import exact_dtypes
@@ -111,13 +111,6 @@ def test_every_step_equals_that_of_a_plain_loop(pool4, tmp_path, name, optimizer
             assert loss == pytest.approx(true_loss, rel=1e-9)
             assert norm == pytest.approx(true_norm, rel=1e-9)
             assert lr == pytest.approx(true_lr, rel=1e-12)
-
-
-@pytest.fixture
-def world():
-    world = init()
-    yield world
-    world.close()
 
 
 def test_a_run_leaves_metrics_a_summary_events_and_readable_lines(world, tmp_path, capsys, monkeypatch):

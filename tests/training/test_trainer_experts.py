@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_trainer_sharded import OVERRIDES, SINGLE, loaded, train
+from test_trainer_sharded import OVERRIDES, SINGLE, check_training_and_resuming, loaded, train
 
 from hetmesh.recipe.recipe import parse_recipe
 
@@ -36,19 +36,7 @@ def expected(pool, tmp_path_factory):
 def test_training_and_checkpoints_of_experts(pool4, pool, tmp_path, expected, name):
     folder = ("--job.dump_folder", str(tmp_path), "--checkpoint.enable", "true")
     recipe = parse_recipe(RECIPE, (*OVERRIDES, *HERE, *LAYOUTS[name], *folder))
-    losses, norms, parameters, evaluated = expected
-    whole = pool4.run(train, recipe, 4, timeout=120)
-    for other_losses, other_norms, others, other in whole:
-        assert other_losses == pytest.approx(losses, rel=1e-10)
-        assert other_norms == pytest.approx(norms, rel=1e-10)
-        assert other == pytest.approx(evaluated, rel=1e-9)
-        for key, value in others.items():
-            torch.testing.assert_close(value, parameters[key], rtol=1e-8, atol=1e-10)
-    for path in tmp_path.glob("checkpoint/step-4"):
-        path.rename(tmp_path / "away")
-    for (*_, before, _), (resumed, _, after, _) in zip(whole, pool4.run(train, recipe, 4, timeout=120), strict=True):
-        assert len(resumed) == 2
-        assert all(torch.equal(before[key], after[key]) for key in before)
+    check_training_and_resuming(pool4, recipe, expected, tmp_path)
     for path in tmp_path.glob("checkpoint/step-4"):
         path.rename(tmp_path / "again")
     mine = pool4.run(loaded, recipe, timeout=120)[0]

@@ -57,18 +57,25 @@ def train(rank, recipe, steps):
 def test_adamw_clipping_evaluation_and_resume_over_sharded_modules(pool4, pool, tmp_path):
     folder = ("--job.dump_folder", str(tmp_path), "--checkpoint.enable", "true")
     single = parse_recipe(RECIPE, (*OVERRIDES, *SINGLE, "--job.dump_folder", str(tmp_path / "single")))
-    (losses, norms, expected, evaluated), *_ = pool(1).run(train, single, 4, timeout=120)
+    (expected,) = pool(1).run(train, single, 4, timeout=120)
     sharded = parse_recipe(RECIPE, (*OVERRIDES, *SHARDED, *folder))
-    whole = pool4.run(train, sharded, 4, timeout=120)
+    check_training_and_resuming(pool4, sharded, expected, tmp_path)
+
+
+def check_training_and_resuming(pool4, recipe, alone, folder):
+    """Four steps of `recipe`, which keeps checkpoints of every other one in `folder`, give what `alone` did, and a run
+    that goes on from the second the same bits."""
+    losses, norms, expected, evaluated = alone
+    whole = pool4.run(train, recipe, 4, timeout=120)
     for other_losses, other_norms, parameters, other in whole:
         assert other_losses == pytest.approx(losses, rel=1e-10)
         assert other_norms == pytest.approx(norms, rel=1e-10)
         assert other == pytest.approx(evaluated, rel=1e-9)
         for name, value in parameters.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-8, atol=1e-10)
-    for path in tmp_path.glob("checkpoint/step-4"):
-        path.rename(tmp_path / "away")
-    for (*_, before, _), (resumed, _, after, _) in zip(whole, pool4.run(train, sharded, 4, timeout=120), strict=True):
+    for path in folder.glob("checkpoint/step-4"):
+        path.rename(folder / "away")
+    for (*_, before, _), (resumed, _, after, _) in zip(whole, pool4.run(train, recipe, 4, timeout=120), strict=True):
         assert len(resumed) == 2
         assert all(torch.equal(before[name], after[name]) for name in before)
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hetmesh.attention.devices import kernel_for
 from hetmesh.attention.fetch import Finish, Wires, fetch, give_back
-from hetmesh.attention.kernels import kernel_for
 from hetmesh.attention.key_blocks import KernelCalls
 from hetmesh.attention.plan import AttentionPlan, Gathered, Planned, plan_attention, prefers_gathering
 from hetmesh.attention.terms import Running, Saved, Terms, fold, unfold

@@ -19,11 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from hetmesh.attention.kernels import FLEX
 from hetmesh.attention.key_blocks import BLOCK, Buffer, KernelCalls, PartialMasks
 from hetmesh.attention.terms import Running, Saved, Terms
 from hetmesh.boundary import World
 from hetmesh.context.rule import ALWAYS, BEFORE, NEVER, reach
+
+FLEX: dict[str, Callable[..., Any] | None] = {"cuda": None}
+"""Types of devices whose kernel this is, with what stands for flex_attention there; None: torch's own."""
 
 
 def flex_forward(running: Running, q: Tensor, kv: Tensor, work: KernelCalls, terms: Terms) -> None:

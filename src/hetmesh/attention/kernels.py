@@ -1,4 +1,4 @@
-"""Local attention on one buffer of keys, and the online softmax that joins buffers.
+"""What a kernel is: attention of local rows on one buffer of keys; and the one for CPUs, by torch's flash attention.
 
 Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867); the backward recomputes
 probabilities from the final logsumexp, as in FlashAttention-2 (arXiv 2307.08691, section 3.1), so it can take the keys
@@ -10,7 +10,7 @@ heads are part of a matrix product.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,16 +84,3 @@ class Kernel(NamedTuple):
 
     forward: Callable[[Running, Tensor, Tensor, KernelCalls, Terms], None]
     backward: Callable[[Saved, Tensor, KernelCalls, Terms, Tensor, Tensor], None]
-
-
-FLEX: dict[str, Callable[..., Any] | None] = {"cuda": None}
-"""Types of devices whose kernel is flex_attention, with what stands for it; None: torch's own."""
-
-
-def kernel_for(device: torch.device) -> Kernel:
-    """The kernel of a device: on CUDA flex_attention, elsewhere blocks of scaled_dot_product_attention."""
-    if device.type in FLEX:
-        from hetmesh.attention.flex import flex_backward, flex_forward
-
-        return Kernel(flex_forward, flex_backward)
-    return Kernel(cpu_forward, cpu_backward)

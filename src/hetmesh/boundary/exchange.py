@@ -1,30 +1,21 @@
-"""Exchange: one TransferPlan in flight on this rank. Receives are posted before sends; every wait has a timeout."""
+"""Exchange: one TransferPlan carried out on this rank, by messages, an all-to-all or DTensor's own redistribution."""
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hetmesh.boundary.backend import Posted
-from hetmesh.boundary.inbox import Arrival
 from hetmesh.boundary.log import Label
-from hetmesh.boundary.neighbours import Neighbours
-from hetmesh.boundary.rank_step import LocalPiece, RankStep, contiguous_stride, rank_step
+from hetmesh.boundary.rank_step import contiguous_stride, rank_step
+from hetmesh.boundary.step_messages import Envelope, StepMessages
 from hetmesh.boundary.transport import choose
-from hetmesh.boundary.watchdog import timed_out
 from hetmesh.boundary.world import World
-from hetmesh.errors import BoundaryError, BoundaryTimeout
+from hetmesh.errors import BoundaryError
 from hetmesh.layout import Step, TransferPlan
-
-_Arrived = tuple[LocalPiece, Tensor | Arrival, int]
-"""A message that is not received in place: the buffer and where it begins in it, or where a neighbour tells of it."""
 
 
 class Exchange:
@@ -58,13 +49,13 @@ class Exchange:
         tag: int = 0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.world, self.plan, self.label, self.dtype, self.tag = world, plan, label, dtype, tag
-        self.group = group
+        self.world, self.plan, self.label, self.dtype = world, plan, label, dtype
+        self._envelope = Envelope(label, tag, group)
         self.transport = choose(plan, world.link, transport)
         self._check_local(local)
         self._local = local
         self._result: Tensor | None = None
-        self._pending: _Pending | None = None
+        self._messages: StepMessages | None = None
 
     def _check_local(self, local: Tensor | None) -> None:
         want = rank_step(self.plan.steps[0], self.world.rank).source_shape
@@ -90,27 +81,31 @@ class Exchange:
             return self
         local = self._local
         for step in self.plan.steps[:-1]:
-            local = _Pending(self, step, local).finish()
-        self._pending = _Pending(self, self.plan.steps[-1], local)
+            local = self._begin(step, local).finish()
+        self._messages = self._begin(self.plan.steps[-1], local)
         self._local = None
         return self
 
     def finish(self) -> Tensor | None:
         """Wait for every message. Returns this rank's share of the destination layout, or None outside it."""
-        if self._pending is not None:
-            self._result = self._pending.finish()
-            self._pending = None
+        if self._messages is not None:
+            self._result = self._messages.finish()
+            self._messages = None
         return self._result
 
     def finish_receiving(self) -> Tensor | None:
         """Like `finish`, but leaves sends in flight; `finish` must follow before the step ends."""
-        if self._pending is not None:
-            self._result = self._pending.receive()
+        if self._messages is not None:
+            self._result = self._messages.receive()
         return self._result
 
     def completed(self) -> bool:
         """Whether nothing is in flight any more, without waiting."""
-        return self._pending is None or self._pending.completed()
+        return self._messages is None or self._messages.completed()
+
+    def _begin(self, step: Step, local: Tensor | None) -> StepMessages:
+        collective = self.transport == "all_to_all"
+        return StepMessages(self.world, step, local, self.dtype, self._envelope, collective=collective)
 
     def _redistribute(self) -> Tensor | None:
         if self._local is None:
@@ -132,292 +127,3 @@ class Exchange:
         size = self.plan.bytes_received(self.world.rank, self.dtype.itemsize)
         self.world.log.add(self.label, "received", None, size, "dtensor")
         return result
-
-
-class _Pending:
-    """One step in flight: what this rank does in it, begun."""
-
-    def __init__(self, exchange: Exchange, step: Step, local: Tensor | None) -> None:
-        self.world, self.label, self.dtype = exchange.world, exchange.label, exchange.dtype
-        self.group = exchange.group
-        self.step: RankStep = rank_step(step, self.world.rank)
-        self.local = None if local is None else local.contiguous()
-        self.base = 0 if self.local is None else int(self.local.storage_offset())
-        self.buffers: list[Tensor] = []  # to be handed back
-        self.arrived: list[_Arrived] = []
-        self.receives: Posted = []
-        self.sends: Posted = []
-        self._done = False
-        self._peer: int | None = None
-        self.out = self._result()
-        self.by_p2p = exchange.transport != "all_to_all"
-        if not self.by_p2p:
-            self._post_all_to_all(step, exchange.tag)
-        elif self.step.messages:
-            near = self.world.neighbours
-            if near is None or not near.everyone:
-                self._post(exchange.tag)
-            if near is not None:
-                self._tell(near, exchange.tag)
-            self.world.log.add_messages(self.label, self.step.messages, self.dtype.itemsize, "p2p")
-        if not self.step.order:  # summands wait, so that sums do not depend on arrival
-            self._put_own()
-
-    def _post(self, tag: int) -> None:
-        world, name = self.world, _Name(self.label, self.world.rank, self._peers)
-        try:
-            with world.watchdog.watching(name):  # making a communicator would block
-                self.receives, self.sends = world.backend.post(
-                    self._places(), self._messages(), tag, self.group, self.label
-                )
-        except RuntimeError as error:
-            raise self._lost(error) from error
-        world.backend.posted([*self.receives, *self.sends], world.watchdog, name)
-
-    def _result(self) -> Tensor | None:
-        if self.step.result_shape is None:
-            return None
-        new = torch.empty if self.step.fills else torch.zeros
-        return new(self.step.result_shape, dtype=self.dtype, device=self.world.device)
-
-    def _buffer(self, numel: int) -> Tensor:
-        buffer = self.world.buffers.take(numel, self.dtype)
-        self.buffers.append(buffer)
-        return buffer
-
-    def _places(self) -> list[tuple[int, Tensor]]:
-        """Where messages arrive: in the result where their place is one run of it, else in a buffer."""
-        places = []
-        buffer = self._buffer(self.step.received_packed) if self.step.received_packed else None
-        for part in self.step.receives:
-            if self._is_near(part):
-                continue
-            if part.flat:
-                assert self.out is not None
-                place = part.blocks[0].of(self.out)
-            else:
-                assert buffer is not None
-                place = buffer[part.start : part.start + part.numel]
-                self.arrived.append((part, buffer, part.start))
-            places.append((part.peer, self._counted(place, part)))
-        return places
-
-    def _messages(self) -> Iterator[tuple[int, Tensor]]:
-        """What to send: the place in the source where that is one run of it, else packed when it is asked for."""
-        buffer = self._buffer(self.step.sent_packed) if self.step.sent_packed else None
-        for part in self.step.sends:
-            assert self.local is not None
-            if self._is_near(part):
-                continue
-            if part.flat:
-                message = part.blocks[0].of(self.local, self.base)
-            else:
-                assert buffer is not None
-                message = buffer[part.start : part.start + part.numel]
-                self._pack(part, buffer, part.start)
-            yield part.peer, self._counted(message, part)
-
-    def _is_near(self, part: LocalPiece) -> bool:
-        """Whether its message goes through shared memory."""
-        near = self.world.neighbours
-        return near is not None and near.reaches(part.peer)
-
-    def _tell(self, near: Neighbours, tag: int) -> None:
-        """Expect the messages of neighbours, and pack those for them and tell them where."""
-        for part in self.step.receives:
-            if near.reaches(part.peer):
-                arrival = near.expect(part.peer, tag)
-                self.arrived.append((part, arrival, 0))
-                self.receives.append((part.peer, arrival))
-        for part in self.step.sends:
-            if near.reaches(part.peer):
-                try:
-                    slot, message = near.take(part.peer, part.numel, self.dtype)
-                except OSError as error:
-                    lack = f"no memory to share with rank {part.peer} for {part.numel} elements"
-                    raise BoundaryError(f"{self.label}: {lack}: {error}") from error
-                self._pack(part, self._counted(message, part), int(message.storage_offset()))
-                self._peer = part.peer
-                try:
-                    near.send(part.peer, tag, slot, part.numel, self.world.timeout)
-                except RuntimeError as error:
-                    raise self._lost(error) from error
-
-    def _post_all_to_all(self, step: Step, tag: int) -> None:
-        ranks = sorted({*step.src.mesh.ranks, *step.dst.mesh.ranks})
-        channel = self.group
-        own = channel is not None and dist.get_process_group_ranks(channel) == ranks
-        group = channel if own else self.world.group(ranks)
-        if group is None:
-            return
-        sent = {part.peer: part for part in self.step.sends}
-        expected = {part.peer: part for part in self.step.receives}
-        sizes_in = [sent[r].numel if r in sent else 0 for r in ranks]
-        sizes_out = [expected[r].numel if r in expected else 0 for r in ranks]
-        all_in, all_out = sum(sizes_in), sum(sizes_out)
-        buffer_in, buffer_out = self._buffer(all_in), self._buffer(all_out)
-        for rank, start in zip(ranks, itertools.accumulate(sizes_in, initial=0), strict=False):
-            if rank in sent:
-                self._pack(sent[rank], buffer_in, start)
-        flat_in, flat_out = buffer_in[:all_in], buffer_out[:all_out]
-        work = self.world.backend.all_to_all(flat_out, flat_in, (sizes_out, sizes_in), tag, group, self.label)
-        self.world.log.add(self.label, "received", None, flat_out.nbytes, "all_to_all")
-        for rank, start in zip(ranks, itertools.accumulate(sizes_out, initial=0), strict=False):
-            if rank in expected:
-                self.arrived.append((expected[rank], buffer_out, start))
-        self.receives.append((None, work))
-        self.world.backend.posted(self.receives, self.world.watchdog, _Name(self.label, self.world.rank, ()))
-
-    def _counted(self, message: Tensor, part: LocalPiece) -> Tensor:
-        # A shorter message lands silently in a longer buffer and a longer one ends the process: count before posting.
-        if message.numel() != part.numel:
-            raise BoundaryError(f"{self.label}: buffer of {message.numel()} elements for a piece of {part.numel}")
-        return message
-
-    def _pack(self, part: LocalPiece, buffer: Tensor, start: int) -> None:
-        assert self.local is not None
-        for block, at in zip(part.blocks, part.packed, strict=True):
-            at.of(buffer, start).copy_(block.of(self.local, self.base))
-
-    def _put(self, part: LocalPiece, source: Tensor | Arrival, start: int, *, add: bool = False) -> None:
-        if isinstance(source, Arrival):
-            self._put_from_neighbour(part, source, add=add)
-            return
-        assert self.out is not None
-        for block, at in zip(part.blocks, part.packed, strict=True):
-            _move(at.of(source, start), block.of(self.out), add)
-
-    def _put_from_neighbour(self, part: LocalPiece, arrival: Arrival, *, add: bool) -> None:
-        near, letter = self.world.neighbours, arrival.letter
-        assert near is not None
-        assert letter is not None
-        if letter.numel != part.numel:
-            raise BoundaryError(f"{self.label}: rank {part.peer} sent {letter.numel} elements for {part.numel}")
-        try:
-            message = near.read(letter, self.dtype)
-        except OSError as error:
-            raise BoundaryError(f"{self.label}: rank {part.peer} ended before its message was read: {error}") from error
-        self._put(part, message, int(message.storage_offset()), add=add)
-        near.release(letter)
-
-    def _put_own(self, *, add: bool = False) -> None:
-        for held, kept in self.step.own:
-            assert self.local is not None
-            assert self.out is not None
-            _move(held.of(self.local, self.base), kept.of(self.out), add)
-
-    def receive(self) -> Tensor | None:
-        """Wait for what this rank receives and put it in place."""
-        if not self._done:
-            self._arrive(self.receives)
-        return self.out
-
-    def _arrive(self, works: Posted) -> None:
-        """Wait for works, all receives among them, and complete the result."""
-        # Put in place one by one, while the others are on their way; sums in the plan's order, when all are there.
-        self._wait(works, {} if self.step.order else {each[0].peer: each for each in self.arrived})
-        if self.step.order:
-            messages = {arrived[0].peer: arrived for arrived in self.arrived}
-            add = not self.step.fills
-            for rank in self.step.order:
-                if rank == self.world.rank:
-                    self._put_own(add=add)
-                else:
-                    self._put(*messages[rank], add=add)
-                add = True
-        self._keep()
-        self._done = True
-
-    def _keep(self) -> None:
-        """What was read here, maybe on another stream than that on which it was made, keeps its memory until then: this
-        exchange may be dropped when its messages are over, before the device has put them in place."""
-        accelerator = self.world.accelerator
-        if accelerator.asynchronous:
-            current = accelerator.current_stream()
-            for tensor in (*self.buffers, *(() if self.local is None else (self.local,))):
-                accelerator.used_by(tensor, current)
-
-    def finish(self) -> Tensor | None:
-        """Wait for everything."""
-        if self._done:
-            self._wait(self.sends, {})
-        else:
-            self._arrive([*self.receives, *self.sends])
-        for buffer in self.buffers:
-            self.world.buffers.give(buffer)
-        self.buffers.clear()
-        self.local = None
-        return self.out
-
-    def completed(self) -> bool:
-        """Whether all messages have gone through."""
-        return all(work.is_completed() for _, work in [*self.receives, *self.sends])
-
-    def _wait(self, works: Posted, places: dict[int, _Arrived]) -> None:
-        """Wait for works, and put in place what each of them brought: by its peer, or all that one work brought."""
-        if not works:
-            return
-        world, wait = self.world, self.world.backend.wait
-        waited = 0.0
-        try:
-            with world.watchdog.watching(self):
-                for peer, work in works:
-                    self._peer, started = peer, time.perf_counter()
-                    wait(work, world.timeout)
-                    waited += time.perf_counter() - started
-                    world.watchdog.progress()
-                    if peer is not None and peer in places:
-                        self._put(*places.pop(peer))
-        except RuntimeError as error:
-            raise self._lost(error) from error
-        world.log.add_wait(self.label, waited)
-        for place in places.values():
-            self._put(*place)
-
-    def _lost(self, error: RuntimeError) -> BoundaryError | BoundaryTimeout:
-        """What to raise for an error of a wait."""
-        if timed_out(error):
-            return BoundaryTimeout(f"{self.label}: {self.world.waited(self._whom)}")
-        return BoundaryError(f"{self.label}: rank {self.world.rank} lost {self._whom}: {error}")
-
-    @property
-    def _whom(self) -> str:
-        if self._peer is not None:
-            return f"rank {self._peer}"
-        return _whom(self._peers)
-
-    @property
-    def _peers(self) -> tuple[int, ...]:
-        """Of all its messages; none for a collective."""
-        if not self.by_p2p:
-            return ()
-        return tuple(sorted({part.peer for part in (*self.step.receives, *self.step.sends)}))
-
-    def __str__(self) -> str:
-        """How the watchdog names this wait."""
-        return f"{self.label}: rank {self.world.rank}, waiting for {self._whom}"
-
-
-@dataclass(frozen=True)
-class _Name:
-    """How the watchdog names messages in flight, without keeping their buffers."""
-
-    label: Label
-    rank: int
-    peers: tuple[int, ...]  # none: a collective
-
-    def __str__(self) -> str:
-        return f"{self.label}: rank {self.rank}, waiting for {_whom(self.peers)}"
-
-
-def _whom(peers: Sequence[int]) -> str:
-    if not peers:
-        return "a collective"
-    return f"rank {peers[0]}" if len(peers) == 1 else f"ranks {', '.join(map(str, peers))}"
-
-
-def _move(source: Tensor, target: Tensor, add: bool) -> None:
-    if add:
-        target.add_(source)
-    else:
-        target.copy_(source)

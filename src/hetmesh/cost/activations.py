@@ -44,7 +44,7 @@ def activation_bytes(
     """
     if not (upstream or layer.trainable):
         return 0
-    rows = work.targets if layer.on_targets else work.rows
+    rows = layer.rows(work)
     products = [weight for weight in layer.weights if weight.per_row]
     between = 1 / tp if sequence_parallel else 1.0
     if recompute and len(products) > 1:
@@ -149,7 +149,9 @@ def _attention_elements(layer: LayerShape, products: list[WeightShape], tp: int)
     output = 0 if any(input_elements(w) == width and w is not products[0] for w in groups) else width
     copies = max(width - (layer.key_width or width), 0)
     normed = any(norm.numel != input_elements(products[0]) for norm in _root_mean_square_norms(layer))
-    return (output + copies * (1 if normed else 2)) / tp
+    return (output + copies * (1 if normed else 2) + layer.attention_copies * width) / (
+        tp if layer.splits_attention else 1
+    )
 
 
 def _distinct(products: list[WeightShape]) -> list[WeightShape]:

@@ -68,7 +68,7 @@ def split_bytes(layer: LayerShape, work: Work, itemsize: int, *, upstream: bool,
     the outputs of whatever has a trainable weight (`hetmesh.runtime.backward.SplitBackward`)."""
     if not upstream:
         return 0
-    rows = work.targets if layer.on_targets else work.rows
+    rows = layer.rows(work)
     products = _products(layer)
     kept = sum(output_share(w, tp) * w.per_row * w.outputs for w in products if w.trainable)
     heads = itertools.chain((layer.attention_width / tp, layer.key_width / tp), itertools.repeat(0.0))
@@ -90,7 +90,7 @@ def _in_flight(layer: LayerShape, work: Work, itemsize: int, tp: int) -> int:
         widest = max(widest, sum(output_share(w, tp) * w.per_row * w.outputs for w in group))
     for weight in products:
         inputs = max(inputs, input_elements(weight) * (1 / tp if weight.splits_inputs else 1.0))
-    rows = work.targets if layer.on_targets else work.rows
+    rows = layer.rows(work)
     return round(itemsize * rows * max(widest + inputs, passing_elements(layer, tp)))
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,22 +15,22 @@ import torch
 from torch import Tensor
 
 from hetmesh.data.chat import FILES, Chat, Encoded
-from hetmesh.data.images import COMBINED, FILE, ImageProcessor
+from hetmesh.data.images import COMBINED, FILE
 from hetmesh.data.index import SUFFIX, content_hash, file_states, load_index
 from hetmesh.data.inline import inline
+from hetmesh.data.media_reader import KEY, MediaReader
 from hetmesh.data.metas import metas_one_by_one
 from hetmesh.data.open_store import find_files, open_store
-from hetmesh.data.recordings import FRAMES, RecordingProcessor
+from hetmesh.data.recordings import FRAMES
 from hetmesh.data.source import Sample, wants
 from hetmesh.data.spans import FileSpan
 from hetmesh.data.stores import Blob
 from hetmesh.data.turns import DATA_URL, MARKS, is_file_name, media_of, turns_of
-from hetmesh.errors import HetmeshError, RecipeError, Refusals, SampleError
+from hetmesh.errors import RecipeError, Refusals, SampleError
 from hetmesh.graph.meta_arrays import MetaArrays
-from hetmesh.graph.sample import MediaItem, SampleMeta
+from hetmesh.graph.sample import SampleMeta
 
 KINDS = ("image", "audio")
-KEY = "[data.options]"
 SMALL = (*FILES, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", FILE, COMBINED)
 """Files of a tokenizer or processor that metadata depends on."""
 
@@ -131,16 +129,8 @@ class ConversationsSource:
         )
         self.vocab_size, self.pad_id = self._chat.vocab_size, self._chat.pad_id
         self.placeholders: Mapping[str, int] = self._chat.placeholders
-        self._images = None
-        if image_processor is not None:
-            key = f"{KEY} image_processor"
-            self._images = ImageProcessor.from_directory(
-                Path(image_processor).expanduser(), key, pad_to_square, image_tiles
-            )
-        self._recordings = RecordingProcessor(
-            None if audio_processor is None else Path(audio_processor).expanduser(),
-            f"{KEY} audio_processor",
-            audio_frames,
+        self._reader = MediaReader(
+            image_processor, audio_processor, pad_to_square=pad_to_square, tiles=image_tiles, frames=audio_frames
         )
         options: dict[str, Any] = {
             "placeholders": placeholders,
@@ -213,13 +203,14 @@ class ConversationsSource:
         kinds = {token: kind for kind, token in self.placeholders.items()}
         positions = [i for i, token in enumerate(conversation.encoded.ids) if token in kinds]
         items = tuple(
-            self._item(conversation, kind, file, position)
-            for position, (kind, file) in zip(positions, conversation.media, strict=True)
+            self._reader.item(conversation.id, kind, blob, position, alone=conversation.alone)
+            for position, (kind, blob) in zip(positions, conversation.media, strict=True)
         )
         return SampleMeta(conversation.id, len(conversation.encoded.ids), items, conversation.encoded.targets)
 
     def load(self, index: int, kinds: Collection[str] | None = None) -> Sample:
-        """The conversation with its images `[3, height, width]` and recordings `[mel bins, frames]`, float32.
+        """The conversation with its images (`[3, height, width]`, or as tiles `[tiles, 3, height, width]`) and its
+        recordings (`[mel bins, frames]`), float32.
 
         Raises:
             SampleError: a media file cannot be read.
@@ -229,7 +220,7 @@ class ConversationsSource:
         read = conversation.size
         for kind, blob in conversation.media:
             if wants(kinds, kind):
-                tensor, size = self._load(conversation, kind, blob)
+                tensor, size = self._reader.load(conversation.id, kind, blob, alone=conversation.alone)
                 media.setdefault(kind, []).append(tensor)
                 read += size
         needed = conversation.size + sum(blob.length for kind, blob in conversation.media if wants(kinds, kind))
@@ -371,52 +362,6 @@ class ConversationsSource:
             text += self._chat.texts[kind]
             media.append((kind, value))
         return text
-
-    def _item(self, conversation: _Conversation, kind: str, span: Blob, position: int) -> MediaItem:
-        from PIL import Image
-
-        name = conversation.id
-        with _reading(name, span):
-            if kind == "audio":
-                with span.open() as file:
-                    shape, size = self._recordings.shape(span.name, file)
-                    return MediaItem(kind, tuple(shape), position, size=size)
-            processor = self._image_processor(name)
-            if processor.fixed_shape is not None:
-                return MediaItem(kind, processor.fixed_shape, position)
-            with span.open() as file, Image.open(file) as image:  # reads the header only
-                shape, size = processor.extent(*image.size, conversation.alone)
-                return MediaItem(kind, shape, position, size=size)
-
-    def _load(self, conversation: _Conversation, kind: str, span: Blob) -> tuple[Tensor, int]:
-        """One media item, and the bytes that were read for it."""
-        from PIL import Image
-
-        name = conversation.id
-        with _reading(name, span):
-            data = span.read()
-            if kind == "audio":
-                return self._recordings(span.name, io.BytesIO(data)), len(data)
-            with Image.open(io.BytesIO(data)) as image:
-                return self._image_processor(name)(image, conversation.alone), len(data)
-
-    def _image_processor(self, name: str) -> ImageProcessor:
-        if self._images is None:
-            raise SampleError(f"sample {name!r}: it has an image, but {KEY} image_processor is not given")
-        return self._images
-
-
-@contextmanager
-def _reading(name: str, file: object) -> Iterator[None]:
-    """Turn what reading a media file may raise into an error about the sample."""
-    from PIL.Image import DecompressionBombError
-
-    try:
-        yield
-    except HetmeshError:
-        raise
-    except (OSError, ValueError, SyntaxError, DecompressionBombError) as error:  # Pillow on broken PNGs: SyntaxError
-        raise SampleError(f"sample {name!r}: cannot read {file}: {error}") from error
 
 
 def _check_exist(files: Mapping[str, str | None], folders: Mapping[str, str | None]) -> None:

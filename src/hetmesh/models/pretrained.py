@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hetmesh.errors import RecipeError
+from hetmesh.files import json_object
 from hetmesh.models.stored_form import StoredForm, beside, whole
 
 Names = tuple[tuple[str, str], ...]
@@ -64,7 +64,7 @@ class Pretrained:
         file = self.path / "config.json"
         if not file.is_file():
             raise RecipeError(f"{self}: there is no config.json in it")
-        config = _json_object(file, self)
+        config = json_object(file, self)
         if "auto_map" in config:
             raise RecipeError(
                 f"{self}: its config.json asks for code that comes with the weights (auto_map = "
@@ -101,7 +101,7 @@ class Pretrained:
         """
         indices = sorted(self.path.glob("*.safetensors.index.json"))
         if indices:
-            names = sorted(set(_json_object(indices[0], self).get("weight_map", {}).values()))
+            names = sorted(set(json_object(indices[0], self).get("weight_map", {}).values()))
             if outside := [name for name in names if Path(name).name != name]:
                 raise RecipeError(f"{self}: {indices[0].name} names {outside[0]!r}, which is outside of the directory")
             if missing := [name for name in names if not (self.path / name).is_file()]:
@@ -238,13 +238,3 @@ def _misshaped(name: str, form: StoredForm, shape: Sequence[int]) -> str:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(names[:LISTED]) + more
-
-
-def _json_object(file: Path, where: object) -> Mapping[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise RecipeError(f"{where}: {file.name} cannot be read: {error}") from error
-    if not isinstance(value, Mapping):
-        raise RecipeError(f"{where}: {file.name} must hold a JSON object")
-    return value

@@ -1,4 +1,4 @@
-"""What all modules between an encoder and the LLM share that work on each row by itself: rows in, as many rows out."""
+"""What modules share that work on each row by itself, projectors and users' own: rows in, as many rows out."""
 
 from __future__ import annotations
 

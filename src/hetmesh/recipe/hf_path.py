@@ -6,12 +6,12 @@ key that the directory expands to holds.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetmesh.errors import RecipeError
+from hetmesh.files import json_object
 from hetmesh.recipe.hf_families import MEDIA, family_of, part_of
 from hetmesh.recipe.hf_prompts import PROCESSORS, PROMPTS
 
@@ -258,12 +258,4 @@ def _table(tables: Any, name: str) -> Mapping[str, Any]:
 
 def _read(path: str, name: str) -> Any:
     file = Path(path).expanduser() / name
-    if not file.is_file():
-        return None
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"{SECTION}.{KEY} = {path!r}: {name} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise RecipeError(f"{SECTION}.{KEY} = {path!r}: {name} must hold a JSON object")
-    return value
+    return json_object(file, f"{SECTION}.{KEY} = {path!r}") if file.is_file() else None

@@ -32,8 +32,8 @@ class EmulatedError(HetmeshError, RuntimeError):
 
 
 @dataclass(eq=False)
-class Part:
-    """One message of a batch.
+class HalfMessage:
+    """One side of a message of a batch.
 
     Attributes:
         buffer: what to send, or where to put what comes.
@@ -48,13 +48,13 @@ class Part:
     before: Tensor
 
     @classmethod
-    def send(cls, peer: int, buffer: Tensor) -> Part:
+    def send(cls, peer: int, buffer: Tensor) -> HalfMessage:
         """Of a message to `peer`."""
         data = _bytes(buffer).clone()
         return cls(peer, buffer, True, data, data)
 
     @classmethod
-    def receive(cls, peer: int, buffer: Tensor) -> Part:
+    def receive(cls, peer: int, buffer: Tensor) -> HalfMessage:
         """Of a message from `peer`: until it is there the buffer holds nothing that anyone can use."""
         buffer.detach().fill_(_poison(buffer.dtype))
         return cls(peer, buffer, False, torch.empty_like(_bytes(buffer)), _bytes(buffer).clone())
@@ -76,7 +76,7 @@ class Part:
 class Batch:
     """What is posted in one call."""
 
-    parts: list[Part]
+    parts: list[HalfMessage]
     tag: int
     what: str
     posted: float = field(default_factory=time.monotonic)
@@ -106,11 +106,12 @@ class Queue:
         delay: seconds that a batch waits before it begins, at most and at random.
 
     Attributes:
+        name: of the group; the same on all its ranks.
         connected: whether the communicator exists.
     """
 
     def __init__(self, group: dist.ProcessGroup, number: int, limit: float, delay: float, seed: int) -> None:
-        self.connected = False
+        self.name, self.connected = group.group_name, False
         self._group, self._limit, self._delay = group, limit, delay
         self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(group)
         self._prefix = f"hetmesh emulated NCCL {number}/{group.group_name}"
@@ -174,7 +175,7 @@ class Queue:
         for part, talk in zip(batch.parts, talks, strict=True):
             self._await(batch, part, [talk.said], deadline)
 
-    def _begin(self, batch: Batch, part: Part) -> _Talk:
+    def _begin(self, batch: Batch, part: HalfMessage) -> _Talk:
         """Say what this rank means, and expect the same of the peer."""
         pair = (self._rank, part.peer) if part.sends else (part.peer, self._rank)
         number = self._messages[pair]
@@ -188,7 +189,7 @@ class Queue:
             peer, tag + 2, mine, theirs, self._group.send([mine], peer, ours), self._group.recv([theirs], peer, other)
         )
 
-    def _agree(self, batch: Batch, part: Part, talk: _Talk) -> None:
+    def _agree(self, batch: Batch, part: HalfMessage, talk: _Talk) -> None:
         theirs = json.loads(bytes(talk.theirs.tolist()).rstrip())
         sender, receiver = (self._rank, part.peer) if part.sends else (part.peer, self._rank)
         pair = f"rank {sender} -> rank {receiver}"
@@ -203,12 +204,12 @@ class Queue:
                 f"{' x '.join(map(str, theirs['size']))}; messages must be of equal size"
             )
 
-    def _move(self, part: Part, talk: _Talk) -> dist.Work:
+    def _move(self, part: HalfMessage, talk: _Talk) -> dist.Work:
         if part.sends:
             return self._group.send([part.data], talk.peer, talk.tag)
         return self._group.recv([part.data], talk.peer, talk.tag)
 
-    def _await(self, batch: Batch, part: Part, works: list[dist.Work], deadline: float) -> None:
+    def _await(self, batch: Batch, part: HalfMessage, works: list[dist.Work], deadline: float) -> None:
         for work in works:
             left = max(deadline - time.monotonic(), 0.001)
             try:

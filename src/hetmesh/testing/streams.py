@@ -16,9 +16,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
+from hetmesh._torch_compat import TorchDispatchMode, tree_leaves, without_modes
 from hetmesh.boundary import World
 from hetmesh.boundary.accelerator import Accelerator
 
@@ -204,7 +203,7 @@ class StreamedCpu(Accelerator):
         return True
 
     def pinned(self, tensor: Tensor) -> Tensor:
-        with _disable_current_modes():  # the host's affair; what it gives stands for the copy on the device as well
+        with without_modes():  # the host's affair; what it gives stands for the copy on the device as well
             copied = tensor.clone()
         self.races.copied(copied)
         return copied

@@ -32,6 +32,17 @@ TEXT: Mapping[str, Any] = {
     "max_position_embeddings": 512,
 }
 TOWER: Mapping[str, Any] = {**SIZES, "hidden_size": 16, "image_size": 8, "patch_size": 2}
+QWEN_TOWER: Mapping[str, Any] = {
+    "depth": 3,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 24,
+    "patch_size": 2,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+}
 MROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}
 
 EXPERTS: Mapping[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
@@ -135,10 +146,7 @@ def _mistral3() -> Any:
 def _qwen2_5_vl() -> Any:
     import transformers as t
 
-    vision: dict[str, Any] = {"depth": 3, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2}
-    vision["out_hidden_size"] = 24
-    vision |= {"patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
-    vision |= {"window_size": 8, "fullatt_block_indexes": [1]}
+    vision = {**QWEN_TOWER, "window_size": 8, "fullatt_block_indexes": [1]}
     text = {**TEXT, "num_attention_heads": 2, "num_key_value_heads": 2, "rope_parameters": dict(MROPE)}
     config = t.Qwen2_5_VLConfig(vision_config=vision, text_config=text, **_vision_ids())
     return t.Qwen2_5_VLForConditionalGeneration(config)
@@ -147,10 +155,7 @@ def _qwen2_5_vl() -> Any:
 def _qwen3_vl() -> Any:
     import transformers as t
 
-    vision: dict[str, Any] = {"depth": 3, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2}
-    vision["out_hidden_size"] = 24
-    vision |= {"patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
-    vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+    vision = {**QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
     text = {**TEXT, "head_dim": 12, "rope_parameters": {**MROPE, "mrope_interleaved": True}}
     config = t.Qwen3VLConfig(vision_config=vision, text_config=text, **_vision_ids())
     return t.Qwen3VLForConditionalGeneration(config)
@@ -159,10 +164,7 @@ def _qwen3_vl() -> Any:
 def _qwen3_vl_moe() -> Any:
     import transformers as t
 
-    vision: dict[str, Any] = {"depth": 3, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2}
-    vision["out_hidden_size"] = 24
-    vision |= {"patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
-    vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+    vision = {**QWEN_TOWER, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
     text = {**TEXT, **EXPERTS, "head_dim": 12, "rope_parameters": {**MROPE, "mrope_interleaved": True}}
     config = t.Qwen3VLMoeConfig(vision_config=vision, text_config=text, **_vision_ids())
     return t.Qwen3VLMoeForConditionalGeneration(config)

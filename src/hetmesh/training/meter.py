@@ -32,7 +32,7 @@ _LONG_ENOUGH = 0.01  # s
 
 
 @dataclass(frozen=True)
-class Peak:
+class PeakFlops:
     """The FLOP/s of one device that MFU refers to, None if unknown, and where the number comes from."""
 
     flops: float | None
@@ -216,18 +216,18 @@ def peak_memory(device: torch.device) -> int:
     return resident if sys.platform == "darwin" else 1024 * resident
 
 
-def find_peak(recipe: Recipe, world: World, dtype: torch.dtype) -> Peak:
+def find_peak(recipe: Recipe, world: World, dtype: torch.dtype) -> PeakFlops:
     """The peak of `[metrics] machine`, else of what the CUDA device reports to be, else measured on the CPU."""
     device, name, kind = world.device, recipe.metrics.machine, str(dtype).removeprefix("torch.")
     reported = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     machine = load_machine(name) if name else find_machine(reported) if reported else load_machine("cpu")
     if machine is None:
-        return Peak(None, kind, f"no machine description fits {reported!r}; give one as [metrics] machine")
+        return PeakFlops(None, kind, f"no machine description fits {reported!r}; give one as [metrics] machine")
     if (flops := machine.peak(kind)) is not None:
-        return Peak(flops, kind, f"machine {machine.name!r}")
+        return PeakFlops(flops, kind, f"machine {machine.name!r}")
     if device.type == "cuda":
-        return Peak(None, kind, f"machine {machine.name!r} has no peak for {kind}")
-    return Peak(measure_peak(dtype), kind, "measured by a matrix product on every rank at once")
+        return PeakFlops(None, kind, f"machine {machine.name!r} has no peak for {kind}")
+    return PeakFlops(measure_peak(dtype), kind, "measured by a matrix product on every rank at once")
 
 
 def measure_peak(dtype: torch.dtype, times: int = 3) -> float:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from hetmesh.boundary import World
-from hetmesh.data.cut_samples import describe_cut
-from hetmesh.data.loader import DrawnBatch, describe_without_targets
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.payloads import Payloads
-from hetmesh.errors import NonFiniteError, RecipeError, SampleError
+from hetmesh.errors import NonFiniteError, RecipeError
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.schedule import Schedule
 from hetmesh.training.checkpoint import Checkpointer
 from hetmesh.training.checkpointing.references import References, check_references, referenced, references
-from hetmesh.training.dump_folder import SUMMARY_FILE, RunFolder, claim_folder
+from hetmesh.training.dump_folder import RunFolder, claim_folder
 from hetmesh.training.evaluate import Evaluation, evaluate, show
 from hetmesh.training.free_running import FreeRunning, free_running
 from hetmesh.training.generate import end_tokens
@@ -36,12 +32,12 @@ from hetmesh.training.meter import Meter, StepCost
 from hetmesh.training.metrics import StepMetrics
 from hetmesh.training.non_finite import describe_non_finite
 from hetmesh.training.optimizers import keeping_options, learning_rate, make_optimizers, take_step
-from hetmesh.training.recipe_schedule import over_in_flight
 from hetmesh.training.recorder import StepRecorder
 from hetmesh.training.reporter import Reporter
 from hetmesh.training.resume import ADVICE, changes, check_changes, check_model, described, run_state, saved_run
 from hetmesh.training.skip import Skipped, leave_out_unreadable
-from hetmesh.training.what_next import what_next
+from hetmesh.training.step_notices import StepNotices
+from hetmesh.training.what_next import what_next, when_finished
 from hetmesh.training.world_of import world_of
 
 OnStep = Callable[[StepMetrics], bool | None]
@@ -77,7 +73,7 @@ def train_in(
     folder = claim_folder(recipe, world)
     if folder.summary is not None:
         if world.rank == 0:
-            print(_finished(recipe, folder), flush=True)
+            print("\n".join(when_finished(recipe, folder)), flush=True)
         return folder.summary
     return Trainer(recipe, world, folder, payloads, loss=loss, on_step=on_step).run()
 
@@ -158,6 +154,7 @@ class Trainer:
             config=recipe.model_dump(mode="json", by_alias=True),
             claim=self.claimed.claim,
         )
+        self.notices = StepNotices(recipe, self.reporter)
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, evaluate, and show what was learnt."""
@@ -212,11 +209,11 @@ class Trainer:
             plan, left_out = leave_out_unreadable(feed, self.world)
             for text in self.skipped.add(self.step + 1, left_out):
                 self.reporter.print(text)
-        targets, without = plan.num_targets, self._without_targets(drawn, left_out)
+        targets, without = plan.num_targets, self.notices.without_targets(self.step + 1, drawn, left_out)
 
         if self.optimizers is not None:
             self.optimizers[0].zero_grad()
-        over = self._over_in_flight(schedule)
+        over = self.notices.over_in_flight(self.step + 1, schedule)
         recorded = self.recorder.begin(self.step + 1)
         loss_sum = self.job.runtime.run(
             schedule, plan, feed, step=self.step, transfers=upcoming.transfers, settled=False
@@ -260,49 +257,6 @@ class Trainer:
             over_in_flight=over,
             samples_by_source=source.counts(drawn.indices) if isinstance(source, MixtureSource) else {},
         )
-
-    def _without_targets(self, drawn: DrawnBatch, left_out: Mapping[int, str]) -> int:
-        """How many samples of the global batch, beside those left out, have no target token. The first are named; all
-        is an error."""
-        if len(left_out) == len(drawn):
-            first = next(iter(left_out.values()))
-            raise SampleError(f"step {self.step + 1}: no sample of the global batch can be read; the first: {first}")
-        without = [i for i in np.flatnonzero(drawn.metas.num_targets == 0).tolist() if i not in left_out]
-        if without:
-            step = self.step + 1
-            text = describe_without_targets(drawn, without, self.recipe.training.seq_len)
-            if len(without) + len(left_out) == len(drawn):
-                raise SampleError(f"step {step}: no sample of the global batch has a target token: {text}")
-            if self.recipe.data.on_no_target == "stop":
-                raise SampleError(
-                    f"step {step}: {len(without)} of {len(drawn)} samples add nothing to the loss: {text}; mend or "
-                    'remove them, or let them be counted: data.on_no_target = "count"'
-                )
-            self.reporter.warn_once(
-                "samples_without_target",
-                f"step {step}: {len(without)} of {len(drawn)} samples add nothing to the loss: {text}; from here on "
-                "they are only counted, as samples_without_target in metrics.jsonl",
-            )
-        if cut := describe_cut(drawn, self.recipe.training.seq_len):
-            self.reporter.warn_once(
-                "cut",
-                f"step {self.step + 1}: {cut}; from here on only counted, as tokens_dropped and media_dropped in "
-                "metrics.jsonl",
-            )
-        return len(without)
-
-    def _over_in_flight(self, schedule: Schedule) -> int:
-        """By how much the schedule exceeds the recipe's `bubble_fill_in_flight`; the first time it is said."""
-        over = over_in_flight(self.recipe, schedule)
-        if over:
-            where = self.recipe.schedule_place("bubble_fill_in_flight")
-            cap = self.recipe.schedule_key("bubble_fill_in_flight")
-            self.reporter.warn_once(
-                "over_in_flight",
-                f"step {self.step + 1}: {where} = {cap}: the routes of this batch need {cap + over} microbatches at a "
-                "time; from here on such steps are only counted, as over_in_flight in metrics.jsonl",
-            )
-        return over
 
     def _refuse(self, loss_sum: torch.Tensor | float, loss: float, grad_norm: float) -> None:
         """Count this step as skipped, or stop the run. Collective."""
@@ -421,14 +375,3 @@ class Trainer:
 
     def _what_next(self) -> list[str]:
         return what_next(self.recipe, self.folder, self.step, self.held_out)
-
-
-def _finished(recipe: Recipe, folder: RunFolder) -> str:
-    return "\n".join([_over(recipe, folder), *what_next(recipe, folder.path, folder.step)])
-
-
-def _over(recipe: Recipe, folder: RunFolder) -> str:
-    return (
-        f"the run in {folder.path} is finished: step {folder.step} of {recipe.training.steps}, results in "
-        f"{folder.path / SUMMARY_FILE}; raise training.steps to go on, or give another job.dump_folder to start anew"
-    )

@@ -8,6 +8,7 @@ from pathlib import Path
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.source import PromptSource, Source
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.training.dump_folder import SUMMARY_FILE, RunFolder
 
 
 def what_next(recipe: Recipe, folder: Path, step: int | None, held_out: Source | None = None) -> list[str]:
@@ -27,3 +28,12 @@ def what_next(recipe: Recipe, folder: Path, step: int | None, held_out: Source |
     if held_out is None or any(isinstance(part, PromptSource) for part in parts):
         lines.append(f"ask it: hetmesh generate {run} QUESTION --image FILE")
     return [*lines, f"take it elsewhere: hetmesh export {run} DIR"]
+
+
+def when_finished(recipe: Recipe, folder: RunFolder) -> list[str]:
+    """Lines for people who start a run that has nothing left to do; see `RunFolder.summary`."""
+    return [
+        f"the run in {folder.path} is finished: step {folder.step} of {recipe.training.steps}, results in "
+        f"{folder.path / SUMMARY_FILE}; raise training.steps to go on, or give another job.dump_folder to start anew",
+        *what_next(recipe, folder.path, folder.step),
+    ]

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.boundary import pack
 from benchmarks.boundary.scenarios import LANE_AXES, Transfer
-from hetmesh.boundary import Exchange, Label, World, pack
+from hetmesh.boundary import Exchange, Label, World
 from hetmesh.boundary.transport import choose
 from hetmesh.layout import Intervals, Layout, plan_gradient, plan_transfer
 from hetmesh.layout.intervals import coalesce, extent

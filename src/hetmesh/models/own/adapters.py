@@ -16,11 +16,12 @@ from hetmesh.models.adapter import NONE, Abilities, SampleLike
 from hetmesh.models.collate import collate_media, collate_tokens, media_items
 from hetmesh.models.own.token_shares import all_rows, around_shares
 from hetmesh.models.pretrained import prefixes
+from hetmesh.models.row_wise import RowWise
 from hetmesh.parallel.stages import PREVIOUS, is_absent
 
 
 @dataclass(frozen=True)
-class OwnAdapter:
+class OwnAdapter(RowWise):
     """A row-wise module of a user, and what all kinds share: class, its arguments, what it declares."""
 
     name: str
@@ -49,19 +50,6 @@ class OwnAdapter:
 
     def item_rows(self, shape: tuple[int, ...]) -> int:
         raise NotImplementedError(f"module {self.name!r} does not read media")
-
-    def rows(self, incoming: int) -> int:
-        return incoming
-
-    def collate(
-        self,
-        samples: Sequence[SampleLike],
-        metas: Sequence[SampleMeta],
-        *,
-        placeholders: Mapping[str, int] = MappingProxyType({}),
-        pad_id: int = 0,
-    ) -> dict[str, Tensor]:
-        return {}
 
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         around_shares(module, self)

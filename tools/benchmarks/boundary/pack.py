@@ -1,9 +1,8 @@
-"""Pieces of local tensors to and from flat messages."""
+"""Pieces of local tensors to and from messages, for the two ways that are not hetmesh's own."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 
 import torch
@@ -61,8 +60,3 @@ def _cut(tensor: Tensor, dim: int, start: int, stop: int) -> Tensor:
 def piece_shape(index: Sequence[Intervals]) -> tuple[int, ...]:
     """Shape of the tensor that `take` returns."""
     return tuple(extent(rows) for rows in index)
-
-
-def numel(index: Sequence[Intervals]) -> int:
-    """Elements of a piece."""
-    return math.prod(piece_shape(index))
