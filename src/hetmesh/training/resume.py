@@ -6,7 +6,7 @@ import contextlib
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,11 @@ Changes = dict[str, tuple[Any, Any]]
 """Dotted key -> its value in the checkpoint and in the recipe."""
 
 
-def run_state(recipe: Recipe, skipped: int, references: References) -> str:
+def run_state(recipe: Recipe, skipped: int, references: References, experts: Mapping[str, Any]) -> str:
     """What a checkpoint says about its run (`RunState`)."""
     whole = recipe.model_dump(mode="json", by_alias=True)
-    told = {"recipe": whole, "skipped_steps": skipped, "versions": versions(), "references": references}
-    return json.dumps(told)
+    told = {"recipe": whole, "skipped_steps": skipped, "versions": versions()}
+    return json.dumps(told | {"references": references, "experts": experts})
 
 
 def versions() -> dict[str, str]:
@@ -61,20 +61,20 @@ class RunState:
         skipped_steps: so far.
         versions: of libraries, by name; empty in an older one.
         references: where the modules are that the checkpoint does not hold.
+        experts: where experts lay (`ExpertPlacement.state`).
     """
 
     recipe: Mapping[str, Any] | None = None
     skipped_steps: int = 0
     versions: Mapping[str, str] = field(default_factory=dict)
     references: References = field(default_factory=dict)
+    experts: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, text: str) -> RunState:
         """What `run_state` wrote; of an empty text, nothing."""
         found = json.loads(text or "{}")
-        return cls(
-            found.get("recipe"), found.get("skipped_steps", 0), found.get("versions", {}), found.get("references", {})
-        )
+        return cls(**{each.name: found[each.name] for each in fields(cls) if each.name in found})
 
     def other_versions(self) -> str:
         """Libraries that are others now, as text; empty if none is known to be."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +238,7 @@ class Trainer:
         seconds, source = time.perf_counter() - started, self.job.loader.source
         if recorded:
             self.recorder.end(self.step, schedule, plan, computed)
-        return StepMetrics(
+        metrics = StepMetrics(
             self.step,
             loss,
             grad_norm,
@@ -257,6 +258,10 @@ class Trainer:
             over_in_flight=over,
             samples_by_source=source.counts(drawn.indices) if isinstance(source, MixtureSource) else {},
         )
+        moved = self.job.expert_placement.behind_step(self.step, self.optimizers)  # what was measured is of before
+        for name, each in moved.items():
+            self.reporter.print(f"step {self.step}: experts of {name}: {each}")
+        return replace(metrics, expert_placement={name: each.record() for name, each in moved.items()})
 
     def _refuse(self, loss_sum: torch.Tensor | float, loss: float, grad_norm: float) -> None:
         """Count this step as skipped, or stop the run. Collective."""
@@ -293,7 +298,9 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of the current step."""
-        self.checkpointer.save(self.step, self.job.root, self.optimizers, self._position(), frozenset(self.references))
+        position = self._position()
+        with self.job.expert_placement.in_own_places(self.optimizers):
+            self.checkpointer.save(self.step, self.job.root, self.optimizers, position, frozenset(self.references))
 
     def _export(self) -> None:
         """Write the last checkpoint once more, as a directory that transformers loads."""
@@ -327,6 +334,7 @@ class Trainer:
                 raise RecipeError(f"{error}{told}") from error
         check_model(changed, path)
         self.job.loader.load_state_dict(position)
+        self.job.expert_placement.restore(saved.experts, self.optimizers)
         if changed:
             self.notes.append(f"changed since, and taken from step {step + 1} on: {described(changed)}")
         if others := saved.other_versions():
@@ -334,7 +342,9 @@ class Trainer:
         return step
 
     def _position(self) -> dict[str, Any]:
-        return {**self.job.loader.state_dict(), "run": run_state(self.recipe, self.skipped_steps, self.references)}
+        experts = self.job.expert_placement.state()
+        run = run_state(self.recipe, self.skipped_steps, self.references, experts)
+        return {**self.job.loader.state_dict(), "run": run}
 
     def _due(self, interval: int) -> bool:
         return self.step % interval == 0 or self._done
