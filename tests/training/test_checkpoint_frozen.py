@@ -77,6 +77,7 @@ def test_what_is_frozen_may_move_while_it_is_written(world, tmp_path):
     checkpointer = Checkpointer(world, tmp_path, asynchronous=True)
     root, optimizers = half_frozen()
     for step in (1, 2):
+        steps(root, optimizers, [True])
         before = everything(root, optimizers)
         with Gate() as gate, torch.no_grad():
             checkpointer.save(step, root, optimizers, {})
