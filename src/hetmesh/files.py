@@ -47,7 +47,7 @@ def json_object(file: Path, where: object) -> dict[str, Any]:
     """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RecipeError(f"{where}: {file.name} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise RecipeError(f"{where}: {file.name} must hold a JSON object")

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hetmesh.errors import RecipeError
-from hetmesh.report.figures import save_figure
+from hetmesh.report.figures import new_figure, save_figure
 from hetmesh.report.values import ModuleView, RecipeView
 from hetmesh.training.metrics import amount
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 """Paul Tol's bright scheme: distinguishable for colour-blind readers too."""
-PIXELS_PER_INCH = 150
 MOST_LABELS = 32  # ranks; with more, coordinates would overlap
 
 
@@ -22,24 +20,24 @@ def save_picture(view: RecipeView, path: str | Path) -> None:
     Raises:
         RecipeError: matplotlib is not installed, or `path` cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RecipeError("a picture needs matplotlib: pip install 'hetmesh[report]', or leave out --png") from error
-    path = Path(path)
-    width = min(24.0, max(8.0, 2.2 + 1.15 * view.ranks))
     footer = 0.33 * len(view.boundaries) + 0.2
     height = 0.62 * len(view.modules) + 2.6 + footer + 0.7
-    figure = Figure(figsize=(width, height), dpi=PIXELS_PER_INCH, layout="constrained")
+    figure = new_figure((picture_width(view), height))
     grid, bars, notes = figure.subplots(3, 1, height_ratios=[0.62 * len(view.modules) + 0.3, 2.0, footer])
     figure.suptitle(view.description or f"{view.ranks} ranks", fontsize=11)
-    _draw_grid(grid, view)
-    _draw_memory(bars, view)
+    draw_grid(grid, view)
+    draw_memory(bars, view)
     _draw_boundaries(notes, view)
-    save_figure(figure, path, "png")
+    save_figure(figure, Path(path), "png")
 
 
-def _draw_grid(axes: Any, view: RecipeView) -> None:
+def picture_width(view: RecipeView) -> float:
+    """Inches that suit the number of ranks."""
+    return min(24.0, max(8.0, 2.2 + 1.15 * view.ranks))
+
+
+def draw_grid(axes: Any, view: RecipeView) -> None:
+    """Ranks across, modules down."""
     from matplotlib.patches import Rectangle
 
     labelled = view.ranks <= MOST_LABELS
@@ -74,7 +72,8 @@ def _label(module: ModuleView) -> str:
     return f"{module.name}\n{module.model}{size}{'' if module.training == 'trained' else ', ' + module.training}"
 
 
-def _draw_memory(axes: Any, view: RecipeView) -> None:
+def draw_memory(axes: Any, view: RecipeView) -> None:
+    """What each rank holds for the whole run, by module."""
     peak = max((view.memory(rank) for rank in range(view.ranks)), default=0)
     power = max(p for p in (0, 1, 2, 3, 4) if p == 0 or peak >= 1000**p)
     unit = ("B", "kB", "MB", "GB", "TB")[power]
