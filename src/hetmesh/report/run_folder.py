@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hetmesh.errors import GraphError, RecipeError
-from hetmesh.files import json_object
+from hetmesh.files import json_object, parsed_json
 from hetmesh.report.run_load import RunLoad, run_load
 from hetmesh.simulate import Timeline
 from hetmesh.training.wording import counted
@@ -66,9 +65,7 @@ def read_run(folder: str | Path) -> RunView:
     path = folder / "timeline.json"
     recorded = _json(path)
     try:
-        timelines = {
-            key: Timeline.from_json(recorded[key]) for key in ("predicted", "measured") if key in recorded
-        }
+        timelines = {key: Timeline.from_json(recorded[key]) for key in ("predicted", "measured") if key in recorded}
     except GraphError as error:
         raise RecipeError(f"{path}: cannot be read: {error}") from error
     step = recorded.get("step")
@@ -92,7 +89,7 @@ def _records(path: Path, lines: Sequence[str]) -> tuple[tuple[Mapping[str, Any],
             continue
         try:
             found = _record(line)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             bad.append(f"line {number}: {error}")
             continue
         while kept and kept[-1]["step"] >= found["step"]:
@@ -101,13 +98,15 @@ def _records(path: Path, lines: Sequence[str]) -> tuple[tuple[Mapping[str, Any],
         kept.append(found)
     if bad and not kept:
         raise RecipeError(f"{path}: cannot be read: {bad[0]}")
-    notes = [f"{counted(len(bad), 'line')} of metrics.jsonl cannot be read and are left out, first {bad[0]}"] if bad else []
+    notes = (
+        [f"{counted(len(bad), 'line')} of metrics.jsonl cannot be read and are left out, first {bad[0]}"] if bad else []
+    )
     notes += [f"{counted(again, 'step')} were done again by a resumed run, and count once"] if again else []
     return tuple(kept), tuple(notes)
 
 
 def _record(line: str) -> dict[str, Any]:
-    found = json.loads(line)
+    found = parsed_json(line)
     if not isinstance(found, dict) or type(found.get("step")) is not int:
         raise ValueError(f"it must hold a JSON object with a step, got {line[:60]!r}")
     return found

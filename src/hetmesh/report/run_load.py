@@ -80,12 +80,7 @@ def save_run_load(load: RunLoad, path: str | Path, title: str) -> None:
     """
     figure = new_figure((12, 4), "leave it out")
     figure.suptitle(title, fontsize=11)
-    draw_run_load(load, figure.subplots(1, len(TITLES)))
-    save_figure(figure, Path(path), "png")
-
-
-def draw_run_load(load: RunLoad, axes: Iterable[Any]) -> None:
-    """The same on axes that are there, one for each of `TITLES`."""
+    axes: Any = figure.subplots(1, len(TITLES))
     for each, key, what in zip(axes, KEYS, TITLES, strict=False):
         for i, (name, values) in enumerate(load.modules.items()):
             colour = COLOURS[i % len(COLOURS)]
@@ -96,3 +91,4 @@ def draw_run_load(load: RunLoad, axes: Iterable[Any]) -> None:
         each.legend(fontsize=8, frameon=False)
         each.tick_params(labelsize=8)
         each.spines[["top", "right"]].set_visible(False)
+    save_figure(figure, Path(path), "png")

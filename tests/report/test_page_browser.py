@@ -1,0 +1,65 @@
+"""The page of a run in Debian's headless Chromium: no console errors, no sideways scrolling of the page."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from hetmesh.report.page import run_page
+from hetmesh.report.page_html import as_html
+from hetmesh.report.run_folder import read_run
+from written_runs import write_run
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+ASK = (
+    "<script>document.body.dataset.seen = [innerWidth, document.documentElement.scrollWidth, "
+    "getComputedStyle(document.body).backgroundColor, [...document.images].length, "
+    "[...document.querySelectorAll('svg')].every(e => e.getBoundingClientRect().height > 20)].join(' ')</script>"
+)
+POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt-get install chromium"),
+]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    pytest.importorskip("matplotlib")
+    folder = write_run(tmp_path_factory.mktemp("run"), "recipes/digits_moe.toml", name="llm" + "_long" * 20)
+    return as_html(run_page(read_run(folder), folder))
+
+
+def opened(text, tmp_path, width, *more):
+    """What the browser has of a page: its document, and what its console says."""
+    (tmp_path / "page.html").write_text(text, encoding="utf-8")
+    # a profile of its own; /dev/shm is small in containers
+    base = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+    base += [f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", f"--window-size={width},3000"]
+    command = [*base, *more, "--dump-dom", f"file://{tmp_path / 'page.html'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(400, "light"), (1400, "dark")])
+def test_a_page_renders_without_errors(page, tmp_path, width, scheme):
+    dark = ("--blink-settings=preferredColorScheme=0",) if scheme == "dark" else ()
+    _, said = opened(page, tmp_path, width, *dark)
+    assert said == []
+    # the page itself lets no script run, so that a copy without that rule is asked
+    document, said = opened(POLICY.sub("", page).replace("</body>", f"{ASK}</body>"), tmp_path, width, *dark)
+    assert said == []
+    seen = re.search(r'data-seen="(\d+) (\d+) (rgb\(.*?\)) (\d+) (\w+)"', document).groups()
+    assert int(seen[0]) == width
+    assert int(seen[1]) <= width
+    assert seen[2] == ("rgb(22, 25, 29)" if scheme == "dark" else "rgb(255, 255, 255)")
+    assert seen[3:] == ("0", "true")
+
+
+def test_a_page_lets_no_script_run_and_errors_are_seen(page, tmp_path):
+    document, said = opened(page.replace("</body>", f"{ASK}</body>"), tmp_path, 400)
+    assert "data-seen" not in document
+    assert said
