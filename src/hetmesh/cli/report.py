@@ -1,4 +1,4 @@
-"""`hetmesh report FOLDER`: what a run did, as text and as a page: its metrics, its recorded step beside the prediction."""
+"""`hetmesh report FOLDER`: what a run did, as text and as a page: metrics, a recorded step beside the prediction."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from hetmesh.errors import RecipeError
 
-
 PIXELS_PER_INCH = 150
 
 

@@ -20,7 +20,6 @@ from hetmesh.report.gantt import BUBBLES, OPTIMIZER_COLOUR, gantt_figure
 from hetmesh.report.page_values import Curves, Pairs, Picture, Ranks, Steps
 from hetmesh.report.picture import COLOURS, draw_grid, draw_memory, picture_width
 from hetmesh.report.run_series import Series
-from hetmesh.training.metrics import short
 
 INK, GRID = "#010203", "#010204"
 VARIABLES: Mapping[str, str] = {
@@ -35,7 +34,7 @@ VARIABLES: Mapping[str, str] = {
 WITHOUT = "leave the page out with --no-html"
 MOST_POINTS = 400  # of a line; of more, the mean of so many parts, and their range as a band
 
-_STYLE: Mapping[str, Any] = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "hetmesh",
     "text.parse_math": False,  # names may hold dollars
@@ -61,7 +60,7 @@ def svg(picture: Picture, number: int) -> str:
     except ImportError as error:
         raise RecipeError(f"the page needs matplotlib: pip install 'hetmesh[report]', or {WITHOUT}") from error
     written = io.StringIO()
-    with matplotlib.rc_context(dict(_STYLE)), warnings.catch_warnings():
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # glyphs that matplotlib's fonts lack: the browser's have them
         _figure(picture).savefig(written, format="svg", metadata={"Date": None})
     return _inline(written.getvalue(), f"p{number}-", describe(picture))
@@ -88,13 +87,14 @@ def describe(picture: Picture) -> str:
     """What it shows, for who does not see it."""
     if isinstance(picture, Curves):
         lines = (
-            f"{line.name} from {short(line.values[0], 4)} at step {line.steps[0]} to {short(line.values[-1], 4)} at "
-            f"step {line.steps[-1]}, between {short(min(line.values), 4)} and {short(max(line.values), 4)}"
+            f"{line.name} from {line.values[0]:.4g} at step {line.steps[0]} to {line.values[-1]:.4g} at step "
+            f"{line.steps[-1]}, between {min(line.values):.4g} and {max(line.values):.4g}"
             for line in picture.lines
         )
         return f"Line chart, {picture.caption}: {'; '.join(lines)}"
     if isinstance(picture, Steps):
-        return f"Gantt chart of {' and '.join(picture.timelines)}, {picture.caption}; the tables before it have its figures"
+        names = " and ".join(picture.timelines)
+        return f"Gantt chart of {names}, {picture.caption}; the tables before it have its figures"
     return f"{picture.caption}; the table beside it has its figures"
 
 

@@ -115,10 +115,7 @@ def _time(run: RunView) -> Section:
     lead = "; ".join(f"{which} {headline(each)}" for which, each in run.timelines.items())
     longest = max(each.makespan for each in run.timelines.values())
     rows = tuple(
-        (
-            f"{each.module} {KINDS[each.kind]}".strip(),
-            *(None if x is None else 1e3 * x for x in (each.predicted, each.measured)),
-        )
+        (f"{each.module} {KINDS[each.kind]}".strip(), _ms(each.predicted), _ms(each.measured))
         for each in action_times(run.timelines)
         if each.kind != "SEND"  # they run beside computation
         and max(each.predicted or 0.0, each.measured or 0.0) > SEEN * longest
@@ -134,6 +131,10 @@ def _time(run: RunView) -> Section:
         ]
     pairs = Pairs("computation of the mean rank", rows, "ms")
     return Section(name, f"Step {run.step}: {lead}.", (*([pairs] if rows else []), *tables), tuple(missing))
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
 
 
 def _waits(timeline: Timeline) -> list[Sequence[str]]:

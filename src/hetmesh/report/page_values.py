@@ -21,7 +21,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Advice:
-    """What was found, and what would change it. `share` of a step, about, that is at stake: the order of advice."""
+    """What was found, what would change it, and about which share of a step that is worth: the order of advice."""
 
     found: str
     change: str
@@ -30,8 +30,13 @@ class Advice:
 
 @dataclass(frozen=True)
 class Curves:
-    """Numbers over steps, as lines. `unit` of the vertical axis; it begins at 0 if `from_zero`. `dotted`: what to compare
-    each of `lines` with, in their order; or none."""
+    """Numbers over steps, as lines.
+
+    Attributes:
+        unit: of the vertical axis.
+        from_zero: whether that begins at 0.
+        dotted: what to compare each of `lines` with, in their order; or none.
+    """
 
     caption: str
     lines: tuple[Series, ...]

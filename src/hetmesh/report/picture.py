@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from hetmesh.training.metrics import amount
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 """Paul Tol's bright scheme: distinguishable for colour-blind readers too."""
-MOST_LABELS = 32  # ranks; with more, coordinates would overlap
+MOST_LABELS = 32  # ranks; with more, coordinates would overlap, and neighbours of one module are one box
+TICKS = 12  # of more ranks than that
 
 
 def save_picture(view: RecipeView, path: str | Path) -> None:
@@ -33,7 +36,7 @@ def save_picture(view: RecipeView, path: str | Path) -> None:
 
 def picture_width(view: RecipeView) -> float:
     """Inches that suit the number of ranks."""
-    return min(24.0, max(8.0, 2.2 + 1.15 * view.ranks))
+    return min(24.0, max(8.0, 2.2 + 1.15 * view.ranks)) if view.ranks <= MOST_LABELS else 14.0
 
 
 def draw_grid(axes: Any, view: RecipeView) -> None:
@@ -42,21 +45,24 @@ def draw_grid(axes: Any, view: RecipeView) -> None:
 
     labelled = view.ranks <= MOST_LABELS
     for row, module in enumerate(view.modules):
-        for rank, text in module.cells.items():
+        for first, count in [(rank, 1) for rank in module.cells] if labelled else _runs(module.cells):
             axes.add_patch(
                 Rectangle(
-                    (rank - 0.5, row - 0.42),
-                    1,
+                    (first - 0.5, row - 0.42),
+                    count,
                     0.84,
                     facecolor=_colour(row),
                     alpha=0.35 if module.training == "frozen" else 0.85,
                     hatch="///" if module.training == "frozen" else None,
                     edgecolor="white",
-                    linewidth=1.5,
+                    linewidth=1.5 if labelled else 0.0,
                 )
             )
+        for rank, text in module.cells.items():
             if labelled:
-                axes.text(rank, row, text, ha="center", va="center", fontsize=8)
+                # on a page the ink of the rest may be light, and suits the pale boxes of what is frozen
+                ink = None if module.training == "frozen" else "black"
+                axes.text(rank, row, text, ha="center", va="center", fontsize=8, color=ink)
     axes.set_xlim(-0.5, view.ranks - 0.5)
     axes.set_ylim(len(view.modules) - 0.5, -0.5)
     axes.set_yticks(range(len(view.modules)), [_label(module) for module in view.modules], fontsize=9)
@@ -65,6 +71,14 @@ def draw_grid(axes: Any, view: RecipeView) -> None:
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
+
+
+def _runs(ranks: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """First rank and length of each run of consecutive ones."""
+    ordered = sorted(ranks)
+    starts = [i for i, rank in enumerate(ordered) if not i or rank != ordered[i - 1] + 1]
+    for start, stop in itertools.pairwise([*starts, len(ordered)]):
+        yield ordered[start], stop - start
 
 
 def _label(module: ModuleView) -> str:
@@ -82,8 +96,15 @@ def draw_memory(axes: Any, view: RecipeView) -> None:
         heights = [
             module.memory[rank].total / 1000**power if rank in module.memory else 0.0 for rank in range(view.ranks)
         ]
-        axes.bar(range(view.ranks), heights, 0.7, bottom=base, color=_colour(row), alpha=0.85, label=module.name)
-        base = [low + high for low, high in zip(base, heights, strict=True)]
+        top = [low + high for low, high in zip(base, heights, strict=True)]
+        look = {"color": _colour(row), "alpha": 0.85, "label": module.name}
+        if view.ranks <= MOST_LABELS:
+            axes.bar(range(view.ranks), heights, 0.7, bottom=base, **look)
+        else:
+            starts = [i for i in range(view.ranks) if not i or (base[i], top[i]) != (base[i - 1], top[i - 1])]
+            heights, low = ([each[i] for i in starts] for each in (top, base))
+            axes.stairs(heights, [i - 0.5 for i in (*starts, view.ranks)], baseline=low, fill=True, **look)
+        base = top
     axes.set_xlim(-0.5, view.ranks - 0.5)
     axes.set_ylim(0, max(base, default=0) * 1.15 or 1)
     _rank_ticks(axes, view)
@@ -110,7 +131,7 @@ def _draw_boundaries(axes: Any, view: RecipeView) -> None:
 
 
 def _rank_ticks(axes: Any, view: RecipeView) -> None:
-    every = -(-view.ranks // MOST_LABELS)
+    every = -(-view.ranks // (view.ranks if view.ranks <= MOST_LABELS else TICKS))
     axes.set_xticks(range(0, view.ranks, every), [f"rank {rank}" for rank in range(0, view.ranks, every)], fontsize=8)
 
 

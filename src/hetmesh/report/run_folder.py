@@ -65,7 +65,9 @@ def read_run(folder: str | Path) -> RunView:
     path = folder / "timeline.json"
     recorded = _json(path)
     try:
-        timelines = {key: Timeline.from_json(recorded[key]) for key in ("predicted", "measured") if key in recorded}
+        timelines: dict[str, Timeline] = {
+            key: Timeline.from_json(recorded[key]) for key in ("predicted", "measured") if key in recorded
+        }
     except GraphError as error:
         raise RecipeError(f"{path}: cannot be read: {error}") from error
     step = recorded.get("step")

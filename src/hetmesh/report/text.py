@@ -131,7 +131,8 @@ def _boundary(boundary: BoundaryView) -> Iterator[str]:
     yield f"    from      {boundary.source_layout}"
     yield f"    to        {boundary.destination_layout}"
     yield f"    forward   {traffic_text(boundary.forward)}"
-    yield f"    backward  {traffic_text(boundary.backward) if boundary.backward else 'none: nothing upstream is trained'}"
+    back = boundary.backward
+    yield f"    backward  {traffic_text(back) if back else 'none: nothing upstream is trained'}"
 
 
 def traffic_text(traffic: Traffic) -> str:
