@@ -3,11 +3,12 @@
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
+    "PROFILER_OPS",
     "FakeTensor",
     "FakeTensorMode",
     "StridedShard",
@@ -36,15 +38,18 @@ __all__ = [
     "one_gloo_device",
     "python_device",
     "reduce_scatter_single",
+    "seeded_generator",
     "set_group_timeout",
     "shared_buffer",
     "split_backward",
+    "storage_info",
     "tensors_made_on_host",
     "tree_leaves",
     "tree_map_only",
     "trunc_normal_calls",
     "without_autocast",
     "without_modes",
+    "without_zip_checksums",
 ]
 
 # torch 2.13 renamed these two and warns at every use of the old names.
@@ -53,6 +58,12 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 # Public from torch 2.10 on.
 grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+# What names a range of work for the profiler.
+PROFILER_OPS: tuple[Any, ...] = (
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+)
 
 # scaled_dot_product_attention's kernel for the CPU, with the logsumexp that the public function does not return.
 cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -169,11 +180,39 @@ def fake_process_group(size: int, rank: int = 0) -> Iterator[None]:
 @cache
 def python_device(name: str, module: Any) -> torch.device:
     """Make `name` a type of device beside those of this build of torch, with `module` as its `torch.cuda`. Once per
-    process, and for its life: torch has room for one such device."""
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+    process, and for its life: torch has room for one such device. It is available while `module.is_available()`."""
+    from torch.utils import backend_registration
 
-    _setup_privateuseone_for_python_backend(name, backend_module=module)
+    class Hook(backend_registration._DummyPrivateUse1Hook):
+        def is_available(self) -> bool:
+            return bool(module.is_available())
+
+        is_built = is_available
+
+        def has_primary_context(self, _: int) -> bool:
+            return self.is_available()
+
+    backend_registration._setup_privateuseone_for_python_backend(name, backend_module=module, hook=Hook())
     return torch.device(name, 0)
+
+
+_STATE = slice(3, 3 + 624)  # of Mersenne Twister, in a CPU generator's state as 64-bit words
+
+
+def seeded_generator(seed: int) -> torch.Generator:
+    """A generator of the CPU that depends on all bits of `seed`, at least 0, however many; `manual_seed` takes 32.
+
+    Raises:
+        RuntimeError: this torch lays out a generator's state in another way than has been stored in checkpoints so far.
+    """
+    generator = torch.Generator().manual_seed(5489)
+    state = generator.get_state()
+    words = state.numpy()[: _STATE.stop * 8].view(np.uint64)
+    if words[_STATE.start] != 5489:
+        raise RuntimeError(f"the state of a generator of torch {torch.__version__} is laid out in an unknown way")
+    words[_STATE] = np.random.SeedSequence(seed).generate_state(624)
+    generator.set_state(state)
+    return generator
 
 
 def implement(library: torch.library.Library, operation: str, key: str, kernel: Callable[..., Any]) -> None:
@@ -216,6 +255,21 @@ def without_autocast(key: str) -> Iterator[None]:
 
 without_modes = _disable_current_modes
 """`with without_modes():` no dispatch mode sees the operations of the body."""
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """Where DCP's index says that a value is: the bytes of a file beside it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
+
+
+def without_zip_checksums() -> AbstractContextManager[None]:
+    """While it lasts, `torch.save` makes no checksums of its own: they are slow, and torch.load never compares them. On
+    all threads; what another one saves meanwhile is read all the same."""
+    from torch.utils.serialization import config
+
+    return cast(AbstractContextManager[None], config.patch("save.compute_crc32", False))  # type: ignore[attr-defined]
 
 
 def default_store() -> dist.Store:

@@ -8,10 +8,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hetmesh.cost import LayerShape, WeightShape, Work, activation_bytes
+from hetmesh.cost.passing_bytes import backward_bytes
 from hetmesh.models import AdapterRequest
 from hetmesh.models.module_shape import module_shape
 from hetmesh.models.qwen3 import Qwen3Adapter
 from hetmesh.models.qwen3_moe import Qwen3MoeAdapter
+from hetmesh.models.qwen3_vl_vision import Qwen3VLVisionAdapter
 from hetmesh.models.siglip import SiglipAdapter
 from hetmesh.parallel.experts.block import make_expert_block
 from hetmesh.parallel.experts.exchange import ExpertRanks
@@ -77,7 +79,19 @@ def expert_block():
     return module, shape, module.model.layers[0], (None,), {"position_embeddings": (cos, cos)}
 
 
-@pytest.mark.parametrize("make", [siglip_block, qwen_block, expert_block])
+def patch_block():
+    """Four patches to a row of the module; each sequence is an image of its own."""
+    sizes = {"hidden_size": 96, "depth": 1, "num_heads": 4, "patch_size": 2, "deepstack_visual_indexes": []}
+    sizes |= {"temporal_patch_size": 1, "num_position_embeddings": 16, "out_hidden_size": 40}
+    adapter = Qwen3VLVisionAdapter.make(AdapterRequest("vision", sizes, media="image", consumers=("llm",)))
+    module = adapter.build()
+    shape = next(layer for layer in module_shape("vision", adapter, module).layers if "blocks" in layer.name)
+    places = adapter._places([(1, 4, 4)] * BATCH)  # of rows
+    given = {"cu_seqlens": torch.tensor(places["cu_seqlens"]), "position_embeddings": (torch.randn(256, 24),) * 2}
+    return module, shape, lambda x, **kwargs: module.blocks[0](x.flatten(0, 1), **kwargs), (), given
+
+
+@pytest.mark.parametrize("make", [siglip_block, qwen_block, expert_block, patch_block])
 @pytest.mark.parametrize("trainable", [True, False])
 def test_a_block_keeps_what_autograd_saves(make, trainable):
     module, shape, block, args, *kwargs = make()
@@ -85,7 +99,7 @@ def test_a_block_keeps_what_autograd_saves(make, trainable):
     shape = replace(shape, weights=tuple(replace(w, trainable=trainable) for w in shape.weights))
     x = torch.randn(BATCH, LENGTH, 96, requires_grad=True)
     saved = saved_bytes(module, lambda: block(x, *args, **(kwargs[0] if kwargs else {})))
-    predicted = activation_bytes(shape, WORK, 4, upstream=True)
+    predicted = activation_bytes(shape, Work(BATCH * LENGTH // shape.tokens_per_row), 4, upstream=True)
     assert predicted == pytest.approx(saved, rel=0.1)
 
 
@@ -98,3 +112,22 @@ def test_a_frozen_layer_with_nothing_trainable_before_it_keeps_nothing():
 def test_full_recomputation_keeps_the_input_alone():
     layer = LayerShape("l", (WeightShape("l.up.w", (32, 4), 1), WeightShape("l.down.w", (4, 32), 1)))
     assert activation_bytes(layer, WORK, 2, upstream=True, recompute=True) == 2 * WORK.rows * 4
+    # autocast leaves what lies between blocks in fp32
+    assert activation_bytes(layer, WORK, 2, upstream=True, recompute=True, autocast=True) == 4 * WORK.rows * 4
+    # and casts each weight anew
+    again = [backward_bytes(layer, WORK, 2, upstream=True, recompute=True, autocast=cast) for cast in (False, True)]
+    assert again[1] - again[0] == 2 * 2 * 32 * 4 - 2 * WORK.rows * 4
+
+
+def test_a_block_with_low_rank_adapters_keeps_what_autograd_saves():
+    from hetmesh.models.lora import add_lora
+    from hetmesh.recipe.sections import LoRA
+
+    module, _, block, args, kwargs = qwen_block()
+    config = {"hidden_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    adapter = Qwen3Adapter.make(AdapterRequest("llm", {**config, "head_dim": 24}, vocab_size=90))
+    add_lora(module, LoRA(rank=4, alpha=8), "llm", 0, adapter.layers())
+    shape = next(layer for layer in module_shape("llm", adapter, module).layers if "layers" in layer.name)
+    x = torch.randn(BATCH, LENGTH, 96, requires_grad=True)
+    saved = saved_bytes(module, lambda: block(x, *args, **kwargs))
+    assert activation_bytes(shape, WORK, 4, upstream=True) == pytest.approx(saved, rel=0.1)

@@ -13,6 +13,7 @@ from hetmesh.models.mlp import MlpAdapter
 from hetmesh.models.module_shape import module_shape
 from hetmesh.models.qwen3 import Qwen3Adapter
 from hetmesh.models.qwen3_moe import Qwen3MoeAdapter
+from hetmesh.models.qwen3_vl_vision import Qwen3VLVisionAdapter
 from hetmesh.models.siglip import SiglipAdapter
 
 MLP = MlpAdapter(24, 40, 16)
@@ -97,6 +98,22 @@ def test_encoder():
     shape = module_shape("vision", VISION, module)
     forward, backward = count(module, lambda: VISION.forward(module, {"media": torch.randn(5, 3, 32, 32)}, {}))
     expected = module_flops(shape, Work(5 * 64, 5 * 64**2), upstream=False)
+    assert expected.forward == pytest.approx(forward, rel=0.01)
+    assert expected.backward == pytest.approx(backward, rel=0.05)
+
+
+def test_blocks_of_a_tower_that_merges_patches_work_on_these():
+    """Four patches to a row: so are blocks, while mergers work on rows; one `qkv` makes queries, keys and values."""
+    sizes = {"hidden_size": 64, "depth": 2, "num_heads": 4, "patch_size": 2, "deepstack_visual_indexes": [0]}
+    sizes |= {"temporal_patch_size": 1, "num_position_embeddings": 16, "out_hidden_size": 40}
+    adapter = Qwen3VLVisionAdapter.make(AdapterRequest("vision", sizes, media="image", consumers=("llm",)))
+    module = adapter.build()
+    shape = module_shape("vision", adapter, module)
+    rows = [adapter.item_rows(image) for image in ((3, 16, 8), (3, 16, 24))]
+    grids = [adapter.item_grid(image) for image in ((3, 16, 8), (3, 16, 24))]
+    batch = {"patches": torch.randn(4 * sum(rows), adapter.patch_features), **adapter._places(grids)}
+    forward, backward = count(module, lambda: sum(out.sum() for out in adapter.forward(module, batch, {}).values()))
+    expected = module_flops(shape, Work(sum(rows), sum(n * n for n in rows)), upstream=False)
     assert expected.forward == pytest.approx(forward, rel=0.01)
     assert expected.backward == pytest.approx(backward, rel=0.05)
 

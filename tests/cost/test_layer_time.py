@@ -58,6 +58,10 @@ def test_tensor_parallelism_splits_what_it_splits():
         for dim, tp in ((0, 1), (0, 4), (None, 4))
     )
     assert (shard, copy) == (whole / 4, whole)
+    for dim, share in ((0, 4), (None, 1)):  # attention is split as what makes its queries
+        block, alone = (LayerShape("block", linear(tp_dim=dim).weights, width) for width in (64, 0))
+        times = [layer_time(each, WORK, Rates(1e9), upstream=True, tp=4).forward for each in (block, alone)]
+        assert times[0] - times[1] == pytest.approx(4 * 64 * WORK.pairs / 1e9 / share)
     slow = Rates(float("inf"), bandwidth=1e9)  # what is not split is read or written by every rank
     for dim, elements in ((0, 48 * 24 / 4 + 32 * (48 / 4 + 24)), (1, 48 * 24 / 4 + 32 * (48 + 24 / 4))):
         assert layer_time(linear(tp_dim=dim), WORK, slow, upstream=False, tp=4).forward == 4 * elements / 1e9

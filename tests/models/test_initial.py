@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from hetmesh._torch_compat import StridedShard
+from hetmesh._torch_compat import StridedShard, seeded_generator
 from hetmesh.errors import RecipeError
 from hetmesh.layout import Layout, MeshSpec
 from hetmesh.models import build_unfilled
@@ -146,3 +146,18 @@ def test_only_blocks_that_are_needed_are_drawn():
     assert seen == [full] * 3
     initial[ROWS - 1 :]
     assert seen == [*[full] * 3, 101]
+
+
+def test_all_bits_of_a_seed_count():
+    """`manual_seed` takes 32, and the blocks of a large model are enough for two of them to be equal."""
+    torch.manual_seed(11)
+    state = torch.get_rng_state()
+    seeds = [0, 1, *(1 << bit for bit in (31, 32, 63, 64, 127))]
+    drawn = [torch.randn(1000, generator=seeded_generator(seed)) for seed in seeds]
+    assert len({tuple(each.tolist()) for each in drawn}) == len(seeds)
+    assert max(abs(float(a @ b)) for i, a in enumerate(drawn) for b in drawn[:i]) < 5 * 1000**0.5  # unlike each other
+    assert torch.equal(drawn[3], torch.randn(1000, generator=seeded_generator(1 << 32)))
+    assert torch.equal(state, torch.get_rng_state())
+    seeds = {Identity("0:m", "weight").seed(number, block) for number in range(10) for block in range(1000)}
+    assert len(seeds) == 10_000
+    assert max(seeds) >> 64

@@ -27,6 +27,7 @@ from hetmesh.testing.parity import TOLERANCE, compare, reference, run
 from hetmesh.training.describe import make_prepare
 from hetmesh.training.job import Job, describe
 from hetmesh.training.modules import loaded_module
+from often import combinations
 
 VOCAB, MEDIA = 40, 1
 IMAGE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -470,27 +471,33 @@ LAYOUTS = {
 
 
 def on_this_rank(rank, recipe):
-    return run(recipe, World.current())
+    return run(recipe, World.current(), steps=2)
+
+
+PAIRS = {
+    "clip-llama": ({}, ""),
+    "whisper-qwen3": ({"tie_word_embeddings": True}, ""),
+    "siglip-qwen3": ({"vocab_size": 37}, "[modules.llm.lora]\nrank = 2\n"),
+}
+OFTEN = {
+    *((pair, "FSDP 2 x tensor parallel 2") for pair in PAIRS),
+    *(("whisper-qwen3", layout) for layout in ("tensor parallel 2", "HSDP 2 x 2")),
+    ("clip-llama", "FSDP 2, offloaded and checkpointed"),
+    ("siglip-qwen3", "FSDP 2"),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("encoder", "llm", "changes", "more"),
-    [
-        ("clip", "llama", {}, ""),
-        ("whisper", "qwen3", {"tie_word_embeddings": True}, ""),
-        ("siglip", "qwen3", {"vocab_size": 37}, "[modules.llm.lora]\nrank = 2\n"),
-    ],
-)
-def test_h5_training_from_loaded_weights_equals_one_process(pool, tmp_path, layout, encoder, llm, changes, more):
+@pytest.mark.parametrize(("pair", "layout"), combinations(OFTEN, PAIRS, LAYOUTS))
+def test_h5_training_from_loaded_weights_equals_one_process(pool, tmp_path, pair, layout):
+    (encoder, llm), (changes, more) = pair.split("-"), PAIRS[pair]
     save(build(encoder), tmp_path / "encoder")
     save(build(llm, **changes).to(torch.bfloat16), tmp_path / "llm", shards=True)
     size, keys = LAYOUTS[layout]
     offload = "enable_cpu_offload = true\n" if "offloaded" in layout else ""
     more = f'dtype = "float64"\n{offload}{more}[parallelism]\nranks = "0-{size - 1}"\n{keys}'
     given = recipe((encoder, tmp_path / "encoder"), (llm, tmp_path / "llm"), more)
-    compare(reference(given), pool(size).run(on_this_rank, given), TOLERANCE["float64"])
+    compare(reference(given, steps=2), pool(size).run(on_this_rank, given), TOLERANCE["float64"])
 
 
 class LiveBytes(TorchDispatchMode):

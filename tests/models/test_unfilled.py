@@ -152,6 +152,7 @@ def test_modules_whose_constructors_compute_with_weights_are_built_really(model,
     torch.manual_seed(zlib.crc32(b"0:m"))
     really = model().state_dict()
     assert all(torch.equal(value, really[name]) for name, value in first.state_dict().items() if name != "scratch")
+    assert (first.scratch == 0).all(), "as where it is drawn row by row"
     assert first.head.weight is first.proj.weight
     if model is Beside:
         assert (first.plain == 3).all()

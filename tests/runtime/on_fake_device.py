@@ -62,6 +62,10 @@ def copies(accelerator: FakeAccelerator, work: DeviceWork) -> None:
     accelerator.empty_pinned(on_device).copy_(on_device, non_blocking=True)
     host.to(device, non_blocking=True)
     torch.tensor(2.0) * on_device  # a number is an argument of the kernel
+    again = host.pin_memory()
+    assert again.is_pinned()
+    assert not host.is_pinned()
+    again.to(device, non_blocking=True)
 
 
 def trained(accelerator: FakeAccelerator, work: DeviceWork) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from hetmesh.layout import Layout, MeshSpec, plan_transfer
 from hetmesh.testing.emulated_nccl import EmulatedNccl, emulated_world
 from hetmesh.testing.executor import scatter
 from hetmesh.testing.in_flight import compare_collectives
+from hetmesh.testing.launch_order import stuck
 
 pytestmark = pytest.mark.slow
 
@@ -182,6 +183,39 @@ def test_a_crossed_order(pool4, case):
             )
             assert f"it stands at boundary '{there}', microbatch 3, forward (from rank {rank})" in told[rank]
     assert all("in this step" in each or "done with its step" in each for each in told[2:])
+
+
+def crossed_channels(rank, agree):
+    """Two transfers on channels of their own, which both sides begin in different orders; each channel is in order."""
+
+    def step(world, a, bb):
+        if rank > 1:
+            return None
+        order = (("a", a), ("bb", bb))
+        started = [move(world, 0, 1, *each) for each in (order if rank == 0 or agree else order[::-1])]
+        return [float(out.mean()) for each in started if (out := each.finish()) is not None]
+
+    with emulated_world(EmulatedNccl(patience=PATIENCE)) as world:
+        channels = [Channel(f"{name} {agree}", (0, 1)) for name in ("a", "bb")]
+        world.open(channels)
+        return said(lambda: step(world, *channels), world)
+
+
+def test_an_order_crossed_between_channels(pool4):
+    assert pool4.run(crossed_channels, True)[:2] == [[], [1.0, 1.0]]
+    for told in pool4.run(crossed_channels, False):
+        assert "crossed order between communicators: rank 0 stands at boundary 'a', microbatch 3, forward" in told
+        assert "and waits for rank 1, rank 1 stands at boundary 'bb'" in told
+
+
+def test_circles_of_ranks_in_the_orders_of_communicators():
+    """Of three, no two of which disagree; a batch that is over only when all its messages are."""
+    ring = {r: [("next", f"{r}", [((r + 1) % 3, 1)]), ("last", f"{(r - 1) % 3}", [((r - 1) % 3, 0)])] for r in range(3)}
+    assert "rank 0 stands at next (communicator 0) and waits for rank 1, rank 1 stands" in stuck(ring)
+    assert not stuck({**ring, 1: ring[1][::-1]})
+    both = {0: [("x", "w", [(1, 1), (2, 1)]), ("y", "v", [(2, 0)])], 1: [("x", "w", [(0, 0)])]}
+    assert not stuck({**both, 2: [("x", "w", [(0, 0)]), ("y", "v", [(0, 1)])]})
+    assert "rank 2 stands at y" in stuck({**both, 2: [("y", "v", [(0, 1)]), ("x", "w", [(0, 0)])]})
 
 
 def unequal(rank):

@@ -16,7 +16,7 @@ from hetmesh.training.trainer import train
 pytestmark = pytest.mark.slow
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-STEPS = 3
+STEPS = 2
 # What goes how, on which schedule: one recipe for each is run always, the others where `exhaustive` is asked for.
 OFTEN = {
     "digits_fsdp": "sequential; ranks without a message; all-to-all, gathers and sums of FSDP",
@@ -44,6 +44,7 @@ SMALL_8B = (
 FP64 = ("--training.dtype", "float64")
 ALL = {
     **{path.stem: FP64 for path in sorted(RECIPES.glob("digits*.toml"))},
+    "digits_moe": (*FP64, "--parallelism.llm.expert_placement_interval", "1"),
     # Its template, llava_style, is run with files of its own: `pytest --emulate-nccl tests/models`.
     "siglip_qwen3_8b": SMALL_8B,
 }

@@ -17,6 +17,7 @@ from hetmesh.testing import faults
 from hetmesh.testing.parity import Outcome, ParityError, compare, reference, run
 from hetmesh.training.describe import make_prepare
 from hetmesh.training.job import describe
+from often import combinations
 
 pytestmark = pytest.mark.slow
 
@@ -60,6 +61,7 @@ local_batch_size = 4
 dtype = "float64"
 """
 
+STEPS = 2  # the second with what the first has changed and left behind
 FSDP = "data_parallel_shard_degree = -1"
 HSDP = "data_parallel_replicate_degree = 2\ndata_parallel_shard_degree = 2"
 FSDP_TP = "data_parallel_shard_degree = 2\ntensor_parallel_degree = 2"
@@ -81,23 +83,30 @@ def layout(vision: str, llm: str, where: str, extra: str = "") -> str:
 
 
 def on_this_rank(rank, recipe, fault=None):
-    return run(recipe, World.current(), fault=fault)
+    return run(recipe, World.current(), STEPS, fault=fault)
 
 
 def check(pool, text: str, fault=None) -> list[Outcome]:
     """The outcomes of all ranks, once they equal the reference."""
     recipe = parse_recipe(text)
     ranks = pool(4 if recipe.world_size <= 4 else 8).run(on_this_rank, recipe, fault, timeout=120)
-    compare(reference(recipe), ranks, 1e-10)
+    compare(reference(recipe, STEPS), ranks, 1e-10)
     return ranks
 
 
-@pytest.mark.parametrize("where", RANKS)
-@pytest.mark.parametrize(
-    ("vision", "llm"), [(FSDP, FSDP), (HSDP, HSDP), (FSDP_TP, FSDP_TP)], ids=["FSDP", "HSDP", "FSDP x TP"]
-)
-def test_sharded_modules_equal_one_process(pool, where, vision, llm):
-    check(pool, layout(vision, llm, where))
+SHARDED = {"FSDP": FSDP, "HSDP": HSDP, "FSDP x TP": FSDP_TP}
+# FSDP alone, with lanes without images: test_u2_an_encoder_lane_without_rows_under_fsdp
+SHARDED_OFTEN = {
+    ("FSDP x TP", "colocated"),
+    ("HSDP", "disjoint"),
+    ("HSDP", "overlapping"),
+    ("FSDP x TP", "overlapping"),
+}
+
+
+@pytest.mark.parametrize(("kind", "where"), combinations(SHARDED_OFTEN, SHARDED, RANKS))
+def test_sharded_modules_equal_one_process(pool, kind, where):
+    check(pool, layout(SHARDED[kind], SHARDED[kind], where))
 
 
 @pytest.mark.parametrize("reshard", ["always", "never"])
@@ -130,7 +139,7 @@ def lanes_with_images(recipe) -> list[list[bool]]:
     source, adapters, graph = describe(recipe)
     loader = Loader(source, recipe.batch.global_batch_size, make_prepare(recipe, graph, adapters), seed=0)
     found = []
-    for _ in range(3):
+    for _ in range(STEPS):
         plan = plan_batch(graph, [d.meta for d in next(loader)], recipe.batch.microbatch_size)
         found += [[any(plan.samples[i].media for i in lane) for lane in lanes] for lanes in plan.lanes["vision"]]
     return found
@@ -185,8 +194,9 @@ def test_faults_of_sharded_modules_are_found(pool, fault):
         check(pool, layout(FSDP, FSDP_TP, "colocated"), fault)
 
 
-@pytest.mark.parametrize("where", RANKS)
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize(
+    ("mode", "where"), combinations({("selective", "colocated"), ("full", "overlapping")}, ["selective", "full"], RANKS)
+)
 def test_checkpointed_modules_equal_one_process(pool, mode, where):
     """Over plain data and tensor parallelism, and over FSDP x TP; one module does as the others do not."""
     extra = f'[activation_checkpoint]\nmode = "{mode}"\n'
@@ -199,15 +209,15 @@ def test_one_module_may_be_checkpointed_and_another_not(pool):
     check(pool, text.replace('model = "siglip"', 'model = "siglip"\nactivation_checkpoint = "full"'))
 
 
-@pytest.mark.parametrize("where", RANKS)
-@pytest.mark.parametrize(
-    "llm",
-    ["tensor_parallel_degree = 4\n", "tensor_parallel_degree = 2\n", FSDP_TP + "\n"],
-    ids=["TP4", "DP x TP", "FSDP x TP"],
-)
-def test_sequence_parallel_modules_equal_one_process(pool, where, llm):
+BESIDE_SEQUENCE = {"TP4": "tensor_parallel_degree = 4", "DP x TP": "tensor_parallel_degree = 2", "FSDP x TP": FSDP_TP}
+SEQUENCE_OFTEN = {("TP4", "colocated"), ("DP x TP", "overlapping"), ("FSDP x TP", "disjoint")}
+
+
+@pytest.mark.parametrize(("llm", "where"), combinations(SEQUENCE_OFTEN, BESIDE_SEQUENCE, RANKS))
+def test_sequence_parallel_modules_equal_one_process(pool, llm, where):
     """Lengths that no degree divides; images whose rows fall into several shares; lanes without any."""
-    text = layout("data_parallel_shard_degree = 2\ntensor_parallel_degree = 2", llm + SEQUENCE, where)
+    llm = f"{BESIDE_SEQUENCE[llm]}\n{SEQUENCE}"
+    text = layout("data_parallel_shard_degree = 2\ntensor_parallel_degree = 2", llm, where)
     check(pool, text.replace("num_key_value_heads = 2", "num_key_value_heads = 4"))
 
 
@@ -254,19 +264,20 @@ def test_what_a_module_cannot_do_is_an_error(text, says):
 FROZEN_LLM, LORA = '"qwen3"\ntrainable = false', '"qwen3"\nlora = { rank = 2 }'
 
 
-@pytest.mark.parametrize(
-    ("encoder", "llm", "keys"),
-    [
-        ('"siglip"\ntrainable = false', '"qwen3"', ""),
-        ('"siglip"', FROZEN_LLM, ""),
-        ('"siglip"', FROZEN_LLM, SEQUENCE),
-        ('"siglip"\nlora = { rank = 3 }', LORA, ""),
-        ('"siglip"\ntrainable = false', LORA, ""),
-    ],
-    ids=["frozen encoder", "frozen LLM", "frozen LLM, sequence parallel", "LoRA", "frozen encoder, LoRA"],
-)
-@pytest.mark.parametrize("mode", ["none", "full"])
-def test_sharded_modules_that_are_frozen_or_have_adapters(pool, encoder, llm, keys, mode):
+TRAINED = {
+    "frozen encoder": ('"siglip"\ntrainable = false', '"qwen3"', ""),
+    "frozen LLM": ('"siglip"', FROZEN_LLM, ""),
+    "frozen LLM, sequence parallel": ('"siglip"', FROZEN_LLM, SEQUENCE),
+    "LoRA": ('"siglip"\nlora = { rank = 3 }', LORA, ""),
+    "frozen encoder, LoRA": ('"siglip"\ntrainable = false', LORA, ""),
+}
+# What is computed again is frozen or has adapters too.
+TRAINED_OFTEN = {("LoRA", "none"), *((trained, "full") for trained in TRAINED)}
+
+
+@pytest.mark.parametrize(("trained", "mode"), combinations(TRAINED_OFTEN, TRAINED, ["none", "full"]))
+def test_sharded_modules_that_are_frozen_or_have_adapters(pool, trained, mode):
+    encoder, llm, keys = TRAINED[trained]
     text = layout(FSDP, FSDP_TP + "\n" + keys, "overlapping", f'[activation_checkpoint]\nmode = "{mode}"\n')
     check(pool, text.replace('"siglip"', encoder).replace('"qwen3"', llm))
 
@@ -287,4 +298,4 @@ def test_a_compiled_block_equals_one_process(pool, keys):
     text = text.replace("num_hidden_layers = 2", "num_hidden_layers = 1")
     recipe = parse_recipe(text.replace('"0-3"', '"0-1"') if keys == SEQUENCE else text)
     ranks = pool(recipe.world_size).run(on_this_rank, recipe, timeout=400)
-    compare(reference(recipe), ranks, 1e-10)
+    compare(reference(recipe, STEPS), ranks, 1e-10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -106,7 +107,7 @@ def test_without_data_it_takes_random_ones(written):
 
 
 @pytest.mark.slow
-def test_readmes_four_commands_from_a_directory_and_a_folder_of_images(root):
+def test_readmes_four_commands_from_a_directory_and_a_folder_of_images(root, capsys, monkeypatch):
     """To a directory that transformers loads, on two ranks."""
     from transformers import AutoModelForImageTextToText
 
@@ -117,19 +118,26 @@ def test_readmes_four_commands_from_a_directory_and_a_folder_of_images(root):
     (block,) = [each for each in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) if "hetmesh init" in each]
     init, train, generate, export = block.replace("/models", f"{root}/models").replace("/data", str(root)).splitlines()
 
-    def run(command: str, more: str = ""):
-        line = command.partition(" #")[0].replace("hetmesh", f"{sys.executable} -m hetmesh", 1) + more
-        done = subprocess.run(line, shell=True, cwd=root, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return done
+    def run(command: str, *more: str):
+        """In this process, which has imported what each command would import anew."""
+        (_, *arguments), _, file = (shlex.split(part, comments=True) for part in command.partition(">"))
+        assert main([*arguments, *more]) == 0
+        printed = capsys.readouterr()
+        if file:
+            Path(*file).write_text(printed.out)
+        return printed
 
-    run(init, " --ranks 2")
-    trained = run(train)
+    monkeypatch.chdir(root)
+    assert all(command.startswith("hetmesh ") for command in (init, train, generate, export))
+    run(init, "--ranks", "2")
+    command = [sys.executable, "-m", *shlex.split(train, comments=True)]  # its workers are forked from one thread
+    trained = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert trained.returncode == 0, trained.stderr
     assert "weights: logits differ from transformers' own by at most" in trained.stdout
     assert "workers start anew" not in trained.stderr  # which takes three times as long
     lines = [json.loads(line) for line in (root / "outputs" / name / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "grad_norm" in line] == [1, 2, 3]
-    assert "step-3" in run(generate, " --max-new-tokens 4").stderr
+    assert "step-3" in run(generate, "--max-new-tokens", "4").err
     run(export)
     before, after = (
         dict(AutoModelForImageTextToText.from_pretrained(path).named_parameters())

@@ -101,7 +101,7 @@ def tensor_parallel_time(
     """
     if len(ranks) < 2:
         return TensorParallelTime()
-    rows = work.targets if layer.on_targets else work.rows
+    rows = layer.rows(work)
     products = [weight for weight in layer.weights if weight.per_row and weight.tp_dim is not None]
     sums = [weight.outputs for weight in products if weight.splits_inputs]
     needed = upstream or layer.trainable

@@ -65,7 +65,7 @@ def exchange_time(
     sizes, n = ExpertSizes.of(layer), len(ranks)
     if sizes is None or n < 2:
         return TensorParallelTime()
-    rows = work.rows * (n - 1) * reached_share(sizes.count, sizes.chosen, n)
+    rows = layer.rows(work) * (n - 1) * reached_share(sizes.count, sizes.chosen, n)
     with_weights = itemsize * (sizes.features + sizes.chosen)
     there = all_to_all(rows * (with_weights + _CHOICE * sizes.chosen), ranks, machine)
     numbers = all_to_all(_COUNT * (n - 1) * (1 + sizes.count // n), ranks, machine)

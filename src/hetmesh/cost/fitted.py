@@ -151,6 +151,7 @@ def layer_kind(layer: LayerShape, tp: int = 1) -> str:
     runs = itertools.groupby("x".join(map(str, weight.shape)) + "*" * weight.per_row for weight in layer.weights)
     sizes = ",".join(f"{shape}:{n}" if n > 1 else shape for shape, n in ((s, len(list(g))) for s, g in runs))
     where = "targets" if layer.on_targets else "rows"
+    where += f" of {layer.tokens_per_row} tokens" if layer.tokens_per_row > 1 else ""
     return f"attention {layer.attention_width}; weights {sizes or 'none'}; on {where}; tp {tp}"
 
 

@@ -41,13 +41,13 @@ def layer_flops(layer: LayerShape, work: Work, *, upstream: bool) -> Flops:
         work: of the module.
         upstream: whether anything trainable comes before the layer: in this module or in one that feeds it.
     """
-    rows = work.targets if layer.on_targets else work.rows
+    rows = layer.rows(work)
     forward = backward = 0
     for weight in layer.weights:
         once = 2 * weight.multiplied * rows
         forward += once
         backward += once * (weight.trainable + upstream)
-    attention = 4 * layer.attention_width * work.pairs
+    attention = 4 * layer.attention_width * layer.pairs(work)
     return Flops(forward + attention, backward + attention * 2 * (upstream or layer.trainable))
 
 

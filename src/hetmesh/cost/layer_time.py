@@ -113,10 +113,10 @@ def layer_time(
         recompute: whether its forward runs again before its backward.
         sequence_parallel: whether norms and what else is not split work on a share of the rows each.
     """
-    rows = work.targets if layer.on_targets else work.rows
+    rows = layer.rows(work)
     products = [(weight, _weight_seconds(weight, rows, rates, tp, sequence_parallel)) for weight in layer.weights]
-    width = layer.attention_width / tp
-    pairs = work.pairs / 2 if layer.causal else work.pairs
+    width = layer.attention_width / (tp if layer.splits_attention else 1)
+    pairs = layer.pairs(work) / 2 if layer.causal else layer.pairs(work)
     attention = rates.seconds(4 * width * pairs, 4 * width * rows) if width else 0.0
     forward = attention + sum(seconds for _, seconds in products)
     needed = upstream or layer.trainable

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from hetmesh.cost.work import Work
 from hetmesh.layout.hashing import HashedOnce
 
 
@@ -16,7 +17,7 @@ class WeightShape:
     Attributes:
         name: its FQN in the module.
         shape: before any sharding.
-        per_row: how often it multiplies for each row that enters the blocks: 1 for a linear layer, 2 for a convolution
+        per_row: how often it multiplies for each row that enters its layer: 1 for a linear layer, 2 for a convolution
             with two outputs per row, 0 for what is looked up or applied elementwise (embeddings, norms, biases). Of
             experts: how many of them multiply each row.
         trainable: whether it gets a gradient of its own.
@@ -81,6 +82,8 @@ class LayerShape(HashedOnce):
         causal: its attention hides later positions: a kernel computes half of the (query, key) pairs.
         on_targets: it runs on target positions alone, as the head of an LLM does.
         shares_logits: of such a head: tensor-parallel ranks that split it keep shares of the vocabulary in the loss.
+        tokens_per_row: rows that enter it for each row of the module: patches, of which a merger behind it makes one.
+        attention_copies: tensors as wide as attention that its backward reads beside the outputs of products.
     """
 
     name: str
@@ -90,8 +93,24 @@ class LayerShape(HashedOnce):
     key_width: int = 0
     causal: bool = False
     shares_logits: bool = False
+    tokens_per_row: int = 1
+    attention_copies: int = 0
 
     __hash__ = HashedOnce.__hash__
+
+    def rows(self, work: Work) -> int:
+        """Rows that go through it, of its module's work."""
+        return work.targets if self.on_targets else work.rows * self.tokens_per_row
+
+    def pairs(self, work: Work) -> int:
+        """(query, key) pairs of its attention, of its module's work."""
+        return work.pairs * self.tokens_per_row**2
+
+    @cached_property
+    def splits_attention(self) -> bool:
+        """Whether tensor parallelism splits its attention by heads, as it does the product that makes queries."""
+        first = next((weight for weight in self.weights if weight.per_row), None)
+        return first is None or first.tp_dim is not None
 
     @cached_property
     def expert_weights(self) -> tuple[WeightShape, ...]:
@@ -102,6 +121,31 @@ class LayerShape(HashedOnce):
     def trainable(self) -> bool:
         """Whether anything in it gets a gradient of its own."""
         return any(weight.trainable for weight in self.weights)
+
+
+_BASE, _FIRST, _SECOND = ".base_layer.", ".lora_A.", ".lora_B."  # as peft names them
+
+
+def without_adapters(layer: LayerShape) -> tuple[LayerShape, tuple[WeightShape, ...]]:
+    """What `layer` would be without the low-rank adapters beside its products, and the halves of these that make sums.
+
+    An adapter reads what its product reads and adds to what that makes. So for what a product keeps and holds it counts
+    as trainable where its adapter is; between the two halves there are as many elements of a row as the rank.
+    """
+    halves = [w for w in layer.weights if _FIRST in w.name or _SECOND in w.name]
+    if not halves:
+        return layer, ()
+    trained = {w.name.partition(_FIRST)[0] for w in halves if _FIRST in w.name and w.trainable}
+    own = (
+        replace(
+            w,
+            name=w.name.replace(_BASE, "."),
+            trainable=w.trainable or (w.per_row > 0 and w.name.partition(_BASE)[0] in trained),
+        )
+        for w in layer.weights
+        if w not in halves
+    )
+    return replace(layer, weights=tuple(own)), tuple(w for w in halves if _SECOND in w.name)
 
 
 def expert_share(layer: LayerShape, ranks: int) -> LayerShape:

@@ -62,6 +62,8 @@ class Abilities:
         token_sharded: sequence parallelism: FQNs of the submodules that work on a share of the tokens.
         use_packed: samples in one row, and context parallelism: lets the module take them (hetmesh's own attention).
         tokens_per_row: of an encoder whose ranks can share the tokens of its media: how many make one row.
+        on_rows: of an encoder that makes rows of tokens: FQNs of the layers that work on rows; others on tokens.
+        attention_copies: of the same: what its own attention keeps (`hetmesh.cost.LayerShape`).
         share: of the same: what of a batch of `collate` belongs to the tokens kept, in their order.
         side_outputs: names of its outputs beside the rows.
         layer_of_output: the layer behind which a side output of a producer is added; None: there is none.
@@ -81,6 +83,8 @@ class Abilities:
     token_sharded: tuple[str, ...] = ()
     use_packed: Callable[[nn.Module], None] | None = None
     tokens_per_row: int = 0
+    on_rows: tuple[str, ...] = ()
+    attention_copies: int = 0
     share: Callable[[Mapping[str, Tensor], Intervals], dict[str, Tensor]] | None = None
     side_outputs: tuple[str, ...] = ()
     layer_of_output: Callable[[str], str | None] | None = None
@@ -201,6 +205,7 @@ class AdapterRequest:
         model: what the recipe calls its model.
         pretrained: the directory that its weights come from, None for random ones.
         folder: of the recipe's file, where code that it names may lie; None if it was not read from a file.
+        packed: whether the samples of a lane lie in one row.
     """
 
     name: str
@@ -215,6 +220,7 @@ class AdapterRequest:
     model: str = ""
     pretrained: Pretrained | None = None
     folder: str | None = None
+    packed: bool = False
 
     @property
     def sources(self) -> dict[str, str]:

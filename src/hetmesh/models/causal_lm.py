@@ -90,15 +90,23 @@ class CausalLMAdapter:
             token_sharded=self._token_sharded,
             use_packed=self.use_packed,
             attention_dropout=self.config.attention_dropout or 0.0,
-            stored_forms=self._stored_forms,
+            stored_forms=self.stored_forms,
             head="lm_head",
         )
 
-    def _stored_forms(self, pretrained: Pretrained) -> Mapping[str, StoredForm]:
-        forms = dict(class_forms(self.model_class, self.config, pretrained))
+    def stored_forms(self, pretrained: Pretrained) -> Mapping[str, StoredForm]:
+        """The tensors of a directory as the module has them. One that does not divide as `in_two_dims` says stays as it
+        is, so that its shape is refused where all are compared."""
+        forms = dict(self.read_forms(pretrained))
         for end, (dim, count) in self.in_two_dims.items():
-            forms |= {name: in_parts(form, dim, count) for name, form in forms.items() if name.endswith(end)}
+            for name, form in forms.items():
+                if name.endswith(end) and dim < len(form.shape) and form.shape[dim] % count == 0:
+                    forms[name] = in_parts(form, dim, count)
         return forms
+
+    def read_forms(self, pretrained: Pretrained) -> Mapping[str, StoredForm]:
+        """The same as `model_class` has them."""
+        return class_forms(self.model_class, self.config, pretrained)
 
     def build(self) -> nn.Module:
         return self.model_class(self.config)
@@ -148,7 +156,7 @@ class CausalLMAdapter:
         ids, position_ids = batch["input_ids"], batch["position_ids"]
         if ids.numel() == 0:  # transformers' views are ambiguous on empty tensors: one token that predicts nothing
             ids, position_ids = ids.new_zeros(1, 1), position_ids.new_zeros(*position_ids.shape[:-2], 1, 1)
-        tokens, total = tokens_of(module), ids.numel()
+        tokens = tokens_of(module)
         flat = inputs[PREVIOUS] if PREVIOUS in inputs else self.embedded(model, ids, batch, inputs)
         # Handing over the finished masks (none) keeps transformers from looking for packed sequences and building one.
         # Models without a choice of masks (Llama) take no finished ones: they look, find no packing, and build none.
@@ -171,7 +179,7 @@ class CausalLMAdapter:
         ).last_hidden_state.flatten(0, 1)
         if is_absent(self.head_of(model)):
             return hidden
-        return self.logits(model, tokens.select(hidden, batch["target_positions"], total))
+        return self.logits(model, tokens.select(hidden, batch, "target_positions"))
 
     def decoder_of(self, model: Any) -> Any:
         """The decoder inside `model`."""
@@ -191,10 +199,10 @@ class CausalLMAdapter:
 
     def embedded(self, model: Any, ids: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         """The flat tokens that this rank keeps, rows in the places of their placeholders."""
-        tokens, total = tokens_of(model), ids.numel()
+        tokens = tokens_of(model)
         flat = tokens.split(self.embed(model, ids).flatten(0, 1))
         for source, at in self.sources.items():
-            rows, positions = inputs[source], tokens.locate(batch[f"positions.{at}"], total)
+            rows, positions = inputs[source], tokens.locate(batch, f"positions.{at}")
             self.check_rows(source, at, rows, positions, flat.shape[-1])
             flat = flat.index_copy(0, positions, rows.to(flat.dtype))
         return flat

@@ -7,8 +7,8 @@ are made on the CPU, whatever device they are for: a GPU's generator would give 
 
 from __future__ import annotations
 
+import hashlib
 import math
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetmesh._torch_compat import seeded_generator
 from hetmesh.errors import RecipeError
 
 BLOCK = 1 << 18
@@ -37,8 +38,10 @@ class Identity:
     draws: int = 0
 
     def seed(self, number: int, block: int) -> int:
-        """Of a block in random operation `number`; 32 bits, as the CPU's generator ignores higher ones."""
-        return zlib.crc32(f"{self.place}:{self.name}:{number}:{block}".encode())
+        """Of a block in random operation `number`: 128 bits. With 32, two of the 31,000 blocks of 8 billion parameters
+        would have the same in one model of ten."""
+        text = f"{self.place}:{self.name}:{number}:{block}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ class Operation:
         keywords = dict(self.keywords)
         if self.draws is not None:
             identity, number = self.draws
-            keywords["generator"] = torch.Generator().manual_seed(identity.seed(number, block))
+            keywords["generator"] = seeded_generator(identity.seed(number, block))
         self.apply(target, *arguments, **keywords)
 
 

@@ -14,6 +14,8 @@ from hetmesh.models.adapter import Adapter
 from hetmesh.parallel.experts.layers import INNER, WITHIN, ExpertLayers
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_OF_QUERIES, _OF_KEYS = {"q_proj": 1, "qkv": 3}, {"k_proj": 1, "qkv": 3}
+"""Names of projections, and into how many equal parts their outputs are cut."""
 HEAD = "lm_head"
 """The layer of a sink that runs on target positions alone."""
 
@@ -24,14 +26,15 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
     Linear layers and routers multiply each row once; a row multiplies as many experts as it chooses. Of the
     convolutions of a layer stack the last gives one output per row, each earlier one as many as the strides behind it
     take in. Attention is found by its `q_proj`, whose output is as wide
-    as all query heads, or as an `nn.MultiheadAttention`; one that is written differently counts with its linear layers
-    only.
+    as all query heads, by one `qkv` for all three, or as an `nn.MultiheadAttention`; one that is written differently
+    counts with its linear layers only.
 
     Args:
         plan: the tensor parallel plan; None: the adapter's own.
     """
     plan = adapter.tensor_parallel_plan() if plan is None else plan
-    experts = _experts(adapter.abilities.experts)
+    abilities = adapter.abilities
+    experts = _experts(abilities.experts)
     uses, dims = _uses(module) | {fqn: e.per_row for fqn, e in experts.items()}, _tp_dims(module, plan)
     dims |= {fqn: e.tp_dim for fqn, e in experts.items() if e.tp_dim is not None}
     layers = []
@@ -52,8 +55,10 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
         on_targets = adapter.out_features is None and layer == HEAD
         width, causal = _attention_width(part), adapter.out_features is None
         sizes = width, on_targets, _key_width(part), causal and width > 0
-        shares = on_targets and adapter.abilities.head == layer
-        layers.append(LayerShape(layer, _shapes(weights, shape_of), *sizes, shares_logits=shares))
+        shares = on_targets and abilities.head == layer
+        tokens = max(abilities.tokens_per_row, 1) if layer not in abilities.on_rows else 1
+        copies = abilities.attention_copies if width else 0
+        layers.append(LayerShape(layer, _shapes(weights, shape_of), *sizes, shares, tokens, copies))
     rest = {fqn: p for fqn, p in module.named_parameters() if fqn not in seen}
     if rest:
         layers.insert(0, LayerShape("", _shapes(rest, shape_of)))
@@ -104,8 +109,8 @@ def _attention_width(layer: nn.Module) -> int:
     for fqn, part in layer.named_modules():
         if isinstance(part, nn.MultiheadAttention):
             width += part.embed_dim
-        elif fqn.rpartition(".")[2] == "q_proj":  # with adapters beside it, it is no nn.Linear any more
-            width += getattr(part, "out_features", 0)
+        elif fqn.rpartition(".")[2] in _OF_QUERIES:  # with adapters beside it, it is no nn.Linear any more
+            width += getattr(part, "out_features", 0) // _OF_QUERIES[fqn.rpartition(".")[2]]
     return width
 
 
@@ -115,8 +120,8 @@ def _key_width(layer: nn.Module) -> int:
         kind = fqn.rpartition(".")[2]
         if isinstance(part, nn.MultiheadAttention):
             width += part.embed_dim
-        elif kind in ("k_proj", "qkv"):  # one linear layer for all three gives each a third
-            width += getattr(part, "out_features", 0) // (3 if kind == "qkv" else 1)
+        elif kind in _OF_KEYS:
+            width += getattr(part, "out_features", 0) // _OF_KEYS[kind]
     return width
 
 

@@ -97,6 +97,8 @@ class Qwen3VLVisionAdapter:
         return Abilities(
             use_packed=self.use_packed,
             tokens_per_row=self.tokens_per_row,
+            on_rows=(*self._mergers, "merger"),
+            attention_copies=3,  # turned queries, turned keys (the projection makes all three), outputs of each image
             share=self.share,
             side_outputs=self.side_outputs,
             item_grid=self.item_grid,
@@ -118,8 +120,11 @@ class Qwen3VLVisionAdapter:
 
     def layers(self) -> tuple[str, ...]:
         blocks = (f"blocks.{i}" for i in range(self.config.depth))
-        mergers = (f"deepstack_merger_list.{i}" for i in range(len(self.side_outputs)))
-        return ("patch_embed", "pos_embed", *blocks, *mergers, "merger")
+        return ("patch_embed", "pos_embed", *blocks, *self._mergers, "merger")
+
+    @property
+    def _mergers(self) -> tuple[str, ...]:
+        return tuple(f"deepstack_merger_list.{i}" for i in range(len(self.side_outputs)))
 
     def tensor_parallel_plan(self) -> Mapping[str, Any]:
         features = self.config.deepstack_visual_indexes

@@ -97,6 +97,11 @@ def built_really(build: Callable[[], nn.Module], name: str, seed: int, why: str)
     with _random_state(name, seed), _nan_in_new_memory():
         module = build()
     _check_apart(module, name)
+    for owner in module.modules():
+        for key, buffer in owner._buffers.items():
+            # Memory for later use, as in `recorded`. Of integers nobody can tell.
+            if buffer is not None and buffer.is_floating_point() and buffer.numel() and bool(buffer.isnan().all()):
+                owner._buffers[key] = torch.zeros_like(buffer)
     return Unfilled(module, _take_values(module, name, Recorder(f"{seed}:{name}")), why)
 
 

@@ -53,7 +53,7 @@ def fully_shard_arguments(root: nn.Module, options: ModuleOptions, device_type: 
     if options.compute_dtype is not None:
         arguments["mp_policy"] = MixedPrecisionPolicy(options.compute_dtype, reduce_dtype=_parameter_dtype(root))
     if options.cpu_offload:
-        arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type == "cuda")
+        arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type != "cpu")
     return arguments
 
 

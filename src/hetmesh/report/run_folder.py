@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from hetmesh.report.run_load import RunLoad, run_load
 from hetmesh.simulate import Timeline
 from hetmesh.training.wording import counted
 
+METRICS = "metrics.jsonl"
 SHOWN = ("step", "loss", "grad_norm", "samples_per_s", "tokens_per_s", "mfu", "memory_bytes")
 
 
@@ -54,14 +55,9 @@ def read_run(folder: str | Path) -> RunView:
         RecipeError: there is no run in it, or a file of it cannot be read.
     """
     folder = Path(folder)
-    metrics = folder / "metrics.jsonl"
-    try:
-        text = metrics.read_bytes().decode("utf-8", errors="replace")  # what a full disk leaves is no text
-    except FileNotFoundError:
-        raise RecipeError(f"{folder}: there is no metrics.jsonl in it; give a run's dump_folder") from None
-    except (OSError, ValueError) as error:  # a name may hold a null byte
-        raise RecipeError(f"{metrics}: cannot be read: {error}") from error
-    records, notes = _records(metrics, text.split("\n"))
+    if (found := metrics_records(folder)) is None:
+        raise RecipeError(f"{folder}: there is no metrics.jsonl in it; give a run's dump_folder")
+    records, notes = found
     path = folder / "timeline.json"
     recorded = _json(path)
     try:
@@ -76,13 +72,21 @@ def read_run(folder: str | Path) -> RunView:
     return RunView(last, summary, step if isinstance(step, int) else 0, timelines, run_load(records), records, notes)
 
 
-def _records(path: Path, lines: Sequence[str]) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]:
-    """The steps of metrics.jsonl as they counted in the end. A line whose step is not above those before it is of a
-    resumed run: what was there of that step and later ones is void, as training has trimmed it since.
+def metrics_records(folder: Path) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]] | None:
+    """The steps of a run's metrics.jsonl as they counted in the end, and what is wrong with it; None: no run is in the
+    folder. A line whose step is not above those before it is of a resumed run: what was there of that step and
+    later ones is void, as training has trimmed it since.
 
     Raises:
-        RecipeError: there are lines, but none can be read.
+        RecipeError: it cannot be read, or there are lines, but none of them can.
     """
+    path = folder / METRICS
+    try:
+        lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")  # what a full disk leaves is no text
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:  # a name may hold a null byte
+        raise RecipeError(f"{path}: cannot be read: {error}") from error
     kept: list[dict[str, Any]] = []
     bad: list[str] = []
     again = 0
@@ -112,6 +116,21 @@ def _record(line: str) -> dict[str, Any]:
     if not isinstance(found, dict) or type(found.get("step")) is not int:
         raise ValueError(f"it must hold a JSON object with a step, got {line[:60]!r}")
     return found
+
+
+def metrics_lines(folder: Path) -> list[str] | None:
+    """The lines of a run's metrics.jsonl; None: there is no run in the folder.
+
+    Raises:
+        RecipeError: it cannot be read.
+    """
+    metrics = folder / METRICS
+    try:
+        return metrics.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:  # also no UTF-8, or a name that holds a null byte
+        raise RecipeError(f"{metrics}: cannot be read: {error}") from error
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -3,7 +3,8 @@ kernels. What its tensors are is `fake_tensors.py`'s."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -16,6 +17,7 @@ from hetmesh._torch_compat import python_device
 from hetmesh.attention.flex import FLEX
 from hetmesh.boundary.accelerator import Accelerator
 from hetmesh.runtime.fake_autocast import NAME, register
+from hetmesh.runtime.host_waits import HostWaits
 
 
 class FakeStream:
@@ -42,6 +44,7 @@ class FakeStream:
 
     def synchronize(self) -> None:
         """Nothing is queued."""
+        _module().waited("a stream")
 
     def query(self) -> bool:
         """Whether all is done."""
@@ -49,7 +52,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """An event, which is reached; times between events are 0."""
+    """An event, which is reached; times between events are 0. Whoever synchronizes with it would wait on a GPU."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -63,6 +66,7 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         """It is reached."""
+        _module().waited("an event")
 
     def query(self) -> bool:
         """Whether it is reached."""
@@ -74,28 +78,43 @@ class FakeEvent:
 
 
 class FakeModule:
-    """What torch and FSDP ask of a `torch.cuda`."""
+    """What torch and FSDP ask of a `torch.cuda`. The device is there while somebody uses it."""
 
     Stream, Event = FakeStream, FakeEvent
 
     def __init__(self) -> None:
         self._state = torch.zeros(16, dtype=torch.uint8)
+        self._waits: HostWaits | None = None
+
+    @contextmanager
+    def used(self, waits: HostWaits) -> Iterator[None]:
+        """The device is there in the body; `waits` is told where the host would wait for it."""
+        before, self._waits = self._waits, waits
+        try:
+            yield
+        finally:
+            self._waits = before
+
+    def waited(self, what: str) -> None:
+        """The host waits for `what`."""
+        if self._waits is not None:
+            self._waits.device_to_host(what)
 
     def is_initialized(self) -> bool:
         """Always."""
         return True
 
     def is_available(self) -> bool:
-        """Always."""
-        return True
+        """While it is used."""
+        return self._waits is not None
 
     def current_device(self) -> int:
         """There is one."""
         return 0
 
     def device_count(self) -> int:
-        """There is one."""
-        return 1
+        """There is one, while it is used."""
+        return int(self.is_available())
 
     def set_device(self, device: Any) -> None:
         """There is one."""
@@ -138,9 +157,14 @@ class FakeModule:
 
 
 @cache
+def _module() -> FakeModule:
+    return FakeModule()
+
+
+@cache
 def fake_device() -> torch.device:
     """The device; made once per process."""
-    device = python_device(NAME, FakeModule())
+    device = python_device(NAME, _module())
     from hetmesh.runtime.fake_attention import flex_attention_without_values
 
     register()
@@ -186,6 +210,10 @@ class FakeAccelerator(Accelerator):
         host = torch.empty_like(like, device="cpu")
         self.pinned_memory.add(host.untyped_storage())
         return host
+
+    def used(self, waits: HostWaits) -> AbstractContextManager[None]:
+        """The device is there in the body (`FakeModule.used`)."""
+        return _module().used(waits)
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether it lies in pinned memory."""

@@ -10,6 +10,7 @@ them (`nonzero`, `tolist`) is right; where a shape would depend on anything else
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
@@ -66,14 +67,15 @@ class FakeTensors(TorchDispatchMode):
         self.observe: Callable[[Any, Any, Any, Any], None] | None = None
 
     def __enter__(self) -> Self:
-        self._made_on_host = tensors_made_on_host()
-        self._made_on_host.__enter__()
+        self._around = ExitStack()
+        self._around.enter_context(self.accelerator.used(self.waits))
+        self._around.enter_context(tensors_made_on_host())
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._made_on_host.__exit__(*error)
+        self._around.close()
         CASTS.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -88,7 +90,7 @@ class FakeTensors(TorchDispatchMode):
         onto = kwargs.get("device")
         here = onto is not None and torch.device(onto).type == self.kind
         if not here and not any(isinstance(x, FakeTensor) for x in tensors):
-            return func(*args, **kwargs)
+            return self._on_host(func, args, kwargs)
         if not torch.is_autocast_enabled(self.kind):
             CASTS.clear()
         if func.namespace == "c10d":
@@ -106,6 +108,14 @@ class FakeTensors(TorchDispatchMode):
         if self.observe is not None:
             self.observe(func, args, kwargs, out)
         return out
+
+    def _on_host(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """What touches no tensor of the device; memory is pinned for it."""
+        if func is aten.is_pinned.default:
+            return self.accelerator.is_pinned(args[0])
+        if func is aten._pin_memory.default:
+            return self.accelerator.pinned(args[0])
+        return func(*args, **kwargs)
 
     def _collective(self, func: Any, args: Any, tensors: list[Tensor]) -> Any:
         for x in tensors:

@@ -53,7 +53,7 @@ def pieces(layer: LayerShape) -> tuple[LayerPiece, ...]:
     seconds, widths = [], []
     for i, run in enumerate(runs):
         width = layer.attention_width if i == 0 else 0
-        part = LayerShape("", tuple(run), width, layer.on_targets)
+        part = LayerShape("", tuple(run), width, layer.on_targets, tokens_per_row=layer.tokens_per_row)
         seconds.append(layer_time(part, _TYPICAL, _RATES, upstream=True).forward)
         widths.append(sum(w.outputs for w in run if w.per_row and w.splits_inputs))
     whole, wide = sum(seconds), sum(widths)

@@ -8,6 +8,7 @@ Messages go through gloo and collectives too; order, communicators, and what is 
 * What a batch brings is not there before a wait. Buffers in flight hold NaN, and in a step no operation may touch them.
 * `wait()` does not block the host: the first operation behind it that touches the buffer does, as a stream would.
   `wait(timeout)` blocks, and is counted.
+* Several communicators are launched in orders that agree on all ranks (`launch_order.py`), seen at the end of a step.
 * A work that nobody waits for is an error at the end of the step; its time counts from posting.
 """
 
@@ -32,6 +33,7 @@ from hetmesh.boundary.backend import Message, Posted
 from hetmesh.boundary.watchdog import Watchdog
 from hetmesh.testing.emulated_queue import Batch, EmulatedError, HalfMessage, Queue, missing
 from hetmesh.testing.in_flight import InFlight, compare_collectives
+from hetmesh.testing.launch_order import Launch, stuck
 
 _numbers = itertools.count()  # of backends in this process; equal on all ranks, which make them alike
 
@@ -132,6 +134,8 @@ class EmulatedNccl(Nccl):
             queue.rendezvous(batch)
             self.counts.communicators += 1
         self._state.posted.append(work)
+        parts = [(part.peer, int(part.sends)) for part in batch.parts]
+        self._state.launched.append((batch.what, queue.name, parts))
         self._state.in_flight.add(work)
         queue.put(batch)
         self.counts.batches += 1
@@ -152,10 +156,12 @@ class EmulatedNccl(Nccl):
         """Watch every operation of the body; at its end every work must have been waited for, on every rank.
 
         Raises:
-            EmulatedError: it was not, another rank failed, or ranks had their collectives in different orders.
+            EmulatedError: it was not, another rank failed, or ranks had their collectives, or messages of several
+                communicators, in different orders.
         """
         state, store, rank = self._state, default_store(), dist.get_rank()
         state.steps += 1
+        state.launched.clear()
         key = f"hetmesh emulated NCCL {state.number} step {state.steps} rank "
         try:
             with state.in_flight:
@@ -165,7 +171,7 @@ class EmulatedNccl(Nccl):
             store.set(f"{key}{rank}", json.dumps({"failed": str(error)}))
             raise
         mine = state.in_flight.take_collectives()
-        store.set(f"{key}{rank}", json.dumps(mine))
+        store.set(f"{key}{rank}", json.dumps({"collectives": mine, "launched": state.launched}))
         absent = missing(store, key, range(dist.get_world_size()), time.monotonic() + self._limit)
         if absent:
             raise EmulatedError(f"rank {rank} is done with its step; within {self._limit:g} s {absent} were not")
@@ -173,7 +179,12 @@ class EmulatedNccl(Nccl):
         for other, each in seen.items():
             if isinstance(each.get("failed"), str):
                 raise EmulatedError(f"rank {other} failed in this step: {each['failed']}")
-        compare_collectives(rank, seen)
+        compare_collectives(rank, {other: each["collectives"] for other, each in seen.items()})
+        if told := stuck({other: each["launched"] for other, each in seen.items()}):
+            raise EmulatedError(
+                f"crossed order between communicators: {told}; NCCL may hang where ranks launch work of several "
+                "communicators in different orders"
+            )
         self.counts.collectives += sum(map(len, mine.values()))
 
     def check(self) -> None:
@@ -238,6 +249,7 @@ class _State:
         self.steps = 0
         self.queues: dict[str, Queue] = {}
         self.posted: list[EmulatedWork] = []  # since the last step ended
+        self.launched: list[Launch] = []  # since the last step began
         self.in_flight = InFlight()
 
 

@@ -106,11 +106,12 @@ class Queue:
         delay: seconds that a batch waits before it begins, at most and at random.
 
     Attributes:
+        name: of the group; the same on all its ranks.
         connected: whether the communicator exists.
     """
 
     def __init__(self, group: dist.ProcessGroup, number: int, limit: float, delay: float, seed: int) -> None:
-        self.connected = False
+        self.name, self.connected = group.group_name, False
         self._group, self._limit, self._delay = group, limit, delay
         self._rank, self._ranks = dist.get_rank(), dist.get_process_group_ranks(group)
         self._prefix = f"hetmesh emulated NCCL {number}/{group.group_name}"

@@ -32,6 +32,10 @@ from hetmesh.training.trainer import Trainer
 def dry_run(recipe: Recipe, rank: int = 0, *, draws: bool = False) -> DryRun:
     """Run one step of `rank` on the fake device, after the optimizer has made its state.
 
+    The caller's random state is as before. What stays to the end of the process: torch knows the fake device, as one
+    that is not available; where there are GPUs it is no longer these that torch pins memory for, so that a process
+    which goes on to train there starts this one in a process of its own.
+
     Args:
         draws: draw the weights, which takes seconds for a billion of them, so that `built_peak` is that of training.
 
@@ -40,7 +44,8 @@ def dry_run(recipe: Recipe, rank: int = 0, *, draws: bool = False) -> DryRun:
         RuntimeError: a module decides shapes by values that only the device could compute.
     """
     waits, backend, accelerator = HostWaits(), FakeBackend(), FakeAccelerator.make(draws=draws)
-    with fake_process_group(recipe.world_size, rank), tempfile.TemporaryDirectory() as folder:
+    around = fake_process_group(recipe.world_size, rank), torch.random.fork_rng(devices=[])
+    with around[0], around[1], tempfile.TemporaryDirectory() as folder:
         prepared = _prepared(recipe, folder)
         with FakeTensors(accelerator, waits) as tensors, DeviceWork(waits, tensors.fake) as work:
             tensors.observe = work.note

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,8 +36,22 @@ def notes_on_experts(shapes: Mapping[str, ModuleShape | None]) -> tuple[str, ...
     return tuple(notes)
 
 
+# By the id of an adapter, which may have no hash, as long as it lives: who splits, balances and ties a module asks too.
+_known: dict[int, dict[Hashable, ModuleShape | None]] = {}
+
+
 def module_shape_of(recipe: Recipe, adapter: Adapter, name: str) -> ModuleShape | None:
-    """The sizes of one module; None for one that cannot be built on the meta device."""
+    """The sizes of one module; None for one that cannot be built on the meta device. Built once for each adapter."""
+    if id(adapter) not in _known:
+        _known[id(adapter)] = {}
+        weakref.finalize(adapter, _known.pop, id(adapter)).atexit = False
+    known, key = _known[id(adapter)], (name, recipe.modules[name], recipe.training.dtype)
+    if key not in known:
+        known[key] = _built_shape(recipe, adapter, name)
+    return known[key]
+
+
+def _built_shape(recipe: Recipe, adapter: Adapter, name: str) -> ModuleShape | None:
     try:
         with torch.device("meta"):
             module = empty_module(recipe, adapter, name).module

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hetmesh.data.payloads import Payloads
 from hetmesh.errors import NonFiniteError, RecipeError
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.checkpoint import Checkpointer
+from hetmesh.training.checkpointing.references import References, check_references, referenced, references
 from hetmesh.training.dump_folder import RunFolder, claim_folder
 from hetmesh.training.evaluate import Evaluation, evaluate, show
 from hetmesh.training.free_running import FreeRunning, free_running
@@ -33,7 +35,7 @@ from hetmesh.training.non_finite import describe_non_finite
 from hetmesh.training.optimizers import keeping_options, learning_rate, make_optimizers, take_step
 from hetmesh.training.recorder import StepRecorder
 from hetmesh.training.reporter import Reporter
-from hetmesh.training.resume import ADVICE, changes, check_changes, described, run_state, saved_run
+from hetmesh.training.resume import ADVICE, changes, check_changes, check_model, described, run_state, saved_run
 from hetmesh.training.skip import Skipped, leave_out_unreadable
 from hetmesh.training.step_notices import StepNotices
 from hetmesh.training.what_next import what_next, when_finished
@@ -123,9 +125,19 @@ class Trainer:
         self.lr = learning_rate(recipe)
         self.held_out = held_out_source(recipe, None if payloads is None else payloads.sources)
         kept = recipe.checkpoint
-        self.checkpointer = Checkpointer(world, self.folder / kept.folder, kept.keep_latest_k, kept.timeout_seconds)
+        self.checkpointer = Checkpointer(
+            world,
+            self.folder / kept.folder,
+            kept.keep_latest_k,
+            kept.timeout_seconds,
+            asynchronous=kept.async_mode == "async",
+            frozen_once=kept.frozen != "each",
+        )
+        self.references: References = {}
         if kept.enable:
             self.checkpointer.prepare()
+            with self.checkpointer.patience():
+                self.references = references(world, recipe, referenced(recipe))
         self.step = 0 if self.claimed.step is None else self._resume()
         self.upcoming = self.job.upcoming
         self.meter = Meter(self.job)
@@ -156,12 +168,14 @@ class Trainer:
                     self.world.set_timeout(recipe.comm.train_timeout_seconds)
                 self.reporter.step(metrics)
                 self._ask_to_go_on(metrics)
+                self.checkpointer.check()
                 if recipe.checkpoint.enable and self._due(recipe.checkpoint.interval):
                     self.save()
                 if recipe.validation.freq and self.step % recipe.validation.freq == 0 and not self._done:
                     self.validate()
             seconds = time.perf_counter() - started
             evaluation = self.validate()
+            self.checkpointer.wait()
             summary = self._summary(metrics, evaluation, seconds)
             self.reporter.summary(summary)
             for text in self._shown(evaluation) if evaluation and self.held_out else ():
@@ -171,6 +185,7 @@ class Trainer:
                 self._export()
             return summary
         finally:
+            self.checkpointer.close()
             self.upcoming.close()
             self.reporter.close()
 
@@ -223,7 +238,7 @@ class Trainer:
         seconds, source = time.perf_counter() - started, self.job.loader.source
         if recorded:
             self.recorder.end(self.step, schedule, plan, computed)
-        return StepMetrics(
+        metrics = StepMetrics(
             self.step,
             loss,
             grad_norm,
@@ -243,6 +258,10 @@ class Trainer:
             over_in_flight=over,
             samples_by_source=source.counts(drawn.indices) if isinstance(source, MixtureSource) else {},
         )
+        moved = self.job.expert_placement.behind_step(self.step, self.optimizers)  # what was measured is of before
+        for name, each in moved.items():
+            self.reporter.print(f"step {self.step}: experts of {name}: {each}")
+        return replace(metrics, expert_placement={name: each.record() for name, each in moved.items()})
 
     def _refuse(self, loss_sum: torch.Tensor | float, loss: float, grad_norm: float) -> None:
         """Count this step as skipped, or stop the run. Collective."""
@@ -279,7 +298,9 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of the current step."""
-        self.checkpointer.save(self.step, self.job.root, self.optimizers, self._position())
+        position = self._position()
+        with self.job.expert_placement.in_own_places(self.optimizers):
+            self.checkpointer.save(self.step, self.job.root, self.optimizers, position, frozenset(self.references))
 
     def _export(self) -> None:
         """Write the last checkpoint once more, as a directory that transformers loads."""
@@ -296,22 +317,34 @@ class Trainer:
         step = self.checkpointer.latest()
         assert step is not None
         path = self.checkpointer.folder / f"step-{step}"
-        saved, self.skipped_steps = saved_run(self.world, path)
-        changed = changes(saved, self.recipe)
+        saved = saved_run(self.world, path)
+        self.skipped_steps = saved.skipped_steps
+        changed = changes(saved.recipe, self.recipe)
         check_changes(changed, path)
+        with self.checkpointer.patience():
+            now = references(self.world, self.recipe, tuple(saved.references))
+        check_references(path, saved.references, now)
         with keeping_options(self.optimizers):
             try:
-                position = self.checkpointer.load(step, self.job.root, self.optimizers, self._position())
+                position = self.checkpointer.load(
+                    step, self.job.root, self.optimizers, self._position(), frozenset(saved.references)
+                )
             except RecipeError as error:
                 told = f"; keys that have changed: {described(changed)}; {ADVICE}" if changed else ""
                 raise RecipeError(f"{error}{told}") from error
+        check_model(changed, path)
         self.job.loader.load_state_dict(position)
+        self.job.expert_placement.restore(saved.experts, self.optimizers)
         if changed:
             self.notes.append(f"changed since, and taken from step {step + 1} on: {described(changed)}")
+        if others := saved.other_versions():
+            self.notes.append(f"other libraries than those that it was saved with: {others}")
         return step
 
     def _position(self) -> dict[str, Any]:
-        return {**self.job.loader.state_dict(), "run": run_state(self.recipe, self.skipped_steps)}
+        experts = self.job.expert_placement.state()
+        run = run_state(self.recipe, self.skipped_steps, self.references, experts)
+        return {**self.job.loader.state_dict(), "run": run}
 
     def _due(self, interval: int) -> bool:
         return self.step % interval == 0 or self._done
