@@ -118,21 +118,6 @@ def _record(line: str) -> dict[str, Any]:
     return found
 
 
-def metrics_lines(folder: Path) -> list[str] | None:
-    """The lines of a run's metrics.jsonl; None: there is no run in the folder.
-
-    Raises:
-        RecipeError: it cannot be read.
-    """
-    metrics = folder / METRICS
-    try:
-        return metrics.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:  # also no UTF-8, or a name that holds a null byte
-        raise RecipeError(f"{metrics}: cannot be read: {error}") from error
-
-
 def _json(path: Path) -> dict[str, Any]:
     return json_object(path, path.parent) if path.is_file() else {}
 
