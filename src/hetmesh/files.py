@@ -36,6 +36,21 @@ def write_json(path: str | Path, value: Any, indent: int | None = None) -> None:
         os.replace(temporary, path)
 
 
+def parsed_json(text: str) -> Any:
+    """What `text` holds.
+
+    Raises:
+        ValueError: it is no JSON, its values are too deep in each other, or a string of it is no text (half a pair).
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("its values lie too deep in each other") from None
+    if "\\ud" in text.lower():
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    return value
+
+
 def json_object(file: Path, where: object) -> dict[str, Any]:
     """What the JSON file of a directory that a recipe names holds.
 
@@ -46,7 +61,7 @@ def json_object(file: Path, where: object) -> dict[str, Any]:
         RecipeError: it cannot be read, or holds something else than an object.
     """
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = parsed_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RecipeError(f"{where}: {file.name} cannot be read: {error}") from error
     if not isinstance(value, dict):

@@ -19,7 +19,7 @@ VERBS: Mapping[str, str] = {
     "dryrun": "run one rank's real step on a fake device: memory, host waits, kernels and messages, without a GPU",
     "plan": "find the layout that a model should have on so many ranks of a machine",
     "balance": "show how uneven batches are, and what every balancer makes of them",
-    "report": "show what a run did: its recorded step beside the prediction",
+    "report": "show what a run did, as text and as a page: how well, how fast, where the time went, what to change",
     "index": "look through a recipe's data once: lengths, sizes and offsets, kept beside it",
     "generate": "answer a question with what a run has learned",
     "export": "write what a run has learned as a directory that transformers loads",

@@ -185,19 +185,38 @@ class Timeline:
             GraphError: a part is missing or has another form.
         """
         try:
-            return cls(
-                tuple(tuple(ranks) for ranks in value["rows"]),
-                tuple(tuple(names) for names in value["holds"]),
-                tuple(value["targets"]),
+            found = cls(
+                tuple(tuple(int(rank) for rank in ranks) for ranks in value["rows"]),
+                tuple(tuple(map(str, names)) for names in value["holds"]),
+                tuple(map(str, value["targets"])),
                 Spans.of(value["work"]),
                 Spans.of(value["transfers"]),
                 float(value["makespan"]),
-                tuple(value["collectives"]),
-                tuple(value["peak_bytes"]),
-                tuple(value.get("hidden", ())),
+                tuple(map(float, value["collectives"])),
+                tuple(map(int, value["peak_bytes"])),
+                tuple(map(float, value.get("hidden", ()))),
             )
-        except (KeyError, TypeError, ValueError) as error:
+            found._check()
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise GraphError(f"not a timeline: {type(error).__name__} {error}") from error
+        return found
+
+    def _check(self) -> None:
+        """Raise ValueError unless columns are of equal length and refer to what is there."""
+        tracks = len(self.tracks)
+        if not all(self.tracks) or {len(self.holds), len(self.collectives), len(self.peak_bytes)} - {tracks}:
+            raise ValueError("tracks, and what is said of each, differ in number")
+        held = {name for names in self.holds for name in names}
+        for spans in (self.work, self.transfers):
+            if any(column.shape != spans.track.shape or column.ndim != 1 for column in spans.columns):
+                raise ValueError("columns of spans differ in length")
+            bounds = ((spans.track, 0, tracks), (spans.kind, 0, len(KINDS)), (spans.target, -1, len(self.targets)))
+            if any(((column < low) | (column >= high)).any() for column, low, high in bounds):
+                raise ValueError("a span names a track, kind or target that is not there")
+            if not np.isfinite([*spans.start, *spans.stop, self.makespan]).all():
+                raise ValueError("times must be finite")
+        if unknown := held - set(self.targets):
+            raise ValueError(f"a track holds {sorted(unknown)[0]!r}, which is no target")
 
 
 def rank_classes(stages: StageGraph, lanes: Lanes | None = None) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
