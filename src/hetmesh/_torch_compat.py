@@ -41,6 +41,7 @@ __all__ = [
     "set_group_timeout",
     "shared_buffer",
     "split_backward",
+    "storage_info",
     "tensors_made_on_host",
     "tree_leaves",
     "tree_map_only",
@@ -246,6 +247,13 @@ def without_autocast(key: str) -> Iterator[None]:
 
 without_modes = _disable_current_modes
 """`with without_modes():` no dispatch mode sees the operations of the body."""
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """Where DCP's index says that a value is: the bytes of a file beside it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
 
 
 def default_store() -> dist.Store:

@@ -7,7 +7,7 @@ import pytest
 
 from hetmesh.errors import OutputError, RecipeError
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.training.checkpoint import COMPLETE
+from hetmesh.training.checkpointing.folders import COMPLETE
 from hetmesh.training.dump_folder import claim_folder
 from hetmesh.training.metrics import StepMetrics
 from hetmesh.training.reporter import Reporter

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -17,7 +16,6 @@ from hetmesh.errors import CheckpointError
 
 MANIFEST = "checksums.json"
 METADATA = ".metadata"  # DCP's index of names, shapes and places in files
-_WRITER = re.compile(r"__(\d+)_\d+\.distcp")  # the rank that wrote a file
 _CHUNK = 8 << 20  # bytes read at once
 
 
@@ -44,17 +42,6 @@ def read_metadata(folder: Path) -> Metadata:
         raise CheckpointError(f"checkpoint {folder} cannot be read: {METADATA}: {reason}") from error
 
 
-def parts_of(metadata: Metadata) -> list[SavedPart]:
-    """All parts of a checkpoint, in the order of files and places."""
-    stored = metadata.storage_data.items()
-    return sorted(SavedPart(str(info.relative_path), info.offset, info.length, index.fqn) for index, info in stored)
-
-
-def written_by(parts: Iterable[SavedPart], rank: int) -> list[SavedPart]:
-    """The parts in files of `rank`; rank 0 also has those of files whose name says nothing."""
-    return [part for part in parts if _writer(part.file) == rank]
-
-
 def share(parts: Sequence[SavedPart], rank: int, size: int) -> list[SavedPart]:
     """The parts that `rank` of `size` verifies: neighbours, about as many bytes on every rank."""
     total, seen, mine = sum(part.length for part in parts), 0, []
@@ -66,7 +53,7 @@ def share(parts: Sequence[SavedPart], rank: int, size: int) -> list[SavedPart]:
     return mine
 
 
-def checksums(folder: Path, parts: Iterable[SavedPart]) -> dict[SavedPart, int]:
+def _checksums(folder: Path, parts: Iterable[SavedPart]) -> dict[SavedPart, int]:
     """CRC-32 of each part; of what is there, where a file is too short.
 
     Raises:
@@ -146,7 +133,7 @@ def damaged(folder: Path, sums: Mapping[SavedPart, int]) -> list[str]:
         by_file.setdefault(part.file, {})[part] = crc
     for file, expected in by_file.items():
         try:
-            now = checksums(folder, expected)
+            now = _checksums(folder, expected)
         except FileNotFoundError:
             found.append(f"{file} is missing")
         except OSError as error:
@@ -155,11 +142,6 @@ def damaged(folder: Path, sums: Mapping[SavedPart, int]) -> list[str]:
             wrong = [part for part, crc in expected.items() if now[part] != crc]
             found += [f"{p.name} in {file}, bytes {p.offset} to {p.offset + p.length}, has changed" for p in wrong]
     return found
-
-
-def _writer(file: str) -> int:
-    found = _WRITER.fullmatch(file)
-    return int(found[1]) if found else 0
 
 
 def _own(content: Mapping[str, object]) -> int:

@@ -15,7 +15,7 @@ from hetmesh.boundary import World
 from hetmesh.errors import HetmeshError, OutputError, RecipeError
 from hetmesh.files import to_json, writing
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.training.checkpoint import complete_steps, newest_step
+from hetmesh.training.checkpointing.folders import complete_steps, newest_step
 
 RECIPE_FILE = "recipe.json"
 """In a run's folder: the recipe with all defaults, as it was last started. Locked while the run writes there."""

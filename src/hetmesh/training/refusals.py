@@ -20,7 +20,7 @@ from hetmesh.parallel.tensor_parallel import check_plan
 from hetmesh.recipe.batch_sizes import divisors
 from hetmesh.recipe.module_options import module_options, packs, token_axes
 from hetmesh.recipe.sections import ScheduleKeys
-from hetmesh.training.checkpoint import COMPLETE
+from hetmesh.training.checkpointing.folders import COMPLETE
 from hetmesh.training.expert_refusals import check_experts
 from hetmesh.training.initial_load import check_initial_path
 from hetmesh.training.loggers import require_wandb

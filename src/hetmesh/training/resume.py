@@ -10,7 +10,7 @@ from typing import Any
 from hetmesh.boundary import World
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.training.checkpoint import opened, read_into
+from hetmesh.training.checkpointing.reading import opened, read_into
 
 FREE = frozenset({"job", "checkpoint", "metrics", "profiling", "comm", "validation"})
 """Tables that say nothing about what is trained: not worth a word."""

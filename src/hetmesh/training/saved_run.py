@@ -22,7 +22,8 @@ from hetmesh.models.fill import WRAPPERS
 from hetmesh.recipe.recipe import Recipe, place_beside
 from hetmesh.recipe.sections import freeze
 from hetmesh.training import checksums
-from hetmesh.training.checkpoint import complete_steps, first_cause, newest_step, saved_tensors
+from hetmesh.training.checkpointing.folders import complete_steps, newest_step
+from hetmesh.training.checkpointing.reading import first_cause, saved_tensors
 from hetmesh.training.dump_folder import CODE_FOLDER, RECIPE_FILE
 
 MODEL = "model."

@@ -123,7 +123,14 @@ class Trainer:
         self.lr = learning_rate(recipe)
         self.held_out = held_out_source(recipe, None if payloads is None else payloads.sources)
         kept = recipe.checkpoint
-        self.checkpointer = Checkpointer(world, self.folder / kept.folder, kept.keep_latest_k, kept.timeout_seconds)
+        self.checkpointer = Checkpointer(
+            world,
+            self.folder / kept.folder,
+            kept.keep_latest_k,
+            kept.timeout_seconds,
+            asynchronous=kept.async_mode == "async",
+            frozen_once=kept.frozen == "once",
+        )
         if kept.enable:
             self.checkpointer.prepare()
         self.step = 0 if self.claimed.step is None else self._resume()
@@ -156,12 +163,14 @@ class Trainer:
                     self.world.set_timeout(recipe.comm.train_timeout_seconds)
                 self.reporter.step(metrics)
                 self._ask_to_go_on(metrics)
+                self.checkpointer.check()
                 if recipe.checkpoint.enable and self._due(recipe.checkpoint.interval):
                     self.save()
                 if recipe.validation.freq and self.step % recipe.validation.freq == 0 and not self._done:
                     self.validate()
             seconds = time.perf_counter() - started
             evaluation = self.validate()
+            self.checkpointer.wait()
             summary = self._summary(metrics, evaluation, seconds)
             self.reporter.summary(summary)
             for text in self._shown(evaluation) if evaluation and self.held_out else ():
@@ -171,6 +180,7 @@ class Trainer:
                 self._export()
             return summary
         finally:
+            self.checkpointer.close()
             self.upcoming.close()
             self.reporter.close()
 
