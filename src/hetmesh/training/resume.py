@@ -31,23 +31,24 @@ Changes = dict[str, tuple[Any, Any]]
 """Dotted key -> its value in the checkpoint and in the recipe."""
 
 
-def run_state(recipe: Recipe, skipped: int) -> str:
-    """What a checkpoint says about its run: the recipe, and the steps skipped so far."""
-    return json.dumps({"recipe": recipe.model_dump(mode="json", by_alias=True), "skipped_steps": skipped})
+def run_state(recipe: Recipe, so_far: Mapping[str, Any]) -> str:
+    """What a checkpoint says about its run: the recipe, and what the summary of a resumed run tells of earlier steps
+    (the last loss, steps and samples skipped)."""
+    return json.dumps({"recipe": recipe.model_dump(mode="json", by_alias=True), **so_far})
 
 
-def saved_run(world: World, path: Path) -> tuple[Mapping[str, Any] | None, int]:
+def saved_run(world: World, path: Path) -> tuple[Mapping[str, Any] | None, dict[str, Any]]:
     """What `run_state` put into the checkpoint at `path`: the recipe, None in an older or damaged one (loading it says
-    what is damaged), and the steps skipped. Collective."""
+    what is damaged), and what there was so far. Collective."""
     state = {RUN: ""}
     try:
         saved, sums = opened(world, path)
         if RUN in saved:
             read_into(world, path, state, {part: crc for part, crc in sums.items() if part.name == RUN})
     except CheckpointError:
-        return None, 0
+        return None, {}
     found = json.loads(state[RUN] or "{}")
-    return found.get("recipe"), found.get("skipped_steps", 0)
+    return found.pop("recipe", None), found
 
 
 def changes(saved: Mapping[str, Any] | None, recipe: Recipe) -> Changes:
