@@ -17,6 +17,7 @@ def test_a_recipe_of_3072_ranks_is_checked_and_simulated(capsys):
     assert "3072 ranks" in capsys.readouterr().out
     assert main(["simulate", RECIPE, "--json"]) == 0
     whole = json.loads(capsys.readouterr().out)
+    assert whole["notes"] == []
     assert 3.0 < whole["makespan"] < 8.0
     assert sorted(rank for row in whole["rows"] for rank in row["ranks"]) == list(range(3072))
 
@@ -35,3 +36,10 @@ def test_encoder_kernels_in_collectives_of_the_llm_are_simulated_on_request_and_
     assert "simulated only: " in capsys.readouterr().out
     assert main([*command, "--beside", "audio"]) == 2
     assert "beside = 'audio': only modules before 'llm' can run beside it: vision, projector" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_json_says_what_is_assumed_of_experts(capsys):
+    assert main(["simulate", str(Path(RECIPE).with_name("digits_moe.toml")), "--machine", "h100", "--json"]) == 0
+    (note,) = json.loads(capsys.readouterr().out)["notes"]
+    assert note.startswith("experts of llm: their routing")

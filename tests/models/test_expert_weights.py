@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import safetensors
@@ -26,6 +26,7 @@ from hetmesh.models.build import build_empty
 from hetmesh.models.causal_lm import CausalLMAdapter
 from hetmesh.models.fill import fused_splits
 from hetmesh.models.pretrained import Pretrained
+from hetmesh.models.qwen3_moe import Qwen3MoeAdapter
 from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.models.split.whole_model import whole_model
 from hetmesh.testing import tiny_vlms
@@ -57,17 +58,9 @@ class Moe(CausalLMAdapter):
         return cls(t.Qwen3MoeConfig.from_pretrained(path), t.Qwen3MoeForCausalLM, {})
 
 
-class Halves(Moe):
-    """The same, with gate and up as two tensors of one parameter."""
-
-    in_two_dims: ClassVar = {GATE_UP: (1, 2)}
-
-    def build(self) -> nn.Module:
-        module = super().build()
-        for part in module.modules():
-            if "gate_up_proj" in part._parameters and part._parameters["gate_up_proj"].dim() == 3:
-                part.gate_up_proj = nn.Parameter(part.gate_up_proj.detach().unflatten(1, (2, -1)))
-        return module
+def halves_of(path: Path) -> Any:
+    """The adapter that recipes name, with gate and up as two tensors of one parameter."""
+    return Qwen3MoeAdapter.make(AdapterRequest("llm", model="qwen3_moe", pretrained=Pretrained(path, "k")))
 
 
 def llm_of(path: Path) -> Any:
@@ -85,7 +78,7 @@ class Case:
 
     def value(self, name: str) -> torch.Tensor:
         value = self.model.get_parameter(name).detach()
-        halves = isinstance(self.adapter, Halves) and name.endswith(GATE_UP)
+        halves = isinstance(self.adapter, Qwen3MoeAdapter | HfLlmAdapter) and name.endswith(GATE_UP)
         return value.unflatten(1, (2, -1)) if halves else value
 
 
@@ -123,8 +116,8 @@ def cases(tmp_path_factory):
         "fused, two halves": folder / "fused",
         "one by one, two halves": folder / "many",
     }
-    kinds = {True: Halves, False: Moe}
-    found = {name: Case(path, kinds["halves" in name].of(path), model) for name, path in paths.items()}
+    kinds = {True: halves_of, False: Moe.of}
+    found = {name: Case(path, kinds["halves" in name](path), model) for name, path in paths.items()}
     vlm = type(tiny_vlms.build("qwen3_vl_moe"))
     for name, path in (
         ("multimodal", saved),
@@ -346,7 +339,7 @@ SPOILED = {
         without(rf"{OF_0}\.\d\.up"),
         rf"6 missing: mlp\.experts\.0\.up_proj\.weight of {OF_0}\.gate_up_proj",
     ),
-    "all experts missing": ("one by one", without(rf"{OF_0}\."), rf"2 missing: {OF_0}\.gate_up_proj \[6, 16, 24\]"),
+    "all experts missing": ("one by one", without(rf"{OF_0}\."), rf"2 missing: {OF_0}\.gate_up_proj \[6, 2, 8, 24\]"),
     "an expert too much": (
         "one by one",
         lambda t: {**t, **{n.replace("experts.5", "experts.6"): e.clone() for n, e in t.items() if f"{OF_0}.5" in n}},
@@ -380,12 +373,22 @@ SPOILED = {
     "fused, too few": (
         "fused",
         cut(GATE_UP, 0, 5),
-        rf"2 of another shape: {OF_0}\.gate_up_proj is \[5, 16, 24\], not \[6, 16, 24\]",
+        rf"2 of another shape: {OF_0}\.gate_up_proj .*is \[5, 2, 8, 24\], not \[6, 2, 8, 24\]",
+    ),
+    "fused, no two halves": (
+        "fused",
+        cut(GATE_UP, 1, 15),
+        rf"2 of another shape: {OF_0}\.gate_up_proj is \[6, 15, 24\], not \[6, 2, 8, 24\]",
     ),
     "multimodal, missing": (
         "multimodal",
         without("layers.1.mlp.experts.down"),
         r"1 missing: model\.language_model\.layers\.1\.mlp\.experts\.down_proj \[6, 24, 8\]",
+    ),
+    "multimodal, too much": (
+        "multimodal",
+        also("model.language_model.layers.1.mlp.experts.bias", "model.language_model.layers.1.mlp.gate.weight"),
+        r"1 tensors are none of .*: model\.language_model\.layers\.1\.mlp\.experts\.bias$",
     ),
     "multimodal, narrower": (
         "multimodal, transposed",
@@ -399,7 +402,7 @@ SPOILED = {
 def test_each_wrong_tensor_is_named(cases, tmp_path, case):
     name, change, message = SPOILED[case]
     path = rewritten(cases[name].path, tmp_path / "spoiled", change)
-    adapter = llm_of(path) if "multimodal" in name else Moe.of(path)
+    adapter = llm_of(path) if "multimodal" in name else halves_of(path)
     with pytest.raises(RecipeError, match=rf"(?s)^k = '{path}': .*{message}"):
         check_weights(adapter, build_empty(adapter), Pretrained(path, "k"))
 

@@ -147,7 +147,7 @@ def test_two_encoders_and_one_encoder_with_two_consumers():
         (
             {"vision": Module("x")},
             r"Valid: \['clip', 'hf_encoder', 'hf_llm', 'hf_projector', 'llama', 'mlp', 'qwen3', 'qwen3_moe', "
-            r"'qwen3_vl_text', 'qwen3_vl_vision', 'siglip', 'whisper'\], or "
+            r"'qwen3_vl_moe_text', 'qwen3_vl_text', 'qwen3_vl_vision', 'siglip', 'whisper'\], or "
             r"'package\.module:Class'",
         ),
         (

@@ -11,6 +11,7 @@ from hetmesh.boundary import World
 from hetmesh.layout import MeshSpec
 from hetmesh.models.experts import two_halves
 from hetmesh.parallel.experts import ExpertLayers, apply_expert_parallel
+from hetmesh.parallel.experts.exchange import ExpertRanks, sum_choices
 
 RANKS = 4
 ROUTINGS = {
@@ -106,3 +107,19 @@ def test_any_routing_equals_all_experts_in_one_process(pool4, name, dtype):
             ("sums", "forward"): back[rank] * FEATURES * dtype.itemsize,
             ("sums", "backward"): rows[rank] * FEATURES * dtype.itemsize,
         }
+
+
+def summed(rank):
+    world = World.current()
+    peers = ExpertRanks(world, None, 1, 0, "experts of mlp")
+    choices = torch.arange(6).view(2, 3) + rank
+    world.log.clear()
+    sum_choices(choices, world.group(range(RANKS)), peers, 0)
+    return choices, world.log.bytes_received("experts of mlp balance", "forward")
+
+
+@pytest.mark.slow
+def test_the_sum_of_choices_has_a_name(pool4):
+    for choices, received in pool4.run(summed):
+        assert torch.equal(choices, RANKS * torch.arange(6).view(2, 3) + sum(range(RANKS)))
+        assert received == 2 * 6 * 8 * (RANKS - 1) // RANKS

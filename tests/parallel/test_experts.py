@@ -1,13 +1,18 @@
 """Mixture-of-experts blocks in one process: against transformers' own, to the last bit, and against plain loops."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from hetmesh._torch_compat import fake_process_group
 from hetmesh.errors import BoundaryError
 from hetmesh.models.experts import two_halves
+from hetmesh.parallel.experts import apply_expert_sharding, exchange
+from hetmesh.parallel.experts import block as block_module
 from hetmesh.parallel.experts.balance import balance_terms, choices_per_sample
 from hetmesh.parallel.experts.block import make_expert_block
 from hetmesh.parallel.experts.exchange import ExpertRanks, count_choices, even_counts
@@ -130,6 +135,25 @@ def test_half_precision_is_summed_in_fp32():
     assert sum(copies).item() == 256.0
 
 
+def test_the_host_waits_for_sizes_when_all_that_does_not_need_them_is_under_way(monkeypatch):
+    """One exchange of sizes: begun when the router has chosen, waited for behind the load-balancing loss."""
+    happened = []
+
+    def start(*args):
+        happened.append("begun")
+        finish = exchange.start_counts(*args)
+        return lambda: happened.append("waited") or finish()
+
+    def terms(*args):
+        happened.append("balanced")
+        return balance_terms(*args)
+
+    monkeypatch.setattr(block_module, "start_counts", start)
+    monkeypatch.setattr(block_module, "balance_terms", terms)
+    ours(theirs(balance=0.1), balance=0.1)(hidden())
+    assert happened == ["begun", "balanced", "waited"]
+
+
 @pytest.mark.parametrize("tokens", [0, 1, TOKENS])
 def test_padding_is_not_routed_and_nothing_is_legal(tokens):
     block = ours(theirs(torch.float64, implementation="eager"), tokens)
@@ -167,6 +191,19 @@ def test_a_token_goes_once_to_each_rank_that_holds_one_of_its_experts():
     assert torch.equal(collect(spread(rows, fan), fan), rows * torch.tensor([[2.0], [2], [3], [2]]))
     torch.autograd.gradcheck(lambda x: spread(x, fan), rows)
     torch.autograd.gradcheck(lambda y: collect(y, fan), torch.randn(9, 2, dtype=torch.float64, requires_grad=True))
+
+
+@pytest.mark.parametrize("counts", [(2, 1, 3, 2), (0, 3, 0, 2), (0, 0, 0, 0)])
+def test_rows_of_two_ranks_lie_expert_by_expert(counts):
+    """torchtitan's cases: 2 ranks x 2 experts, some of them or all without tokens. Rank by rank in, expert by expert
+    out, and back where they were."""
+    experts = torch.tensor([number % 2 for number, count in enumerate(counts) for _ in range(count)], dtype=torch.int64)
+    fan, _ = fan_to_experts(experts[:, None], sum(counts))
+    starts = [sum(counts[:i]) for i in range(4)]
+    wanted = [row for i in (0, 2, 1, 3) for row in range(starts[i], starts[i] + counts[i])]
+    assert fan.source.tolist() == wanted
+    rows = torch.randn(sum(counts), 2)
+    assert torch.equal(collect(spread(rows, fan), fan), rows)
 
 
 def test_pairs_lie_expert_by_expert():
@@ -224,3 +261,27 @@ def test_even_routing_is_what_random_choices_come_to():
     assert (4 * counts[0, 1:]).tolist() == pytest.approx(even.experts, rel=0.05)  # of four ranks that route alike
     assert even_counts(5, 2, ranks=1, each=4).experts == (2, 2, 3, 3)
     assert even_counts(5, 2, ranks=1, each=4).sent == (5,)
+
+
+def fully_sharded_dims(experts, ep, shards):
+    """Along which dims FSDP over `shards` ranks cuts what a rank along `ep` holds of the experts."""
+    with fake_process_group(ep * shards, 0):
+        mesh = init_device_mesh("cpu", (shards, ep), mesh_dim_names=("dp_shard", "ep"))
+        block = ours(theirs())
+        block.layers = replace(block.layers, count=experts)
+        for name, p in list(block.experts.named_parameters()):
+            block.experts.register_parameter(name, nn.Parameter(torch.zeros(experts // ep, *p.shape[1:])))
+        apply_expert_sharding(nn.ModuleList([block]), mesh, {})
+        return {name: p.placements[-1].dim for name, p in block.experts.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("experts", "whole"),
+    [(16, True), (32, True), (8, False)],
+    ids=["an expert each", "two each", "8 > 4: half of each"],
+)
+def test_fsdp_cuts_within_experts_where_ranks_are_more_than_experts(apart, experts, whole):
+    """torchtitan's table, with EP 2: along the experts where every one of 8 ranks gets one, else within each."""
+    within = {"gate_up_proj": 2, "down_proj": 1}
+    assert apart(fully_sharded_dims, experts, 2, 8) == (dict.fromkeys(within, 0) if whole else within)

@@ -51,6 +51,8 @@ def random_problem(seed):
         memory_bandwidth=machine.memory_bandwidth / slower,
         node_bandwidth=machine.node_bandwidth / float(rng.choice([1, 30, 1000])),
         operation_overhead=machine.operation_overhead / float(rng.choice([1, 10])),
+        context_bytes=0,  # beside which these models are nothing
+        communicator_bytes=0,
     )
     problem = replace(problem, machine=machine)
     if rng.random() < 0.4:  # so that what would be fastest may not fit

@@ -177,3 +177,24 @@ def test_a_policy_that_finds_no_way_is_named_and_the_others_are_compared(monkeyp
     assert "note: sorted: no way" in text
     with pytest.raises(GraphError, match="no way"):
         balance_view(recipe("digits_balanced", "--balance.policy=sorted"), batches=1, machine="h100")
+
+
+@pytest.mark.slow
+def test_how_evenly_experts_are_used_is_told_as_a_run_measured_it_or_taken_to_be_even(tmp_path, capsys):
+    folder = tmp_path / "run"
+    given = [str(RECIPES / "digits_moe.toml"), "--batches", "1", "--machine", "h100", "--job.dump_folder", str(folder)]
+    assert main(["balance", *given, "--json"]) == 0
+    (even,) = json.loads(capsys.readouterr().out)["experts"]
+    assert (even["blocks"], even["count"], even["chosen"], even["ranks"]) == (3, 8, 2, 2)
+    assert (even["steps"], even["max_over_mean"]) == (0, 1.0)
+    folder.mkdir()
+    loads = [{"balance_loss": 2.1, "max_over_mean": spread, "without_tokens": 3} for spread in (2.0, 1.5)]
+    lines = [
+        {"step": 10 * i, "loss": 1.0, **({"experts": {"llm": load}} if load else {})}
+        for i, load in enumerate([None, *loads])
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["balance", *given]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "experts of llm: 3 blocks of 8, of which a token has 2, over 2 ranks;" in out
+    assert "as its run measured: 1.75 over 2 logged steps, 1.50 in step 20, where 3 experts got none" in out

@@ -174,6 +174,20 @@ def test_eight_billion_parameters_without_a_weight(views):
 
 
 @pytest.mark.slow
+def test_thirty_billion_parameters_of_experts_fit(views):
+    view = views("qwen3_vl_30b_a3b")
+    vision, llm = view.modules
+    assert llm.parameters == 30_532_122_624  # as Qwen/Qwen3-30B-A3B, whose sizes these are
+    assert vision.parameters == 538_631_408
+    assert set(llm.cells.values()) == {f"pp{i} fsdp0 ep{j}" for i in range(2) for j in range(8)}
+    each = 128 // 8 * 3 * 2048 * 768 * 24  # a rank's experts in its half of the layers
+    assert each < llm.memory[0].elements < 1.2 * each
+    assert view.fit is not None
+    assert view.fit.fits
+    assert view.notes
+
+
+@pytest.mark.slow
 def test_samples_that_a_run_leaves_out_keep_nobody_from_looking_at_it(monkeypatch):
     keys = ["--training.local_batch_size", "8", "--data.on_bad_sample"]
     at, meta = Loader(DigitsSource(), 8).indices(0)[0], DigitsSource.meta

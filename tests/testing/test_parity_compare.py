@@ -1,5 +1,7 @@
 """What the parity harness calls equal."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -35,3 +37,11 @@ def test_what_is_more_than_rounding_is_not(dtype, noise, weight):
     truth, given = outcomes(dtype, noise, weight)
     with pytest.raises(ParityError, match="1 of 3 quantities differ"):
         compare(truth, [given], TOLERANCE[str(dtype).removeprefix("torch.")])
+
+
+def test_the_norm_over_all_meshes_is_compared_where_a_run_gives_it():
+    gradients = {"vision.weight": torch.full((9,), 1.0), "llm.weight": torch.full((4,), 2.0), "llm.bias": None}
+    truth, other = Outcome((1.0,), gradients, {}), Outcome((0.0,), gradients, {})
+    assert compare(truth, [replace(truth, norm=5.0), other], 1e-10) == 0
+    with pytest.raises(ParityError, match=r"1 of 8 quantities .* gradient norm on rank 1"):
+        compare(truth, [truth, replace(other, norm=5.001)], 1e-10)

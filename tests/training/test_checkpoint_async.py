@@ -8,7 +8,7 @@ import torch
 from checkpoint_pieces import Gate, different, everything, make, steps
 from torch import nn
 
-from hetmesh.boundary import World, init
+from hetmesh.boundary import World
 from hetmesh.errors import CheckpointError
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.training.checkpoint import Checkpointer
@@ -16,13 +16,6 @@ from hetmesh.training.optimizers import Root
 from hetmesh.training.trainer import Trainer
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_single.toml"
-
-
-@pytest.fixture
-def world():
-    world = init()
-    yield world
-    world.close()
 
 
 def names(folder):

@@ -1,23 +1,30 @@
 """Frozen parameters are on the disk once, whatever becomes of the other checkpoints."""
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_pieces import different, everything, make, steps
+from transformers import SiglipVisionConfig, SiglipVisionModel
 
-from hetmesh.boundary import init
+from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.training.checkpoint import Checkpointer
 from hetmesh.training.checkpointing import frozen
+from hetmesh.training.checkpointing.reading import saved_tensors
+from hetmesh.training.one_process import OneProcess
 from hetmesh.training.optimizers import make_optimizers
+from hetmesh.training.refusals import check_run
+from hetmesh.training.saved_run import saved_run
+from hetmesh.training.trainer import Trainer
 
-
-@pytest.fixture
-def world():
-    world = init()
-    yield world
-    world.close()
+RECIPE = Path(__file__).parents[2] / "recipes" / "digits_single.toml"
+VISION = {
+    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"image_size": 8, "patch_size": 4, "num_channels": 1, "vision_use_head": False},
+}
 
 
 def half_frozen():
@@ -98,3 +105,70 @@ def test_u18_all_frozen_is_a_checkpoint_too(world, tmp_path):
         other.llm.used.weight.zero_()
     assert checkpointer.load(1, other, None, {"step": 0}) == {"step": 1}
     assert different(everything(root, None), everything(other, None)) == []
+
+
+@pytest.fixture
+def referring(tmp_path):
+    """A run of digits_single with a frozen encoder that comes from a directory, to which its checkpoints refer."""
+    directory = tmp_path / "encoder"
+    model = SiglipVisionModel(SiglipVisionConfig(**VISION))
+    model.save_pretrained(directory)
+
+    def recipe(*overrides):
+        keys = (
+            *("--training.local_batch_size", "2", "--training.steps", "4", "--validation.samples", "2"),
+            *("--modules.llm.config.num_hidden_layers", "1", "--metrics.enable_tensorboard", "false"),
+            *("--modules.vision.initial_load_path", str(directory), "--modules.vision.trainable", "false"),
+            *("--checkpoint.enable", "true", "--checkpoint.frozen", "reference"),
+            *("--job.dump_folder", str(tmp_path / "run"), *overrides),
+        )
+        text = re.sub(r"\[modules.vision.config\][^[]*", "", RECIPE.read_text())
+        return parse_recipe(text, keys)
+
+    return recipe, directory
+
+
+@pytest.mark.slow
+def test_what_is_frozen_may_stay_where_it_came_from(world, tmp_path, referring):
+    recipe, directory = referring
+    first = Trainer(recipe(), world)
+    first.train_step()
+    first.save()
+    first.reporter.close()
+    path = tmp_path / "run" / "checkpoint" / "step-1"
+    assert not any(key.startswith("model.vision.") for key in saved_tensors(path))
+    expected = first.train_step().loss
+
+    second = Trainer(recipe(), world)
+    assert (second.step, second.train_step().loss) == (1, expected)
+    second.reporter.close()
+    run = saved_run(tmp_path / "run")
+    modules = OneProcess.load(run.recipe, run).modules
+    for name, tensor in first.job.root.vision.state_dict().items():
+        assert torch.equal(tensor, modules["vision"].state_dict()[name])
+        assert torch.equal(tensor, run.read([f"vision.{name}"])[f"vision.{name}"])
+
+    weights = directory / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    says = (
+        rf"step-1 refers to the frozen modules\.vision in .*, and {weights} is not what was there; restore it, or name"
+    )
+    with pytest.raises(CheckpointError, match=says):
+        Trainer(recipe(), world)
+    with pytest.raises(CheckpointError, match=says):
+        _ = saved_run(tmp_path / "run").names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("--modules.vision.trainable", "true"), "no module is frozen whole"),
+        (("--checkpoint.initial_load_path", "elsewhere"), "gives vision other weights than their directories have"),
+    ],
+)
+def test_references_that_could_not_be_are_refused(referring, overrides, says):
+    with pytest.raises(RecipeError, match=rf"checkpoint\.frozen = 'reference': .*{says}"):
+        check_run(referring[0](*overrides))

@@ -140,8 +140,7 @@ def run(pool, folder, layout, *arguments, variant="all trained"):
 
 
 def uninterrupted(pool, folder, steps, variant="all trained", alone=LAYOUTS["one rank"]):
-    ((_, losses),) = run(pool, folder, alone, 0, steps, variant=variant)
-    return losses
+    return run(pool, folder, alone, 0, steps, variant=variant)[0][1]
 
 
 def content(path):

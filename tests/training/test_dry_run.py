@@ -22,6 +22,37 @@ def test_a_step_leaves_parameters_and_optimizer_state(apart, name):
     assert sum(work.flops for work in run.work.values()) > 0
 
 
+EXPERTS = {
+    "as it is": ((), 3),
+    "microbatches": (("--parallelism.llm.pipeline_parallel_microbatch_size=8",), 3 * 4),
+    "CP 2": (("--parallelism.llm.ranks=0-3", "--parallelism.llm.context_parallel_degree=2"), 3),
+    "TP 2": (("--parallelism.llm.ranks=0-3", "--parallelism.llm.tensor_parallel_degree=2"), 3),
+    "FSDP 4": (
+        (
+            *("--parallelism.llm.ranks=0-3", "--parallelism.llm.data_parallel_replicate_degree=1"),
+            "--parallelism.llm.data_parallel_shard_degree=4",
+        ),
+        3,
+    ),
+    "recomputed": (("--activation_checkpoint.mode=full",), 3 * 2),  # and routed again
+}
+"""Changes of digits_moe.toml, and how often a rank routes: its blocks times its microbatches."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [each if each == "microbatches" else pytest.param(each, marks=pytest.mark.exhaustive) for each in EXPERTS]
+)
+def test_the_host_reads_the_sizes_of_each_mixture_of_experts_once_and_nothing_else(apart, case):
+    changes, times = EXPERTS[case]
+    run, _ = apart(dry, "digits_moe", 3, changes)
+    within = [(wait.line, wait.what) for wait, count in run.waits if wait.within for _ in range(count)]
+    assert len(within) == times
+    assert {(line.partition(":")[0], what) for line, what in within} == {("parallel/experts/exchange.py", "tolist")}
+    assert sum(each.messages for each in run.traffic if "sizes" in each.edge) == times
+    assert run.waiting("host_to_device") == run.timed_waits == 0
+
+
 @pytest.mark.slow
 def test_equal_ranks_are_one_group_and_the_predicted_peak_is_near(apart):
     runs = apart(grouped, "digits")

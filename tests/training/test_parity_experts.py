@@ -102,7 +102,9 @@ CASES = {
     "FSDP, all of it EP": ((table("vision", "0-1"), experts("2-3", 2, fsdp=2)), {}),
     "FSDP 2, EP 2": ((table("vision", "0-3"), experts("0-3", 2, fsdp=4)), {}),
     "HSDP 2, EP 2": ((table("vision", "0-3"), experts("0-3", 2, 2, fsdp=2)), {}),
+    "FSDP 2, all of it EP, PP 2": ((table("vision", "0-1"), experts("0-3", 2, fsdp=2, pp=2)), {"policy": "1f1b"}),
     "recomputed": ((table("vision", "0-1"), experts("2-3", 2, 2) + FULL), {}),
+    "recomputed, PP 2": ((table("vision", "0-1"), experts("0-3", 2, 2, pp=2) + FULL), {"policy": "1f1b"}),
     "recomputed, FSDP": ((table("vision", "0-3"), experts("0-3", 2, fsdp=4) + FULL), {}),
     "selectively": ((experts("0-1", 2, 2) + FULL.replace("full", "selective"),), {}),
     "fewer experts than shards": (
@@ -142,6 +144,7 @@ CASES = {
 
 DEFAULT = (
     "EP 4, colocated",
+    "EP 2, TP 2",
     "EP 2, TP 2, sequence",
     "EP 2, CP 2",
     "EP 2, PP 2, split",
@@ -159,6 +162,23 @@ DEFAULT = (
 def test_experts_in_any_layout_equal_one_process(pool4, case):
     tables, keys = CASES[case]
     check(pool4, recipe(*tables, **keys))
+
+
+OVER_8 = {
+    "FSDP 2, TP 2, PP 2, EP 2": (experts("0-7", 2, fsdp=2, tp=2, pp=2), table("vision", "0-3", fsdp=2, tp=2)),
+    "FSDP 2, CP 2, PP 2, EP 2": (experts("0-7", 2, fsdp=2, context_parallel_degree=2, pp=2), table("vision", "0-7")),
+    "FSDP 4, PP 2, EP 4": (experts("0-7", 4, fsdp=4, pp=2), table("vision", "0-3")),
+}
+"""torchtitan's integration tests of mixtures of experts, which assert that they finish; its EP 4 takes ranks of TP or
+CP too, hetmesh's those of data parallelism."""
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", OVER_8)
+def test_experts_on_eight_processes_equal_one(pool8, case):
+    results = pool8.run(on_this_rank, given := recipe(*OVER_8[case], policy="1f1b"), timeout=240)
+    compare(reference(given, steps=2), results, 1e-10)
 
 
 def losses(rank, given):
@@ -220,7 +240,7 @@ def test_loads_are_those_of_one_process_in_any_layout(pool, pool4):
     ((alone, told),) = pool(1).run(routed, recipe(table("vision", "0"), table("llm", "0"), batch=4))
     assert told["llm"]["max_over_mean"] > 1.5
     assert told["llm"]["balance_loss"] > 0
-    for case in ("EP 2, CP 2", "EP 2, TP 2, sequence", "EP 2, PP 2"):
+    for case in ("EP 2, CP 2", "EP 2, TP 2, sequence", "EP 2, PP 2", "recomputed"):
         tables, keys = CASES[case]
         ranks = pool4.run(routed, recipe(*tables, batch=2, **keys))
         assert sum(mine for mine, _ in ranks).tolist() == pytest.approx(alone.tolist(), rel=1e-9)
@@ -242,7 +262,6 @@ def test_loads_are_those_of_one_process_in_any_layout(pool, pool4):
             ("num_experts = 8", "num_experts = 4"),
             r"4 ranks of data_parallel_shard_degree share 2 experts .* 4 must divide its 6 inner features",
         ),
-        (("",), ("[training]", "[checkpoint]\nenable = true\nlast_save_in_hf = true\n[training]"), "last_save_in_hf"),
     ],
 )
 def test_what_experts_cannot_do_is_refused(tables, changes, says):

@@ -80,6 +80,15 @@ def on_this_rank(rank, recipe, fault=None):
     return run(recipe, World.current(), steps=2, fault=fault)
 
 
+def with_experts(given):
+    """The same with an LLM of Qwen3-VL-MoE."""
+    config = {**given.modules["llm"].config, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 6}
+    llm = given.modules["llm"].model_copy(update={"model": "qwen3_vl_moe_text", "config": config})
+    training = given.training.model_copy(update={"pack_samples": True})
+    return given.model_copy(update={"modules": {**given.modules, "llm": llm}, "training": training})
+
+
+EP = "\nexpert_parallel_degree = 2"
 CASES = {
     "disjoint": recipe(table("vision", "0-1"), table("llm", "2-3", tp=2)),
     "colocated, context parallel": recipe(table("vision", "0-3"), cp("0-3", 2)),
@@ -102,6 +111,13 @@ CASES = {
     ),
     "zero bubble": recipe(table("vision", "0"), table("llm", "1-2", pp=2), policy="zero_bubble"),
     "frozen encoder": recipe(table("vision", "0-1"), cp("2-3", 2), vision="trainable = false"),
+    "experts": with_experts(
+        recipe(
+            table("vision", "0-3"),
+            table("llm", "0-3", pp=2, data_parallel_replicate_degree=2) + EP,
+            policy="three_phase",
+        )
+    ),
     "lora": recipe(table("vision", "0-1"), cp("2-3", 2), vision="trainable = false", llm="lora = { rank = 2 }"),
 }
 

@@ -42,8 +42,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         save_gantt({"predicted": timeline}, args.png, recipe.job.description)
     if args.trace:
         save_trace({"predicted": timeline}, args.trace)
+    notes = notes_on_experts(module_shapes(recipe, describe(recipe)[1]))
     if args.json:
-        print(to_json(summary_json(timeline), indent=2))
+        print(to_json({**summary_json(timeline), "notes": notes}, indent=2))
         return 0
     width = shutil.get_terminal_size((120, 24)).columns
     print(f"one step, schedule {recipe.schedule}: {headline(timeline)}\n")
@@ -51,6 +52,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         hidden = 1e3 * sum(timeline.hidden) / max(len(timeline.hidden), 1)
         print(f"simulated only: {hidden:,.4g} ms of {' and '.join(args.beside)} in collectives, on the mean rank\n")
     print(f"{gantt_text(timeline, width)}\n\n{bubble_table(timeline)}")
-    for note in notes_on_experts(module_shapes(recipe, describe(recipe)[1])):
+    for note in notes:
         print(f"note: {note}")
     return 0

@@ -1,7 +1,17 @@
 """The static module graph, its stages, and the facts of samples that flow through it."""
 
 from hetmesh.graph.meta_arrays import MetaArrays
-from hetmesh.graph.module_graph import LANE_AXES, Activation, ModuleGraph, ModuleSpec, dense_mesh, first_stage_mesh
+from hetmesh.graph.module_graph import (
+    LANE_AXES,
+    Activation,
+    ModuleGraph,
+    ModuleSpec,
+    dense_mesh,
+    expert_axis,
+    experts_fit,
+    experts_mesh,
+    first_stage_mesh,
+)
 from hetmesh.graph.module_options import CheckpointMode, ModuleOptions, Reshard
 from hetmesh.graph.routes import Route, Routes, microbatches_text
 from hetmesh.graph.rows import RowSpace
@@ -30,6 +40,9 @@ __all__ = [
     "Topology",
     "boundary_edge",
     "dense_mesh",
+    "expert_axis",
+    "experts_fit",
+    "experts_mesh",
     "first_stage_mesh",
     "microbatches_text",
     "output_key",

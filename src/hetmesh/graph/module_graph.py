@@ -204,8 +204,50 @@ def dense_mesh(mesh: MeshSpec) -> MeshSpec:
     """The mesh of parameters that are no experts: `ep` merged into the axis that it was taken out of."""
     if "ep" not in mesh.axes:
         return mesh
-    into = "dp_shard" if "dp_shard" in mesh.axes else "dp_replicate"
+    into = expert_axis(mesh)
     return mesh.merge((into, "ep"), into)
+
+
+def experts_mesh(mesh: MeshSpec, degree: int) -> MeshSpec:
+    """`mesh` with an axis `ep` of size `degree`, taken out of `dp_shard`, else of `dp_replicate`: `dense_mesh`'s
+    inverse. A `dp_shard` axis stays, also of size 1: it says that parameters that are no experts are sharded, over it
+    and `ep` together.
+
+    Args:
+        degree: divides the size of that axis.
+    """
+    if degree == 1:
+        return mesh
+    taken = expert_axis(mesh)
+    sizes: dict[str, int] = {}
+    for axis, whole in zip(mesh.axes, mesh.sizes, strict=True):
+        if axis != taken:
+            sizes[axis] = whole
+            continue
+        if axis == "dp_shard" or whole > degree:
+            sizes[axis] = whole // degree
+        sizes["ep"] = degree
+    return MeshSpec(mesh.ranks, tuple(sizes), tuple(sizes.values()))
+
+
+def expert_axis(mesh: MeshSpec) -> str:
+    """The axis that `ep` is taken out of."""
+    return "dp_shard" if "dp_shard" in mesh.axes else "dp_replicate"
+
+
+def experts_fit(mesh: MeshSpec, count: int, inner: int, features: int) -> bool:
+    """Whether the ranks of `mesh`, which has an axis `ep`, can hold equal parts of `count` experts: FSDP splits each of
+    them where a rank would get none whole, and then into equal parts.
+
+    Args:
+        inner: features between an expert's two products.
+        features: of the tokens.
+    """
+    ep, shards = mesh.axis_size("ep"), mesh.axis_size("dp_shard")
+    if count % ep:
+        return False
+    within = ep > 1 and count // ep < shards
+    return not within or (inner // mesh.axis_size("tp") % shards == 0 and features % shards == 0)
 
 
 def first_stage_mesh(mesh: MeshSpec) -> MeshSpec:

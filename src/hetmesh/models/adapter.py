@@ -205,6 +205,7 @@ class AdapterRequest:
         model: what the recipe calls its model.
         pretrained: the directory that its weights come from, None for random ones.
         folder: of the recipe's file, where code that it names may lie; None if it was not read from a file.
+        packed: whether the samples of a lane lie in one row.
     """
 
     name: str
@@ -219,6 +220,7 @@ class AdapterRequest:
     model: str = ""
     pretrained: Pretrained | None = None
     folder: str | None = None
+    packed: bool = False
 
     @property
     def sources(self) -> dict[str, str]:

@@ -90,15 +90,23 @@ class CausalLMAdapter:
             token_sharded=self._token_sharded,
             use_packed=self.use_packed,
             attention_dropout=self.config.attention_dropout or 0.0,
-            stored_forms=self._stored_forms,
+            stored_forms=self.stored_forms,
             head="lm_head",
         )
 
-    def _stored_forms(self, pretrained: Pretrained) -> Mapping[str, StoredForm]:
-        forms = dict(class_forms(self.model_class, self.config, pretrained))
+    def stored_forms(self, pretrained: Pretrained) -> Mapping[str, StoredForm]:
+        """The tensors of a directory as the module has them. One that does not divide as `in_two_dims` says stays as it
+        is, so that its shape is refused where all are compared."""
+        forms = dict(self.read_forms(pretrained))
         for end, (dim, count) in self.in_two_dims.items():
-            forms |= {name: in_parts(form, dim, count) for name, form in forms.items() if name.endswith(end)}
+            for name, form in forms.items():
+                if name.endswith(end) and dim < len(form.shape) and form.shape[dim] % count == 0:
+                    forms[name] = in_parts(form, dim, count)
         return forms
+
+    def read_forms(self, pretrained: Pretrained) -> Mapping[str, StoredForm]:
+        """The same as `model_class` has them."""
+        return class_forms(self.model_class, self.config, pretrained)
 
     def build(self) -> nn.Module:
         return self.model_class(self.config)

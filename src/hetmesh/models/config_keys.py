@@ -67,7 +67,9 @@ def transformers_config(
     check_keys(request, tuple(config_class.__annotations__))
     if request.pretrained is not None:
         section = request.pretrained.section(request.model, types)
-        derived = {key: value for key, value in section.items() if key not in NOT_SIZES}
+        own = config_class.__annotations__  # files may have another name of a key (num_local_experts), which would win
+        names = {theirs: key for key, theirs in config_class.attribute_map.items() if key in own and theirs not in own}
+        derived = {names.get(key, key): value for key, value in section.items() if key not in NOT_SIZES}
     try:
         config = config_class(**{**derived, **request.config, **forced}, attn_implementation="sdpa")
         unchanged = config_class(**{**derived, **forced}) if request.pretrained is not None else config

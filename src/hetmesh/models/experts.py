@@ -7,12 +7,19 @@ the same memory, it is one (dim 2).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hetmesh.errors import RecipeError
+from hetmesh.models.adapter import AdapterRequest
 from hetmesh.parallel.experts.layers import ExpertLayers
+
+HALVES: Mapping[str, tuple[int, int]] = MappingProxyType({"experts.gate_up_proj": (1, 2)})
+"""What `two_halves` makes of a checkpoint's tensors: `CausalLMAdapter.in_two_dims`."""
 
 
 def two_halves(module: nn.Module) -> nn.Module:
@@ -29,8 +36,13 @@ def two_halves(module: nn.Module) -> nn.Module:
     return module
 
 
-def fused_layers(config: Any, prefix: str = "model.layers") -> ExpertLayers | None:
-    """The mixture-of-experts blocks of a model with a config like Qwen3-MoE's; None where it has none."""
+def fused_layers(config: Any, balance: float, prefix: str = "model.layers") -> ExpertLayers | None:
+    """The mixture-of-experts blocks of a model with a config like Qwen3-MoE's; None where it has none.
+
+    Args:
+        balance: the weight of the load-balancing loss.
+        prefix: FQN of the decoder's layers.
+    """
     sparse = [
         i
         for i in range(config.num_hidden_layers)
@@ -40,7 +52,27 @@ def fused_layers(config: Any, prefix: str = "model.layers") -> ExpertLayers | No
         return None
     blocks = tuple(f"{prefix}.{i}.mlp" for i in sparse)
     sizes = config.moe_intermediate_size, config.hidden_size
-    return ExpertLayers(blocks, config.num_experts, config.num_experts_per_tok, *sizes, config.router_aux_loss_coef)
+    return ExpertLayers(blocks, config.num_experts, config.num_experts_per_tok, *sizes, balance)
+
+
+def balance_of(request: AdapterRequest, config: Any) -> float:
+    """The weight of the load-balancing loss: the recipe's own `router_aux_loss_coef`. Where weights come from a
+    directory whose config.json does not ask for router logits, transformers trains without one unless it is told
+    otherwise, and so does hetmesh.
+
+    Raises:
+        RecipeError: it is negative or not finite.
+    """
+    given = request.config.get(COEFFICIENT)
+    if given is None and request.pretrained is not None and not getattr(config, "output_router_logits", False):
+        return 0.0
+    value = getattr(config, COEFFICIENT) if given is None else given
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise RecipeError(f"{request.key}.config.{COEFFICIENT} = {value!r}: must be 0 or more")
+    return float(value)
+
+
+COEFFICIENT = "router_aux_loss_coef"
 
 
 _CLASSES: dict[Any, Any] = {}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -12,19 +12,27 @@ from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Abilities, AdapterRequest
 from hetmesh.models.causal_lm import CausalLMAdapter
 from hetmesh.models.config_keys import positive_int
-from hetmesh.models.experts import fused_layers, two_halves
+from hetmesh.models.experts import HALVES, balance_of, fused_layers, two_halves
 from hetmesh.models.qwen3 import derived_sizes
 
 
+@dataclass(frozen=True)
 class Qwen3MoeAdapter(CausalLMAdapter):
-    """Qwen3 with mixture-of-experts blocks, which ranks along `ep` share."""
+    """Qwen3 with mixture-of-experts blocks, which ranks along `ep` share.
+
+    Attributes:
+        balance: the weight of the load-balancing loss.
+    """
+
+    balance: float = 0.0
+    in_two_dims: ClassVar = HALVES
 
     @classmethod
-    def make(cls, request: AdapterRequest) -> CausalLMAdapter:
+    def make(cls, request: AdapterRequest) -> Qwen3MoeAdapter:
         """The adapter of a recipe's module.
 
         Keys not given follow the others as Qwen3's do; `moe_intermediate_size` is `hidden_size`. The coefficient of the
-        load-balancing loss is `router_aux_loss_coef`, 0 for none.
+        load-balancing loss is `router_aux_loss_coef`, 0 for none; that of a directory counts as `balance_of` says.
 
         Raises:
             RecipeError: also numbers of experts that do not fit each other.
@@ -32,20 +40,30 @@ class Qwen3MoeAdapter(CausalLMAdapter):
         from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
-        derived = derived_sizes(request)
-        if "hidden_size" in request.config:
-            derived["moe_intermediate_size"] = request.config["hidden_size"]
+        derived, given = expert_sizes(request), request.config.get("head_dim")
         if "head_dim" in request.config:  # which transformers reads, but does not declare
-            derived["head_dim"] = positive_int(request, "head_dim", request.config["head_dim"])
+            derived["head_dim"] = positive_int(request, "head_dim", given)
             others = {key: value for key, value in request.config.items() if key != "head_dim"}
             request = replace(request, config=others)
-        adapter = cls.make_from(request, Qwen3MoeConfig, Qwen3MoeForCausalLM, derived)
+        adapter: Any = cls.make_from(request, Qwen3MoeConfig, Qwen3MoeForCausalLM, derived)
+        if given not in (None, own := adapter.config.head_dim):
+            raise RecipeError(
+                f"{request.key}.config.head_dim = {given!r}, but {request.pretrained} says {own!r} in its config.json; "
+                "leave the key out"
+            )
+        return cls.with_experts(request, adapter)
+
+    @classmethod
+    def with_experts(cls, request: AdapterRequest, adapter: Any) -> Qwen3MoeAdapter:
+        """`adapter` of a model with experts, with the weight of its load-balancing loss; raises RecipeError for numbers
+        of experts that do not fit each other."""
         _check_experts(request, adapter.config)
-        return adapter
+        balanced: Qwen3MoeAdapter = replace(adapter, balance=balance_of(request, adapter.config))
+        return balanced
 
     @property
     def abilities(self) -> Abilities:
-        return replace(super().abilities, experts=fused_layers(self.config))
+        return replace(super().abilities, experts=fused_layers(self.config, self.balance))
 
     def build(self) -> nn.Module:
         return two_halves(super().build())
@@ -64,6 +82,14 @@ class Qwen3MoeAdapter(CausalLMAdapter):
         return {**super().tensor_parallel_sizes(), "moe_intermediate_size": self.config.moe_intermediate_size}
 
 
+def expert_sizes(request: AdapterRequest) -> dict[str, Any]:
+    """Sizes that follow from others where a recipe does not give them."""
+    derived = derived_sizes(request)
+    if "hidden_size" in request.config:
+        derived["moe_intermediate_size"] = request.config["hidden_size"]
+    return derived
+
+
 def _check_experts(request: AdapterRequest, config: Any) -> None:
     for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"):
         positive_int(request, key, getattr(config, key))
@@ -74,15 +100,6 @@ def _check_experts(request: AdapterRequest, config: Any) -> None:
         )
     if config.num_experts > MOST_EXPERTS:
         raise RecipeError(f"{request.key}.config.num_experts = {config.num_experts}: valid are 1 to {MOST_EXPERTS}")
-    if not 0 <= config.router_aux_loss_coef < float("inf"):
-        raise RecipeError(
-            f"{request.key}.config.router_aux_loss_coef = {config.router_aux_loss_coef}: must be 0 or more"
-        )
-    if request.pretrained is not None:
-        raise RecipeError(
-            f"{request.pretrained}: weights of experts cannot be read from a "
-            "Hugging Face directory yet; leave it out to start from random ones"
-        )
 
 
 MOST_EXPERTS = 2**15 - 1

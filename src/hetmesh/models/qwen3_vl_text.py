@@ -36,12 +36,18 @@ class Qwen3VLTextAdapter(CausalLMAdapter):
 
         from hetmesh.models.qwen3_vl_causal_lm import Qwen3VLTextForCausalLM
 
-        derived = derived_sizes(request)
+        return cls.make_vl(request, Qwen3VLTextConfig, Qwen3VLTextForCausalLM, derived_sizes(request))
+
+    @classmethod
+    def make_vl(
+        cls, request: AdapterRequest, config_class: Any, model_class: Any, derived: dict[str, Any]
+    ) -> CausalLMAdapter:
+        """`make` for a config and a class like Qwen3-VL's."""
         if (head := request.config.get("head_dim", derived.get("head_dim"))) is not None and request.pretrained is None:
             derived["rope_parameters"] = _rope_parameters(positive_int(request, "head_dim", head))
         # transformers keeps this key in the config of the whole model.
         given = {key: value for key, value in request.config.items() if key != TIED}
-        adapter = cls.make_from(replace(request, config=given), Qwen3VLTextConfig, Qwen3VLTextForCausalLM, derived)
+        adapter = cls.make_from(replace(request, config=given), config_class, model_class, derived)
         whole = request.pretrained.config if request.pretrained is not None else {}
         adapter.config.tie_word_embeddings = bool(request.config.get(TIED, whole.get(TIED, False)))
         _check_sections(request, adapter.config)

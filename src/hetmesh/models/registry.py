@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hetmesh.errors import RecipeError, Refusals
@@ -15,6 +16,7 @@ from hetmesh.models.own.make import make_own
 from hetmesh.models.pretrained import Pretrained
 from hetmesh.models.qwen3 import Qwen3Adapter
 from hetmesh.models.qwen3_moe import Qwen3MoeAdapter
+from hetmesh.models.qwen3_vl_moe_text import Qwen3VLMoeTextAdapter
 from hetmesh.models.qwen3_vl_text import Qwen3VLTextAdapter
 from hetmesh.models.qwen3_vl_vision import Qwen3VLVisionAdapter
 from hetmesh.models.siglip import SiglipAdapter
@@ -33,6 +35,7 @@ MODELS: dict[str, Callable[[AdapterRequest], Adapter | None]] = {
     "llama": LlamaAdapter.make,
     "qwen3_vl_vision": Qwen3VLVisionAdapter.make,
     "qwen3_vl_text": Qwen3VLTextAdapter.make,
+    "qwen3_vl_moe_text": Qwen3VLMoeTextAdapter.make,
     "hf_encoder": HfEncoderAdapter.make,
     "hf_projector": HfProjectorAdapter.make,
     "hf_llm": HfLlmAdapter.make,
@@ -47,6 +50,7 @@ def make_adapters(
     media: Mapping[str, str | None],
     vocab_size: int,
     media_shapes: Mapping[str, tuple[int, ...]] | None = None,
+    packed: Collection[str] = (),
 ) -> dict[str, Adapter]:
     """One adapter per module, in the order of `modules`. Pure apart from imports; needs no process group.
 
@@ -56,6 +60,7 @@ def make_adapters(
         media: per encoder the kind of media it reads (`Wiring.media`).
         vocab_size: tokens in the data source's vocabulary.
         media_shapes: raw shape of an item per kind of media, where the data source has one fixed shape.
+        packed: the modules that get the samples of a lane in one row.
 
     Raises:
         RecipeError: unknown models or config keys, of all modules; a width that nothing determines; or widths that
@@ -73,7 +78,7 @@ def make_adapters(
             before, adapter = len(refusals.said), None
             with refusals.collect():
                 request = _request(name, modules, boundaries, media.get(name), vocab_size, media_shapes or {}, made)
-                adapter = _make(modules[name].model, request)
+                adapter = _make(modules[name].model, replace(request, packed=name in packed))
             if len(refusals.said) > before:
                 refused.add(name)
             if adapter is not None:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from hetmesh.graph import MetaArrays
+from hetmesh.graph import MetaArrays, expert_axis, experts_fit, experts_mesh
 from hetmesh.graph.module_options import CheckpointMode
 from hetmesh.planner.layout_plan import AXES, LayoutPlan, ModulePlan
 from hetmesh.planner.problem import ModuleFacts, Problem
@@ -43,8 +43,9 @@ def module_plans(problem: Problem, name: str, first: int, ranks: int) -> Iterato
             if rest or not lanes:
                 continue
             for replicate, shard in _data_parallel(problem, name, lanes, max(node // (tp * cp), 1)):
-                for checkpoint in _CHECKPOINTS:
-                    plan = ModulePlan((first, first + ranks), (pp, replicate, shard, cp, tp), checkpoint)
+                degrees = pp, replicate, shard, cp, tp
+                for ep, checkpoint in itertools.product(_expert_degrees(facts, degrees), _CHECKPOINTS):
+                    plan = ModulePlan((first, first + ranks), degrees, checkpoint, ep)
                     if _agrees(problem, name, plan):
                         yield plan
 
@@ -75,8 +76,21 @@ def _data_parallel(problem: Problem, name: str, lanes: int, in_node: int) -> Ite
             yield lanes // each, each
 
 
+def _expert_degrees(facts: ModuleFacts, degrees: tuple[int, int, int, int, int]) -> Iterator[int]:
+    """How many ranks may hold different experts: what divides both the ranks that it is taken out of and the
+    experts."""
+    yield 1
+    if facts.experts is None:
+        return
+    own, mesh = facts.experts, ModulePlan((0, math.prod(degrees)), degrees).mesh
+    ranks = mesh.axis_size(expert_axis(mesh))
+    for ep in (n for n in range(2, ranks + 1) if ranks % n == 0):
+        if experts_fit(experts_mesh(mesh, ep), own.count, own.inner, own.features):
+            yield ep
+
+
 def _agrees(problem: Problem, name: str, plan: ModulePlan) -> bool:
-    for axis, size in zip(AXES, plan.degrees, strict=True):
+    for axis, size in zip((*AXES, "ep"), (*plan.degrees, plan.expert_parallel), strict=True):
         if problem.fixed.get((name, axis), size) != size:
             return False
     return problem.fixed.get((name, "activation_checkpoint"), plan.activation_checkpoint) == plan.activation_checkpoint

@@ -6,7 +6,7 @@ It says which candidates are worth a simulation. What modules cost is worked out
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
@@ -77,7 +77,7 @@ class Estimator:
 
     def _module(self, name: str, plan: ModulePlan, samples: float, stages_per_rank: int) -> ModuleEstimate:
         node = self.problem.machine.ranks_per_node or self.problem.ranks
-        key = name, plan.degrees, plan.activation_checkpoint, samples, stages_per_rank, plan.ranks[0] % node
+        key = name, *astuple(replace(plan, ranks=(plan.ranks[0] % node, 0))), samples, stages_per_rank
         if key not in self._known:
             self._known[key] = self._make(name, plan, samples, stages_per_rank)
         return self._known[key]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from types import MappingProxyType
 
 from hetmesh.errors import GraphError
-from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, first_stage_mesh
+from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, experts_mesh, first_stage_mesh
 from hetmesh.graph.module_options import CheckpointMode
 from hetmesh.layout import MeshSpec
 from hetmesh.planner.default_splits import default_splits
@@ -28,11 +28,13 @@ class ModulePlan:
         ranks: first rank and the one behind the last.
         degrees: size of each of `AXES`.
         activation_checkpoint: what is computed again.
+        expert_parallel: of the ranks along `dp_shard`, else along `dp_replicate`, how many hold different experts.
     """
 
     ranks: tuple[int, int]
     degrees: tuple[int, int, int, int, int]
     activation_checkpoint: CheckpointMode = "none"
+    expert_parallel: int = 1
 
     def degree(self, axis: str) -> int:
         """The size of one axis."""
@@ -45,15 +47,17 @@ class ModulePlan:
 
     @property
     def mesh(self) -> MeshSpec:
-        """Axes of size 1 are left out, as in a recipe."""
+        """Axes of size 1 are left out, as in a recipe; with experts an axis `ep`."""
         sizes = {axis: size for axis, size in zip(AXES, self.degrees, strict=True) if size > 1} or {"dp_replicate": 1}
-        return MeshSpec(tuple(range(*self.ranks)), tuple(sizes), tuple(sizes.values()))
+        mesh = MeshSpec(tuple(range(*self.ranks)), tuple(sizes), tuple(sizes.values()))
+        return experts_mesh(mesh, self.expert_parallel)
 
     def __str__(self) -> str:
         names = ("PP", "DP", "FSDP", "CP", "TP")
         text = " x ".join(f"{name} {size}" for name, size in zip(names, self.degrees, strict=True) if size > 1)
+        experts = f", EP {self.expert_parallel}" if self.expert_parallel > 1 else ""
         again = ", recomputed" if self.activation_checkpoint == "full" else ""
-        return f"{text or 'one rank'}{again}"
+        return f"{text or 'one rank'}{experts}{again}"
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class LayoutPlan:
         """What tells candidates apart, and orders equals."""
         return (
             self.placement,
-            tuple((name, m.ranks, m.degrees, m.activation_checkpoint) for name, m in self.modules.items()),
+            tuple((name, *astuple(own)) for name, own in self.modules.items()),
             self.schedule,
             self.microbatch_size,
             self.stages_per_rank,

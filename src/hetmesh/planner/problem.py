@@ -12,6 +12,7 @@ import numpy as np
 from hetmesh.balance import BalanceOptions
 from hetmesh.balance.from_graph import UNBALANCED
 from hetmesh.cost import Machine, ModuleShape, Profile
+from hetmesh.cost.experts import ExpertSizes
 from hetmesh.cost.work import samples_work
 from hetmesh.graph import Activation, MetaArrays, ModuleGraph
 
@@ -28,6 +29,7 @@ class ModuleFacts:
         context_parallel: whether its ranks can share the tokens of a sample.
         alone: whether it has a mesh of its own; a module without one takes the first stage of its consumer's.
         frozen_layers: layers that train nothing, where others of the module do.
+        experts: of its mixture-of-experts blocks, where ranks can hold different ones.
     """
 
     shape: ModuleShape
@@ -37,6 +39,7 @@ class ModuleFacts:
     context_parallel: bool = False
     alone: bool = True
     frozen_layers: frozenset[str] = frozenset()
+    experts: ExpertSizes | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -238,6 +238,7 @@ def neighbours(problem: Problem, plan: LayoutPlan) -> Iterator[LayoutPlan]:
         first, stop = own.ranks
         for other in module_plans(problem, name, first, stop - first):
             moved = sum(a != b for a, b in zip(other.degrees, own.degrees, strict=True))
+            moved += other.expert_parallel != own.expert_parallel
             if other != own and moved + (other.activation_checkpoint != own.activation_checkpoint) <= 2:
                 yield from _with(problem, plan, {**plan.modules, name: other})
     yield from _with(problem, plan, plan.modules)

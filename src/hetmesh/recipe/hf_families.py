@@ -27,6 +27,8 @@ class Family:
             signature.
         around: kind of media -> config keys of the tokens right before and behind an item, by which the model's own
             `get_rope_index` finds it; absent: it is told where items are.
+        experts: whether its LLM's mixture-of-experts blocks are built as Qwen3-MoE's are (`hetmesh.parallel.experts`),
+            so that ranks can share them.
         inside: of a model of which hetmesh trains a part: the config key of the part, and its class.
         refused: why hetmesh does not take the family.
     """
@@ -35,6 +37,7 @@ class Family:
     positions: str = ""
     calls: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     around: Mapping[str, tuple[str, str]] = field(default_factory=lambda: MappingProxyType({}))
+    experts: bool = False
     inside: tuple[str, str] | None = None
     refused: str = ""
 
@@ -47,6 +50,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "gemma3": Family(mask="bidirectional_runs"),
         "paligemma": Family(mask="prefix", positions="from_1"),
         "llava_onevision": Family(calls={"image": "any_resolution"}),
+        "qwen3_vl_moe": Family(experts=True),
         "glm_ocr": Family(calls={"image": "patches"}),  # transformers knows no image processor by its name
         "qwen2_5_omni": Family(inside=("thinker_config", "Qwen2_5OmniThinkerForConditionalGeneration")),
         "qwen2_5_omni_thinker": Family(

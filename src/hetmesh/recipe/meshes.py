@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from hetmesh.errors import RecipeError, Refusals
-from hetmesh.graph.module_graph import first_stage_mesh
+from hetmesh.graph.module_graph import expert_axis, experts_mesh, first_stage_mesh
 from hetmesh.graph.topology import Topology
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.recipe.batch_sizes import divisors
@@ -20,6 +20,9 @@ DEGREE_OF_AXIS: Mapping[str, str] = {
     "tp": "tensor_parallel_degree",
 }
 """Mesh axes in order, outermost first (torchtitan's order), and the recipe key of each."""
+
+EXPERT_DEGREE = "expert_parallel_degree"
+"""The recipe key of the axis `ep`, which is taken out of others."""
 
 
 def module_meshes(tables: Mapping[str, ModuleParallelism], topology: Topology) -> dict[str, MeshSpec]:
@@ -79,25 +82,14 @@ def _mesh(key: str, table: ModuleParallelism, everywhere: tuple[int, ...]) -> Me
 
 
 def _with_experts(key: str, degree: int, mesh: MeshSpec) -> MeshSpec:
-    """`mesh` with an axis `ep`, taken out of `dp_shard`, else of `dp_replicate`. A `dp_shard` axis stays, also of size
-    1: it says that parameters that are no experts are sharded, over it and `ep` together."""
-    if degree == 1:
-        return mesh
-    taken = "dp_shard" if "dp_shard" in mesh.axes else "dp_replicate"
+    """`mesh` with an axis `ep`, which `degree` must fit."""
+    taken = expert_axis(mesh)
     size = mesh.axis_size(taken)
     if size % degree:
         shards = DEGREE_OF_AXIS["dp_shard"]
         why = "" if taken == "dp_shard" else f", as {shards} is 1"
         raise RecipeError(
-            f"{key}.expert_parallel_degree = {degree}: it is taken out of {DEGREE_OF_AXIS[taken]}{why}, and must "
+            f"{key}.{EXPERT_DEGREE} = {degree}: it is taken out of {DEGREE_OF_AXIS[taken]}{why}, and must "
             f"divide that: {size}; valid are {divisors(size)}"
         )
-    sizes: dict[str, int] = {}
-    for axis, whole in zip(mesh.axes, mesh.sizes, strict=True):
-        if axis != taken:
-            sizes[axis] = whole
-            continue
-        if axis == "dp_shard" or whole > degree:
-            sizes[axis] = whole // degree
-        sizes["ep"] = degree
-    return MeshSpec(mesh.ranks, tuple(sizes), tuple(sizes.values()))
+    return experts_mesh(mesh, degree)

@@ -41,6 +41,9 @@ def _lines(view: BalanceView) -> Iterator[str]:
     yield from _balancers(view)
     yield ""
     yield from _choices(view)
+    for experts in view.experts:
+        yield ""
+        yield from experts.as_text()
     if view.notes:
         yield ""
     for note in view.notes:

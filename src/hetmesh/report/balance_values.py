@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hetmesh.balance.batch_load import ModuleLoad
+from hetmesh.report.expert_use import ExpertUse
 
 BARS = 10
 """Bars of a histogram, at most."""
@@ -125,6 +126,7 @@ class BalanceView:
         modules: those that are balanced, the LLM last.
         balancers: `none` first.
         choices: per batch what `auto` compared.
+        experts: of each module that has some, how evenly they are used.
         notes: what else one has to know.
     """
 
@@ -137,6 +139,7 @@ class BalanceView:
     modules: tuple[ModuleSizes, ...]
     balancers: tuple[BalancerResult, ...]
     choices: tuple[tuple[Candidate, ...], ...]
+    experts: tuple[ExpertUse, ...]
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
@@ -29,7 +30,9 @@ from hetmesh.errors import GraphError, RecipeError
 from hetmesh.graph import MetaArrays, ModuleGraph, SampleMeta
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.report.balance_values import BalancerResult, BalanceView, Candidate, Histogram, ModuleSizes
+from hetmesh.report.expert_use import expert_use
 from hetmesh.report.given_lengths import GivenLengths
+from hetmesh.report.run_folder import metrics_lines, records_with
 from hetmesh.simulate import StepModel, simulate
 from hetmesh.training.balance import sample_costs
 from hetmesh.training.describe import describe, make_loader
@@ -100,6 +103,10 @@ def balance_view(
     notes += [f"{run.name}: {run.problem}" for run in runs if run.problem]
     notes += _about_padding(graph, runs)
     auto = next(run for run in runs if run.name == "auto")
+    sizes = _sizes(graph, recipe, runs)
+    tokens = sizes[-1].mean * recipe.batch.global_batch_size
+    folder = Path(recipe.job.dump_folder)
+    records = records_with(folder, metrics_lines(folder) or (), "experts")
     return BalanceView(
         recipe.job.description,
         lengths or f"data.source = {recipe.data.source!r}",
@@ -107,9 +114,10 @@ def balance_view(
         recipe.batch.global_batch_size,
         recipe.schedule,
         model.machine.name,
-        _sizes(graph, recipe, runs),
+        sizes,
         tuple(_result(run, runs[0]) for run in runs),
         () if alone else tuple(map(tuple, auto.candidates)),
+        expert_use(graph, adapters, tokens, records),
         tuple(notes),
     )
 

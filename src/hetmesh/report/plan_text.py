@@ -9,11 +9,12 @@ from typing import Any
 from hetmesh.planner import Found, MacroBatch, Prediction, Problem, plan_fit
 from hetmesh.planner.macro_batch import SHARE
 from hetmesh.planner.search import BATCHES
-from hetmesh.recipe.meshes import DEGREE_OF_AXIS
+from hetmesh.recipe.meshes import DEGREE_OF_AXIS, EXPERT_DEGREE
 from hetmesh.recipe.schedule_names import schedule_spelling
 from hetmesh.report.memory_text import contents, fit_json, verdict
 from hetmesh.simulate import CLASSES
 from hetmesh.training.metrics import amount
+from hetmesh.training.module_shapes import notes_on_experts
 from hetmesh.training.wording import counted, table
 
 _BUBBLES = {name: name.replace("_", " ") for name in CLASSES}
@@ -70,6 +71,7 @@ def _lines(problem: Problem, found: Found, seconds: float, macro: MacroBatch | N
     yield ""
     yield from layout_lines(problem, found)
     yield from _refused(found)
+    yield from (f"note: {note}" for note in _notes(problem))
 
 
 def layout_lines(problem: Problem, found: Found) -> Iterator[str]:
@@ -102,6 +104,10 @@ def layout_lines(problem: Problem, found: Found) -> Iterator[str]:
         if not best and problem.fixed.get(("", "placement"), placement) == placement:
             yield ""
             yield f"{placement}: nothing that was tried fits or can run"
+
+
+def _notes(problem: Problem) -> tuple[str, ...]:
+    return notes_on_experts({name: facts.shape for name, facts in problem.facts.items()})
 
 
 def nothing_found(problem: Problem, found: Found) -> str:
@@ -167,6 +173,7 @@ def plan_json(
         "seconds": seconds,
         "batches": batches,
         "macro_batch": None if macro is None else asdict(macro),
+        "notes": _notes(problem),
         "plans": [_as_json(problem, each) for best in found.best.values() for each in best],
     }
 
@@ -187,6 +194,7 @@ def _as_json(problem: Problem, each: Prediction) -> dict[str, Any]:
                 "ranks": [own.ranks[0], own.ranks[1] - 1],
                 "activation_checkpoint": own.activation_checkpoint,
                 **{key: own.degree(axis) for axis, key in DEGREE_OF_AXIS.items()},
+                EXPERT_DEGREE: own.expert_parallel,
             }
             for name, own in each.plan.modules.items()
         },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.report.run_load import RunLoad, run_load
 from hetmesh.simulate import Timeline
 
+METRICS = "metrics.jsonl"
 SHOWN = ("step", "loss", "grad_norm", "samples_per_s", "tokens_per_s", "mfu", "memory_bytes")
 
 
@@ -48,20 +49,35 @@ def read_run(folder: str | Path) -> RunView:
         RecipeError: there is no run in it, or a file of it cannot be read.
     """
     folder = Path(folder)
-    metrics = folder / "metrics.jsonl"
-    try:
-        lines = metrics.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise RecipeError(f"{folder}: there is no metrics.jsonl in it; give a run's dump_folder") from None
-    except (OSError, ValueError) as error:  # also no UTF-8, or a name that holds a null byte
-        raise RecipeError(f"{metrics}: cannot be read: {error}") from error
+    if (lines := metrics_lines(folder)) is None:
+        raise RecipeError(f"{folder}: there is no metrics.jsonl in it; give a run's dump_folder")
     recorded = _json(folder / "timeline.json")
     timelines: dict[str, Timeline] = {
         key: Timeline.from_json(recorded[key]) for key in ("predicted", "measured") if key in recorded
     }
-    last = _parsed(metrics, lines[-1]) if lines else {}
-    load = run_load(_parsed(metrics, line) for line in lines if '"load"' in line)
+    last = _parsed(folder / METRICS, lines[-1]) if lines else {}
+    load = run_load(records_with(folder, lines, "load"))
     return RunView(last, _json(folder / "summary.json"), recorded.get("step", 0), timelines, load)
+
+
+def metrics_lines(folder: Path) -> list[str] | None:
+    """The lines of a run's metrics.jsonl; None: there is no run in the folder.
+
+    Raises:
+        RecipeError: it cannot be read.
+    """
+    metrics = folder / METRICS
+    try:
+        return metrics.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:  # also no UTF-8, or a name that holds a null byte
+        raise RecipeError(f"{metrics}: cannot be read: {error}") from error
+
+
+def records_with(folder: Path, lines: Iterable[str], key: str) -> Iterator[dict[str, Any]]:
+    """Those of `metrics_lines` that speak of `key`; raises RecipeError for what is no JSON object."""
+    return (_parsed(folder / METRICS, line) for line in lines if f'"{key}"' in line)
 
 
 def _json(path: Path) -> dict[str, Any]:

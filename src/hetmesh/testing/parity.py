@@ -6,9 +6,10 @@ end to end. It shares models and data with the run under test, and nothing else:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -32,7 +33,7 @@ from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.describe import make_prepare
 from hetmesh.training.feed import Feed
-from hetmesh.training.gradients import scale
+from hetmesh.training.gradients import reduce_over_ranks, scale, squared_norm
 from hetmesh.training.job import Job, describe
 from hetmesh.training.modules import loaded_module
 
@@ -52,11 +53,13 @@ class Outcome:
         losses: per step, per target token.
         gradients: of the first step, full tensors by parameter name (`llm.lm_head.weight`), None where there is none.
         parameters: after the last step, full tensors.
+        norm: of the gradient of the first step over all modules, as a run sums it over ranks; None: nobody did.
     """
 
     losses: tuple[float, ...]
     gradients: Mapping[str, Tensor | None]
     parameters: Mapping[str, Tensor]
+    norm: float | None = None
 
 
 def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: bool = False) -> Outcome:
@@ -140,6 +143,7 @@ def run(
         fault(job)
     parameters = dict(job.root.named_parameters())
     numbers = count()
+    norms: list[float] = []
 
     def step() -> float:
         drawn = next(job.loader)
@@ -149,13 +153,15 @@ def run(
         loss = job.runtime.run(job.schedule(plan), plan, feed, step=next(numbers))
         targets = max(plan.num_targets, 1)
         scale(parameters.values(), 1 / targets)
+        if not norms:
+            norms.append(math.sqrt(*reduce_over_ranks([squared_norm(job.counted)], world)))
         return float(loss) / targets if job.counts_loss else 0.0
 
     with exact_dtypes(job.root, every_cast=_is_split(job.adapters)):
         outcome = descend(parameters, step, steps, lr)
     if fault is None:
         job.check_replicas(steps)
-    return outcome
+    return replace(outcome, norm=norms[0])
 
 
 def check(
@@ -243,6 +249,10 @@ def compare(expected: Outcome, ranks: list[Outcome], tolerance: float) -> float:
     for step, loss in enumerate(expected.losses):
         total = sum(outcome.losses[step] for outcome in ranks)
         errors[f"loss of step {step}"] = abs(total - loss) / max(abs(loss), 1e-12)
+    whole = math.hypot(*_module_norms(expected.gradients).values())
+    for rank, outcome in enumerate(ranks):
+        if outcome.norm is not None:
+            errors[f"gradient norm on rank {rank}"] = abs(outcome.norm - whole) / max(whole, 1e-12)
     for what, truth in (("gradient", expected.gradients), ("parameter", expected.parameters)):
         norms = _module_norms(truth)
         for name, value in truth.items():

@@ -57,13 +57,14 @@ def _exact_function(module: nn.Module, name: str, replacement: Any) -> AbstractC
 
 
 def _exact_forward(name: str, module: nn.Module) -> Any:
+    kind = type(module).__name__
     if hasattr(module, "variance_epsilon") and hasattr(module, "weight"):
         return partial(_norm, module)
-    if hasattr(module, "norm_topk_prob") and hasattr(module, "weight"):
+    # Of Qwen3-VL-MoE's, which always normalises, only the class says what it computes.
+    if hasattr(module, "weight") and (hasattr(module, "norm_topk_prob") or kind == "Qwen3VLMoeTextTopKRouter"):
         return partial(_router, module)
     if hasattr(module, "inv_freq") and hasattr(module, "attention_scaling"):
         return partial(_rotary, module)
-    kind = type(module).__name__
     if kind.endswith(("RMSNorm", "RotaryEmbedding")) and not isinstance(module, nn.RMSNorm):
         raise ValueError(f"exact_dtypes: {name!r} is a {kind} of unknown build; its casts to fp32 would stay")
     return None
@@ -102,7 +103,8 @@ def _norm(module: Any, hidden_states: Tensor) -> Tensor:
 def _router(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = nn.functional.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), module.weight)
     weights, experts = torch.topk(torch.softmax(logits, dim=-1), module.top_k, dim=-1)
-    return logits, weights / weights.sum(-1, keepdim=True) if module.norm_topk_prob else weights, experts
+    normalised = getattr(module, "norm_topk_prob", True)
+    return logits, weights / weights.sum(-1, keepdim=True) if normalised else weights, experts
 
 
 @torch.no_grad()

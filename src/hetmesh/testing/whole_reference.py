@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hetmesh.data.loader import Loader
 from hetmesh.models import pretrained_of
+from hetmesh.models.build import build_on_meta
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.models.split.llm_half import use_loop_in_fp64
 from hetmesh.models.split.whole_forward import load_whole, whole_logits
@@ -18,13 +20,15 @@ from hetmesh.testing.parity import Outcome, descend
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.describe import describe, make_prepare
 
+T = TypeVar("T", Tensor, Tensor | None)
+
 
 def whole_reference(recipe: Recipe, steps: int = 3, lr: float = 0.1) -> Outcome:
     """Like `parity.reference`, but of the model that transformers itself loads from the recipe's directory, by its own
     forward: its own merge of rows, positions, masks and head, one sample at a time. It shares nothing with the run
     under test but the data. Frozen modules are frozen.
 
-    Parameters have the names that they have in the run: of their module, and in the model.
+    Parameters have the names that they have in the run: of their module, and in the model; and their shapes there.
     """
     source, adapters, graph = describe(recipe)
     pretrained = pretrained_of(recipe.sink, recipe.modules[recipe.sink])
@@ -66,7 +70,15 @@ def whole_reference(recipe: Recipe, steps: int = 3, lr: float = 0.1) -> Outcome:
 
     model.train()
     with exact_dtypes(model, every_cast=True):
-        return descend(_held(parameters), step, steps, lr)
+        found = descend(_held(parameters), step, steps, lr)
+    modules = {name: build_on_meta(adapter) for name, adapter in adapters.items()}
+    shapes = {f"{n}.{k}": p.shape for n, m in modules.items() if m is not None for k, p in m.named_parameters()}
+    return Outcome(found.losses, _in_shapes(found.gradients, shapes), _in_shapes(found.parameters, shapes))
+
+
+def _in_shapes(tensors: Mapping[str, T], shapes: Mapping[str, torch.Size]) -> dict[str, T]:
+    """Experts with gate and up as two tensors, in whose memory the values lie in the same order."""
+    return {name: t if t is None else t.reshape(shapes.get(name, t.shape)) for name, t in tensors.items()}
 
 
 def _held(parameters: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:

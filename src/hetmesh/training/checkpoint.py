@@ -93,19 +93,29 @@ class Checkpointer:
             dist.broadcast_object_list(chosen, src=0, group=self._everyone)
         return None if chosen[0] < 0 else chosen[0]
 
-    def save(self, step: int, root: Root, optimizers: tuple[Any, Any] | None, extra: Mapping[str, Any]) -> Path:
+    def save(
+        self,
+        step: int,
+        root: Root,
+        optimizers: tuple[Any, Any] | None,
+        extra: Mapping[str, Any],
+        elsewhere: frozenset[str] = frozenset(),
+    ) -> Path:
         """Write the state after `step` steps, once an earlier save is done. Collective.
 
         It gets its name when all is on the disk: what a crash or a full disk leaves is never taken for a checkpoint.
         Where saves are asynchronous that is later, and `check` or `wait` raise what goes wrong.
+
+        Args:
+            elsewhere: modules whose parameters and buffers are left out; equal on every rank.
 
         Raises:
             CheckpointError: it, or an earlier one, cannot be written; on every rank.
         """
         self.wait()
         path = self.folder / f"step-{step}"
-        state = self._state(root, optimizers, extra)
-        with self._patience(), self.world.waiting(f"saving {path}"):
+        state = _without(elsewhere, self._state(root, optimizers, extra))
+        with self.patience(), self.world.waiting(f"saving {path}"):
             entries = self.plans.share(state)
             place = Place(path, self.world.rank, self.world.size, self.plans.metadata, self.keep_latest, self.timeout)
             try:
@@ -149,7 +159,7 @@ class Checkpointer:
         if pending is None:
             return
         path = pending.place.path
-        with self._patience(), self.world.waiting(f"writing {path}"):
+        with self.patience(), self.world.waiting(f"writing {path}"):
             told = self._first_told(pending.wait_written())
             if told:
                 pending.give_up()
@@ -166,9 +176,17 @@ class Checkpointer:
             print(told, file=sys.stderr, flush=True)
 
     def load(
-        self, step: int, root: Root, optimizers: tuple[Any, Any] | None, extra: Mapping[str, Any]
+        self,
+        step: int,
+        root: Root,
+        optimizers: tuple[Any, Any] | None,
+        extra: Mapping[str, Any],
+        elsewhere: frozenset[str] = frozenset(),
     ) -> dict[str, Any]:
         """Read the state of `step` into modules and optimizers. Collective.
+
+        Args:
+            elsewhere: modules that the checkpoint does not hold and that have their weights.
 
         Returns:
             `extra` as it was saved.
@@ -178,10 +196,11 @@ class Checkpointer:
             CheckpointError: it cannot be read, or bytes have changed since it was written; on every rank.
         """
         path = self.folder / f"step-{step}"
-        with self._patience():
+        with self.patience():
             try:
                 saved, sums = opened(self.world, path)
-                state = self._state(root, optimizers, extra)
+                whole = self._state(root, optimizers, extra)
+                state = _without(elsewhere, whole)
                 state = {k: v for k, v in state.items() if k in saved or not optional(k, saved)}
                 check_fit(self.world, path, state, saved)
                 read_into(self.world, path, state, sums)
@@ -189,7 +208,7 @@ class Checkpointer:
                 others = [s for s in self.steps() if s < step]
                 hint = f"remove the folder to resume from step-{others[-1]}" if others else folders.GO_ON
                 raise CheckpointError(f"{error}; {folders.RESTORE}, or {hint}") from error
-        root.load_state_dict(_under(state, "model."))
+        root.load_state_dict(_under(whole | state, "model."))  # tensors are read in place
         if optimizers is not None:
             optimizers[0].load_state_dict(_under(state, "optimizer."))
             with warnings.catch_warnings():  # torchtitan's scheduler asks torch's for its rate in a frowned-upon way
@@ -216,11 +235,11 @@ class Checkpointer:
             except HetmeshError as error:
                 raise CheckpointError(f"{fails}: {error}") from error
 
-        with self._patience():
+        with self.patience():
             self._on_first(fails, told)
 
     @contextlib.contextmanager
-    def _patience(self) -> Iterator[None]:
+    def patience(self) -> Iterator[None]:
         """For the body, a rank waits for others as long as a checkpoint may take, and for the answer of one that gives
         up then: disks are no stalled peers."""
         usual = self.world.timeout
@@ -283,6 +302,10 @@ class Checkpointer:
         if module is not None:
             state[f"random.{self.world.rank}.{device.type}"] = module.get_rng_state(device)
         return state
+
+
+def _without(modules: frozenset[str], state: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in state.items() if not (k.startswith("model.") and k.split(".")[1] in modules)}
 
 
 def _under(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:

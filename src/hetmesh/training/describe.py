@@ -13,6 +13,7 @@ from hetmesh.errors import RecipeError, Refusals, SampleError
 from hetmesh.graph import ModuleGraph
 from hetmesh.models import Adapter, make_adapters, module_rows, placeholder_rows, pretrained_of, sample_positions
 from hetmesh.recipe.hf_path import check_placeholders
+from hetmesh.recipe.module_options import packs
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.balance import check_balance
 from hetmesh.training.build_graph import build_graph
@@ -46,7 +47,7 @@ def describe(recipe: Recipe, made: Source | None = None) -> tuple[Source, dict[s
     if not refusals.said:
         with refusals.collect():
             shapes = _media_shapes(source, recipe.data.on_bad_sample == "skip")
-            adapters = make_adapters(recipe.modules, recipe.boundaries, recipe.wiring.media, source.vocab_size, shapes)
+            adapters = adapters_of(recipe, source.vocab_size, shapes)
     with refusals.collect():
         check_recipe(recipe, adapters, source.placeholders)
     if made is None:
@@ -64,6 +65,14 @@ def describe(recipe: Recipe, made: Source | None = None) -> tuple[Source, dict[s
     assert adapters is not None
     assert graph is not None
     return source, adapters, graph
+
+
+def adapters_of(
+    recipe: Recipe, vocab_size: int, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> dict[str, Adapter]:
+    """The adapters of the modules of `recipe`; arguments and errors are those of `make_adapters`."""
+    packed = [name for name in recipe.modules if packs(recipe, name)]
+    return make_adapters(recipe.modules, recipe.boundaries, recipe.wiring.media, vocab_size, shapes, packed)
 
 
 def _media_shapes(source: Source, skip: bool) -> dict[str, tuple[int, ...]]:

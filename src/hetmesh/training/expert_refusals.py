@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hetmesh.errors import Refusals
+from hetmesh.graph import experts_fit
 from hetmesh.models import Adapter
 from hetmesh.parallel.experts import ExpertLayers
 from hetmesh.recipe.batch_sizes import divisors
@@ -35,20 +36,17 @@ def check_experts(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusal
             f"modules.{name}: the experts of a {recipe.modules[name].model} get no padding, so its samples must lie in "
             "one row; set training.pack_samples = true"
         )
-    if recipe.checkpoint.last_save_in_hf:
-        refusals.add(
-            f"checkpoint.last_save_in_hf = true: the experts of modules.{name} cannot be written as transformers has "
-            "them yet; leave it out"
-        )
     _experts_within(recipe, name, experts, refusals)
 
 
 def _experts_within(recipe: Recipe, name: str, experts: ExpertLayers, refusals: Refusals) -> None:
     """FSDP splits each expert where a rank would get none whole; then into equal parts."""
     mesh = recipe.wiring.meshes[name]
-    shards, each = mesh.axis_size("dp_shard"), experts.count // mesh.axis_size("ep")
-    inner = experts.inner // mesh.axis_size("tp")
-    if mesh.axis_size("ep") > 1 and each < shards and (inner % shards or experts.features % shards):
+    if experts.count % mesh.axis_size("ep") == 0 and not experts_fit(
+        mesh, experts.count, experts.inner, experts.features
+    ):
+        shards, each = mesh.axis_size("dp_shard"), experts.count // mesh.axis_size("ep")
+        inner = experts.inner // mesh.axis_size("tp")
         refusals.add(
             f"parallelism.{name}: {shards} ranks of data_parallel_shard_degree share {each} experts (what "
             f"expert_parallel_degree = {mesh.axis_size('ep')} leaves), and so parts of each: {shards} must divide its "

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from hetmesh.errors import CheckpointError, RecipeError
-from hetmesh.models import Adapter, check_weights, make_adapters, pretrained_of
+from hetmesh.models import Adapter, check_weights, pretrained_of
 from hetmesh.models.build import build_on_meta
 from hetmesh.models.load import own_tensors, stored_forms
 from hetmesh.models.lora import ADAPTER
@@ -21,7 +21,7 @@ from hetmesh.models.own.adapters import OwnAdapter
 from hetmesh.models.pretrained import Pretrained
 from hetmesh.models.stored_form import StoredForm, refitted
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.training.describe import describe
+from hetmesh.training.describe import adapters_of, describe
 from hetmesh.training.export_origins import Origin, Regrouped, as_stored
 from hetmesh.training.modules import empty_module
 from hetmesh.training.saved_run import SavedRun
@@ -87,11 +87,6 @@ def export_plan(run: SavedRun, *, merge: bool) -> ExportPlan:
     """
     recipe = run.recipe
     adapters = _adapters(recipe)
-    if experts := [name for name, adapter in adapters.items() if adapter.abilities.experts is not None]:
-        raise RecipeError(
-            f"modules.{experts[0]}: experts cannot be written as transformers has them yet, so the run in "
-            f"{recipe.job.dump_folder} cannot be exported; `hetmesh generate` reads it as it is"
-        )
     parts = {name: _Part.of(run, name, adapters[name], merge) for name in recipe.modules}
     _check_complete(run, parts)
     whole = directory_of(recipe)
@@ -153,7 +148,7 @@ def _adapters(recipe: Recipe) -> dict[str, Adapter]:
     """The modules' adapters; data are looked at only where sizes come from there."""
     if any(pretrained_of(name, module) is None for name, module in recipe.modules.items()):
         return describe(recipe)[1]
-    return make_adapters(recipe.modules, recipe.boundaries, recipe.wiring.media, vocab_size=0)
+    return adapters_of(recipe, vocab_size=0)
 
 
 def _check_complete(run: SavedRun, parts: Mapping[str, _Part]) -> None:

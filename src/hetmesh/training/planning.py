@@ -9,13 +9,14 @@ from typing import Any
 
 from hetmesh.boundary.groups import job_communicators
 from hetmesh.cost import Profile
+from hetmesh.cost.experts import ExpertSizes
 from hetmesh.errors import RecipeError
 from hetmesh.graph import LANE_AXES, Activation, ModuleGraph
 from hetmesh.layout import MeshSpec
 from hetmesh.models import Adapter
 from hetmesh.planner import PLACEMENTS, LayoutPlan, MacroBatch, ModuleFacts, Problem, certify, laid_out, sample_flops
 from hetmesh.planner.search import BATCHES as SIMULATED
-from hetmesh.recipe.meshes import DEGREE_OF_AXIS
+from hetmesh.recipe.meshes import DEGREE_OF_AXIS, EXPERT_DEGREE
 from hetmesh.recipe.module_options import packs_anyway
 from hetmesh.recipe.overrides import parse_overrides
 from hetmesh.recipe.recipe import Recipe, parse_recipe
@@ -65,7 +66,7 @@ def recipe_problem(
     """
     fitted = profile or recipe.profiling.profile
     source, adapters, laid = describe(recipe)
-    _without_experts(adapters)
+    _check_packing(recipe, adapters)
     graph, size = _without_layout(recipe, laid), recipe.batch.global_batch_size
     model = named_step_model(recipe, graph, adapters, machine, profile)
     loader = make_loader(recipe, source, graph, adapters)
@@ -106,12 +107,14 @@ def batches_to_simulate(macro: MacroBatch | None, global_batch_size: int) -> int
     return min(max(wanted, SIMULATED), BATCHES)
 
 
-def _without_experts(adapters: Mapping[str, Adapter]) -> None:
-    if names := [name for name, adapter in adapters.items() if adapter.abilities.experts is not None]:
-        raise RecipeError(
-            f"modules.{names[0]}: layouts of modules with experts cannot be searched, since the search does not "
-            "know expert_parallel_degree yet; write its [parallelism] by hand"
-        )
+def _check_packing(recipe: Recipe, adapters: Mapping[str, Adapter]) -> None:
+    """Experts get no padding; what context parallelism or a single sample spares the recipe, no other layout would."""
+    for name, adapter in adapters.items():
+        if adapter.abilities.experts is not None and not packs_anyway(recipe, name):
+            raise RecipeError(
+                f"modules.{name}: most layouts of a {recipe.modules[name].model} need its samples in one row; set "
+                "training.pack_samples = true"
+            )
 
 
 def _without_layout(recipe: Recipe, graph: ModuleGraph) -> ModuleGraph:
@@ -148,12 +151,13 @@ def _facts(recipe: Recipe, name: str, adapter: Adapter, shape: Any, sink: str) -
         name == sink and abilities.use_packed is not None,
         recipe.wiring.tables[name] == name or name == sink or not recipe.wiring.topology.inputs(name),
         layers - trained if recipe.modules[name].trainable else frozenset(),
+        None if (own := abilities.experts) is None else ExpertSizes(own.count, own.chosen, own.features, own.inner),
     )
 
 
 def _fixed(given: Mapping[str, Any], facts: Mapping[str, ModuleFacts]) -> dict[tuple[str, str], object]:
-    keys = [*DEGREE_OF_AXIS.values(), "activation_checkpoint"]
-    axis_of = {key: axis for axis, key in DEGREE_OF_AXIS.items()}
+    keys = [*DEGREE_OF_AXIS.values(), EXPERT_DEGREE, "activation_checkpoint"]
+    axis_of = {key: axis for axis, key in DEGREE_OF_AXIS.items()} | {EXPERT_DEGREE: "ep"}
     out: dict[tuple[str, str], object] = {}
     for key, value in given.items():
         module, dot, name = key.rpartition(".")
@@ -190,6 +194,8 @@ def plan_keys(recipe: Recipe, plan: LayoutPlan, global_batch_size: int) -> dict[
         for axis, key in DEGREE_OF_AXIS.items():
             if own.degree(axis) > 1 or (axis == "dp_replicate" and own.degree("dp_shard") == 1):
                 table[key] = own.degree(axis)
+        if own.expert_parallel > 1:
+            table[EXPERT_DEGREE] = own.expert_parallel
         tables[name] = table
         keys["modules", name, "activation_checkpoint"] = own.activation_checkpoint
     keys["parallelism",] = {"pipeline_parallel_schedule": schedule_spelling(plan.schedule), **tables}
@@ -199,6 +205,7 @@ def plan_keys(recipe: Recipe, plan: LayoutPlan, global_batch_size: int) -> dict[
 _PLANNED = {
     "ranks",
     *DEGREE_OF_AXIS.values(),
+    EXPERT_DEGREE,
     "pipeline_parallel_schedule",
     "pipeline_parallel_microbatch_size",
     "module_fqns_per_model_part",

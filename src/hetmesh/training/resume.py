@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import platform
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ from hetmesh.boundary import World
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.checkpointing.reading import opened, read_into
+from hetmesh.training.checkpointing.references import References
 
 FREE = frozenset({"job", "checkpoint", "metrics", "profiling", "comm", "validation"})
 """Tables that say nothing about what is trained: not worth a word."""
@@ -31,24 +36,75 @@ Changes = dict[str, tuple[Any, Any]]
 """Dotted key -> its value in the checkpoint and in the recipe."""
 
 
-def run_state(recipe: Recipe, so_far: Mapping[str, Any]) -> str:
-    """What a checkpoint says about its run: the recipe, and what the summary of a resumed run tells of earlier steps
-    (the last loss, steps and samples skipped)."""
-    return json.dumps({"recipe": recipe.model_dump(mode="json", by_alias=True), **so_far})
+@dataclass(frozen=True)
+class SoFar:
+    """What the summary of a run tells of the steps before it was resumed.
+
+    Attributes:
+        loss: of the last one; None: not known.
+        skipped_steps, samples_skipped: in all of them.
+    """
+
+    loss: float | None = None
+    skipped_steps: int = 0
+    samples_skipped: int = 0
 
 
-def saved_run(world: World, path: Path) -> tuple[Mapping[str, Any] | None, dict[str, Any]]:
-    """What `run_state` put into the checkpoint at `path`: the recipe, None in an older or damaged one (loading it says
-    what is damaged), and what there was so far. Collective."""
+def run_state(recipe: Recipe, so_far: SoFar, references: References) -> str:
+    """What a checkpoint says about its run (`RunState`)."""
+    whole = recipe.model_dump(mode="json", by_alias=True)
+    return json.dumps({"recipe": whole, **asdict(so_far), "versions": versions(), "references": references})
+
+
+def versions() -> dict[str, str]:
+    """Of what computes: results may differ with another one."""
+    found = {"python": platform.python_version()}
+    for name in ("hetmesh", "torch", "transformers", "torchtitan"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a checkpoint says about its run.
+
+    Attributes:
+        recipe: as it was; None in an older or damaged checkpoint (loading it says what is damaged).
+        so_far: what there was before it.
+        versions: of libraries, by name; empty in an older one.
+        references: where the modules are that the checkpoint does not hold.
+    """
+
+    recipe: Mapping[str, Any] | None = None
+    so_far: SoFar = SoFar()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    references: References = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, text: str) -> RunState:
+        """What `run_state` wrote; of an empty text, nothing."""
+        found = json.loads(text or "{}")
+        so_far = SoFar(**{each.name: found[each.name] for each in fields(SoFar) if each.name in found})
+        return cls(found.get("recipe"), so_far, found.get("versions", {}), found.get("references", {}))
+
+    def other_versions(self) -> str:
+        """Libraries that are others now, as text; empty if none is known to be."""
+        now = versions()
+        pairs = [(name, old, now.get(name, "none")) for name, old in self.versions.items()]
+        return ", ".join(f"{name} {old} -> {new}" for name, old, new in pairs if old != new)
+
+
+def saved_run(world: World, path: Path) -> RunState:
+    """What `run_state` put into the checkpoint at `path`. Collective."""
     state = {RUN: ""}
     try:
         saved, sums = opened(world, path)
         if RUN in saved:
             read_into(world, path, state, {part: crc for part, crc in sums.items() if part.name == RUN})
     except CheckpointError:
-        return None, {}
-    found = json.loads(state[RUN] or "{}")
-    return found.pop("recipe", None), found
+        return RunState()
+    return RunState.of(state[RUN])
 
 
 def changes(saved: Mapping[str, Any] | None, recipe: Recipe) -> Changes:
@@ -70,6 +126,22 @@ def check_changes(found: Changes, checkpoint: Path) -> None:
         if key in REFUSED or family:
             raise RecipeError(
                 f"{key} = {_shown(new)}: the checkpoint {checkpoint} is of a run with {_shown(old)}; {ADVICE}"
+            )
+
+
+def check_model(found: Changes, checkpoint: Path) -> None:
+    """Refuse a model that its checkpoint fits and that is another one: what `modules.<name>.model` and its config say,
+    but for dropout, which is a matter of training.
+
+    Raises:
+        RecipeError: names the key, both values and what to do.
+    """
+    for key, (old, new) in found.items():
+        table, _, rest = key.removeprefix("modules.").partition(".")
+        of_model = key == f"modules.{table}.model" or (rest.startswith("config.") and "drop" not in rest)
+        if of_model:
+            raise RecipeError(
+                f"{key} = {_shown(new)}: the checkpoint {checkpoint} is of a model with {_shown(old)}; {ADVICE}"
             )
 
 

@@ -17,6 +17,7 @@ from hetmesh.data.payloads import Payloads
 from hetmesh.errors import NonFiniteError, RecipeError
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.checkpoint import Checkpointer
+from hetmesh.training.checkpointing.references import References, check_references, referenced, references
 from hetmesh.training.dump_folder import RunFolder, claim_folder
 from hetmesh.training.evaluate import Evaluation, evaluate, show
 from hetmesh.training.free_running import FreeRunning, free_running
@@ -34,7 +35,7 @@ from hetmesh.training.non_finite import describe_non_finite
 from hetmesh.training.optimizers import keeping_options, learning_rate, make_optimizers, take_step
 from hetmesh.training.recorder import StepRecorder
 from hetmesh.training.reporter import Reporter
-from hetmesh.training.resume import ADVICE, changes, check_changes, described, run_state, saved_run
+from hetmesh.training.resume import ADVICE, SoFar, changes, check_changes, check_model, described, run_state, saved_run
 from hetmesh.training.skip import Skipped, leave_out_unreadable
 from hetmesh.training.step_notices import StepNotices
 from hetmesh.training.stopping import Stopped, StopSignals
@@ -133,10 +134,13 @@ class Trainer:
             kept.keep_latest_k,
             kept.timeout_seconds,
             asynchronous=kept.async_mode == "async",
-            frozen_once=kept.frozen == "once",
+            frozen_once=kept.frozen != "each",
         )
+        self.references: References = {}
         if kept.enable:
             self.checkpointer.prepare()
+            with self.checkpointer.patience():
+                self.references = references(world, recipe, referenced(recipe))
         self.step = 0 if self.claimed.step is None else self._resume()
         self.upcoming = self.job.upcoming
         self.meter = Meter(self.job)
@@ -311,7 +315,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of the current step."""
-        self.checkpointer.save(self.step, self.job.root, self.optimizers, self._position())
+        self.checkpointer.save(self.step, self.job.root, self.optimizers, self._position(), frozenset(self.references))
 
     def _export(self) -> None:
         """Write the last checkpoint once more, as a directory that transformers loads."""
@@ -328,25 +332,33 @@ class Trainer:
         step = self.checkpointer.latest()
         assert step is not None
         path = self.checkpointer.folder / f"step-{step}"
-        saved, so_far = saved_run(self.world, path)
-        changed = changes(saved, self.recipe)
+        saved = saved_run(self.world, path)
+        changed = changes(saved.recipe, self.recipe)
         check_changes(changed, path)
+        with self.checkpointer.patience():
+            now = references(self.world, self.recipe, tuple(saved.references))
+        check_references(path, saved.references, now)
         with keeping_options(self.optimizers):
             try:
-                position = self.checkpointer.load(step, self.job.root, self.optimizers, self._position())
+                position = self.checkpointer.load(
+                    step, self.job.root, self.optimizers, self._position(), frozenset(saved.references)
+                )
             except RecipeError as error:
                 told = f"; keys that have changed: {described(changed)}; {ADVICE}" if changed else ""
                 raise RecipeError(f"{error}{told}") from error
+        check_model(changed, path)
         self.job.loader.load_state_dict(position)
-        self.loss, self.skipped_steps = so_far.get("loss"), so_far.get("skipped_steps", 0)
-        self.skipped.samples = so_far.get("samples_skipped", 0)
+        self.loss, self.skipped_steps = saved.so_far.loss, saved.so_far.skipped_steps
+        self.skipped.samples = saved.so_far.samples_skipped
         if changed:
             self.notes.append(f"changed since, and taken from step {step + 1} on: {described(changed)}")
+        if others := saved.other_versions():
+            self.notes.append(f"other libraries than those that it was saved with: {others}")
         return step
 
     def _position(self) -> dict[str, Any]:
-        so_far = {"loss": self.loss, "skipped_steps": self.skipped_steps, "samples_skipped": self.skipped.samples}
-        return {**self.job.loader.state_dict(), "run": run_state(self.recipe, so_far)}
+        so_far = SoFar(self.loss, self.skipped_steps, self.skipped.samples)
+        return {**self.job.loader.state_dict(), "run": run_state(self.recipe, so_far, self.references)}
 
     def _due(self, interval: int) -> bool:
         return self.step % interval == 0 or self._done or self.signalled

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with WorkerPool(2) as pool:
         options = ([plan.fitted for plan in plans], args.rounds, args.seconds, busy)
         ranks = pool.run(measure, recipes, *options, timeout=600)
-    slowdown = busy_slowdown(([_undisturbed(alone)], [_undisturbed(together)]) for _, (alone, together) in ranks)
+    slowdown = busy_slowdown(([undisturbed(alone)], [undisturbed(together)]) for _, (alone, together) in ranks)
     rows = [
         _row(plan, recipe, [found[i] for found, _ in ranks], slowdown)
         for i, (plan, recipe) in enumerate(zip(plans, recipes, strict=True))
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _undisturbed(seconds: Sequence[float]) -> float:
+def undisturbed(seconds: Sequence[float]) -> float:
     """The lower quartile: two cores that do nothing else slow each other down by less than other processes do."""
     return float(np.quantile(seconds, 0.25))
 

@@ -123,7 +123,7 @@ class Probe:
             rows = torch.randn(layout.local_shape(shape, rank), dtype=job.graph[edge.source.module].options.row_dtype)
             step.leaves[edge, 0] = rows.requires_grad_(edge in stages.gradient_edges)
         work = own_work(plan, stage.module, 0, rank)
-        if any(job.graph[stage.module].mesh.axis_size(axis) > 1 for axis in ("cp", "tp", "dp_shard")):
+        if any(job.graph[stage.module].mesh.axis_size(axis) > 1 for axis in ("cp", "tp", "dp_shard", "ep")):
             dist.barrier()  # what they wait for each other is in their actions
         for kind in (Kind.FORWARD, *backward_kinds(stage, stages, schedule.split)):
             if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and stage != stages.sink:

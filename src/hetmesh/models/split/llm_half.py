@@ -20,13 +20,16 @@ from hetmesh.models.adapter import Abilities, AdapterRequest, ItemGrid, SampleLi
 from hetmesh.models.causal_lm import CausalLMAdapter
 from hetmesh.models.config_keys import check_keys
 from hetmesh.models.deepstack import deepstack_arguments, layer_index
-from hetmesh.models.pretrained import Names
+from hetmesh.models.experts import COEFFICIENT, HALVES, balance_of, fused_layers, two_halves
+from hetmesh.models.pretrained import Names, Pretrained
 from hetmesh.models.split.behind_head import keeps_logits_apart, whole_head
 from hetmesh.models.split.rope_index import check_around, rope_positions
 from hetmesh.models.split.scaling import embedding_scale
 from hetmesh.models.split.text_plan import TextPlan, text_plan
 from hetmesh.models.split.tower_plan import repeated_blocks
 from hetmesh.models.split.whole_model import LLM, WholeModel, whole_model
+from hetmesh.models.stored_form import StoredForm
+from hetmesh.parallel.experts.layers import ExpertLayers
 from hetmesh.parallel.stages import PREVIOUS
 
 
@@ -37,30 +40,36 @@ class HfLlmAdapter(CausalLMAdapter):
 
     Attributes:
         whole: the model.
+        balance: the weight of the load-balancing loss of its experts.
+        packed: whether the samples of a lane lie in one row.
     """
 
     whole: WholeModel = None  # type: ignore[assignment]
+    balance: float = 0.0
+    packed: bool = False
 
     @classmethod
     def make(cls, request: AdapterRequest) -> HfLlmAdapter:
-        """The adapter of a recipe's module; it has no config keys, as everything is in its directory.
+        """The adapter of a recipe's module. Everything is in its directory; of experts the recipe may give the weight
+        of the load-balancing loss, `router_aux_loss_coef`.
 
         Raises:
             RecipeError: no directory, one that cannot be split, or a place in the graph that it cannot have.
         """
         if request.pretrained is None:
             raise RecipeError(f"{request.key}.initial_load_path is missing: {request.model!r} is made from it")
-        check_keys(request, ())
         if request.consumers:
             raise RecipeError(f"{request.key}: an LLM emits logits, not rows, but {list(request.consumers)} consume it")
         whole = whole_model(request.pretrained)
-        config = whole.text_config
+        config, shares = whole.text_config, whole.family.experts
+        check_keys(request, (COEFFICIENT,) if shares else ())
         if config.vocab_size < request.vocab_size:
             raise RecipeError(
                 f"{request.key}: its vocabulary has {config.vocab_size} tokens, that of the data source "
                 f"{request.vocab_size}"
             )
-        return cls(config, whole.model_class, request.sources, whole=whole)
+        balance = balance_of(request, config) if shares else 0.0
+        return cls(config, whole.model_class, request.sources, whole=whole, balance=balance, packed=request.packed)
 
     @property
     def checkpoint_names(self) -> tuple[Names, ...]:  # type: ignore[override]
@@ -82,10 +91,24 @@ class HfLlmAdapter(CausalLMAdapter):
             layer_of_output=self.layer_of_output if takes_features else None,
             position_ids=self.position_ids if positions else None,
             attention_dropout=getattr(config, "attention_dropout", None) or 0.0,
-            stored_forms=self.whole.stored_forms,
+            stored_forms=self.stored_forms,
+            experts=None if "experts" in reasons else self._experts,
             head=self._head,
             reasons=reasons,
         )
+
+    @property
+    def in_two_dims(self) -> Mapping[str, tuple[int, int]]:  # type: ignore[override]
+        return HALVES if self.whole.family.experts else {}
+
+    def read_forms(self, pretrained: Pretrained) -> Mapping[str, StoredForm]:
+        return self.whole.stored_forms(pretrained)
+
+    @cached_property
+    def _experts(self) -> ExpertLayers | None:
+        if not self.whole.family.experts:
+            return None
+        return fused_layers(self.config, self.balance, f"{self.whole.decoder}.layers")
 
     @cached_property
     def _forward_names(self) -> frozenset[str]:
@@ -106,6 +129,8 @@ class HfLlmAdapter(CausalLMAdapter):
             found["activation"] = (
                 "its decoder changes the embedded tokens before its first layer, in a way that stages cannot take back"
             )
+        if self._experts is not None and not (self.packed or self.balance):  # which transformers' own blocks compute
+            found["experts"] = "its samples are padded; set training.pack_samples = true"
         if not self._text_plan.token_sharded:
             found["token_sharded"] = "tensor parallelism does not split its attention"
         elif self._windows and self.whole.family.mask == "causal":  # built from the shape of a share, unless packed
@@ -135,7 +160,11 @@ class HfLlmAdapter(CausalLMAdapter):
         return getattr(self.config, "sliding_window", None) is not None  # of all layers: Mistral, Phi-3
 
     def build(self) -> nn.Module:
-        return self.whole.part(self.whole.build(), LLM)
+        model = self.whole.part(self.whole.build(), LLM)
+        if self.whole.family.experts:
+            two_halves(model)
+            model.config.get_text_config().output_router_logits = False  # their loss is hetmesh's own
+        return model
 
     @cached_property
     def _empty(self) -> nn.Module:
@@ -178,7 +207,9 @@ class HfLlmAdapter(CausalLMAdapter):
         return self._text_plan.plan
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
-        return self._text_plan.sizes
+        if self.abilities.experts is None:
+            return self._text_plan.sizes
+        return {**self._text_plan.sizes, "moe_intermediate_size": self.config.moe_intermediate_size}
 
     def layer_of_output(self, output: str) -> str | None:
         """The layer behind which a side output of the encoder is added to its tokens; None: there is none."""

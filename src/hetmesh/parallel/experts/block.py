@@ -22,6 +22,7 @@ from hetmesh.parallel.experts.exchange import (
     return_rows,
     send_rows,
     start_counts,
+    sum_choices,
 )
 from hetmesh.parallel.experts.fan import collect, fan_to_experts, fan_to_ranks, spread
 from hetmesh.parallel.experts.layers import ExpertLayers
@@ -96,7 +97,7 @@ class ExpertBlock(nn.Module):
         choices = choices_per_sample(experts, samples, self.layers.count)
         own = choices.sum(0)
         if self.sharing is not None and choices.numel():
-            dist.all_reduce(choices, group=self.sharing)
+            sum_choices(choices, self.sharing, self.peers, current_microbatch())
         dtype = torch.promote_types(logits.dtype, torch.float32)
         probabilities = torch.softmax(logits, dim=-1, dtype=dtype)
         terms = balance_terms(probabilities, choices, samples)

@@ -127,6 +127,23 @@ def return_rows(rows: Tensor, counts: RoutedCounts, peers: ExpertRanks, microbat
     return _Return.apply(rows, counts.received, counts.sent, peers, microbatch)
 
 
+def sum_choices(choices: Tensor, sharing: dist.ProcessGroup, peers: ExpertRanks, microbatch: int) -> None:
+    """Sum how often each expert was chosen over the ranks that share the tokens of samples, in place.
+
+    Args:
+        sharing: those ranks (`cp`).
+    """
+    world, label = peers.world, Label(f"{peers.name} balance", microbatch)
+    assert world is not None
+    work = dist.all_reduce(choices, group=sharing, async_op=True)
+    assert work is not None
+    world.backend.posted([(None, work)], world.watchdog, f"{label}: rank {world.rank}, waiting for a sum of choices")
+    with world.waiting(label):
+        world.backend.wait(work, world.timeout)
+    ranks = sharing.size()
+    world.log.add(label, "received", None, 2 * choices.nbytes * (ranks - 1) // ranks, "all_reduce")
+
+
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(

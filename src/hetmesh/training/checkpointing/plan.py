@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -15,7 +16,8 @@ from hetmesh.errors import CheckpointError
 from hetmesh.training.gradients import reduce_over_ranks
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Entry:
     """A value that this rank writes: a tensor (this rank's shard of one), or anything that `torch.save` takes."""
 
     index: MetadataIndex

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.utils.serialization import config
 
-from hetmesh._torch_compat import storage_info
+from hetmesh._torch_compat import storage_info, without_zip_checksums
 from hetmesh.training.checkpointing.plan import Entry
 from hetmesh.training.checksums import SavedPart
 
 
-class Written(NamedTuple):
+@dataclass(frozen=True)
+class Written:
     """Where an entry is: which one, the bytes of which file, and their CRC-32."""
 
     index: MetadataIndex
@@ -62,18 +62,18 @@ def write_file(path: Path, entries: Iterable[Entry]) -> list[Written]:
         OSError: it cannot be written.
     """
     found = []
-    # torch.save's own checksums are slow, and torch.load never compares them.
-    with open(path, "wb") as raw, config.patch("save.compute_crc32", False):
+    with open(path, "wb") as raw, without_zip_checksums():
         stream = _Summed(raw)
         try:
-            for index, value in entries:
+            for entry in entries:
                 offset = raw.tell()
                 stream.begin()
-                if isinstance(value, Tensor):
-                    _save_tensor(value, stream)
+                if isinstance(entry.value, Tensor):
+                    _save_tensor(entry.value, stream)
                 else:
-                    stream.write(value)
-                found.append(Written(index, SavedPart(path.name, offset, stream.length, index.fqn), stream.crc))
+                    stream.write(entry.value)
+                part = SavedPart(path.name, offset, stream.length, entry.index.fqn)
+                found.append(Written(entry.index, part, stream.crc))
         except Exception as error:
             raise stream.error or error from error
         raw.flush()
@@ -85,7 +85,7 @@ def _save_tensor(tensor: Tensor, stream: _Summed) -> None:
     tensor = tensor.detach().cpu()
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone()  # of a view, only what is seen is saved
-    torch.save(tensor, stream)
+    torch.save(tensor, cast(IO[bytes], stream))  # all that it needs of one
 
 
 def report_name(rank: int) -> str:
@@ -96,9 +96,10 @@ def report_name(rank: int) -> str:
 def write_report(folder: Path, rank: int, written: Iterable[Written]) -> None:
     """Say what `rank` has written in `folder`: all of it or nothing. Raises OSError."""
     lines = []
-    for index, part, crc in written:
+    for each in written:
+        index, part = each.index, each.part
         offset = None if index.offset is None else list(index.offset)
-        lines.append([index.fqn, offset, index.index, part.file, part.offset, part.length, crc])
+        lines.append([index.fqn, offset, index.index, part.file, part.offset, part.length, each.crc])
     temporary = folder / (report_name(rank) + ".part")
     temporary.write_text(json.dumps(lines), encoding="utf-8")
     os.replace(temporary, folder / report_name(rank))
@@ -120,4 +121,4 @@ def write_index(folder: Path, metadata: Metadata, written: Iterable[Written]) ->
     results = [
         WriteResult(w.index, w.part.length, storage_info(w.part.file, w.part.offset, w.part.length)) for w in written
     ]
-    FileSystemWriter(str(folder)).finish(dataclasses.replace(metadata), [results])
+    FileSystemWriter(str(folder)).finish(replace(metadata), [results])

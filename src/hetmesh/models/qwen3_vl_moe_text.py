@@ -1,0 +1,27 @@
+"""Qwen3-VL-MoE's LLM (transformers' Qwen3VLMoeTextModel with a head): Qwen3-VL's, with experts as Qwen3-MoE's."""
+
+from __future__ import annotations
+
+from hetmesh.models.adapter import AdapterRequest
+from hetmesh.models.causal_lm import CausalLMAdapter
+from hetmesh.models.qwen3_moe import Qwen3MoeAdapter, expert_sizes
+from hetmesh.models.qwen3_vl_text import Qwen3VLTextAdapter
+
+
+class Qwen3VLMoeTextAdapter(Qwen3MoeAdapter, Qwen3VLTextAdapter):
+    """Positions of three axes and DeepStack features, and mixture-of-experts blocks, which ranks along `ep` share."""
+
+    @classmethod
+    def make(cls, request: AdapterRequest) -> CausalLMAdapter:
+        """The adapter of a recipe's module; keys not given follow the others as those of `qwen3_moe` and
+        `qwen3_vl_text`. Routing weights of a token always add up to 1 (there is no `norm_topk_prob`).
+
+        Raises:
+            RecipeError: as those two.
+        """
+        from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
+
+        from hetmesh.models.qwen3_vl_moe_causal_lm import Qwen3VLMoeTextForCausalLM
+
+        adapter = cls.make_vl(request, Qwen3VLMoeTextConfig, Qwen3VLMoeTextForCausalLM, expert_sizes(request))
+        return cls.with_experts(request, adapter)
