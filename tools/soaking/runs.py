@@ -57,6 +57,7 @@ class Start:
     def __init__(self, arguments: Sequence[str], printed: Path, command: Sequence[str] = ()) -> None:
         self.printed, self.began = printed, time.monotonic()
         self.status: int | None = None
+        self._leaders: set[int] = set()
         told = ["train", str(ROOT / "recipes" / "digits.toml"), *KEYS, *arguments]
         self.pid = os.fork()
         if not self.pid:
@@ -89,12 +90,19 @@ class Start:
 
     def children(self, of: int | None = None) -> list[int]:
         """Living processes that it has started, or that `of` has, in their order."""
-        return [pid for pid, parent in _session(self.pid) if parent == (of or self.pid)]
+        return [pid for pid, parent in self._living() if parent == (of or self.pid)]
+
+    def _living(self) -> list[tuple[int, int]]:
+        """Living processes of its session, and of those that its children lead (torchrun's do), with their parents."""
+        self._leaders |= {self.pid}
+        found = _processes()
+        self._leaders |= {pid for pid, parent, session in found if parent in self._leaders and session == pid}
+        return [(pid, parent) for pid, parent, session in found if session in self._leaders]
 
     def left_behind(self) -> list[int]:
         """Processes of its session that do not end."""
         deadline = time.monotonic() + GONE
-        while found := [pid for pid, _ in _session(self.pid)]:
+        while found := [pid for pid, _ in self._living()]:
             if time.monotonic() > deadline:
                 return found
             time.sleep(LOOK * 5)
@@ -102,7 +110,7 @@ class Start:
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """End all that is left of it."""
-        for pid, _ in _session(self.pid):
+        for pid, _ in self._living():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
         self.wait(GONE)
@@ -130,15 +138,15 @@ def _become(arguments: Sequence[str], printed: Path, command: Sequence[str]) -> 
         os._exit(status)
 
 
-def _session(leader: int) -> list[tuple[int, int]]:
-    """Living processes of a session, each with its parent's id."""
+def _processes() -> list[tuple[int, int, int]]:
+    """Living processes of this machine, each with its parent's id and its session."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):
                 state, parent, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-                if int(session) == leader and state not in "ZX":
-                    found.append((int(folder.name), int(parent)))
+                if state not in "ZX":
+                    found.append((int(folder.name), int(parent), int(session)))
     return sorted(found)
 
 
