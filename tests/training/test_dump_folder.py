@@ -69,7 +69,7 @@ def test_a_kill_while_the_recipe_is_written_does_not_hide_the_run(world, tmp_pat
     (tmp_path / "digits" / "metrics.jsonl").write_text('{"step": 1}\n')
     described = recipe(tmp_path / "digits", "--checkpoint.enable", "true")
     first = claim_folder(described, world)
-    first.begin(recipe(tmp_path / "digits", "--checkpoint.enable", "true", "--job.description", "x" * 100))
+    first.begin(recipe(tmp_path / "digits", "--checkpoint.enable", "true", "--job.description", "x" * 1000))
     whole = (first.path / "recipe.json").read_text()
     first.release()
     (first.path / "checkpoint" / "step-1").mkdir(parents=True)
@@ -85,7 +85,7 @@ def test_a_kill_while_the_recipe_is_written_does_not_hide_the_run(world, tmp_pat
     last.begin(described)
     last.release()
     assert json.loads((first.path / "recipe.json").read_text()) == described.model_dump(mode="json", by_alias=True)
-    assert (first.path / "recipe.json").stat().st_size < len(whole) - 90
+    assert (first.path / "recipe.json").stat().st_size < len(whole) - 800
 
 
 def test_two_runs_at_once_do_not_share_a_folder(world, tmp_path):

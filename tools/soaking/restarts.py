@@ -34,22 +34,27 @@ def command(folder: Path, usual: Usual, rng: random.Random, limit: float, end: b
         for number in range(1 if end else KILLS):
             step = rng.randrange(1, STEPS - 1)
             start.wait(limit, lambda at=step: results.step() >= at)
-            workers = start.children()
+            if not (workers := start.children()):
+                break
             pids = [start.pid] if end else rng.choice([workers, [rng.choice(workers)]])
             told.append(f"kill {number + 1} of {len(pids)} at step {step}")
             for pid in pids:
                 with suppress(ProcessLookupError):
                     kill(pid, signal.SIGKILL)
-            if not end:
-                start.wait(limit, lambda old=workers: len(found := start.children()) == 4 and not {*found} & {*old})
+            start.wait(limit, lambda old=workers: bool(found := start.children()) and not {*found} & {*old})
         if not start.wait(limit):
             start.kill(signal.SIGABRT)
             return f"hang: no end within {limit:g} s; {told}\n{start.words[-LAST_WORDS:]}"
         if left := start.left_behind():
             return f"failure: it left the processes {left} behind; {told}"
-        if end:
+        if end and told:
             return None
-        if start.status or start.words.count("resuming at step") < 1 or results.curve() != usual.curve:
+        if (
+            len(told) < KILLS
+            or start.status
+            or start.words.count("resuming at step") < 1
+            or results.curve() != usual.curve
+        ):
             curve = results.curve() if start.status == 0 else ""
             return f"failure: exit status {start.status}; {told} {curve}\n{start.words[-LAST_WORDS:]}"
         return None if results.summary() == usual.summary else f"failure: the summary is {results.summary()}"
