@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hetmesh.errors import RecipeError
 from hetmesh.models import MODELS
 from hetmesh.models.adapter import AdapterRequest
+from hetmesh.models.pretrained import Pretrained
 from hetmesh.models.qwen3_vl_moe_text import Qwen3VLMoeTextAdapter
+from hetmesh.testing import tiny_vlms
 from hetmesh.testing.precision import exact_dtypes
 
 CONFIG = {
@@ -98,3 +101,21 @@ def test_what_it_is_composed_of():
 def test_what_does_not_fit_is_refused(config, said):
     with pytest.raises(RecipeError, match=said):
         adapter(**config)
+
+
+def test_the_hub_s_transposed_experts_are_read_as_those_that_transformers_saves(tmp_path):
+    adapters = []
+    for name, turn in (("hub", True), ("saved", False)):
+        path = tiny_vlms.save("qwen3_vl_moe", tmp_path / name)
+        if turn:
+            held = load_file(path / "model.safetensors")
+            held = {n: e.transpose(1, 2).contiguous() if ".experts." in n else e for n, e in held.items()}
+            save_file(held, path / "model.safetensors", metadata={"format": "pt"})
+        pretrained = Pretrained(path, "llm.initial_load_path")
+        request = AdapterRequest("llm", placeholders={"vision": "image"}, pretrained=pretrained)
+        adapters.append((MODELS["qwen3_vl_moe_text"](request), pretrained))
+    hub, saved = (adapter.read_forms(pretrained) for adapter, pretrained in adapters)
+    assert {n: form.shape for n, form in hub.items()} == {n: form.shape for n, form in saved.items()}
+    turned = {name for name, form in hub.items() if not form.is_whole}
+    assert turned == {name for name in hub if ".mlp.experts." in name}
+    assert all(form.is_whole for form in saved.values())

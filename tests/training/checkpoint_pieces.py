@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import World
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.training.checkpointing import saving
+from hetmesh.training.checkpointing import frozen, saving
 from hetmesh.training.optimizers import Root, make_optimizers
 
 
@@ -81,9 +81,9 @@ class Gate:
 
     def __enter__(self):
         self.write = saving.write_file
-        saving.write_file = lambda *args: (self.open.wait(60), self.write(*args))[1]
+        saving.write_file = frozen.write_file = lambda *args: (self.open.wait(60), self.write(*args))[1]
         return self
 
     def __exit__(self, *_):
-        saving.write_file = self.write
+        saving.write_file = frozen.write_file = self.write
         self.open.set()

@@ -5,6 +5,7 @@ import resource
 import shutil
 import sys
 import time
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -212,6 +213,28 @@ def test_every_changed_byte_is_found(world, tmp_path):
                 checksums.read_manifest(path)
             flip(path / name, at)
     assert checksums.read_manifest(path) == sums
+
+
+def test_checkpoints_of_older_versions_are_read(world, tmp_path):
+    """Their checksums are CRC-32, and their tensors may lie in any order of dims."""
+    root, _ = make()
+    with torch.no_grad():
+        root.llm.used.weight = nn.Parameter(torch.arange(12.0).reshape(3, 4)[:, 1:].T)
+    before = everything(root, None)
+    path = Checkpointer(world, tmp_path).save(1, root, None, {})
+    files = {file.name: file.read_bytes() for file in path.glob("*.distcp")}
+    sums = checksums.read_manifest(path)
+    assert all(isinstance(each, str) for each in sums.values())
+    old = {part: zlib.crc32(files[part.file][part.offset :][: part.length]) for part in sums}
+    for kind in (sums, old):
+        checksums.write_manifest(path, kind)
+        with torch.no_grad():
+            root.llm.used.weight.zero_()
+        Checkpointer(world, tmp_path).load(1, root, None, {})
+        assert different(before, everything(root, None)) == []
+        assert checksums.damaged(path, kind) == []
+    flip(path / "__0_0.distcp", 700)
+    assert len(checksums.damaged(path, old)) == 1
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_pieces import different, everything, make, steps
+from checkpoint_pieces import Gate, different, everything, make, steps
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from hetmesh.errors import CheckpointError, RecipeError
@@ -70,6 +70,23 @@ def test_what_has_changed_all_the_same_is_written_again(world, tmp_path):
         other, resumed = half_frozen()
         checkpointer.load(step, other, resumed, {})
         assert torch.equal(other.llm.unused.weight, root.llm.unused.weight)
+
+
+def test_what_is_frozen_may_move_while_it_is_written(world, tmp_path):
+    """As experts do that go to their own places to be saved, and back."""
+    checkpointer = Checkpointer(world, tmp_path, asynchronous=True)
+    root, optimizers = half_frozen()
+    for step in (1, 2):
+        steps(root, optimizers, [True])
+        before = everything(root, optimizers)
+        with Gate() as gate, torch.no_grad():
+            checkpointer.save(step, root, optimizers, {})
+            root.llm.unused.weight.add_(1)
+            gate.open.set()
+            checkpointer.wait()
+        other, resumed = half_frozen()
+        checkpointer.load(step, other, resumed, {})
+        assert different(before, everything(other, resumed)) == []
 
 
 @pytest.mark.parametrize("reason", ["each", "no links", "deleted"])

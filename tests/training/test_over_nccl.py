@@ -44,6 +44,7 @@ SMALL_8B = (
 FP64 = ("--training.dtype", "float64")
 ALL = {
     **{path.stem: FP64 for path in sorted(RECIPES.glob("digits*.toml"))},
+    "digits_moe": (*FP64, "--parallelism.llm.expert_placement_interval", "1"),
     # Its template, llava_style, is run with files of its own: `pytest --emulate-nccl tests/models`.
     "siglip_qwen3_8b": SMALL_8B,
 }

@@ -106,6 +106,7 @@ CASES = {
     "recomputed": ((table("vision", "0-1"), experts("2-3", 2, 2) + FULL), {}),
     "recomputed, PP 2": ((table("vision", "0-1"), experts("0-3", 2, 2, pp=2) + FULL), {"policy": "1f1b"}),
     "recomputed, FSDP": ((table("vision", "0-3"), experts("0-3", 2, fsdp=4) + FULL), {}),
+    "selectively, FSDP": ((table("vision", "0-3"), experts("0-3", 2, fsdp=4) + FULL.replace("full", "selective")), {}),
     "selectively": ((experts("0-1", 2, 2) + FULL.replace("full", "selective"),), {}),
     "fewer experts than shards": (
         (table("vision", "0-1"), experts("0-3", 2, fsdp=4)),
@@ -231,7 +232,7 @@ def routed(rank, given):
     loads = ExpertLoads(job)
     with exact_dtypes(job.root):
         job.forward_backward()
-    return loads.mine(), loads.read(loads.mine(), 1)
+    return loads.mine(), loads.read(loads.mine(), 1, job.expert_placement.placements)
 
 
 @pytest.mark.slow

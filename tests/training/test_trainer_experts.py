@@ -18,7 +18,7 @@ HERE = (
 LAYOUTS = {
     "FSDP 2, EP 2": (
         *("--parallelism.llm.data_parallel_replicate_degree", "1", "--parallelism.llm.data_parallel_shard_degree", "4"),
-        *("--training.local_batch_size", "3"),
+        *("--training.local_batch_size", "3", "--parallelism.llm.expert_placement_interval", "1"),
     ),
     "EP 2, TP 2": ("--parallelism.llm.tensor_parallel_degree", "2"),
 }

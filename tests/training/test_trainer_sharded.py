@@ -41,7 +41,10 @@ def train(rank, recipe, steps):
     if rank >= recipe.world_size:
         return None
     trainer = Trainer(recipe, world)
-    taken = []
+    placed, resumed, taken = trainer.job.expert_placement, trainer.step, []
+    assert not resumed or all(
+        each[0] != tuple(range(len(each[0]))) for each in map(placed.placements.get, placed.every)
+    )
     with exact_dtypes(trainer.job.root):
         while trainer.step < steps:
             taken.append(trainer.train_step())
@@ -50,6 +53,8 @@ def train(rank, recipe, steps):
                 trainer.save()
         evaluation = trainer.validate()
     trainer.reporter.close()
+    assert resumed or all(sum(m.expert_placement[name]["moved"] for m in taken) for name in placed.every)
+    placed.to_own_places(trainer.optimizers)  # where tensors are in the order of experts
     full = {k: p.full_tensor() if isinstance(p, DTensor) else p for k, p in trainer.job.root.state_dict().items()}
     return [m.loss for m in taken], [m.grad_norm for m in taken], full, evaluation.loss
 
@@ -87,6 +92,7 @@ def loaded(rank, recipe):
     trainer = Trainer(recipe, World.current())
     trainer.reporter.close()
     assert trainer.step == 2
+    trainer.job.expert_placement.to_own_places(trainer.optimizers)
     state = {**trainer.job.root.state_dict(), **trainer.optimizers[0].state_dict()}
     return {
         k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items() if isinstance(v, torch.Tensor)

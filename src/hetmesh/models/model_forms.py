@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -76,9 +77,14 @@ def model_forms(
     return ModelForms({**forms, **made}, {**names, **{ours: ours for ours in made}}, tuple(unknown))
 
 
-def class_forms(model_class: Any, config: Any, pretrained: Pretrained) -> Mapping[str, StoredForm]:
+def class_forms(
+    model_class: Any, config: Any, pretrained: Pretrained, expected: Mapping[str, Shape] = MappingProxyType({})
+) -> Mapping[str, StoredForm]:
     """The tensors of a directory as a class of transformers reads them, whatever is put before their names there; those
     of other models in it too.
+
+    Args:
+        expected: shapes in the model by how names end, for conversions that go by them.
 
     Raises:
         RecipeError: as of `model_forms`.
@@ -94,7 +100,8 @@ def class_forms(model_class: Any, config: Any, pretrained: Pretrained) -> Mappin
         if pattern is not None:
             taken[name] = Taken(name, ours, pattern)
     shapes = {name: entry.shape for name, entry in pretrained.tensors.items()}
-    made = converted(taken, shapes, converters, {}, pretrained)
+    wanted = {t.name: shape for t in taken.values() for end, shape in expected.items() if t.name.endswith(end)}
+    made = converted(taken, shapes, converters, wanted, pretrained)
     plain = {name: form for name, form in pretrained.forms.items() if name not in taken}
     if twice := sorted(made.keys() & plain.keys()):
         raise RecipeError(f"{pretrained}: {twice[0]} is in it as it is, and as {made[twice[0]].names[0]} too")

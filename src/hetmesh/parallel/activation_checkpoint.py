@@ -9,14 +9,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from hetmesh._torch_compat import PROFILER_OPS
 from hetmesh.graph.module_options import CheckpointMode
 from hetmesh.parallel.linear import RowwiseLinear
 from hetmesh.parallel.random_state import Remembered
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 ATTENTION = "_scaled_dot_product_"
+
+# FSDP names its phases for the profiler, and around experts inside a block it has others when that is computed again.
+SAC_IGNORED_OPS.update(PROFILER_OPS)
 
 
 def apply_activation_checkpoint(blocks: Iterable[nn.Module], mode: CheckpointMode) -> None:

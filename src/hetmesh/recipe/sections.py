@@ -200,6 +200,7 @@ class ModuleParallelism(ScheduleKeys):
     context_parallel_degree: Size = 1
     tensor_parallel_degree: Size = 1
     expert_parallel_degree: Size = 1  # of the data parallel ranks, how many hold different experts (shards first)
+    expert_placement_interval: Count = 0  # steps between two moves of experts to even out ranks; 0: they never move
     pipeline_parallel_layers_per_stage: Size | None = None  # more stages than pipeline ranks take turns on them
     module_fqns_per_model_part: tuple[tuple[str, ...], ...] | None = None  # layers of each stage; None: equal time
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"

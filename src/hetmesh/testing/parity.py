@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -146,11 +147,14 @@ def run(
     norms: list[float] = []
 
     def step() -> float:
+        number = next(numbers)
+        if number:
+            job.expert_placement.behind_step(number, None)
         drawn = next(job.loader)
         metas = [d.meta for d in drawn]
         plan = policy(job.graph, metas, recipe.batch.microbatch_size) if policy else job.plan(metas)
         feed = Feed(job.loader, drawn, plan, job.adapters, world.rank)
-        loss = job.runtime.run(job.schedule(plan), plan, feed, step=next(numbers))
+        loss = job.runtime.run(job.schedule(plan), plan, feed, step=number)
         targets = max(plan.num_targets, 1)
         scale(parameters.values(), 1 / targets)
         if not norms:
@@ -158,7 +162,7 @@ def run(
         return float(loss) / targets if job.counts_loss else 0.0
 
     with exact_dtypes(job.root, every_cast=_is_split(job.adapters)):
-        outcome = descend(parameters, step, steps, lr)
+        outcome = descend(parameters, step, steps, lr, partial(job.expert_placement.to_own_places, None))
     if fault is None:
         job.check_replicas(steps)
     return replace(outcome, norm=norms[0])
@@ -198,8 +202,18 @@ def run_as(
     return run(recipe, World.current(), steps, fault=fault, policy=policy)
 
 
-def descend(parameters: Mapping[str, nn.Parameter], step: Callable[[], float], steps: int, lr: float) -> Outcome:
-    """Take SGD steps (Adam would hide scale errors) and keep the first gradients, as full tensors."""
+def descend(
+    parameters: Mapping[str, nn.Parameter],
+    step: Callable[[], float],
+    steps: int,
+    lr: float,
+    finish: Callable[[], object] = lambda: None,
+) -> Outcome:
+    """Take SGD steps (Adam would hide scale errors) and keep the first gradients, as full tensors.
+
+    Args:
+        finish: called behind the last step, before parameters are read.
+    """
     losses: list[float] = []
     first: dict[str, Tensor | None] = {}
     for i in range(steps):
@@ -209,6 +223,7 @@ def descend(parameters: Mapping[str, nn.Parameter], step: Callable[[], float], s
         if i == 0:
             first = {k: None if p.grad is None else _full(p.grad).clone() for k, p in parameters.items()}
         _sgd(parameters.values(), lr)
+    finish()
     return Outcome(tuple(losses), first, {k: _full(p.detach()).clone() for k, p in parameters.items()})
 
 

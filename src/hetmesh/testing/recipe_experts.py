@@ -44,6 +44,7 @@ def experts(draw: st.DrawFn, draft: Draft) -> None:
     degrees = [degree for degree in (2, 4) if lanes % degree == 0 and fits(degree)]
     if degrees:
         table["expert_parallel_degree"] = draw(st.sampled_from(degrees))
+        table["expert_placement_interval"] = draw(st.sampled_from([0, 1, 2]))
 
 
 def _configured(draft: Draft) -> list[Table]:

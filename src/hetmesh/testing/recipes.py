@@ -160,6 +160,7 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "FSDP": _any_mesh("dp_shard"),
     "tensor parallel": _any_mesh("tp"),
     "expert parallel": _any_mesh("ep"),
+    "experts that move": _layout_key("expert_placement_interval"),
     "sequence parallel": _layout_key("enable_sequence_parallel"),
     "context parallel": _any_mesh("cp"),
     "encoder context parallel": lambda r: any(m.axis_size("cp") > 1 for n, m in r.meshes().items() if n != r.sink),

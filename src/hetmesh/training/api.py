@@ -81,6 +81,12 @@ def open_job(recipe: Recipe, *, loss: OwnLoss | None = None, self_check: bool = 
     """
     _check_type(recipe)
     _check_forks(recipe)
+    for name, table in recipe.parallelism.modules.items():
+        if interval := table.expert_placement_interval:
+            raise RecipeError(
+                f"parallelism.{name}.expert_placement_interval = {interval}: experts move between steps of "
+                "hetmesh.train, which knows what the optimizer keeps of them; leave it out in a loop of your own"
+            )
     with open_payloads(recipe) as payloads, world_of(recipe) as world:
         if self_check:
             _compare_once(recipe, world)

@@ -125,13 +125,16 @@ class Checkpointer:
         fixed = {f"model.{name}" for name in frozen_names(root)} if self.frozen_once else set()
         changing = [entry for entry in entries if entry.index.fqn not in fixed]
         frozen = [entry for entry in entries if entry.index.fqn in fixed]
+        unchanged = state_of(frozen)
         if self.asynchronous:
+            if not self._frozen.has(unchanged):  # once, and whenever frozen experts move to other ranks and back
+                frozen = Staging(self.world.accelerator).copy(frozen)[0]
             copies, ready = self._staging.copy(changing)
         else:
             self.world.accelerator.synchronize()  # another thread reads what is computed here
             copies, ready = as_bytes(changing), self.world.accelerator.event()
             ready.record()
-        self._pending = PendingSave(place, Content(copies, frozen, state_of(frozen), self._frozen), ready)
+        self._pending = PendingSave(place, Content(copies, frozen, unchanged, self._frozen), ready)
         if not self.asynchronous:
             self.wait()
         return path

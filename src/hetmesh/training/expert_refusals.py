@@ -19,13 +19,24 @@ def check_experts(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusal
     """What ranks that hold different experts need of a module."""
     experts, degree = adapter.abilities.experts, _degree(recipe, name)
     key = f"parallelism.{name}.expert_parallel_degree = {degree}"
+    interval = _interval(recipe, name)
     if experts is None:
         # A flat [parallelism] says it of all modules; to those without experts these are lanes as all others.
         if degree > 1 and (name == recipe.sink or degree != _degree(recipe, recipe.sink)):
             refusals.add(
                 f"{key}: this {recipe.modules[name].model} has no experts{adapter.abilities.because('experts')}"
             )
+        elif interval and (name == recipe.sink or interval != _interval(recipe, recipe.sink)):
+            refusals.add(
+                f"parallelism.{name}.expert_placement_interval = {interval}: this {recipe.modules[name].model} has no "
+                f"experts to move{adapter.abilities.because('experts')}"
+            )
         return
+    if interval and degree == 1:
+        refusals.add(
+            f"parallelism.{name}.expert_placement_interval = {interval}: every rank holds all experts, so none can "
+            "move; give it an expert_parallel_degree above 1, or leave it out"
+        )
     if experts.count % degree:
         refusals.add(
             f"{key}: must divide num_experts = {experts.count} of modules.{name}; {divisors(experts.count)} do"
@@ -52,6 +63,11 @@ def _experts_within(recipe: Recipe, name: str, experts: ExpertLayers, refusals: 
             f"expert_parallel_degree = {mesh.axis_size('ep')} leaves), and so parts of each: {shards} must divide its "
             f"{inner} inner features and hidden_size = {experts.features}"
         )
+
+
+def _interval(recipe: Recipe, name: str) -> int:
+    own = recipe.parallelism.modules.get(name)
+    return 0 if own is None else own.expert_placement_interval
 
 
 def _degree(recipe: Recipe, name: str) -> int:

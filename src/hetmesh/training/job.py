@@ -35,6 +35,7 @@ from hetmesh.runtime import Reducer, Runtime
 from hetmesh.schedule import Schedule
 from hetmesh.training.balance import recipe_balance
 from hetmesh.training.describe import describe, make_loader
+from hetmesh.training.expert_placement import ExpertPlacement
 from hetmesh.training.feed import Feed
 from hetmesh.training.first_steps import FirstSteps
 from hetmesh.training.gradients import counted, reduce_over_ranks, squared_norm
@@ -184,6 +185,11 @@ class Job:
         """What is looked for behind them."""
         own = frozenset(name for name, module in self.recipe.modules.items() if ":" in module.model)
         return FirstSteps(self.parallel, own, self.world)
+
+    @cached_property
+    def expert_placement(self) -> ExpertPlacement:
+        """Where the experts of its modules lie."""
+        return ExpertPlacement(self)
 
     @cached_property
     def counted(self) -> list[nn.Parameter]:

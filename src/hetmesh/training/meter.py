@@ -18,7 +18,7 @@ from hetmesh.balance.from_graph import within_range
 from hetmesh.boundary import World
 from hetmesh.cost import Work, find_machine, imbalance, lane_work, load_machine, module_flops
 from hetmesh.training.balance import sample_costs
-from hetmesh.training.expert_loads import ExpertLoads, Loads
+from hetmesh.training.expert_loads import Loads
 from hetmesh.training.feed import Loaded
 from hetmesh.training.module_shapes import module_shapes
 
@@ -121,7 +121,7 @@ class Meter:
         self.shapes = module_shapes(job.recipe, job.adapters)
         dtypes = {name: job.graph[name].options.row_dtype for name in job.graph.order}
         found = {dtype: find_peak(job.recipe, job.world, dtype) for dtype in dict.fromkeys(dtypes.values())}
-        self.experts = ExpertLoads(job)
+        self.experts = job.expert_placement
         self.peaks = {name: found[dtype] for name, dtype in dtypes.items()}
         # Also without a balancer work is counted as balancers do; caps are no matter of how samples were drawn.
         self.unbalanced = BalanceOptions(
@@ -172,7 +172,7 @@ class Meter:
         mine += [float(peak_memory(self.world.device))]
         mine += [float(log.bytes_received(name, way)) for name in names for way in DIRECTIONS]
         mine += [log.seconds_waited(name) for name in names]
-        everyone = gather_over_ranks(mine, self.world, self.experts.mine())
+        everyone = gather_over_ranks(mine, self.world, self.experts.loads.mine())
         everyone, routed = everyone[:, : len(mine)], everyone[:, len(mine) :]
         samples, everyone = everyone[:, :3], everyone[:, 3:]
         received = everyone[:, 1 : 1 + 2 * len(names)].sum(0).reshape(-1, 2).tolist()
@@ -192,7 +192,7 @@ class Meter:
                 "bytes_read_most": int(samples[:, 0].max()),
                 "wait_s": round(float(samples[:, 2].max()), 6),
             },
-            self.experts.read(routed.sum(0), targets),
+            self.experts.loads.read(routed.sum(0), targets, self.experts.placements),
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -32,6 +32,8 @@ class StepMetrics:
         samples_skipped: of the global batch: they could not be read, and add nothing either.
         samples_by_source: of the global batch, where they come from a mixture.
         media_dropped, tokens_dropped: what of the global batch did not fit into `seq_len`.
+        expert_placement: by module, experts that changed their rank behind this step, how even ranks were and are, and
+            the tokens of each expert since the last time.
         over_in_flight: microbatches beyond `bubble_fill_in_flight` that encoders might hold in this step.
     """
 
@@ -53,6 +55,7 @@ class StepMetrics:
     over_in_flight: int = 0
     samples_by_source: Mapping[str, int] = field(default_factory=dict)
     load: StepLoad | None = None
+    expert_placement: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """The line of metrics.jsonl; what is unknown is left out, and so are counts of 0."""
@@ -60,7 +63,7 @@ class StepMetrics:
         own |= {key: getattr(self, key) for key in ("samples_per_s", "tokens_per_s", "time_s")}
         names = ("skipped_steps", "samples_without_target", "samples_skipped", "media_dropped", "tokens_dropped")
         counts: dict[str, Any] = {name: getattr(self, name) for name in (*names, "over_in_flight")}
-        counts |= {"samples_by_source": self.samples_by_source}
+        counts |= {"samples_by_source": self.samples_by_source, "expert_placement": self.expert_placement}
         more = asdict(self.cost) | (asdict(self.measured) if self.measured else {})
         more |= self.load.record() if self.load else {}
         return own | {k: v for k, v in counts.items() if v} | {k: v for k, v in more.items() if v not in (None, {})}
@@ -113,8 +116,8 @@ class StepMetrics:
             yield f"{name} {amount(sum(sizes.values()))}B waited {1000 * self.measured.wait_s[name]:.0f} ms"
         for name, load in self.measured.experts.items() if self.measured else ():
             yield (
-                f"experts of {name} balance loss {load['balance_loss']:.3f} max/mean {load['max_over_mean']:.2f} "
-                f"{load['without_tokens']:.0f} without tokens"
+                f"experts of {name} balance loss {load['balance_loss']:.3f} max/mean {load['max_over_mean']:.2f} of "
+                f"ranks {load['ranks_max_over_mean']:.2f} {load['without_tokens']:.0f} without tokens"
             )
         if self.media_dropped or self.tokens_dropped:
             yield f"cut by seq_len: {self.tokens_dropped} tokens and {self.media_dropped} media items"
@@ -157,8 +160,11 @@ def duration(seconds: float) -> str:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Nested tables as one, keys joined by `/`, as TensorBoard and Weights & Biases group them."""
+    """The numbers of nested tables as one table, keys joined by `/`, as TensorBoard and Weights & Biases group them."""
     out: dict[str, float] = {}
     for key, value in values.items():
-        out |= flat(value, f"{prefix}{key}/") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        if isinstance(value, Mapping):
+            out |= flat(value, f"{prefix}{key}/")
+        elif not isinstance(value, Sequence):
+            out[f"{prefix}{key}"] = value
     return out

@@ -6,7 +6,7 @@ import contextlib
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -36,24 +36,9 @@ Changes = dict[str, tuple[Any, Any]]
 """Dotted key -> its value in the checkpoint and in the recipe."""
 
 
-@dataclass(frozen=True)
-class SoFar:
-    """What the summary of a run tells of the steps before it was resumed.
-
-    Attributes:
-        loss: of the last one; None: not known.
-        skipped_steps, samples_skipped: in all of them.
-    """
-
-    loss: float | None = None
-    skipped_steps: int = 0
-    samples_skipped: int = 0
-
-
-def run_state(recipe: Recipe, so_far: SoFar, references: References) -> str:
-    """What a checkpoint says about its run (`RunState`)."""
-    whole = recipe.model_dump(mode="json", by_alias=True)
-    return json.dumps({"recipe": whole, **asdict(so_far), "versions": versions(), "references": references})
+def run_state(recipe: Recipe, **found: Any) -> str:
+    """What a checkpoint says about its run: `found` are the fields of `RunState` but for recipe and versions."""
+    return json.dumps({"recipe": recipe.model_dump(mode="json", by_alias=True), "versions": versions(), **found})
 
 
 def versions() -> dict[str, str]:
@@ -71,22 +56,26 @@ class RunState:
 
     Attributes:
         recipe: as it was; None in an older or damaged checkpoint (loading it says what is damaged).
-        so_far: what there was before it.
+        loss: of its last step; None in an older one.
+        skipped_steps, samples_skipped: so far.
         versions: of libraries, by name; empty in an older one.
         references: where the modules are that the checkpoint does not hold.
+        experts: where experts lay (`ExpertPlacement.state`).
     """
 
     recipe: Mapping[str, Any] | None = None
-    so_far: SoFar = SoFar()
+    loss: float | None = None
+    skipped_steps: int = 0
+    samples_skipped: int = 0
     versions: Mapping[str, str] = field(default_factory=dict)
     references: References = field(default_factory=dict)
+    experts: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, text: str) -> RunState:
         """What `run_state` wrote; of an empty text, nothing."""
         found = json.loads(text or "{}")
-        so_far = SoFar(**{each.name: found[each.name] for each in fields(SoFar) if each.name in found})
-        return cls(found.get("recipe"), so_far, found.get("versions", {}), found.get("references", {}))
+        return cls(**{each.name: found[each.name] for each in fields(cls) if each.name in found})
 
     def other_versions(self) -> str:
         """Libraries that are others now, as text; empty if none is known to be."""

@@ -50,8 +50,8 @@ class SavedRun:
     path: Path
 
     @cached_property
-    def _sums(self) -> Mapping[str, dict[checksums.SavedPart, int]]:
-        found: dict[str, dict[checksums.SavedPart, int]] = {}
+    def _sums(self) -> Mapping[str, dict[checksums.SavedPart, checksums.Sum]]:
+        found: dict[str, dict[checksums.SavedPart, checksums.Sum]] = {}
         for part, crc in checksums.read_manifest(self.path).items():
             found.setdefault(part.name, {})[part] = crc
         return found

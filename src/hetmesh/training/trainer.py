@@ -6,6 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from hetmesh.training.non_finite import describe_non_finite
 from hetmesh.training.optimizers import keeping_options, learning_rate, make_optimizers, take_step
 from hetmesh.training.recorder import StepRecorder
 from hetmesh.training.reporter import Reporter
-from hetmesh.training.resume import ADVICE, SoFar, changes, check_changes, check_model, described, run_state, saved_run
+from hetmesh.training.resume import ADVICE, changes, check_changes, check_model, described, run_state, saved_run
 from hetmesh.training.skip import Skipped, leave_out_unreadable
 from hetmesh.training.step_notices import StepNotices
 from hetmesh.training.stopping import Stopped, StopSignals
@@ -259,7 +260,7 @@ class Trainer:
         seconds, source = time.perf_counter() - started, self.job.loader.source
         if recorded:
             self.recorder.end(self.step, schedule, plan, computed)
-        return StepMetrics(
+        metrics = StepMetrics(
             self.step,
             loss,
             grad_norm,
@@ -279,6 +280,10 @@ class Trainer:
             over_in_flight=over,
             samples_by_source=source.counts(drawn.indices) if isinstance(source, MixtureSource) else {},
         )
+        moved = self.job.expert_placement.behind_step(self.step, self.optimizers)  # what was measured is of before
+        for name, each in moved.items():
+            self.reporter.print(f"step {self.step}: experts of {name}: {each}")
+        return replace(metrics, expert_placement={name: each.record() for name, each in moved.items()})
 
     def _refuse(self, loss_sum: torch.Tensor | float, loss: float, grad_norm: float) -> None:
         """Count this step as skipped, or stop the run. Collective."""
@@ -315,7 +320,9 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of the current step."""
-        self.checkpointer.save(self.step, self.job.root, self.optimizers, self._position(), frozenset(self.references))
+        position = self._position()
+        with self.job.expert_placement.in_own_places(self.optimizers):
+            self.checkpointer.save(self.step, self.job.root, self.optimizers, position, frozenset(self.references))
 
     def _export(self) -> None:
         """Write the last checkpoint once more, as a directory that transformers loads."""
@@ -348,8 +355,9 @@ class Trainer:
                 raise RecipeError(f"{error}{told}") from error
         check_model(changed, path)
         self.job.loader.load_state_dict(position)
-        self.loss, self.skipped_steps = saved.so_far.loss, saved.so_far.skipped_steps
-        self.skipped.samples = saved.so_far.samples_skipped
+        self.loss, self.skipped_steps = saved.loss, saved.skipped_steps
+        self.skipped.samples = saved.samples_skipped
+        self.job.expert_placement.restore(saved.experts, self.optimizers)
         if changed:
             self.notes.append(f"changed since, and taken from step {step + 1} on: {described(changed)}")
         if others := saved.other_versions():
@@ -357,8 +365,15 @@ class Trainer:
         return step
 
     def _position(self) -> dict[str, Any]:
-        so_far = SoFar(self.loss, self.skipped_steps, self.skipped.samples)
-        return {**self.job.loader.state_dict(), "run": run_state(self.recipe, so_far, self.references)}
+        run = run_state(
+            self.recipe,
+            loss=self.loss,
+            skipped_steps=self.skipped_steps,
+            samples_skipped=self.skipped.samples,
+            references=self.references,
+            experts=self.job.expert_placement.state(),
+        )
+        return {**self.job.loader.state_dict(), "run": run}
 
     def _due(self, interval: int) -> bool:
         return self.step % interval == 0 or self._done or self.signalled

@@ -3,6 +3,7 @@
 from hetmesh.parallel.experts.apply import apply_expert_parallel, apply_expert_sharding, expert_parameters
 from hetmesh.parallel.experts.block import ExpertBlock
 from hetmesh.parallel.experts.layers import ExpertLayers
+from hetmesh.parallel.experts.placement import move_experts
 from hetmesh.parallel.experts.tokens import LaneSamples, RoutedTokens
 
 __all__ = [
@@ -13,4 +14,5 @@ __all__ = [
     "apply_expert_parallel",
     "apply_expert_sharding",
     "expert_parameters",
+    "move_experts",
 ]

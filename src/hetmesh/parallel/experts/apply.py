@@ -40,6 +40,7 @@ def apply_expert_parallel(module: nn.Module, layers: ExpertLayers, device_mesh: 
             number=number,
             peers=_peers(device_mesh, spec, name),
             tokens=tokens,
+            placement=tuple(range(layers.count)),
             sharing=device_mesh.get_group("cp") if spec.axis_size("cp") > 1 else None,
             balances=True,
             enter=None if tp is None else _on(enter, tp),

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hetmesh.balance.expert_placement import Placement
 from hetmesh.parallel.experts.balance import balance_terms, choices_per_sample, inject
 from hetmesh.parallel.experts.exchange import (
     ExpertRanks,
@@ -56,6 +57,8 @@ class ExpertBlock(nn.Module):
         number: of this one.
         peers: the ranks along `ep`.
         tokens: of the microbatch.
+        placement: the expert at each place: which ranks hold which.
+        places: the place of each expert, int64 `[experts]`; None where each is at its own number.
         sharing: the ranks that share a sample's tokens (`cp`); None: this one has all.
         balances: whether this rank adds the load-balancing loss's gradient.
         enter, leave: of tensor parallelism: what is done to rows on their way into the experts, and to each rank's
@@ -68,6 +71,8 @@ class ExpertBlock(nn.Module):
     number: int
     peers: ExpertRanks
     tokens: RoutedTokens
+    placement: Placement
+    places: Tensor | None = None
     sharing: dist.ProcessGroup | None
     balances: bool
     enter: Callable[[Tensor], Tensor] | None
@@ -80,10 +85,11 @@ class ExpertBlock(nn.Module):
         samples = self.tokens.samples
         real = flat[: len(samples.of_token)]
         logits, weights, experts = self.gate(real)
-        wanted, counts = count_choices(experts, self.peers.ranks, self.layers.count)
+        places = experts if self.places is None else self.places[experts]
+        wanted, counts = count_choices(places, self.peers.ranks, self.layers.count)
         finish = start_counts(self.peers, counts, experts.shape, current_microbatch())
         weights = self._balanced(weights, logits, experts, samples)
-        out = self._routed(real, weights, experts, wanted, finish)
+        out = self._routed(real, weights, places, wanted, finish)
         if padding := len(flat) - len(real):
             out = torch.cat([out, out.new_zeros(padding, out.shape[1])])
         out = out.view_as(hidden_states)
@@ -91,8 +97,7 @@ class ExpertBlock(nn.Module):
 
     def _balanced(self, weights: Tensor, logits: Tensor, experts: Tensor, samples: LaneSamples) -> Tensor:
         """The routing weights, which bring the gradient of the load-balancing loss to the router."""
-        trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.gate.parameters())
-        if not trained:  # nobody asks how even the routing of a frozen router is
+        if not torch.is_grad_enabled():  # nobody asks how even the routing of an evaluation is
             return weights
         choices = choices_per_sample(experts, samples, self.layers.count)
         own = choices.sum(0)
@@ -102,23 +107,24 @@ class ExpertBlock(nn.Module):
         probabilities = torch.softmax(logits, dim=-1, dtype=dtype)
         terms = balance_terms(probabilities, choices, samples)
         self.tokens.count(self.number, (terms.loss, own))
-        if not (self.balances and self.layers.balance):
+        trained = any(p.requires_grad for p in self.gate.parameters())
+        if not (trained and self.balances and self.layers.balance):
             return weights
         factor = self.layers.balance / len(self.layers.blocks)
         return inject(weights, probabilities, terms.gradient * factor)
 
     def _routed(
-        self, rows: Tensor, weights: Tensor, experts: Tensor, wanted: Tensor, finish: Callable[[], RoutedCounts]
+        self, rows: Tensor, weights: Tensor, places: Tensor, wanted: Tensor, finish: Callable[[], RoutedCounts]
     ) -> Tensor:
-        """The weighted sum over each token's experts, `[tokens, features]`."""
-        peers, features, chosen = self.peers, rows.shape[1], experts.shape[1]
+        """The weighted sum over each token's experts, `[tokens, features]`; they lie at `places` `[tokens, chosen]`."""
+        peers, features, chosen = self.peers, rows.shape[1], places.shape[1]
         microbatch, kind = current_microbatch(), rows.device.type
         if torch.is_autocast_enabled(kind):  # which leaves what norms give in fp32, and knows no grouped products
             rows = rows.to(torch.get_autocast_dtype(kind))
         together = torch.cat([rows, weights.to(rows.dtype)], 1)
         if self.enter is not None:
             together = self.enter(together)
-        numbers = experts.to(torch.int16)
+        numbers = places.to(torch.int16)
         counts = finish()
         if peers.ranks > 1:
             there = fan_to_ranks(wanted, sum(counts.sent), min(chosen, peers.ranks))

@@ -55,21 +55,21 @@ class RoutedCounts:
     experts: tuple[int, ...]
 
 
-def count_choices(experts: Tensor, ranks: int, count: int) -> tuple[Tensor, Tensor]:
+def count_choices(places: Tensor, ranks: int, count: int) -> tuple[Tensor, Tensor]:
     """What goes where; nothing is read.
 
     Args:
-        experts: int64 `[tokens, chosen]`.
-        count: experts altogether; rank r holds the r-th `count / ranks` of them.
+        places: int64 `[tokens, chosen]`: where the chosen experts lie.
+        count: experts altogether; rank r holds the r-th `count / ranks` places.
 
     Returns:
         bool `[tokens, ranks]`: which rank gets which token; and int64 `[ranks, 1 + count / ranks]`: per rank the rows
         that it gets, and how many of them each of its experts computes.
     """
     each = count // ranks
-    wanted = torch.zeros(len(experts), ranks, dtype=torch.bool, device=experts.device)
-    wanted.scatter_(1, experts // each, True)
-    flat = experts.reshape(-1)
+    wanted = torch.zeros(len(places), ranks, dtype=torch.bool, device=places.device)
+    wanted.scatter_(1, places // each, True)
+    flat = places.reshape(-1)
     pairs = flat.new_zeros(count).scatter_add_(0, flat, torch.ones_like(flat)).view(ranks, each)
     return wanted, torch.cat([wanted.sum(0, dtype=torch.int64)[:, None], pairs], 1)
 

@@ -61,7 +61,7 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def complete(partial: Path, path: Path, sums: Mapping[checksums.SavedPart, int]) -> None:
+def complete(partial: Path, path: Path, sums: Mapping[checksums.SavedPart, checksums.Sum]) -> None:
     """Make what is written at `partial` the checkpoint `path`. Raises OSError."""
     checksums.write_manifest(partial, sums)
     old = path.with_name(f"{path.name}.old{PARTIAL}")  # so that `probe` removes what a kill leaves

@@ -29,6 +29,10 @@ class FrozenFile:
     def __init__(self) -> None:
         self._kept: tuple[Path, Any, list[Written]] | None = None
 
+    def has(self, unchanged: Any) -> bool:
+        """Whether there is a file of entries in that state."""
+        return self._kept is not None and unchanged is not None and self._kept[1] == unchanged
+
     def put(self, partial: Path, final: Path, name: str, entries: Sequence[Entry], unchanged: Any) -> list[Written]:
         """Make the file `name` of `entries` in the folder `partial`, which will be called `final`.
 
@@ -40,7 +44,7 @@ class FrozenFile:
         """
         if not entries:
             return []
-        if self._kept is not None and unchanged is not None and self._kept[1] == unchanged:
+        if self._kept is not None and self.has(unchanged):
             try:
                 os.link(self._kept[0], partial / name)
             except OSError:  # the checkpoint is gone, or the file system knows no links

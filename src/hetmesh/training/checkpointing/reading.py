@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem
 
 from hetmesh.boundary import World
 from hetmesh.errors import CheckpointError
 from hetmesh.training import checksums
+from hetmesh.training.checkpointing.reader import Reader
 from hetmesh.training.checkpointing.staging import is_plain
 
 
@@ -28,7 +29,7 @@ def saved_tensors(path: Path) -> dict[str, Any]:
     return checksums.read_metadata(path).state_dict_metadata
 
 
-def opened(world: World, path: Path) -> tuple[dict[str, Any], dict[checksums.SavedPart, int]]:
+def opened(world: World, path: Path) -> tuple[dict[str, Any], dict[checksums.SavedPart, checksums.Sum]]:
     """What the checkpoint at `path` holds, by name, and the checksums of its parts, once its index is known to be what
     was written. Collective.
 
@@ -45,7 +46,9 @@ def opened(world: World, path: Path) -> tuple[dict[str, Any], dict[checksums.Sav
     return saved, sums
 
 
-def read_into(world: World, path: Path, state: dict[str, Any], sums: Mapping[checksums.SavedPart, int]) -> None:
+def read_into(
+    world: World, path: Path, state: dict[str, Any], sums: Mapping[checksums.SavedPart, checksums.Sum]
+) -> None:
     """Read the values of `state` from the checkpoint at `path`, in place, after all of its bytes have been compared
     with their checksums, a share on each rank. Collective.
 
@@ -57,15 +60,15 @@ def read_into(world: World, path: Path, state: dict[str, Any], sums: Mapping[che
     _raise_first(world, path, [f"checkpoint {path} is damaged: {text}" for text in wrong])
     error = ""
     try:
-        _read(path, state)
+        _read(path, state, plain=all(isinstance(each, str) for each in sums.values()))
     except Exception as problem:  # whatever reading and unpickling make of files that have changed since
         error = f"checkpoint {path} cannot be read: rank {world.rank}: {type(problem).__name__}: {problem}"
     _raise_first(world, path, [error] if error else [])
 
 
-def _read(path: Path, state: dict[str, Any]) -> None:
+def _read(path: Path, state: dict[str, Any], plain: bool) -> None:
     """What `dcp.load` does on one rank. What it does between ranks, sending all plans to one of them, changes none."""
-    reader, planner = FileSystemReader(str(path)), _Planner()
+    reader, planner = Reader(str(path), plain), _Planner()
     metadata = reader.read_metadata()
     planner.set_up_planner(state, metadata, is_coordinator=False)
     reader.set_up_storage_reader(metadata, is_coordinator=False)

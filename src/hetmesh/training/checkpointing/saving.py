@@ -157,7 +157,7 @@ class PendingSave:
                 raise TimeoutError(f"rank 0 waited {place.timeout:g} s for what ranks {_few(missing)} write")
         written = [w for rank in range(place.size) for w in take_report(place.partial, rank)]
         write_index(place.partial, place.metadata, written)
-        folders.complete(place.partial, place.path, {w.part: w.crc for w in written})
+        folders.complete(place.partial, place.path, {w.part: w.checksum for w in written})
         try:
             folders.delete_old(place.path.parent, place.keep_latest)
         except OSError as error:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -18,30 +18,32 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from hetmesh._torch_compat import storage_info, without_zip_checksums
 from hetmesh.training.checkpointing.plan import Entry
-from hetmesh.training.checksums import SavedPart
+from hetmesh.training.checksums import SavedPart, Sum
 
 
 @dataclass(frozen=True)
 class Written:
-    """Where an entry is: which one, the bytes of which file, and their CRC-32."""
+    """Where an entry is: which one, the bytes of which file, and their checksum."""
 
     index: MetadataIndex
     part: SavedPart
-    crc: int
+    checksum: Sum
 
 
 class _Summed:
     """A stream that counts and sums up what passes through it."""
 
     def __init__(self, raw: Any) -> None:
-        self.raw, self.length, self.crc = raw, 0, 0
+        self.raw, self.length, self.hash = raw, 0, xxhash.xxh3_64()
         self.error: OSError | None = None
 
     def begin(self) -> None:
-        self.length = self.crc = 0
+        self.length = 0
+        self.hash.reset()
 
     def write(self, data: Any) -> int:
-        self.crc, self.length = zlib.crc32(data, self.crc), self.length + len(data)
+        self.hash.update(data)
+        self.length += len(data)
         try:
             return int(self.raw.write(data))
         except OSError as error:
@@ -73,7 +75,7 @@ def write_file(path: Path, entries: Iterable[Entry]) -> list[Written]:
                 else:
                     stream.write(entry.value)
                 part = SavedPart(path.name, offset, stream.length, entry.index.fqn)
-                found.append(Written(entry.index, part, stream.crc))
+                found.append(Written(entry.index, part, stream.hash.hexdigest()))
         except Exception as error:
             raise stream.error or error from error
         raw.flush()
@@ -82,7 +84,7 @@ def write_file(path: Path, entries: Iterable[Entry]) -> list[Written]:
 
 
 def _save_tensor(tensor: Tensor, stream: _Summed) -> None:
-    tensor = tensor.detach().cpu()
+    tensor = tensor.detach().cpu().contiguous()
     if tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone()  # of a view, only what is seen is saved
     torch.save(tensor, cast(IO[bytes], stream))  # all that it needs of one
@@ -99,7 +101,7 @@ def write_report(folder: Path, rank: int, written: Iterable[Written]) -> None:
     for each in written:
         index, part = each.index, each.part
         offset = None if index.offset is None else list(index.offset)
-        lines.append([index.fqn, offset, index.index, part.file, part.offset, part.length, each.crc])
+        lines.append([index.fqn, offset, index.index, part.file, part.offset, part.length, each.checksum])
     temporary = folder / (report_name(rank) + ".part")
     temporary.write_text(json.dumps(lines), encoding="utf-8")
     os.replace(temporary, folder / report_name(rank))
