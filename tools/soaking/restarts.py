@@ -2,7 +2,7 @@
 
 After a drawn number of steps a drawn worker is killed, or all of them, twice in each command. torchrun starts all
 workers again, which resume from the newest checkpoint. The losses, norms and summary are those of the run that nobody
-killed, and no process is left. In the last command of a soak torchrun itself is killed: its workers must end too.
+killed, and no process is left. In the last of several commands torchrun itself is killed: its workers must end too.
 """
 
 from __future__ import annotations
