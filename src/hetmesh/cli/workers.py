@@ -27,7 +27,6 @@ GRACE = 0.3  # s; after a failure: time for what caused it to be reported
 PATIENCE = 5.0  # s; the same where all that is known is that a connection was lost: a large process dies slowly
 LOOK = 1.0  # s between two looks at who has ended: a sentinel may be held by what a worker started
 MOST = 20_000  # characters of a message or a traceback: a report fits into the buffer of a pipe
-TERMINATE = 5.0  # s from SIGTERM to SIGKILL
 _STOPPED = tuple(128 + number for number in (signal.SIGTERM, signal.SIGINT))  # exit statuses: `training.stopping`
 LOST_PEER = re.compile(
     r"connection (was )?(reset|closed|refused)|broken pipe|socket closed|socket timeout|lost rank \d+", re.I
@@ -173,15 +172,11 @@ class Workers:
             process.terminate()
 
     def end(self) -> None:
-        """End all workers: SIGTERM, and SIGKILL for who does not heed it, or has been saving since an earlier one."""
+        """End all workers at once: SIGTERM would have those that train end their step first, without who has failed."""
         for process, _ in self._running.values():
-            (process.kill if self._asked else process.terminate)()
-        deadline = time.monotonic() + TERMINATE
+            process.kill()
         for process, connection in self._running.values():
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.join()
             connection.close()
         self._running.clear()
 

@@ -25,7 +25,7 @@ class StopSignals:
     Signals that somebody else handles, or ignores (nohup), are left alone, and so are all outside the main thread.
 
     Args:
-        announce: say so on standard error when one comes.
+        announce: say so on standard error when a SIGINT comes: somebody is there.
 
     Attributes:
         number: of the first that came; 0: none has.
@@ -46,9 +46,9 @@ class StopSignals:
     def _note(self, number: int, _: FrameType | None) -> None:
         if signal.SIGINT in self._before:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # not by Python, which may be waiting for a message
-        if self._announce and not self.number:
-            told = f"{signal.Signals(number).name}: the run ends behind its present step; Ctrl-C ends it at once\n"
-            os.write(2, told.encode())  # a print may be what it came into
+        if self._announce and number == signal.SIGINT and not self.number:
+            # no print: this may have come into one
+            os.write(2, b"interrupted: the run ends behind its present step; Ctrl-C again ends it at once\n")
         self.number = self.number or number
 
     def __exit__(self, *_: object) -> None:
