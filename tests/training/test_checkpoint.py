@@ -378,7 +378,7 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(world, tmp_path):
     assert checkpointer.load(1, root, optimizers, {"n": 0}) == {"n": 2}
 
 
-def test_the_newest_complete_ones_are_kept(world, tmp_path):
+def test_the_newest_complete_ones_are_kept(world, tmp_path, monkeypatch):
     checkpointer = Checkpointer(world, tmp_path / "checkpoint", keep_latest=2)
     assert checkpointer.latest() is None
     root, optimizers = make()
@@ -389,7 +389,10 @@ def test_the_newest_complete_ones_are_kept(world, tmp_path):
         (tmp_path / "checkpoint" / name).mkdir()
         (tmp_path / "checkpoint" / name / "__0_0.distcp").write_bytes(b"half")
     assert checkpointer.latest() == 11
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # a kill while an old one is being deleted
     checkpointer.save(12, root, optimizers, {})
+    monkeypatch.undo()
+    checkpointer.prepare()  # when the run is started again
     assert checkpointer.steps() == [11, 12]
     assert {path.name for path in (tmp_path / "checkpoint").iterdir()} == {"step-11", "step-12", "step-x", "notes"}
     checkpointer.load(12, root, optimizers, {})

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `hetmesh VERB RECIPE [--section.key value ...]`.
 
     Returns:
-        The exit status: 0, 1 (the run failed), 2 (the recipe or the command line is wrong) or 130 (interrupted).
+        The exit status: 0; 1: the run failed; 2: the recipe or the command line is wrong; 130: SIGINT; 143: SIGTERM.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):

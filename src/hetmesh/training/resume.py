@@ -36,11 +36,9 @@ Changes = dict[str, tuple[Any, Any]]
 """Dotted key -> its value in the checkpoint and in the recipe."""
 
 
-def run_state(recipe: Recipe, skipped: int, references: References, experts: Mapping[str, Any]) -> str:
-    """What a checkpoint says about its run (`RunState`)."""
-    whole = recipe.model_dump(mode="json", by_alias=True)
-    told = {"recipe": whole, "skipped_steps": skipped, "versions": versions()}
-    return json.dumps(told | {"references": references, "experts": experts})
+def run_state(recipe: Recipe, **found: Any) -> str:
+    """What a checkpoint says about its run: `found` are the fields of `RunState` but for recipe and versions."""
+    return json.dumps({"recipe": recipe.model_dump(mode="json", by_alias=True), "versions": versions(), **found})
 
 
 def versions() -> dict[str, str]:
@@ -58,14 +56,17 @@ class RunState:
 
     Attributes:
         recipe: as it was; None in an older or damaged checkpoint (loading it says what is damaged).
-        skipped_steps: so far.
+        loss: of its last step; None in an older one.
+        skipped_steps, samples_skipped: so far.
         versions: of libraries, by name; empty in an older one.
         references: where the modules are that the checkpoint does not hold.
         experts: where experts lay (`ExpertPlacement.state`).
     """
 
     recipe: Mapping[str, Any] | None = None
+    loss: float | None = None
     skipped_steps: int = 0
+    samples_skipped: int = 0
     versions: Mapping[str, str] = field(default_factory=dict)
     references: References = field(default_factory=dict)
     experts: Mapping[str, Any] = field(default_factory=dict)

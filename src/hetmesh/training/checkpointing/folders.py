@@ -64,7 +64,7 @@ def make_empty(folder: Path) -> None:
 def complete(partial: Path, path: Path, sums: Mapping[checksums.SavedPart, checksums.Sum]) -> None:
     """Make what is written at `partial` the checkpoint `path`. Raises OSError."""
     checksums.write_manifest(partial, sums)
-    old = path.with_name(path.name + ".old")
+    old = path.with_name(f"{path.name}.old{PARTIAL}")  # so that `probe` removes what a kill leaves
     _remove(old)
     if path.exists():  # of the same step: an earlier run's, or half of one
         path.rename(old)
@@ -81,8 +81,10 @@ def complete(partial: Path, path: Path, sums: Mapping[checksums.SavedPart, check
 def delete_old(folder: Path, keep_latest: int) -> None:
     """Delete the checkpoints in `folder` but for the `keep_latest` newest; none if that is 0. Raises OSError."""
     for old in complete_steps(folder)[:-keep_latest] if keep_latest else ():
-        (folder / f"step-{old}" / COMPLETE).unlink()  # first: a folder that is half gone is not complete
-        shutil.rmtree(folder / f"step-{old}", ignore_errors=True)
+        gone = folder / f"step-{old}{PARTIAL}"  # at once: a folder that is half gone is no checkpoint
+        _remove(gone)
+        (folder / f"step-{old}").rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _remove(path: Path) -> None:
