@@ -2,16 +2,20 @@
 
     python tools/soak.py launches --n 300          # whole commands: hetmesh train, four workers, one step
     python tools/soak.py pools --n 300             # worker pools of hetmesh.testing, to their first collective
+    python tools/soak.py kills --n 200             # a run of four workers, killed anywhere and started again
+    python tools/soak.py restarts --n 5            # workers of torchrun --max-restarts are killed
     python tools/soak.py launches --n 300 --json   # one JSON object, and nothing else on standard output
 
 `--output FILE` also keeps the JSON object; with `--add` the counts and seconds that FILE holds are added to. The exit
 status is 0 if nothing hung or failed. A hanging command is ended with SIGABRT; its last words hold every stack.
+Kills are drawn: `--add` goes on with the next draw, and `--seed S --first K --n 1` tries one again (soaking/kills.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -82,6 +86,8 @@ def sum_of_ranks(rank: int) -> float:
 
 KINDS: dict[str, Callable[[float], str | None]] = {"launches": launch, "pools": pool}
 
+DRAWN = ("kills", "restarts")  # modules of soaking/
+
 
 def soak(kind: str, n: int, limit: float, before: dict[str, Any]) -> dict[str, Any]:
     """Repeat `n` times; the counts together with those of `before`."""
@@ -94,34 +100,45 @@ def soak(kind: str, n: int, limit: float, before: dict[str, Any]) -> dict[str, A
         seconds.append(round(time.perf_counter() - started, 2))
         if sys.stderr.isatty():
             print(f"\r{i + 1}/{n}, {len(wrong)} wrong", end="", file=sys.stderr, flush=True)
+    return {"n": len(seconds), "wrong": wrong, "seconds": seconds}
+
+
+def counted(kind: str, found: dict[str, Any], limit: float) -> dict[str, Any]:
+    """What was found, with the figures that follow from it."""
     return {
         "kind": kind,
-        "n": len(seconds),
-        "hangs": sum(text.startswith("hang") for text in wrong),
-        "failures": sum(text.startswith("failure") for text in wrong),
-        "median_seconds": median(seconds),
-        "max_seconds": max(seconds),
+        "n": found["n"],
+        "hangs": sum(text.startswith("hang") for text in found["wrong"]),
+        "failures": sum(text.startswith("failure") for text in found["wrong"]),
+        "median_seconds": median(found["seconds"]),
+        "max_seconds": max(found["seconds"]),
         "limit_seconds": limit,
         "cores": os.cpu_count(),
-        "wrong": wrong,
-        "seconds": seconds,
+        **found,
     }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one soak test; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=KINDS, help="what to start")
+    parser.add_argument("kind", choices=[*KINDS, *DRAWN], help="what to start")
     parser.add_argument("--n", type=int, default=300, help="how often (default 300)")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds after which a start counts as a hang")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a line")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON object to FILE")
     parser.add_argument("--add", action="store_true", help="add to what FILE holds")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn for kills and restarts (default 0)")
+    parser.add_argument("--first", type=int, metavar="K", help="the draw to begin with")
     args = parser.parse_args(argv)
     if args.n < 1:
         parser.error("--n must be at least 1")
     before = json.loads(args.output.read_text()) if args.add and args.output and args.output.exists() else {}
-    result = soak(args.kind, args.n, args.limit, before)
+    if args.kind in DRAWN:
+        module = importlib.import_module(f"soaking.{args.kind}")
+        found = module.soak(args.n, args.limit, before, args.seed, args.first)
+    else:
+        found = soak(args.kind, args.n, args.limit, before)
+    result = counted(args.kind, found, args.limit)
     text = json.dumps(result)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -3,10 +3,10 @@
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -42,12 +42,14 @@ __all__ = [
     "set_group_timeout",
     "shared_buffer",
     "split_backward",
+    "storage_info",
     "tensors_made_on_host",
     "tree_leaves",
     "tree_map_only",
     "trunc_normal_calls",
     "without_autocast",
     "without_modes",
+    "without_zip_checksums",
 ]
 
 # torch 2.13 renamed these two and warns at every use of the old names.
@@ -253,6 +255,21 @@ def without_autocast(key: str) -> Iterator[None]:
 
 without_modes = _disable_current_modes
 """`with without_modes():` no dispatch mode sees the operations of the body."""
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """Where DCP's index says that a value is: the bytes of a file beside it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
+
+
+def without_zip_checksums() -> AbstractContextManager[None]:
+    """While it lasts, `torch.save` makes no checksums of its own: they are slow, and torch.load never compares them. On
+    all threads; what another one saves meanwhile is read all the same."""
+    from torch.utils.serialization import config
+
+    return cast(AbstractContextManager[None], config.patch("save.compute_crc32", False))  # type: ignore[attr-defined]
 
 
 def default_store() -> dist.Store:

@@ -129,7 +129,8 @@ def test_under_torchrun_the_number_of_ranks_must_fit(rank, trainer, monkeypatch,
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", str(RECIPES / "digits.toml")]) == 2
     if rank == 0:
-        assert "describes 4 ranks, but torchrun started WORLD_SIZE = 2; start 4 (on one" in one_error(capsys)
+        assert "describes 4 ranks, but torchrun started WORLD_SIZE = 2; start 4 (on one" in (told := one_error(capsys))
+        assert "--ranks 2 --write FILE.toml` finds a layout for 2, and a checkpoint of any layout goes on in it" in told
     else:
         assert capsys.readouterr().err == ""
     assert not trainer.recipes

@@ -101,7 +101,7 @@ def test_ending_the_command_ends_its_workers(kill):
         send = os.killpg if kill == signal.SIGINT else os.kill  # Ctrl-C in a terminal reaches the workers too
         send(process.pid, kill)
         _, err = process.communicate(timeout=60)
-        assert (process.returncode, err) == (130, "interrupted\n")
+        assert (process.returncode, err) == (128 + kill, "interrupted\n")
     else:
         process.kill()
         process.wait()

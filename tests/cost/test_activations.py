@@ -8,6 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hetmesh.cost import LayerShape, WeightShape, Work, activation_bytes
+from hetmesh.cost.passing_bytes import backward_bytes
 from hetmesh.models import AdapterRequest
 from hetmesh.models.module_shape import module_shape
 from hetmesh.models.qwen3 import Qwen3Adapter
@@ -111,3 +112,22 @@ def test_a_frozen_layer_with_nothing_trainable_before_it_keeps_nothing():
 def test_full_recomputation_keeps_the_input_alone():
     layer = LayerShape("l", (WeightShape("l.up.w", (32, 4), 1), WeightShape("l.down.w", (4, 32), 1)))
     assert activation_bytes(layer, WORK, 2, upstream=True, recompute=True) == 2 * WORK.rows * 4
+    # autocast leaves what lies between blocks in fp32
+    assert activation_bytes(layer, WORK, 2, upstream=True, recompute=True, autocast=True) == 4 * WORK.rows * 4
+    # and casts each weight anew
+    again = [backward_bytes(layer, WORK, 2, upstream=True, recompute=True, autocast=cast) for cast in (False, True)]
+    assert again[1] - again[0] == 2 * 2 * 32 * 4 - 2 * WORK.rows * 4
+
+
+def test_a_block_with_low_rank_adapters_keeps_what_autograd_saves():
+    from hetmesh.models.lora import add_lora
+    from hetmesh.recipe.sections import LoRA
+
+    module, _, block, args, kwargs = qwen_block()
+    config = {"hidden_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    adapter = Qwen3Adapter.make(AdapterRequest("llm", {**config, "head_dim": 24}, vocab_size=90))
+    add_lora(module, LoRA(rank=4, alpha=8), "llm", 0, adapter.layers())
+    shape = next(layer for layer in module_shape("llm", adapter, module).layers if "layers" in layer.name)
+    x = torch.randn(BATCH, LENGTH, 96, requires_grad=True)
+    saved = saved_bytes(module, lambda: block(x, *args, **kwargs))
+    assert activation_bytes(shape, WORK, 4, upstream=True) == pytest.approx(saved, rel=0.1)

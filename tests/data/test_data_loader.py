@@ -152,6 +152,30 @@ def test_a_position_of_other_batches_is_refused(other, message):
         other.load_state_dict(Loader(Tiny(), 3, seed=5).state_dict())
 
 
+class Named(Tiny):
+    """Tiny's samples under other names or in another order."""
+
+    def __init__(self, order):
+        super().__init__(len(order))
+        self.order = order
+
+    def meta(self, index):
+        return super().meta(self.order[index])
+
+
+def test_u27_samples_in_another_order_are_refused_and_mended_ones_are_not():
+    """Also where a source is too large to look at every sample."""
+    for size in (8, 500):
+        state = Loader(Tiny(size), 3).state_dict()
+        with pytest.raises(
+            RecipeError, match=r"of \d+ samples of data.source looked at, \d+ are others .* at place 0: it"
+        ):
+            Loader(Named(range(size)[::-1]), 3).load_state_dict(state)
+        Loader(Named([1, *range(1, size)]), 3).load_state_dict(state)  # the first is another one
+        del state["source"]  # as older checkpoints lack it
+        Loader(Named(range(size)[::-1]), 3).load_state_dict(state)
+
+
 def test_a_position_with_missing_keys_is_refused():
     state = Loader(Tiny(), 3).state_dict()
     del state["step"]

@@ -253,3 +253,19 @@ def test_weights_depend_on_seed_and_name_only():
     assert double.dtype == torch.float64
     assert torch.equal(double.float(), weights[0])
     assert re.match("torch.float32", str(torch.get_default_dtype()))
+
+
+def mixture(**config):
+    sizes = {**LLM, "num_experts": 4, "num_experts_per_tok": 2, **config}
+    return make_adapters({"llm": Module("qwen3_moe", sizes)}, [], {}, vocab_size=16)["llm"]
+
+
+def test_an_integer_is_as_good_as_a_float():
+    assert mixture(router_aux_loss_coef=0, rms_norm_eps=1).config.rms_norm_eps == 1.0
+    with pytest.raises(RecipeError, match="router_aux_loss_coef"):
+        mixture(router_aux_loss_coef=True)
+
+
+def test_dense_layers_that_a_mixture_does_not_have_are_refused():
+    with pytest.raises(RecipeError, match=r"mlp_only_layers: there are no layers \[1\]; valid are 0 to 0"):
+        mixture(mlp_only_layers=[0, 1])

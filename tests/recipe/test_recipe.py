@@ -297,8 +297,9 @@ BAD: dict[str, tuple[str, str, str]] = {
     ),
     "async checkpoint": (
         "[data]",
-        '[checkpoint]\nenable = true\nasync_mode = "async"\n[data]',
-        "checkpoint.async_mode = 'async': of torchtitan's values hetmesh has only 'disabled'; write",
+        '[checkpoint]\nenable = true\nasync_mode = "async_with_pinned_mem"\n[data]',
+        "checkpoint.async_mode = 'async_with_pinned_mem': of torchtitan's values hetmesh has only 'disabled' and "
+        "'async'; write 'async': a thread writes what was copied, from a device into pinned memory",
     ),
     "TOML syntax": ("steps = 800", "steps = = 800", "not valid TOML: Invalid value (at line 34, column 9)"),
 }

@@ -120,9 +120,9 @@ def test_narrow_terminals_get_the_picture_in_parts(views):
 
 
 def test_a_plan_that_moves_too_much_is_told(views):
-    from hetmesh.report.text import _traffic
+    from hetmesh.report.text import traffic_text
 
-    assert _traffic(Traffic(2000, 1000, {"gloo": "p2p", "nccl": "all_to_all"})) == (
+    assert traffic_text(Traffic(2000, 1000, {"gloo": "p2p", "nccl": "all_to_all"})) == (
         "2 kB between ranks, at least 1 kB needed; by p2p on gloo, all_to_all on nccl"
     )
     assert BoundaryView("a", "b", None, (1, 1), "", "", Traffic(0, 0, {}), None).name == "a->b"

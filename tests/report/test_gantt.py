@@ -82,6 +82,27 @@ def test_a_run_folder_is_read_and_what_is_missing_is_named(timeline, tmp_path, c
     assert json.loads(capsys.readouterr().out)["measured"]["makespan"] == timeline.makespan
 
 
+def test_timelines_that_do_not_hold_together_are_refused(timeline, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    wrong = [
+        ("targets", ["llm.0"], "names a track, kind or target|is no target"),
+        ("rows", [[0]], "differ in number"),
+        ("holds", [["x.0"], ["llm.1"]], "'x.0', which is no target"),
+        (
+            "work",
+            [column[1:] if i == 4 else column for i, column in enumerate(timeline.as_json()["work"])],
+            "in length",
+        ),
+        ("makespan", float("nan"), "finite"),
+        ("peak_bytes", ["x", 1], "not a timeline"),
+    ]
+    for key, value, message in wrong:
+        told = json.dumps({"step": 1, "measured": timeline.as_json() | {key: value}})
+        (tmp_path / "timeline.json").write_text(told)
+        with pytest.raises(RecipeError, match=rf"timeline\.json: cannot be read: .*({message})"):
+            read_run(tmp_path)
+
+
 @pytest.mark.parametrize("line", ["null", "3", "[]", "{"])
 def test_metrics_that_are_no_object_are_named(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(line)

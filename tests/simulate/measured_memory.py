@@ -20,6 +20,7 @@ STEP = 2  # whose peak is measured, after two others: optimizer state and buffer
 _RECIPE = """
 [modules.vision]
 model = "siglip"
+trainable = {encoder}
 [modules.vision.config]
 hidden_size = 192
 num_hidden_layers = 2
@@ -72,6 +73,9 @@ ALONE = "[parallelism.vision]\nranks = [0]\n"
 PIPELINE = "[parallelism.llm]\nranks = [0, 1]\npipeline_parallel_degree = 2\n"
 
 
+ADAPTERS = "[modules.llm.lora]\nrank = 8\nalpha = 16\n"
+
+
 def both(*modules: str, key: str = "data_parallel_replicate_degree") -> str:
     """Modules on both ranks, which share them along an axis."""
     return "".join(f"[parallelism.{name}]\nranks = [0, 1]\n{key} = 2\n" for name in modules)
@@ -91,8 +95,9 @@ def recipe(
     compute: str = "float32",
     key_heads: int = 4,
     experts: bool = False,
+    encoder: bool = True,
 ) -> Recipe:
-    """A recipe; `tables` are those of `[parallelism]`."""
+    """A recipe; `tables` are those of `[parallelism]`, and whatever else; `encoder`: whether it is trained."""
     keys: dict[str, object] = {
         "schedule": schedule,
         "batch": batch,
@@ -101,7 +106,11 @@ def recipe(
         "key_heads": key_heads,
     }
     keys |= {"model": "qwen3_moe", "mlp": EXPERTS} if experts else {"model": "qwen3", "mlp": DENSE}
-    return parse_recipe(_RECIPE.format(tables=tables, packed=str(packed).lower(), **keys))
+    return parse_recipe(_RECIPE.format(tables=tables, packed=_toml(packed), encoder=_toml(encoder), **keys))
+
+
+def _toml(value: bool) -> str:
+    return str(value).lower()
 
 
 class LongAnswers(RandomMedia):

@@ -1,7 +1,7 @@
 """Predicted peak memory of a step against bytes of tensors that are alive in it, on real processes."""
 
 import pytest
-from measured_memory import ALONE, PIPELINE, STEP, both, measured, recipe
+from measured_memory import ADAPTERS, ALONE, PIPELINE, STEP, both, measured, recipe
 
 from hetmesh.balance import plan_batch
 from hetmesh.cost import load_machine
@@ -20,6 +20,7 @@ SPREAD = both("vision", "projector", "llm") + "expert_parallel_degree = 2\n"
 SPREAD_SHARDED = (
     both("vision", "projector") + both("llm", key="data_parallel_shard_degree") + "expert_parallel_degree = 2\n"
 )
+APART = ALONE + "[parallelism.projector]\nranks = [1]\n[parallelism.llm]\nranks = [1]\n"
 UNEVEN = "[balance]\nmicrobatch_shares = { vision = [3, 1] }\n"
 exhaustive = pytest.mark.exhaustive
 
@@ -27,6 +28,7 @@ CASES = {
     "context parallel, packed, fewer key heads": recipe(CONTEXT, packed=True, key_heads=2),
     "fully sharded, recomputed, bfloat16": recipe(SHARDED, recomputed="full", compute="bfloat16"),
     "pipeline, split backward": recipe(ALONE + PIPELINE, schedule="zero_bubble", batch=16),
+    "low-rank adapters behind a frozen encoder": recipe(APART + ADAPTERS, encoder=False),
     "experts on two ranks": recipe(SPREAD, packed=True, experts=True),
 }
 MORE = {

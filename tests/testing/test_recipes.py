@@ -41,6 +41,19 @@ def test_the_same_seed_draws_the_same_recipes():
     assert not set(first) & set(other)
 
 
+@pytest.mark.slow
+def test_only_recipes_with_a_feature_are_drawn(fuzz):
+    cases = list(fuzz.cases(12, 0, "expert parallel"))
+    assert len(cases) == 12
+    assert all("expert parallel" in case.features for case in cases)
+    for case in cases:
+        checked(case.recipe)
+    assert {module.model for case in cases for module in case.recipe.modules.values()} >= {
+        "qwen3_moe",
+        "qwen3_vl_moe_text",
+    }
+
+
 def test_tables_survive_as_toml():
     tables = tomli.loads(draw_recipes(1, 0)[0].text)
     assert tomli.loads(to_toml(tables)) == tables

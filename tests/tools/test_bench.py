@@ -329,3 +329,17 @@ def test_without_a_gpu_the_tools_for_one_say_so(load, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out) == {"gpu": None}
     with pytest.raises(SystemExit, match="no GPU"):
         load("benchmarks.rates").run(options(load("benchmarks.rates")))
+
+
+def test_checkpoints_are_timed_by_their_slowest_rank(load):
+    def rank(**seconds):
+        names = ("steps none", "steps async", "steps sync", "blocked async", "blocked sync", "torch.save")
+        given = {name: [1.0, 1.0] for name in (*names, "torch.save to cache", "torch.load", "load")}
+        return {"seconds": given | {name.replace("_", " "): values for name, values in seconds.items()}, "bytes": 5}
+
+    found = load("benchmarks.checkpoint").result(
+        [rank(steps_async=[1.25, 1.0], blocked_sync=[4.0, 2.0]), rank(steps_async=[1.0, 1.5], load=[2.0, 2.0])]
+    )
+    assert (found["async_overhead"], found["blocked_share"], found["save_ratio"]) == (0.375, 0.375, 0.375)
+    assert (found["load_ratio"], found["bytes"], found["ranks"]) == (0.5, 10, 2)
+    assert "blocked_share" in load("benchmarks.checkpoint").table(found)

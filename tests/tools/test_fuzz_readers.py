@@ -24,7 +24,8 @@ from hetmesh.files import from_json, place_in, read_file
 from hetmesh.models.pretrained import Pretrained
 from hetmesh.recipe.overrides import parse_overrides
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.training.checksums import METADATA, Planner, Reader, read_metadata
+from hetmesh.training.checkpointing.reading import Planner
+from hetmesh.training.checksums import METADATA, Reader, read_metadata
 
 ROOT = Path(__file__).parents[2]
 

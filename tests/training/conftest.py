@@ -7,6 +7,7 @@ import pytest
 from forked_command import ForkedCommand
 
 from hetmesh.boundary import World, init
+from hetmesh.testing.signal_points import SignalPoint
 
 
 @pytest.fixture
@@ -19,11 +20,11 @@ def world() -> Iterator[World]:
 
 @pytest.fixture(scope="module")
 def start_training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., ForkedCommand]]:
-    """`start_training(recipe, *overrides)`: the command, started; leads a process group of its own."""
+    """`start_training(recipe, *overrides, points=())`: the command, started; leads a process group of its own."""
     started: list[ForkedCommand] = []
 
-    def start(recipe: Path | str, *overrides: str) -> ForkedCommand:
-        started.append(ForkedCommand((str(recipe), *overrides), tmp_path_factory.mktemp("printed")))
+    def start(recipe: Path | str, *overrides: str, points: tuple[SignalPoint, ...] = ()) -> ForkedCommand:
+        started.append(ForkedCommand((str(recipe), *overrides), tmp_path_factory.mktemp("printed"), points))
         return started[-1]
 
     yield start

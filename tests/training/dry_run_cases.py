@@ -6,7 +6,6 @@ import contextlib
 import gc
 import io
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,13 +20,13 @@ from hetmesh.training.dry_runs import dry_runs
 FOLDER = Path(__file__).parents[2] / "recipes"
 
 
-def dry(name: str, rank: int, changes: Sequence[str] = ()) -> tuple[DryRun, int]:
+def dry(name: str, rank: int, *overrides: str) -> tuple[DryRun, int]:
     """The dry run of a rank, and the bytes that its attention keeps in block masks."""
     from hetmesh.attention.flex import _block_masks
 
     torch.set_num_threads(1)
     _block_masks.clear()
-    run = dry_run(load_recipe(FOLDER / f"{name}.toml", changes), rank)
+    run = dry_run(load_recipe(FOLDER / f"{name}.toml", overrides), rank)
     return run, sum(map(len, _block_masks.values())) * 2**20
 
 

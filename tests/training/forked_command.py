@@ -9,6 +9,8 @@ import sys
 from multiprocessing import get_context
 from pathlib import Path
 
+from hetmesh.testing.signal_points import SignalPoint
+
 PRELOAD = ("hetmesh.cli.train", "hetmesh.cli.launch", "hetmesh.training.trainer", "torch._dynamo")
 
 
@@ -18,14 +20,17 @@ class ForkedCommand:
     Args:
         arguments: of `hetmesh train`.
         folder: for what it prints.
+        points: where it gets signals.
     """
 
-    def __init__(self, arguments: tuple[str, ...], folder: Path) -> None:
+    def __init__(self, arguments: tuple[str, ...], folder: Path, points: tuple[SignalPoint, ...] = ()) -> None:
         context = get_context("forkserver")  # the one from which the workers of pools are forked, if there are any
         context.set_forkserver_preload([*PRELOAD])
         self.returncode: int | None = None
         self._printed = folder / "stdout", folder / "stderr"
-        self._process = context.Process(target=_train, args=(arguments, dict(os.environ), *map(str, self._printed)))
+        self._process = context.Process(
+            target=_train, args=(arguments, dict(os.environ), points, *map(str, self._printed))
+        )
         self._process.start()
 
     def communicate(self, timeout: float) -> tuple[str, str]:
@@ -45,7 +50,9 @@ class ForkedCommand:
             self._process.join()
 
 
-def _train(arguments: tuple[str, ...], environment: dict[str, str], *printed: str) -> None:
+def _train(
+    arguments: tuple[str, ...], environment: dict[str, str], points: tuple[SignalPoint, ...], *printed: str
+) -> None:
     os.setsid()
     os.environ.clear()
     os.environ |= {k: v for k, v in environment.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
@@ -53,4 +60,6 @@ def _train(arguments: tuple[str, ...], environment: dict[str, str], *printed: st
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
     from hetmesh.cli import main
 
+    for point in points:
+        point.install()
     sys.exit(main(["train", *arguments]))

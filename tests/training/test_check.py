@@ -16,7 +16,7 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.models import Abilities
 from hetmesh.models.adapter import NONE
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
-from hetmesh.training.checkpoint import COMPLETE
+from hetmesh.training.checkpointing.folders import COMPLETE
 from hetmesh.training.describe import describe
 from hetmesh.training.held_out import held_out_source
 from hetmesh.training.modules import unfilled_module

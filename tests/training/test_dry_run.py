@@ -7,6 +7,12 @@ from dry_run_cases import FOLDER, dry, grouped, left_behind, printed
 
 KINDS = ("digits", "digits_cp_pp", "digits_qwen3vl")
 OTHERS = sorted({path.stem for path in FOLDER.glob("digits*.toml")} - set(KINDS))
+SHARED = ("context_parallel_degree=1", "tensor_parallel_degree=2", "enable_sequence_parallel=true")
+
+
+def waits_within(run):
+    """Where the host waits for its device inside an action."""
+    return [(wait, times) for wait, times in run.waits if wait.within]
 
 
 @pytest.mark.slow
@@ -19,6 +25,7 @@ def test_a_step_leaves_parameters_and_optimizer_state(apart, name):
     assert run.state > run.built >= run.built_peak / 1.2
     assert run.peak >= max(span.peak for span in run.actions)
     assert run.timed_waits == 0
+    assert waits_within(run) == []
     assert sum(work.flops for work in run.work.values()) > 0
 
 
@@ -45,12 +52,20 @@ EXPERTS = {
 )
 def test_the_host_reads_the_sizes_of_each_mixture_of_experts_once_and_nothing_else(apart, case):
     changes, times = EXPERTS[case]
-    run, _ = apart(dry, "digits_moe", 3, changes)
+    run, _ = apart(dry, "digits_moe", 3, *changes)
     within = [(wait.line, wait.what) for wait, count in run.waits if wait.within for _ in range(count)]
     assert len(within) == times
     assert {(line.partition(":")[0], what) for line, what in within} == {("parallel/experts/exchange.py", "tolist")}
     assert sum(each.messages for each in run.traffic if "sizes" in each.edge) == times
     assert run.waiting("host_to_device") == run.timed_waits == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [(), SHARED], ids=["context parallel", "sequence parallel"])
+def test_the_host_knows_where_rows_and_features_go(apart, keys):
+    run, _ = apart(dry, "digits_qwen3vl", 2, *(f"--parallelism.llm.{key}" for key in keys))
+    assert {edge.edge for edge in run.traffic} >= {"vision->llm forward", "vision.deepstack.1->llm backward"}
+    assert waits_within(run) == []
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 
 from hetmesh.errors import OutputError, RecipeError
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.training.checkpoint import COMPLETE
+from hetmesh.training.checkpointing.folders import COMPLETE
 from hetmesh.training.dump_folder import claim_folder
 from hetmesh.training.metrics import StepMetrics
 from hetmesh.training.reporter import Reporter
@@ -61,6 +61,31 @@ def test_numbers_go_on_and_folders_without_results_are_used(world, tmp_path):
         (tmp_path / f"digits{number}").mkdir(exist_ok=True)
         (tmp_path / f"digits{number}" / "metrics.jsonl").write_text('{"step": 1}\n')
     assert claim_folder(recipe(folder), world).path == tmp_path / "digits-3"
+
+
+def test_a_kill_while_the_recipe_is_written_does_not_hide_the_run(world, tmp_path, monkeypatch):
+    """Its folder is found by what recipe.json says: `digits-2` is that of `digits`."""
+    (tmp_path / "digits").mkdir()
+    (tmp_path / "digits" / "metrics.jsonl").write_text('{"step": 1}\n')
+    described = recipe(tmp_path / "digits", "--checkpoint.enable", "true")
+    first = claim_folder(described, world)
+    first.begin(recipe(tmp_path / "digits", "--checkpoint.enable", "true", "--job.description", "x" * 1000))
+    whole = (first.path / "recipe.json").read_text()
+    first.release()
+    (first.path / "checkpoint" / "step-1").mkdir(parents=True)
+    (first.path / "checkpoint" / "step-1" / COMPLETE).touch()
+    with monkeypatch.context() as patch:
+        patch.setattr("os.ftruncate", lambda *_: None)  # killed before it
+        again = claim_folder(described, world)
+        again.begin(described)
+        again.release()
+    assert (first.path / "recipe.json").stat().st_size == len(whole)
+    last = claim_folder(described, world)
+    assert (last.path.name, last.step) == ("digits-2", 1)
+    last.begin(described)
+    last.release()
+    assert json.loads((first.path / "recipe.json").read_text()) == described.model_dump(mode="json", by_alias=True)
+    assert (first.path / "recipe.json").stat().st_size < len(whole) - 800
 
 
 def test_two_runs_at_once_do_not_share_a_folder(world, tmp_path):

@@ -10,6 +10,7 @@ import torch
 from hetmesh.boundary import init
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.training import resume
 from hetmesh.training.resume import changes, check_changes, described
 from hetmesh.training.trainer import Trainer
 
@@ -100,8 +101,13 @@ def test_a_resumed_run_says_so_and_what_has_changed(saved, world, capsys):
             ("--modules.llm.config.intermediate_size", "128"),
             r"does not fit .*; keys that have changed: modules\.llm\.config\.intermediate_size 256 -> 128",
         ),
+        (
+            ("--modules.llm.config.num_attention_heads", "2", "--modules.llm.config.head_dim", "48"),
+            r"does not fit .*; keys that have changed: modules\.llm\.config\.head_dim 24 -> 48",
+        ),
+        (("--modules.llm.config.rms_norm_eps", "0.1"), r"rms_norm_eps = 0\.1: .* is of a model with nothing; restore"),
     ],
-    ids=["optimizer", "dtype", "seed", "source", "model"],
+    ids=["optimizer", "dtype", "seed", "source", "shapes", "heads", "eps"],
 )
 def test_what_cannot_change_is_refused_by_name(saved, world, override, message):
     other = recipe(saved, *override)
@@ -111,6 +117,16 @@ def test_what_cannot_change_is_refused_by_name(saved, world, override, message):
         return
     with pytest.raises(RecipeError, match=message):
         Trainer(other, world)
+
+
+@pytest.mark.slow
+def test_u27_a_run_is_resumed_with_other_libraries_and_says_so(saved, world, monkeypatch):
+    now = resume.versions()
+    assert {"python", "torch", "transformers"} <= now.keys()
+    monkeypatch.setattr(resume, "versions", lambda: now | {"torch": "9.9"})
+    trainer = Trainer(recipe(saved, "--modules.vision.config.attention_dropout", "0.1"), world)  # which may change
+    trainer.reporter.close()
+    assert trainer.notes[-1] == f"other libraries than those that it was saved with: torch {now['torch']} -> 9.9"
 
 
 @pytest.mark.slow

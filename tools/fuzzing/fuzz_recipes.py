@@ -71,6 +71,7 @@ class Pools:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options beside --n and --seed."""
     parser.add_argument("--part", default="1/1", metavar="I/K", help="run only every K-th of the drawn recipes, from I")
+    parser.add_argument("--feature", choices=FEATURES, metavar="NAME", help="draw only recipes with it")
     parser.add_argument("--tries", type=int, default=80, help="how many smaller recipes to try after a failure")
     parser.add_argument("--verbose", action="store_true", help="a line per recipe")
     parser.add_argument(
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     part, parts = map(int, args.part.split("/"))
     torch.set_num_threads(1)  # the workers have the cores; tiny tensors gain nothing from more
     policy = RandomAssignment(args.seed) if args.assign == "random" else None
-    mine = list(cases(args.n, args.seed))[part - 1 :: parts]
+    mine = list(cases(args.n, args.seed, args.feature))[part - 1 :: parts]
     begin = emulate if args.emulate_nccl else None
     pools = Pools(*(WorkerPool(n, preload=PRELOAD, begin=begin) for n in (4, 8)))
     features: Counter[str] = Counter()
@@ -123,11 +124,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def cases(n: int, seed: int) -> Iterator[RecipeCase]:
-    """`n` recipes: of every four three for 4 processes and one for 8."""
+def cases(n: int, seed: int, feature: str | None = None) -> Iterator[RecipeCase]:
+    """`n` recipes: of every four three for 4 processes and one for 8; only those with `feature`."""
     large = n // 4
-    eight = iter(draw_recipes(large, seed, 8))
-    for i, case in enumerate(draw_recipes(n - large, seed, 4)):
+    eight = iter(draw_recipes(large, seed, 8, feature=feature))
+    for i, case in enumerate(draw_recipes(n - large, seed, 4, feature=feature)):
         yield case
         if i % 3 == 2:
             yield from [case for case in [next(eight, None)] if case is not None]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from hetmesh.cli import main as hetmesh
 from hetmesh.data import make_source
@@ -232,7 +233,7 @@ def _checkpoint(folder: Path) -> None:
     sums = {}
     for part in parts:
         data = (step / part.file).read_bytes()[part.offset : part.offset + part.length]
-        sums[part] = zlib.crc32(data)
+        sums[part] = xxhash.xxh3_64(data).hexdigest()
     checksums.write_manifest(step, sums)
 
 
@@ -247,7 +248,8 @@ def forge(folder: Path, rng: random.Random) -> None:
         content["metadata"] = zlib.crc32((step / checksums.METADATA).read_bytes())
         for part in content["parts"]:
             file, offset, length = part[:3]
-            part[4] = zlib.crc32((step / file).read_bytes()[offset : offset + length])
+            data = (step / file).read_bytes()[offset : offset + length]
+            part[4] = xxhash.xxh3_64(data).hexdigest() if isinstance(part[4], str) else zlib.crc32(data)
     except Exception:  # no manifest any more
         return
     own = zlib.crc32(json.dumps(content, sort_keys=True).encode())

@@ -19,7 +19,7 @@ VERBS: Mapping[str, str] = {
     "dryrun": "run one rank's real step on a fake device: memory, host waits, kernels and messages, without a GPU",
     "plan": "find the layout that a model should have on so many ranks of a machine",
     "balance": "show how uneven batches are, and what every balancer makes of them",
-    "report": "show what a run did: its recorded step beside the prediction",
+    "report": "show what a run did, as text and as a page: how well, how fast, where the time went, what to change",
     "index": "look through a recipe's data once: lengths, sizes and offsets, kept beside it",
     "generate": "answer a question with what a run has learned",
     "export": "write what a run has learned as a directory that transformers loads",
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `hetmesh VERB RECIPE [--section.key value ...]`.
 
     Returns:
-        The exit status: 0, 1 (the run failed), 2 (the recipe or the command line is wrong) or 130 (interrupted).
+        The exit status: 0; 1: the run failed; 2: the recipe or the command line is wrong; 130: SIGINT; 143: SIGTERM.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hetmesh._processes import threads
-from hetmesh.cli import FAILURE, INTERRUPTED
+from hetmesh.cli import FAILURE
 from hetmesh.cli.launchers import find_place
 from hetmesh.cli.workers import Failure, Interrupted, Method, Workers
 from hetmesh.errors import LaunchError
@@ -39,17 +40,17 @@ def launch_recipe(recipe: Recipe) -> int:
     """Train `recipe` on `recipe.world_size` workers of this machine, and wait for them.
 
     Returns:
-        The exit status: 0, or 1 after one error was printed, or 130 after Ctrl-C. No worker is left running.
+        The exit status: 0; 1: one error was printed; 130: SIGINT; 143: SIGTERM. No worker is left running.
 
     Raises:
         LaunchError: this machine has GPUs, but fewer than workers.
     """
     try:
         failure = _run(_train, recipe.world_size, (recipe,), "the recipe has")
-    except Interrupted:
+    except Interrupted as error:
         _restore_terminal()
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return 128 + error.number
     if failure is None:
         return 0
     _restore_terminal()
@@ -78,7 +79,9 @@ def launch(function: Callable[..., object], ranks: int, /, *args: Any) -> None:
     try:
         failure = _run(function, ranks, args, "this script asks for")
     except Interrupted as error:
-        raise KeyboardInterrupt from error
+        if error.number == signal.SIGINT:
+            raise KeyboardInterrupt from error
+        raise SystemExit(128 + error.number) from error
     if failure is not None:
         raise LaunchError(str(failure).removeprefix("error: "))
 

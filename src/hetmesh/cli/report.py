@@ -1,11 +1,15 @@
-"""`hetmesh report FOLDER`: what a run did: its last metrics, and its recorded step beside the prediction."""
+"""`hetmesh report FOLDER`: what a run did, as text and as a page: metrics, a recorded step beside the prediction."""
 
 from __future__ import annotations
 
 import argparse
 import shutil
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetmesh.report.run_folder import RunView
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", metavar="FILE", help="also draw the recorded step, as .png or .svg (needs matplotlib)")
     parser.add_argument("--load-png", metavar="FILE", help="also draw how even microbatches were (needs matplotlib)")
     parser.add_argument("--trace", metavar="FILE", help="also write it as a trace for ui.perfetto.dev")
-    parser.add_argument("--json", action="store_true", help="print figures as JSON instead")
+    parser.add_argument("--html", metavar="FILE", help="where to write the page; default: report.html in FOLDER")
+    parser.add_argument("--no-html", action="store_true", help="write no page (it needs matplotlib)")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON instead; a page only with --html")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -41,10 +47,14 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         save_gantt(found.timelines, args.png, f"step {found.step} of {args.run}")
     if args.trace:
         save_trace(found.timelines, args.trace)
+    if args.html and args.no_html:
+        raise RecipeError("--html and --no-html contradict each other; give one of them")
     if args.json:
         figures: dict[str, Any] = {name: summary_json(timeline) for name, timeline in found.timelines.items()}
         figures |= {"actions": action_json(found.timelines)} if found.timelines else {}
         figures |= {"mean": found.load.means()} if found.load else {}
+        if args.html:
+            _write_page(found, args.run, args.html)
         print(to_json({"last": found.last, "summary": found.summary, "step": found.step, **figures}, indent=2))
         return 0
     print(found.as_text())
@@ -54,4 +64,15 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(f"{gantt_text(timeline, width)}\n\n{bubble_table(timeline)}")
     if found.timelines:
         print(f"\nstep {found.step}, predicted beside measured\n\n{action_table(found.timelines)}")
+    if not args.no_html:
+        path = args.html or Path(args.run) / "report.html"
+        _write_page(found, args.run, path)
+        print(f"\nthe page is {path}")
     return 0
+
+
+def _write_page(found: RunView, run: str, path: str | Path) -> None:
+    from hetmesh.report.page import run_page
+    from hetmesh.report.page_html import save_page
+
+    save_page(run_page(found, run), path)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetmesh._processes import no_blas_threads
+from hetmesh._processes import die_with_parent, no_blas_threads
 from hetmesh.cli import FAILURE, USAGE_ERROR
 from hetmesh.cli.check import checked
 from hetmesh.cli.launchers import SLURM, TORCHRUN, Place, find_place
@@ -70,6 +70,8 @@ def _join(place: Place, args: argparse.Namespace, overrides: Sequence[str]) -> i
         _announce(recipe, summary)
         if place.note:
             print(place.note, file=sys.stderr, flush=True)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent is the parent; killed itself, it would leave workers
+        die_with_parent(os.getppid())
     _settle(place)
     from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed.elastic.multiprocessing.errors import record
@@ -132,7 +134,8 @@ def _wrong_size(place: Place, path: str, needed: int) -> str:
     return (
         f"{path} describes {needed} ranks, but {place.launcher} started {names.get(place.launcher, '')}{place.size}; "
         f"start {needed} ({how.get(place.launcher, f'{place.launcher} -n {needed} hetmesh train ...')}), or change the "
-        "ranks under [parallelism]"
+        f"ranks under [parallelism]: `hetmesh plan {path} --ranks {place.size} --write FILE.toml` finds a layout for "
+        f"{place.size}, and a checkpoint of any layout goes on in it"
     )
 
 

@@ -27,7 +27,7 @@ GRACE = 0.3  # s; after a failure: time for what caused it to be reported
 PATIENCE = 5.0  # s; the same where all that is known is that a connection was lost: a large process dies slowly
 LOOK = 1.0  # s between two looks at who has ended: a sentinel may be held by what a worker started
 MOST = 20_000  # characters of a message or a traceback: a report fits into the buffer of a pipe
-TERMINATE = 5.0  # s from SIGTERM to SIGKILL
+_STOPPED = tuple(128 + number for number in (signal.SIGTERM, signal.SIGINT))  # exit statuses: `training.stopping`
 LOST_PEER = re.compile(
     r"connection (was )?(reset|closed|refused)|broken pipe|socket closed|socket timeout|lost rank \d+", re.I
 )
@@ -65,7 +65,11 @@ class Failure:
 
 
 class Interrupted(BaseException):
-    """A signal asked this process to end. No Exception: nothing in between shall handle it."""
+    """A signal asked this process or its workers to end. No Exception: nothing in between shall handle it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
 
 
 class Workers:
@@ -74,7 +78,8 @@ class Workers:
         with Workers("fork", 4, function, args) as workers:
             failure = workers.join()
 
-    The body may raise `Interrupted` (SIGINT, SIGTERM, SIGHUP, SIGQUIT). After it no worker is left.
+    After the body no worker is left. It may raise `Interrupted`: a SIGTERM, and a first SIGINT, are handed on to the
+    workers as SIGTERM, so that they can save; a second SIGINT, SIGHUP and SIGQUIT end them at once.
 
     Args:
         method: `"fork"` shares what this process has imported, and needs it to have one thread; `"spawn"` starts anew.
@@ -87,6 +92,8 @@ class Workers:
         self._method, self._count, self._function, self._args = method, count, function, tuple(args)
         self._running: dict[int, tuple[BaseProcess, Connection]] = {}
         self._handlers: dict[signal.Signals, Any] = {}
+        self._asked = 0  # the signal that was handed on
+        self._stopped = 0  # the signal that a worker said had ended it behind a step
 
     def __enter__(self) -> Workers:
         if self._method == "fork" and threads() > 1:
@@ -110,10 +117,14 @@ class Workers:
             self._running[rank] = process, ours
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup
-                self._handlers[number] = signal.signal(number, _interrupt)
+                self._handlers[number] = signal.signal(number, self._interrupt)
 
     def join(self) -> Failure | None:
-        """Wait for all workers; after a failure, only until its cause is known."""
+        """Wait for all workers; after a failure, only until its cause is known.
+
+        Raises:
+            Interrupted: they have ended because a signal asked them to.
+        """
         failures: list[Failure] = []
         first = 0.0
         while self._running:
@@ -124,7 +135,12 @@ class Workers:
                 left = max(0.0, first + patience - time.monotonic())
             if not self._wait(left, failures):
                 break
-        return first_cause(failures) if failures else None
+        cause = first_cause(failures) if failures else None
+        if self._asked and cause is not None and cause.message in _TERMINATED:  # before they could save anything
+            raise Interrupted(self._asked)
+        if self._stopped and cause is None:
+            raise Interrupted(self._asked or self._stopped)
+        return cause
 
     def _wait(self, seconds: float | None, failures: list[Failure]) -> bool:
         """Wait for any worker to end and add what it died of; False: none did."""
@@ -142,20 +158,25 @@ class Workers:
                 if connection.poll():
                     failures.append(Failure(rank, *connection.recv()))
                     continue
-            if process.exitcode:
+            if process.exitcode in _STOPPED:
+                self._stopped = process.exitcode - 128
+            elif process.exitcode:
                 failures.append(Failure(rank, how_it_ended(process.exitcode)))
         return True
 
-    def end(self) -> None:
-        """End all workers: SIGTERM, and SIGKILL for who does not heed it."""
-        for process, _ in self._running.values():
+    def _interrupt(self, number: int, _: object) -> None:
+        if number != signal.SIGTERM and (number != signal.SIGINT or self._asked):
+            raise Interrupted(number)
+        self._asked = self._asked or number
+        for process, _connection in list(self._running.values()):
             process.terminate()
-        deadline = time.monotonic() + TERMINATE
+
+    def end(self) -> None:
+        """End all workers at once: SIGTERM would have those that train end their step first, without who has failed."""
+        for process, _ in self._running.values():
+            process.kill()
         for process, connection in self._running.values():
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.join()
             connection.close()
         self._running.clear()
 
@@ -190,6 +211,9 @@ def how_it_ended(exit_status: int) -> str:
     return f"ended by signal {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
 
+_TERMINATED = tuple(how_it_ended(-number) for number in (signal.SIGTERM, signal.SIGINT))
+
+
 def _worker(rank: int, parent: int, report: Connection, function: Callable[..., None], args: tuple[Any, ...]) -> None:
     """The life of one worker."""
     die_with_parent(parent)
@@ -208,10 +232,6 @@ def _worker(rank: int, parent: int, report: Connection, function: Callable[..., 
         message = f"{type(error).__name__}: {error}".strip()
         report.send((message[:MOST], "".join(traceback.format_exception(error))[-MOST:]))
         sys.exit(1)
-
-
-def _interrupt(number: int, _: object) -> None:
-    raise Interrupted(signal.Signals(number).name)
 
 
 @contextlib.contextmanager

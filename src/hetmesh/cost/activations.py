@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from hetmesh.cost.experts import kept_bytes
 from hetmesh.cost.memory import tensor_parallel_elements
-from hetmesh.cost.shapes import LayerShape, WeightShape
+from hetmesh.cost.shapes import LayerShape, WeightShape, without_adapters
 from hetmesh.cost.work import Work
 
 
@@ -48,10 +48,14 @@ def activation_bytes(
     products = [weight for weight in layer.weights if weight.per_row]
     between = 1 / tp if sequence_parallel else 1.0
     if recompute and len(products) > 1:
-        return round(itemsize * rows * input_elements(products[0]) * between)
+        own = max(itemsize, 4) if autocast else itemsize  # it lies between products
+        return round(own * rows * input_elements(products[0]) * between)
     casts = sum(tensor_parallel_elements(weight, tp) for weight in products) if autocast else 0
+    layer, halves = without_adapters(layer)
+    products = [weight for weight in layer.weights if weight.per_row]
     products = [weight for weight in products if not weight.expert]
     kept = sum(_input_share(w, tp) * w.per_row * input_elements(w) for w in _distinct(products))
+    kept += sum(half.inputs for half in halves if half.trainable)
     if layer.on_targets:
         logits = 0 if not products else itemsize if in_shares(layer, tp) else loss_itemsize(itemsize)
         return round(itemsize * (rows * kept + casts) + logits * rows * logits_of_a_row(layer, tp))

@@ -18,12 +18,19 @@ from hetmesh.cost.activations import (
 )
 from hetmesh.cost.experts import passing_elements
 from hetmesh.cost.memory import tensor_parallel_elements
-from hetmesh.cost.shapes import LayerShape, WeightShape
+from hetmesh.cost.shapes import LayerShape, WeightShape, without_adapters
 from hetmesh.cost.work import Work
 
 
 def forward_bytes(
-    layer: LayerShape, work: Work, itemsize: int, *, upstream: bool, tp: int = 1, recompute: bool = False
+    layer: LayerShape,
+    work: Work,
+    itemsize: int,
+    *,
+    upstream: bool,
+    tp: int = 1,
+    recompute: bool = False,
+    autocast: bool = False,
 ) -> int:
     """The most beyond what is kept while the forward runs. Arguments as of `activation_bytes`.
 
@@ -35,13 +42,20 @@ def forward_bytes(
             return _raised(layer, work, itemsize, tp)
         raised = loss_itemsize(itemsize) if itemsize < 4 else 0
         return round(work.targets * (itemsize + raised) * logits_of_a_row(layer, tp))
-    if recompute or not (upstream or layer.trainable):
-        return _in_flight(layer, work, itemsize, tp)
-    return 0
+    if not (upstream or layer.trainable):
+        return _in_flight(layer, work, itemsize, tp) + _between(layer, work, itemsize, autocast)
+    return _in_flight(layer, work, itemsize, tp) if recompute else 0
 
 
 def backward_bytes(
-    layer: LayerShape, work: Work, itemsize: int, *, upstream: bool, tp: int = 1, recompute: bool = False
+    layer: LayerShape,
+    work: Work,
+    itemsize: int,
+    *,
+    upstream: bool,
+    tp: int = 1,
+    recompute: bool = False,
+    autocast: bool = False,
 ) -> int:
     """The most beyond what is kept while the backward runs: gradients in flight, that of the largest weight before it
     is added to the sum, and what is computed again. Arguments as of `activation_bytes`."""
@@ -57,7 +71,8 @@ def backward_bytes(
     held += _in_flight(layer, work, itemsize, tp)
     if recompute:
         again, kept = (
-            activation_bytes(layer, work, itemsize, upstream=upstream, tp=tp, recompute=flag) for flag in (False, True)
+            activation_bytes(layer, work, itemsize, upstream=upstream, tp=tp, recompute=flag, autocast=autocast)
+            for flag in (False, True)
         )
         held += again - kept
     return held
@@ -83,15 +98,29 @@ def split_bytes(layer: LayerShape, work: Work, itemsize: int, *, upstream: bool,
 def _in_flight(layer: LayerShape, work: Work, itemsize: int, tp: int) -> int:
     """Outputs of the widest products that read one tensor, and the widest input of a product: of an MLP the gate, what
     it multiplies and the product of both, forward as backward; or what experts hold."""
+    layer, halves = without_adapters(layer)
     products, widest, inputs = [w for w in _products(layer) if not w.expert], 0.0, 0.0
     for _, group in itertools.groupby(
         products, lambda w: (w.name.rpartition(".")[0].rpartition(".")[0], input_elements(w))
     ):
         widest = max(widest, sum(output_share(w, tp) * w.per_row * w.outputs for w in group))
+    # what an adapter adds is there beside what it is added to
+    widest += max((output_share(half, tp) * half.outputs for half in halves), default=0.0)
     for weight in products:
         inputs = max(inputs, input_elements(weight) * (1 / tp if weight.splits_inputs else 1.0))
     rows = layer.rows(work)
     return round(itemsize * rows * max(widest + inputs, passing_elements(layer, tp)))
+
+
+def _between(layer: LayerShape, work: Work, itemsize: int, autocast: bool) -> int:
+    """What lies between the products of a layer that keeps nothing: its input, to which its result is added, what a
+    norm made of that, and what entered the first layer, which the caller of them all still holds. Autocast leaves these
+    in fp32, and casts what a product reads."""
+    products = _products(layer)
+    if len(products) < 2:
+        return 0
+    of_element = 3 * max(itemsize, 4) + itemsize if autocast else 3 * itemsize
+    return round(of_element * layer.rows(work) * input_elements(products[0]))
 
 
 def _products(layer: LayerShape) -> list[WeightShape]:

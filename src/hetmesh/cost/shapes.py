@@ -123,6 +123,31 @@ class LayerShape(HashedOnce):
         return any(weight.trainable for weight in self.weights)
 
 
+_BASE, _FIRST, _SECOND = ".base_layer.", ".lora_A.", ".lora_B."  # as peft names them
+
+
+def without_adapters(layer: LayerShape) -> tuple[LayerShape, tuple[WeightShape, ...]]:
+    """What `layer` would be without the low-rank adapters beside its products, and the halves of these that make sums.
+
+    An adapter reads what its product reads and adds to what that makes. So for what a product keeps and holds it counts
+    as trainable where its adapter is; between the two halves there are as many elements of a row as the rank.
+    """
+    halves = [w for w in layer.weights if _FIRST in w.name or _SECOND in w.name]
+    if not halves:
+        return layer, ()
+    trained = {w.name.partition(_FIRST)[0] for w in halves if _FIRST in w.name and w.trainable}
+    own = (
+        replace(
+            w,
+            name=w.name.replace(_BASE, "."),
+            trainable=w.trainable or (w.per_row > 0 and w.name.partition(_BASE)[0] in trained),
+        )
+        for w in layer.weights
+        if w not in halves
+    )
+    return replace(layer, weights=tuple(own)), tuple(w for w in halves if _SECOND in w.name)
+
+
 def expert_share(layer: LayerShape, ranks: int) -> LayerShape:
     """What one of `ranks` ranks that share the experts of `layer` evenly holds of it."""
     if ranks == 1 or not layer.expert_weights:

@@ -9,9 +9,11 @@ twice in one batch.)
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import overload
+from functools import cached_property
+from typing import Any, overload
 
 from hetmesh.data.expand import blank, expand_tokens
 from hetmesh.data.expand_arrays import AsGiven, ExpandedArrays, Expander
@@ -29,6 +31,18 @@ _KEYS = {
 }
 """What the values that a position depends on are called in a recipe."""
 
+
+PROBES = "source"
+"""What a position calls the checksums of some samples."""
+
+_LOOKED_AT = 64  # samples, by their metadata: of another order, hardly one is where it was
+_MENDED = 0.25  # of these, so many may differ: whoever mends a sample that ended a run goes on with it
+
+_ELSEWHERE = "the checkpoint's place in the data means other samples now"
+_RESTORE = (
+    "restore what was, or start a new run from the saved weights: checkpoint.initial_load_path and another "
+    "job.dump_folder"
+)
 
 TRAIN, VALIDATION = "train", "validation"
 """The splits of a run."""
@@ -275,16 +289,17 @@ class Loader:
         self.step += 1
         return batch
 
-    def state_dict(self) -> dict[str, int]:
-        """The position, and what it depends on."""
-        return {"step": self.step, "sample": self.place(self.step), **self._identity()}
+    def state_dict(self) -> dict[str, Any]:
+        """The position, what it depends on, and a few samples by their checksums."""
+        return {"step": self.step, "sample": self.place(self.step), **self._identity(), PROBES: self._probes}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where the loader that gave `state` was: the samples that come next are those that it would have
         drawn, however many make a batch now.
 
         Raises:
-            RecipeError: seed, order or source length differ, so that the samples would not be the same ones.
+            RecipeError: seed, order or source length differ, or the source has other samples at the same places (more
+                than a few, which may have been mended), so that the samples would not be the same ones.
         """
         identity = self._identity()
         missing = {"step", "sample", *identity} - set(state)
@@ -293,12 +308,36 @@ class Loader:
         differs = {k: (state[k], v) for k, v in identity.items() if state[k] != v}
         if differs:
             told = ", ".join(f"{_KEYS[k]} was {old} and is {new}" for k, (old, new) in differs.items())
-            raise RecipeError(
-                f"the checkpoint's place in the data means other samples now: {told}; restore what was, or start a new "
-                "run from the saved weights: checkpoint.initial_load_path and another job.dump_folder"
-            )
+            raise RecipeError(f"{_ELSEWHERE}: {told}; {_RESTORE}")
+        before = state.get(PROBES)  # older checkpoints have none
+        if before is not None and before != self._probes:
+            pairs = zip(before.split(), self._probes.split(), strict=False)
+            changed = [i for i, (old, new) in zip(self._probed, pairs, strict=False) if old != new]
+            if len(changed) > _MENDED * len(self._probed):
+                raise RecipeError(
+                    f"{_ELSEWHERE}: of {len(self._probed)} samples of data.source looked at, {len(changed)} are others "
+                    f"than those that were there, the first at place {changed[0]}: it was sorted, or is another one; "
+                    f"{_RESTORE}"
+                )
         self.step = int(state["step"])
         self._since = (self.step, int(state["sample"]))
+
+    @property
+    def _probed(self) -> list[int]:
+        """Source indices of the samples that stand for all."""
+        size = len(self.source)
+        return [size * i // min(_LOOKED_AT, size) for i in range(min(_LOOKED_AT, size))]
+
+    @cached_property
+    def _probes(self) -> str:
+        found = []
+        for index in self._probed:
+            try:
+                facts = repr(self.source.meta(index))
+            except SampleError:
+                facts = "unreadable"
+            found.append(f"{zlib.crc32(facts.encode()):08x}")
+        return " ".join(found)
 
     def _identity(self) -> dict[str, int]:
         return {

@@ -305,7 +305,10 @@ def _begin(parent: int | None, worker: int) -> None:
     """Before a worker's first request; `parent` is the process that forked it, None if a fork server did."""
     if parent is not None:  # else torch looks now and then whether the server is still there, which ends with us
         die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the trainer ends its workers
+    # What is sent to the whole group (Ctrl-C, SIGTERM by torchrun and Slurm) is the trainer's to handle: it ends its
+    # step, for which it may need another sample, saves, and ends its workers.
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _keep_memory()
 

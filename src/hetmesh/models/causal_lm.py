@@ -156,7 +156,7 @@ class CausalLMAdapter:
         ids, position_ids = batch["input_ids"], batch["position_ids"]
         if ids.numel() == 0:  # transformers' views are ambiguous on empty tensors: one token that predicts nothing
             ids, position_ids = ids.new_zeros(1, 1), position_ids.new_zeros(*position_ids.shape[:-2], 1, 1)
-        tokens, total = tokens_of(module), ids.numel()
+        tokens = tokens_of(module)
         flat = inputs[PREVIOUS] if PREVIOUS in inputs else self.embedded(model, ids, batch, inputs)
         # Handing over the finished masks (none) keeps transformers from looking for packed sequences and building one.
         # Models without a choice of masks (Llama) take no finished ones: they look, find no packing, and build none.
@@ -179,7 +179,7 @@ class CausalLMAdapter:
         ).last_hidden_state.flatten(0, 1)
         if is_absent(self.head_of(model)):
             return hidden
-        return self.logits(model, tokens.select(hidden, batch["target_positions"], total))
+        return self.logits(model, tokens.select(hidden, batch, "target_positions"))
 
     def decoder_of(self, model: Any) -> Any:
         """The decoder inside `model`."""
@@ -199,10 +199,10 @@ class CausalLMAdapter:
 
     def embedded(self, model: Any, ids: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         """The flat tokens that this rank keeps, rows in the places of their placeholders."""
-        tokens, total = tokens_of(model), ids.numel()
+        tokens = tokens_of(model)
         flat = tokens.split(self.embed(model, ids).flatten(0, 1))
         for source, at in self.sources.items():
-            rows, positions = inputs[source], tokens.locate(batch[f"positions.{at}"], total)
+            rows, positions = inputs[source], tokens.locate(batch, f"positions.{at}")
             self.check_rows(source, at, rows, positions, flat.shape[-1])
             flat = flat.index_copy(0, positions, rows.to(flat.dtype))
         return flat

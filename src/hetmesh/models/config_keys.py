@@ -70,8 +70,9 @@ def transformers_config(
         own = config_class.__annotations__  # files may have another name of a key (num_local_experts), which would win
         names = {theirs: key for key, theirs in config_class.attribute_map.items() if key in own and theirs not in own}
         derived = {names.get(key, key): value for key, value in section.items() if key not in NOT_SIZES}
+    given = {key: _as_float(config_class, key, value) for key, value in request.config.items()}
     try:
-        config = config_class(**{**derived, **request.config, **forced}, attn_implementation="sdpa")
+        config = config_class(**{**derived, **given, **forced}, attn_implementation="sdpa")
         unchanged = config_class(**{**derived, **forced}) if request.pretrained is not None else config
     except Exception as error:  # huggingface_hub's strict dataclasses raise a plain subclass of Exception
         raise RecipeError(f"{request.key}.config: {' '.join(str(error).split())}") from error
@@ -83,6 +84,12 @@ def transformers_config(
                 f"{', '.join(sorted(FREE & set(config_class.__annotations__)))})"
             )
     return config
+
+
+def _as_float(config_class: Any, key: str, value: Any) -> Any:
+    """`value` of a key; 0 is as good as 0.0 where transformers declares a float alone, which it takes by type."""
+    integer = isinstance(value, int) and not isinstance(value, bool)
+    return float(value) if integer and config_class.__annotations__[key] in (float, "float") else value
 
 
 def positive_int(request: AdapterRequest, key: str, value: Any) -> int:

@@ -3,10 +3,9 @@ behind their first layers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hetmesh.models.causal_lm import CausalLMAdapter
@@ -29,21 +28,30 @@ def deepstack_arguments(
 ) -> dict[str, Any]:
     """What the decoder is also called with, from the side outputs among `inputs`; see
     `CausalLMAdapter.added_features`."""
-    features: dict[int, Tensor] = {}
-    mask = torch.zeros(hidden.shape[:-1].numel(), dtype=torch.bool, device=hidden.device)
+    features: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for source, at in adapter.sources.items():
         own = {k: rows for k, rows in inputs.items() if k != PREVIOUS and k.startswith(f"{source}.{FEATURE}")}
         if not own:
             continue
-        positions = tokens_of(model).locate(batch[f"positions.{at}"], batch["input_ids"].numel())
-        mask[positions] = True
+        positions = tokens_of(model).locate(batch, f"positions.{at}")
         for key, rows in own.items():
             adapter.check_rows(key, at, rows, positions, hidden.shape[-1])
-            features[int(key.rpartition(".")[2])] = rows
+            features.setdefault(int(key.rpartition(".")[2]), []).append((positions, rows))
     if not features:
         return {}
-    nothing = hidden.new_zeros(1, 1)  # for the layers of other stages
-    return {
-        "visual_pos_masks": mask.view(hidden.shape[:-1]),
-        "deepstack_visual_embeds": [features.get(i, nothing) for i in range(1 + max(features))],
-    }
+    adapter.decoder_of(model)._deepstack_process = _added
+    return {"deepstack_visual_embeds": [features.get(i, ()) for i in range(1 + max(features))]}
+
+
+def _added(hidden: Tensor, mask: None, features: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """In place of the decoders' own method, whose mask as an index has the host wait for the device to know how many
+    tokens it has.
+
+    Args:
+        features: positions among the flat tokens of `hidden`, and the rows to add there; none for the layers of other
+            stages.
+    """
+    flat = hidden.flatten(0, 1)
+    for positions, rows in features:
+        flat = flat.index_add(0, positions, rows.to(flat.dtype))
+    return flat.view(hidden.shape)

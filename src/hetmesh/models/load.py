@@ -7,7 +7,7 @@ rank holds. So a rank's peak is its shard and, for a moment, a view of one tenso
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -78,12 +78,24 @@ def load_weights(
     Raises:
         RecipeError: the checkpoint's tensors are not those of the module; before anything is allocated.
     """
+    found = check_weights(adapter, module, pretrained)
+    materialize(module, torch.device(device), roots)
+    read_tensors(adapter, pretrained, found, _saved_tensors(module))
+
+
+def read_tensors(
+    adapter: Adapter, pretrained: Pretrained, found: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Read values into `tensors`, shards or whole ones, by their names in the module.
+
+    Args:
+        found: of `check_weights`; tensors that are not in it are left as they are.
+    """
     from safetensors import safe_open
 
-    found, forms = check_weights(adapter, module, pretrained), stored_forms(adapter, pretrained)
-    materialize(module, torch.device(device), roots)
+    forms = stored_forms(adapter, pretrained)
     by_file: dict[Path, list[tuple[Tensor, Read]]] = {}
-    for name, tensor in _saved_tensors(module):
+    for name, tensor in tensors:
         if name in found:  # else it is tied to one that is
             local, share = local_share(tensor.detach())
             for read in reads(forms[found[name]], share):

@@ -98,6 +98,12 @@ def _check_experts(request: AdapterRequest, config: Any) -> None:
             f"{request.key}.config.num_experts_per_tok = {config.num_experts_per_tok}: a token cannot have more "
             f"experts than there are, num_experts = {config.num_experts}"
         )
+    missing = sorted({*request.config.get("mlp_only_layers", ())} - {*range(config.num_hidden_layers)})
+    if missing:
+        raise RecipeError(
+            f"{request.key}.config.mlp_only_layers: there are no layers {missing}; valid are 0 to "
+            f"{config.num_hidden_layers - 1}"
+        )
     if config.num_experts > MOST_EXPERTS:
         raise RecipeError(f"{request.key}.config.num_experts = {config.num_experts}: valid are 1 to {MOST_EXPERTS}")
 

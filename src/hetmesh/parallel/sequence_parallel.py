@@ -9,7 +9,7 @@ they start and reduce-scatter where they end: as many bytes as the two all-reduc
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from hetmesh.parallel.collectives import leave
 from hetmesh.parallel.experts.block import ExpertBlock
 from hetmesh.parallel.linear import ColwiseLinear, RowwiseLinear
 from hetmesh.parallel.random_state import current_microbatch
-from hetmesh.parallel.tokens import AllTokens
+from hetmesh.parallel.tokens import SHARE, WHICH, AllTokens
 
 
 def apply_sequence_parallel(module: nn.Module, tp_mesh: DeviceMesh, prefixes: Sequence[str]) -> tuple[str, ...]:
@@ -89,13 +89,8 @@ class ShardedTokens(AllTokens):
         """Of all tokens of the microbatch that is computed, where `share_out` has seen them."""
         return self._shapes.get(current_microbatch())
 
-    def is_own(self, positions: Tensor, total: int) -> Tensor:
-        """Which of some positions among all `total` tokens are in this rank's share."""
-        start, stop = self._span(total)
-        return (positions >= start) & (positions < stop)
-
-    def locate(self, positions: Tensor, total: int) -> Tensor:
-        return positions[self.is_own(positions, total)] - self._span(total)[0]
+    def locate(self, batch: Mapping[str, Tensor], key: str) -> Tensor:
+        return batch[SHARE + key]
 
     def as_input(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
         return flat[None]
@@ -103,18 +98,17 @@ class ShardedTokens(AllTokens):
     def mask(self, flat: Tensor) -> Tensor | None:
         return flat.new_zeros(1, 1, 1, 1)  # four dims count as finished; the gather puts it aside
 
-    def select(self, flat: Tensor, positions: Tensor, total: int) -> Tensor:
-        start, stop = self._span(total)
-        mine = ((positions >= start) & (positions < stop)).nonzero().flatten()
-        rows = flat.index_select(0, positions[mine] - start)
+    def spread(self, rows: Tensor, batch: Mapping[str, Tensor], key: str) -> Tensor:
+        """Rows for all positions `batch[key]`, of those in this rank's share: zeros stand for the others."""
+        return rows.new_zeros(len(batch[key]), rows.shape[-1]).index_copy(0, batch[WHICH + key], rows)
+
+    def select(self, flat: Tensor, batch: Mapping[str, Tensor], key: str) -> Tensor:
+        rows = flat.index_select(0, self.locate(batch, key))
         # Every row has one owner: the sum puts the shares together. Its gradient is the same on all ranks.
-        return leave(flat.new_zeros(len(positions), flat.shape[-1]).index_copy(0, mine, rows), self.group)
+        return leave(self.spread(rows, batch, key), self.group)
 
     def _shares(self, total: int) -> TokenShares:
         return TokenShares(total, dist.get_world_size(self.group))
-
-    def _span(self, total: int) -> tuple[int, int]:
-        return self._shares(total).span(dist.get_rank(self.group))
 
 
 class _Gather:

@@ -2,7 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
+
+from hetmesh.context.token_owners import TokenShares
+
+SHARE, WHICH = "share.", "share_index."
+"""How keys of a batch begin that `positions_in_share` adds, before that of the positions."""
+
+
+def positions_in_share(batch: Mapping[str, Tensor], part: int, parts: int) -> dict[str, Tensor]:
+    """Where the positions of a batch lie in the share that one of `parts` ranks keeps of its tokens. Worked out on the
+    host, where a batch is collated: on a device nobody could say how many they are without waiting for it.
+
+    Args:
+        batch: of `collate_tokens` or `pack_tokens`.
+
+    Returns:
+        For each key of positions, `target_positions` and `positions.<placeholder>`:
+        `share.<key>`: int64, positions in the share of those that it holds.
+        `share_index.<key>`: int64, which of all positions these are.
+    """
+    start, stop = TokenShares(max(batch["input_ids"].numel(), 1), parts).span(part)
+    found: dict[str, Tensor] = {}
+    for key, positions in batch.items():
+        if key == "target_positions" or key.startswith("positions."):
+            which = ((positions >= start) & (positions < stop)).nonzero().flatten()
+            found |= {SHARE + key: positions[which] - start, WHICH + key: which}
+    return found
 
 
 class AllTokens:
@@ -13,9 +41,9 @@ class AllTokens:
         """`[B * S, features]` of all tokens -> those that this rank keeps, `[kept, features]`."""
         return flat
 
-    def locate(self, positions: Tensor, total: int) -> Tensor:
-        """Positions among all `total` flat tokens -> those that this rank keeps, as positions in its share."""
-        return positions
+    def locate(self, batch: Mapping[str, Tensor], key: str) -> Tensor:
+        """Of the positions `batch[key]` among all flat tokens those that this rank keeps, as positions in its share."""
+        return batch[key]
 
     def as_input(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The kept tokens `[kept, features]` as the first block takes them; `shape` is that of all, `(B, S)`."""
@@ -26,9 +54,10 @@ class AllTokens:
         tokens are whole again when attention sees them, and causal without a mask."""
         return None
 
-    def select(self, flat: Tensor, positions: Tensor, total: int) -> Tensor:
-        """The rows of tokens at `positions` among all `total`, on every rank, from the shares `[kept, features]`."""
-        return flat.index_select(0, positions)
+    def select(self, flat: Tensor, batch: Mapping[str, Tensor], key: str) -> Tensor:
+        """The rows of tokens at the positions `batch[key]` among all, on every rank, from the shares
+        `[kept, features]`."""
+        return flat.index_select(0, batch[key])
 
 
 def tokens_of(module: nn.Module) -> AllTokens:

@@ -310,7 +310,9 @@ class Checkpoint(Section):
     interval: Size = 500  # steps
     keep_latest_k: Count = 10  # 0 keeps all
     timeout_seconds: Seconds = 3600.0  # that writing or reading one may take, whatever [comm] says of a step
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"  # async: written beside training
+    frozen: Literal["once", "each", "reference"] = "once"  # frozen parameters: in a file that all checkpoints share, in
+    # each, or (of modules that are frozen whole and come from a directory) not at all: the directory is named
     last_save_in_hf: bool = False  # also export the last one, to folder/step-N-hf, as `hetmesh export` does
     export_dtype: Literal["float32", "bfloat16", "float16"] | None = None  # of that; None: as trained
     initial_load_path: str = ""  # a run's step folder, whose weights a new run starts from; nothing else is taken

@@ -144,7 +144,11 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
     },
     "checkpoint": {
         "enable_ft_dataloader_checkpoints": Foreign(ANY),  # of fault_tolerance
-        "async_mode": Foreign(("disabled",), "write 'disabled'", matters=_on("checkpoint", "enable")),
+        "async_mode": Foreign(
+            ("disabled", "async"),
+            "write 'async': a thread writes what was copied, from a device into pinned memory",
+            matters=_on("checkpoint", "enable"),
+        ),
         "initial_load_model_only": Foreign(
             (True,), "leave it out; a run whose dump_folder has checkpoints goes on with optimizer, schedule and data"
         ),

@@ -6,10 +6,9 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from hetmesh.errors import RecipeError
 from hetmesh.report.balance_values import BalanceView, Histogram, ModuleSizes
-from hetmesh.report.figures import save_figure
-from hetmesh.report.picture import COLOURS, PIXELS_PER_INCH
+from hetmesh.report.figures import new_figure, save_figure
+from hetmesh.report.picture import COLOURS
 
 
 def save_balance(view: BalanceView, path: str | Path) -> None:
@@ -18,13 +17,9 @@ def save_balance(view: BalanceView, path: str | Path) -> None:
     Raises:
         RecipeError: matplotlib is not installed, or `path` cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RecipeError("a picture needs matplotlib: pip install 'hetmesh[report]', or leave out --png") from error
     shown = [result for result in view.balancers if not result.problem]
     heights = [*(2.2 for _ in view.modules), 0.28 * len(shown) + 0.8]
-    figure = Figure(figsize=(12, sum(heights) + 0.8), dpi=PIXELS_PER_INCH, layout="constrained")
+    figure = new_figure((12, sum(heights) + 0.8))
     figure.suptitle(f"{view.description or 'balance'}: {view.batches} batches of {view.samples} samples", fontsize=11)
     parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
     for part, module in zip(parts, view.modules, strict=False):

@@ -98,10 +98,11 @@ def _module(target: str) -> str:
 
 def action_table(timelines: Mapping[str, Timeline]) -> str:
     """The same as lines of text: milliseconds of a step on the mean rank."""
-    return "\n".join(table(list(_cells(timelines)), numbers=True))
+    return "\n".join(table(list(action_rows(timelines)), numbers=True))
 
 
-def _cells(timelines: Mapping[str, Timeline]) -> Iterator[tuple[str, ...]]:
+def action_rows(timelines: Mapping[str, Timeline]) -> Iterator[tuple[str, ...]]:
+    """The cells of that table, its head first."""
     yield ("ms on the mean rank", "predicted", "measured", "error", "actions")
     for each in action_times(timelines):
         name = f"{each.module} {KINDS[each.kind]}".strip()

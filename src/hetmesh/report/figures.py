@@ -1,4 +1,4 @@
-"""Writing a figure of matplotlib to a file that the user names."""
+"""Figures of matplotlib, which is optional: made, and written to a file that the user names."""
 
 from __future__ import annotations
 
@@ -6,6 +6,25 @@ from pathlib import Path
 from typing import Any
 
 from hetmesh.errors import RecipeError
+
+PIXELS_PER_INCH = 150
+
+
+def new_figure(size: tuple[float, float], otherwise: str = "leave out --png") -> Any:
+    """An empty figure.
+
+    Args:
+        size: width and height in inches.
+        otherwise: what to do without matplotlib, the end of the message.
+
+    Raises:
+        RecipeError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RecipeError(f"a picture needs matplotlib: pip install 'hetmesh[report]', or {otherwise}") from error
+    return Figure(figsize=size, dpi=PIXELS_PER_INCH, layout="constrained")
 
 
 def save_figure(figure: Any, path: Path, form: str) -> None:

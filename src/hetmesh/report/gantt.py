@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hetmesh.errors import RecipeError
-from hetmesh.report.figures import save_figure
+from hetmesh.report.figures import new_figure, save_figure
 from hetmesh.report.gantt_text import headline, track_label
 from hetmesh.simulate import Timeline, bubble_spans, bubbles
 from hetmesh.simulate.timeline import (
@@ -42,7 +42,7 @@ BUBBLES = {
 }
 """Class of bubbles -> its name and colour."""
 OPTIMIZER_COLOUR, REDUCE_COLOUR = "#333333", "#cc3311"
-WIDTH, ROW, PIXELS_PER_INCH = 14.0, 0.42, 150  # inches, inches, -
+WIDTH, ROW = 14.0, 0.42  # inches
 MOST_TRACKS = 32  # per timeline; of more, as many are drawn, evenly spaced
 MOST_LABELS = 4000  # boxes with a number: text is what takes time
 PLOT_SHARE = 0.78  # of the width that is left to the time axis, about
@@ -60,13 +60,18 @@ def save_gantt(timelines: Mapping[str, Timeline], path: str | Path, title: str =
     path = Path(path)
     if path.suffix not in (".png", ".svg"):
         raise RecipeError(f"--png {path}: the name must end in .png or .svg")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RecipeError("a picture needs matplotlib: pip install 'hetmesh[report]', or leave out --png") from error
+    save_figure(gantt_figure(timelines, title), path, path.suffix[1:])
+
+
+def gantt_figure(timelines: Mapping[str, Timeline], title: str = "") -> Any:
+    """The same as a figure.
+
+    Raises:
+        RecipeError: matplotlib is not installed.
+    """
     shown = {name: _tracks(timeline) for name, timeline in timelines.items()}
     heights = [ROW * max(len(tracks), 2) + 0.45 for tracks in shown.values()]
-    figure = Figure(figsize=(WIDTH, sum(heights) + 1.35 + 0.3 * bool(title)), dpi=PIXELS_PER_INCH, layout="constrained")
+    figure = new_figure((WIDTH, sum(heights) + 1.35 + 0.3 * bool(title)))
     if title:
         figure.suptitle(title, fontsize=11)
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -75,7 +80,7 @@ def save_gantt(timelines: Mapping[str, Timeline], path: str | Path, title: str =
         _draw(each, name, timeline, shown[name], end)
     axes[-1].set_xlabel("ms", fontsize=9)
     _legend(figure, timelines)
-    save_figure(figure, path, path.suffix[1:])
+    return figure
 
 
 def _tracks(timeline: Timeline) -> list[int]:

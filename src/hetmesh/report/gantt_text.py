@@ -85,8 +85,12 @@ _MARKS = {
 
 def bubble_table(timeline: Timeline) -> str:
     """Per track: share of the step that it computes and of each class of bubbles, and peak memory."""
-    header = ("", "compute", *(name.replace("_", "-") for name in CLASSES), "peak")
-    return "\n".join(table([header, *_table_cells(timeline)], numbers=True))
+    return "\n".join(table(bubble_rows(timeline), numbers=True))
+
+
+def bubble_rows(timeline: Timeline) -> list[tuple[str, ...]]:
+    """The cells of that table, its head first."""
+    return [("", "compute", *(name.replace("_", "-") for name in CLASSES), "peak"), *_table_cells(timeline)]
 
 
 def _table_cells(timeline: Timeline) -> Iterator[tuple[str, ...]]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hetmesh.errors import RecipeError
-from hetmesh.report.figures import save_figure
+from hetmesh.report.figures import new_figure, save_figure
 from hetmesh.report.values import ModuleView, RecipeView
 from hetmesh.training.metrics import amount
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 """Paul Tol's bright scheme: distinguishable for colour-blind readers too."""
-PIXELS_PER_INCH = 150
-MOST_LABELS = 32  # ranks; with more, coordinates would overlap
+MOST_LABELS = 32  # ranks; with more, coordinates would overlap, and neighbours of one module are one box
+TICKS = 12  # of more ranks than that
 
 
 def save_picture(view: RecipeView, path: str | Path) -> None:
@@ -22,43 +23,46 @@ def save_picture(view: RecipeView, path: str | Path) -> None:
     Raises:
         RecipeError: matplotlib is not installed, or `path` cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RecipeError("a picture needs matplotlib: pip install 'hetmesh[report]', or leave out --png") from error
-    path = Path(path)
-    width = min(24.0, max(8.0, 2.2 + 1.15 * view.ranks))
     footer = 0.33 * len(view.boundaries) + 0.2
     height = 0.62 * len(view.modules) + 2.6 + footer + 0.7
-    figure = Figure(figsize=(width, height), dpi=PIXELS_PER_INCH, layout="constrained")
+    figure = new_figure((picture_width(view), height))
     grid, bars, notes = figure.subplots(3, 1, height_ratios=[0.62 * len(view.modules) + 0.3, 2.0, footer])
     figure.suptitle(view.description or f"{view.ranks} ranks", fontsize=11)
-    _draw_grid(grid, view)
-    _draw_memory(bars, view)
+    draw_grid(grid, view)
+    draw_memory(bars, view)
     _draw_boundaries(notes, view)
-    save_figure(figure, path, "png")
+    save_figure(figure, Path(path), "png")
 
 
-def _draw_grid(axes: Any, view: RecipeView) -> None:
+def picture_width(view: RecipeView) -> float:
+    """Inches that suit the number of ranks."""
+    return min(24.0, max(8.0, 2.2 + 1.15 * view.ranks)) if view.ranks <= MOST_LABELS else 14.0
+
+
+def draw_grid(axes: Any, view: RecipeView) -> None:
+    """Ranks across, modules down."""
     from matplotlib.patches import Rectangle
 
     labelled = view.ranks <= MOST_LABELS
     for row, module in enumerate(view.modules):
-        for rank, text in module.cells.items():
+        for first, count in [(rank, 1) for rank in module.cells] if labelled else _runs(module.cells):
             axes.add_patch(
                 Rectangle(
-                    (rank - 0.5, row - 0.42),
-                    1,
+                    (first - 0.5, row - 0.42),
+                    count,
                     0.84,
                     facecolor=_colour(row),
                     alpha=0.35 if module.training == "frozen" else 0.85,
                     hatch="///" if module.training == "frozen" else None,
                     edgecolor="white",
-                    linewidth=1.5,
+                    linewidth=1.5 if labelled else 0.0,
                 )
             )
+        for rank, text in module.cells.items():
             if labelled:
-                axes.text(rank, row, text, ha="center", va="center", fontsize=8)
+                # on a page the ink of the rest may be light, and suits the pale boxes of what is frozen
+                ink = None if module.training == "frozen" else "black"
+                axes.text(rank, row, text, ha="center", va="center", fontsize=8, color=ink)
     axes.set_xlim(-0.5, view.ranks - 0.5)
     axes.set_ylim(len(view.modules) - 0.5, -0.5)
     axes.set_yticks(range(len(view.modules)), [_label(module) for module in view.modules], fontsize=9)
@@ -69,12 +73,21 @@ def _draw_grid(axes: Any, view: RecipeView) -> None:
         spine.set_visible(False)
 
 
+def _runs(ranks: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """First rank and length of each run of consecutive ones."""
+    ordered = sorted(ranks)
+    starts = [i for i, rank in enumerate(ordered) if not i or rank != ordered[i - 1] + 1]
+    for start, stop in itertools.pairwise([*starts, len(ordered)]):
+        yield ordered[start], stop - start
+
+
 def _label(module: ModuleView) -> str:
     size = "" if module.parameters is None else f" {amount(module.parameters).strip()}"
     return f"{module.name}\n{module.model}{size}{'' if module.training == 'trained' else ', ' + module.training}"
 
 
-def _draw_memory(axes: Any, view: RecipeView) -> None:
+def draw_memory(axes: Any, view: RecipeView) -> None:
+    """What each rank holds for the whole run, by module."""
     peak = max((view.memory(rank) for rank in range(view.ranks)), default=0)
     power = max(p for p in (0, 1, 2, 3, 4) if p == 0 or peak >= 1000**p)
     unit = ("B", "kB", "MB", "GB", "TB")[power]
@@ -83,8 +96,15 @@ def _draw_memory(axes: Any, view: RecipeView) -> None:
         heights = [
             module.memory[rank].total / 1000**power if rank in module.memory else 0.0 for rank in range(view.ranks)
         ]
-        axes.bar(range(view.ranks), heights, 0.7, bottom=base, color=_colour(row), alpha=0.85, label=module.name)
-        base = [low + high for low, high in zip(base, heights, strict=True)]
+        top = [low + high for low, high in zip(base, heights, strict=True)]
+        look = {"color": _colour(row), "alpha": 0.85, "label": module.name}
+        if view.ranks <= MOST_LABELS:
+            axes.bar(range(view.ranks), heights, 0.7, bottom=base, **look)
+        else:
+            starts = [i for i in range(view.ranks) if not i or (base[i], top[i]) != (base[i - 1], top[i - 1])]
+            heights, low = ([each[i] for i in starts] for each in (top, base))
+            axes.stairs(heights, [i - 0.5 for i in (*starts, view.ranks)], baseline=low, fill=True, **look)
+        base = top
     axes.set_xlim(-0.5, view.ranks - 0.5)
     axes.set_ylim(0, max(base, default=0) * 1.15 or 1)
     _rank_ticks(axes, view)
@@ -111,7 +131,7 @@ def _draw_boundaries(axes: Any, view: RecipeView) -> None:
 
 
 def _rank_ticks(axes: Any, view: RecipeView) -> None:
-    every = -(-view.ranks // MOST_LABELS)
+    every = -(-view.ranks // (view.ranks if view.ranks <= MOST_LABELS else TICKS))
     axes.set_xticks(range(0, view.ranks, every), [f"rank {rank}" for rank in range(0, view.ranks, every)], fontsize=8)
 
 

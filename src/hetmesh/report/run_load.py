@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetmesh.errors import RecipeError
-from hetmesh.report.figures import save_figure
-from hetmesh.report.picture import COLOURS, PIXELS_PER_INCH
+from hetmesh.report.figures import new_figure, save_figure
+from hetmesh.report.picture import COLOURS
+from hetmesh.report.run_series import at, number
 from hetmesh.training.wording import table
 
 KEYS = ("max_over_mean", "std_over_mean", "padding")
+TITLES = ("largest load of a microbatch on a lane, over the mean", "standard deviation, over the mean")
 DRAWN = "drawn_"
 """What the key of a number begins with that holds for samples where they were drawn."""
 
@@ -41,26 +42,34 @@ class RunLoad:
 
     def as_text(self) -> str:
         """The means, a line per module."""
-        means = self.means()
+        lines = table(self.rows(), numbers=True)
+        return "\n".join([*lines, f"deferred samples per step: {self.means()['deferred_samples']:.3g}"])
+
+    def rows(self) -> list[Sequence[str]]:
+        """The cells of that table, its head first."""
         first = ("mean load of logged steps", "max / mean", "as drawn", "std / mean", "as drawn", "padding", "as drawn")
         lines: list[Sequence[str]] = [first]
-        for name, each in means["load"].items():
+        for name, each in self.means()["load"].items():
             keys = [key for own in KEYS for key in (own, DRAWN + own)]
             lines.append([name, *(f"{each[key]:.1%}" if "padding" in key else f"{each[key]:.3f}" for key in keys)])
-        return "\n".join([*table(lines, numbers=True), f"deferred samples per step: {means['deferred_samples']:.3g}"])
+        return lines
 
 
 def run_load(records: Iterable[Mapping[str, Any]]) -> RunLoad | None:
     """From lines of metrics.jsonl; those without a `load` are passed over. None: there is no other."""
-    logged = [record for record in records if record.get("load")]
+    logged = [record for record in records if isinstance(record.get("load"), Mapping) and record["load"]]
+    names = logged[-1]["load"] if logged else ()
+    keys = [prefix + key for key in KEYS for prefix in ("", DRAWN)]
+    logged = [
+        record
+        for record in logged
+        if all(number(at(record, "load", name, key)) is not None for name in names for key in keys)
+    ]
     if not logged:
         return None
-    names = logged[0]["load"]
-    keys = [prefix + key for key in KEYS for prefix in ("", DRAWN)]
     modules = {name: {key: tuple(each["load"][name][key] for each in logged) for key in keys} for name in names}
-    return RunLoad(
-        tuple(each["step"] for each in logged), modules, tuple(each.get("deferred_samples", 0) for each in logged)
-    )
+    deferred = tuple(int(number(each.get("deferred_samples")) or 0) for each in logged)
+    return RunLoad(tuple(each["step"] for each in logged), modules, deferred)
 
 
 def save_run_load(load: RunLoad, path: str | Path, title: str) -> None:
@@ -69,15 +78,10 @@ def save_run_load(load: RunLoad, path: str | Path, title: str) -> None:
     Raises:
         RecipeError: matplotlib is not installed, or `path` cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RecipeError("a picture needs matplotlib: pip install 'hetmesh[report]', or leave it out") from error
-    titles = ("largest load of a microbatch on a lane, over the mean", "standard deviation, over the mean")
-    figure = Figure(figsize=(12, 4), dpi=PIXELS_PER_INCH, layout="constrained")
+    figure = new_figure((12, 4), "leave it out")
     figure.suptitle(title, fontsize=11)
-    axes: Any = figure.subplots(1, len(titles))
-    for each, key, what in zip(axes, KEYS, titles, strict=False):
+    axes: Any = figure.subplots(1, len(TITLES))
+    for each, key, what in zip(axes, KEYS, TITLES, strict=False):
         for i, (name, values) in enumerate(load.modules.items()):
             colour = COLOURS[i % len(COLOURS)]
             each.plot(load.steps, values[DRAWN + key], color=colour, linewidth=0.9, linestyle=":")

@@ -25,7 +25,7 @@ def _lines(view: RecipeView, width: int) -> Iterator[str]:
     yield ""
     yield from _ranks(view, width)
     yield ""
-    for line in table(_module_lines(view)):
+    for line in table(module_rows(view)):
         yield f"  {line}"
     yield (
         f"  forward and backward: FLOPs of one step over all ranks, first global batch ({amount(view.tokens)}tokens)"
@@ -72,7 +72,8 @@ def _ranks(view: RecipeView, width: int) -> Iterator[str]:
         yield f"  note: no module uses rank {ranks_text(view.idle_ranks)}"
 
 
-def _module_lines(view: RecipeView) -> list[Sequence[str]]:
+def module_rows(view: RecipeView) -> list[Sequence[str]]:
+    """A row per module and their head, as cells."""
     header = ("module", "model", "mesh", "ranks", "parameters", "per rank", "state/rank", "training", "dtype")
     return [(*header, "forward", "backward", "imbalance"), *(_module_cells(module) for module in view.modules)]
 
@@ -129,11 +130,13 @@ def _boundary(boundary: BoundaryView) -> Iterator[str]:
     yield f"  {boundary.source} -> {boundary.destination}{at}{which}: {rows} rows x {features}"
     yield f"    from      {boundary.source_layout}"
     yield f"    to        {boundary.destination_layout}"
-    yield f"    forward   {_traffic(boundary.forward)}"
-    yield f"    backward  {_traffic(boundary.backward) if boundary.backward else 'none: nothing upstream is trained'}"
+    yield f"    forward   {traffic_text(boundary.forward)}"
+    back = boundary.backward
+    yield f"    backward  {traffic_text(back) if back else 'none: nothing upstream is trained'}"
 
 
-def _traffic(traffic: Traffic) -> str:
+def traffic_text(traffic: Traffic) -> str:
+    """What one direction of a boundary moves, in words."""
     if not traffic.bytes and not traffic.bound:
         return "no bytes between ranks: every rank already holds what it needs"
     names = sorted(set(traffic.transport.values()))

@@ -113,7 +113,15 @@ class LayerCosts:
         )
         split = split_bytes(layer, work, how.itemsize, upstream=how.upstream, tp=tp)
         passing = [
-            most(layer, work, how.itemsize, upstream=how.upstream, tp=tp, recompute=how.recompute)
+            most(
+                layer,
+                work,
+                how.itemsize,
+                upstream=how.upstream,
+                tp=tp,
+                recompute=how.recompute,
+                autocast=how.autocast,
+            )
             for most in (forward_bytes, backward_bytes)
         ]
         parts = (time.forward, time.backward_input, time.backward_weight, time.recompute)

@@ -165,7 +165,7 @@ def run(
         outcome = descend(parameters, step, steps, lr, partial(job.expert_placement.to_own_places, None))
     if fault is None:
         job.check_replicas(steps)
-    return replace(outcome, norm=norms[0])
+    return replace(outcome, norm=norms[0] if norms else None)
 
 
 def check(

@@ -7,28 +7,31 @@ from hypothesis import strategies as st
 from hetmesh.testing.recipe_graphs import SINK, Draft, Table
 from hetmesh.testing.recipe_pieces import sometimes
 
+MIXTURES = {"qwen3": "qwen3_moe", "qwen3_vl_text": "qwen3_vl_moe_text"}
+
 
 def experts(draw: st.DrawFn, draft: Draft) -> None:
-    """A Qwen3 LLM becomes a mixture of experts, in all blocks or in some, which lanes hold together or all of them."""
+    """A Qwen3 or Qwen3-VL LLM becomes a mixture of experts, in all blocks or in some, which lanes hold together or all
+    of them."""
     module, table = draft.tables["modules"][SINK], draft.layout(SINK)
     named = "target_modules" in module.get("lora", {}) or "module_fqns_per_model_part" in table
     drops = any("dropout" in {**each.get("lora", {}), **each["config"]} for each in _configured(draft))
     if (
-        module["model"] != "qwen3"
+        module["model"] not in MIXTURES
         or draft.tables["data"]["source"] == "digits"
         or named
         or drops
-        or not sometimes(draw)
+        or not (sometimes(draw) or draft.experts)
     ):
         return
     config, tp = module["config"], draft.degree(SINK, "tensor")
-    count = draw(st.sampled_from([4, 8]))
-    module["model"] = "qwen3_moe"
+    count = draw(st.sampled_from([4, 8, 6, 1]))
+    module["model"] = MIXTURES[module["model"]]
     config |= {
         "num_experts": count,
-        "num_experts_per_tok": draw(st.integers(1, 3)),
+        "num_experts_per_tok": min(count, draw(st.sampled_from([1, 2, 3, 8]))),
         "moe_intermediate_size": 8,
-        "norm_topk_prob": draw(st.booleans()),
+        **({"norm_topk_prob": draw(st.booleans())} if module["model"] == "qwen3_moe" else {}),
         "router_aux_loss_coef": draw(st.sampled_from([0.0, 0.1])),
         "mlp_only_layers": draw(st.sampled_from([[], [0]])) if config["num_hidden_layers"] > 1 else [],
     }
@@ -41,7 +44,7 @@ def experts(draw: st.DrawFn, draft: Draft) -> None:
         within = count // degree < rest  # FSDP then splits each expert
         return not (within and (8 // tp % rest or config["hidden_size"] % rest))
 
-    degrees = [degree for degree in (2, 4) if lanes % degree == 0 and fits(degree)]
+    degrees = [degree for degree in (2, 3, 4) if lanes % degree == 0 == count % degree and fits(degree)]
     if degrees:
         table["expert_parallel_degree"] = draw(st.sampled_from(degrees))
         table["expert_placement_interval"] = draw(st.sampled_from([0, 1, 2]))

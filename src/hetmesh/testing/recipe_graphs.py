@@ -25,6 +25,7 @@ class Draft:
         layers: FQNs of the layers of each module that can be cut into pipeline stages.
         heads: of each module, what a tensor parallel degree must divide.
         shares_tokens: modules that can be context parallel.
+        experts: make the LLM a mixture of experts wherever that is possible, instead of sometimes.
     """
 
     world: int
@@ -32,6 +33,7 @@ class Draft:
     layers: dict[str, tuple[str, ...]] = field(default_factory=dict)
     heads: dict[str, int] = field(default_factory=dict)
     shares_tokens: tuple[str, ...] = (SINK,)
+    experts: bool = False
 
     def table(self, *path: str) -> Table:
         """The table at `path`, made where it is missing."""

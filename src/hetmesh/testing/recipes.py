@@ -46,32 +46,38 @@ class RecipeCase:
 
 
 @st.composite
-def recipes(draw: st.DrawFn, world: int = 4, *, graphs: tuple[str, ...] = tuple(GRAPHS)) -> RecipeCase:
+def recipes(
+    draw: st.DrawFn, world: int = 4, *, graphs: tuple[str, ...] = tuple(GRAPHS), experts_always: bool = False
+) -> RecipeCase:
     """Recipes that train on at most `world` ranks in well under a second and that hetmesh documents as supported.
 
     Args:
         world: ranks 0 to world - 1; not every recipe uses all of them.
         graphs: names of `GRAPHS` to choose from.
+        experts_always: a mixture of experts wherever the LLM can be one.
     """
-    draft = Draft(world)
+    draft = Draft(world, experts=experts_always)
     GRAPHS[draw(st.sampled_from(graphs))](draw, draft)
     for piece in (*PIECES, experts):
         piece(draw, draft)
     return RecipeCase(to_toml(draft.tables))
 
 
-def draw_recipes(count: int, seed: int, world: int = 4, *, graphs: tuple[str, ...] = tuple(GRAPHS)) -> list[RecipeCase]:
-    """`count` different recipes, the same for the same arguments.
+def draw_recipes(
+    count: int, seed: int, world: int = 4, *, graphs: tuple[str, ...] = tuple(GRAPHS), feature: str | None = None
+) -> list[RecipeCase]:
+    """`count` different recipes, the same for the same arguments; only those with `feature`, one of `FEATURES`.
 
     They are drawn from random bytes, each for itself: hypothesis's own search varies what it drew before, so a hundred
     of its examples hold some features fifty times and others never.
     """
     found: dict[RecipeCase, None] = {}
+    has = FEATURES[feature] if feature else None
 
     @settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(recipes(world, graphs=graphs))
+    @given(recipes(world, graphs=graphs, experts_always="expert" in (feature or "")))
     def keep(case: RecipeCase) -> None:
-        if len(found) < count:
+        if len(found) < count and (has is None or has(case.recipe)):
             found.setdefault(case)
 
     random = Random(f"{seed}/{world}")
@@ -208,7 +214,7 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "whisper": _models("whisper"),
     "qwen3": _models("qwen3"),
     "llama": _models("llama"),
-    "experts": _models("qwen3_moe"),
+    "experts": _models("qwen3_moe", "qwen3_vl_moe_text"),
     "qwen3_vl": _models("qwen3_vl_vision"),
 }
 """Feature -> whether a recipe uses it."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +17,7 @@ from hetmesh.boundary import World
 from hetmesh.errors import HetmeshError, OutputError, RecipeError
 from hetmesh.files import to_json, writing
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.training.checkpoint import complete_steps, newest_step
+from hetmesh.training.checkpointing.folders import complete_steps, newest_step
 
 RECIPE_FILE = "recipe.json"
 """In a run's folder: the recipe with all defaults, as it was last started. Locked while the run writes there."""
@@ -67,16 +69,23 @@ class RunFolder:
         if self.claim is None:
             return
         with writing(self.path / RECIPE_FILE, _HINT):
-            self.claim.truncate(0)
             told = recipe.model_dump(mode="json", by_alias=True)
             if recipe.code_folder is not None:
                 told[CODE_FOLDER] = recipe.code_folder
-            self.claim.write(to_json(told, indent=2) + "\n")
-            self.claim.flush()
+            _replace_content(self.claim.fileno(), (to_json(told, indent=2) + "\n").encode())
         if self.step is not None:
             trim_metrics(self.path / METRICS_FILE, self.step)
             with writing(self.path / SUMMARY_FILE):  # of a run that had fewer steps; not of this one before its end
                 (self.path / SUMMARY_FILE).unlink(missing_ok=True)
+
+
+def _replace_content(descriptor: int, text: bytes) -> None:
+    """Let JSON be what a file holds, which is JSON at every instant: a kill may come at any, and the file is locked, so
+    that another one cannot take its name. Raises OSError."""
+    padded = text.ljust(os.fstat(descriptor).st_size)
+    if os.pwrite(descriptor, padded, 0) < len(padded):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(descriptor, len(text))
 
 
 def claim_folder(recipe: Recipe, world: World) -> RunFolder:
@@ -238,7 +247,8 @@ def _locked(folder: Path) -> IO[str] | None:
     """The folder's recipe.json, locked; None where another process has it."""
     with writing(folder, _HINT):
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / RECIPE_FILE).open("a+", encoding="utf-8")
+        descriptor = os.open(folder / RECIPE_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = os.fdopen(descriptor, "r+", encoding="utf-8")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

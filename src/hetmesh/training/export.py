@@ -17,7 +17,7 @@ from hetmesh.models.save import LARGEST_FILE, Stored, Written, write_config, wri
 from hetmesh.models.stored_form import StoredBlock
 from hetmesh.recipe.hf_prompts import PROMPTS
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.training.checkpoint import PARTIAL
+from hetmesh.training.checkpointing.folders import PARTIAL
 from hetmesh.training.dump_folder import RECIPE_FILE
 from hetmesh.training.export_adapters import write_adapters
 from hetmesh.training.export_origins import Origin, Regrouped

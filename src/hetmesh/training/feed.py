@@ -14,10 +14,11 @@ from hetmesh.data.loader import DrawnBatch, Loader
 from hetmesh.data.payloads import Unreadable, Wanted
 from hetmesh.data.source import Sample
 from hetmesh.graph import ModuleSpec, Stage
-from hetmesh.layout import Intervals
+from hetmesh.layout import Intervals, MeshSpec
 from hetmesh.models.adapter import Adapter
 from hetmesh.models.packing import lane_samples, pack_tokens
 from hetmesh.parallel import ContextAttention
+from hetmesh.parallel.tokens import positions_in_share
 from hetmesh.schedule import Kind, Schedule
 
 
@@ -59,11 +60,24 @@ class Feed:
 
     def __call__(self, stage: Stage, microbatch: int) -> dict[str, Any]:
         """The stage's own inputs on this rank's lane; see `Adapter.collate`. Of packed samples, and of media whose
-        tokens ranks share, it is what this rank keeps, and `attention` a `ContextAttention`."""
-        module = stage.module
-        spec = self.plan.graph[module]
+        tokens ranks share, it is what this rank keeps, and `attention` a `ContextAttention`. Where ranks along `tp`
+        share tokens, also where positions lie in this rank's share (`positions_in_share`)."""
+        spec = self.plan.graph[stage.module]
         if not self._reads(spec, stage.index):
             return {}  # rows or activations only
+        mesh = spec.stage_mesh(stage.index)
+        coordinate = mesh.coordinate(self.rank)
+        assert coordinate is not None
+        place = dict(zip(mesh.axes, coordinate, strict=True))
+        batch = self._of_lane(stage, microbatch, mesh, place.get("cp", 0))
+        if "tp" in spec.token_axes:
+            batch |= positions_in_share(batch, place["tp"], mesh.axis_size("tp"))
+        return batch
+
+    def _of_lane(self, stage: Stage, microbatch: int, mesh: MeshSpec, own: int) -> dict[str, Any]:
+        """The tokens or media that the rank at `own` along `cp` keeps."""
+        module = stage.module
+        spec = self.plan.graph[module]
         lane = spec.lane_of(self.rank)
         assert lane is not None
         indices = self.plan.samples_of(module, microbatch, lane)
@@ -77,10 +91,6 @@ class Feed:
         lengths = [meta.tokens for meta in metas]
         if not spec.packed and share is None:
             return batch | self._samples_of(module, lengths, ((0, sum(lengths)),)) if len(metas) <= 1 else batch
-        mesh = spec.stage_mesh(stage.index)
-        coordinate = mesh.coordinate(self.rank)
-        assert coordinate is not None
-        own = coordinate[mesh.axes.index("cp")] if "cp" in mesh.axes else 0
         tokens = self.plan.lane_tokens(module, microbatch, lane)
         kept = tokens.shares[own]
         packed: dict[str, Any] = dict(share(batch, kept) if share is not None else pack_tokens(batch, lengths, kept))

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from hetmesh.boundary import World
 from hetmesh.errors import RecipeError
 from hetmesh.models.lora import base_name, is_adapter
-from hetmesh.training.checkpoint import COMPLETE, differences, opened, read_into
+from hetmesh.training.checkpointing.fit import differences
+from hetmesh.training.checkpointing.folders import COMPLETE
+from hetmesh.training.checkpointing.reading import opened, read_into
 from hetmesh.training.checksums import METADATA, no_manifest
 from hetmesh.training.optimizers import Root
 

@@ -202,19 +202,20 @@ class Job:
         here = set(map(id, self.counted))
         return [p for p in self.root.parameters() if id(p) not in here]
 
-    def totals(self, loss_sum: Tensor, targets: int) -> tuple[float, float]:
-        """Of a step whose gradients are sums: the loss per target, and the norm of the gradient of that over all
-        modules, replicas counted once. Equal on all ranks; not finite if any gradient of any rank is not. Collective.
-        Gradients are settled then. The host waits for the device once; twice where they had to be settled.
+    def totals(self, loss_sum: Tensor, targets: int, stop: bool = False) -> tuple[float, float, bool]:
+        """Of a step whose gradients are sums: the loss per target, the norm of the gradient of that over all modules,
+        replicas counted once, and whether any rank says `stop`. Equal on all ranks; not finite if any gradient of any
+        rank is not. Collective. Gradients are settled then. The host waits for the device once; twice where they had
+        to be settled.
         """
         mine, runtime = loss_sum if self.counts_loss else 0.0, self.runtime
         norm = squared_norm(self.counted, self.counted_by_others, self.world.device)
-        total, squares, changed = reduce_over_ranks([mine, norm, runtime.changed], self.world)
+        total, squares, changed, asked = reduce_over_ranks([mine, norm, runtime.changed, stop], self.world)
         if changed:
             runtime.settle()
             norm = squared_norm(self.counted, self.counted_by_others, self.world.device)
             (squares,) = reduce_over_ranks([norm], self.world)
-        return total / targets, math.sqrt(squares) / targets
+        return total / targets, math.sqrt(squares) / targets, asked > 0
 
     @property
     def counted_elsewhere(self) -> frozenset[int]:

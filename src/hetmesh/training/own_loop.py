@@ -64,7 +64,7 @@ def forward_backward(job: Job, max_norm: float) -> StepResult:
     loss_sum = job.runtime.run(
         planned.schedule, plan, planned.feed, step=step, transfers=planned.transfers, settled=False
     )
-    loss, grad_norm = job.totals(loss_sum, targets)
+    loss, grad_norm, _ = job.totals(loss_sum, targets)
     without = [i for i in np.flatnonzero(drawn.metas.num_targets == 0).tolist() if i not in left_out]
     result = StepResult(step + 1, loss, grad_norm, targets, len(drawn), len(left_out), len(without))
     if result.finite:

@@ -20,7 +20,8 @@ from hetmesh.parallel.tensor_parallel import check_plan
 from hetmesh.recipe.batch_sizes import divisors
 from hetmesh.recipe.module_options import module_options, packs, token_axes
 from hetmesh.recipe.sections import ScheduleKeys
-from hetmesh.training.checkpoint import COMPLETE
+from hetmesh.training.checkpointing.folders import COMPLETE
+from hetmesh.training.checkpointing.references import referenced
 from hetmesh.training.expert_refusals import check_experts
 from hetmesh.training.initial_load import check_initial_path
 from hetmesh.training.loggers import require_wandb
@@ -106,6 +107,8 @@ def check_run(recipe: Recipe) -> None:
             f"checkpoint.export_dtype = {keys.export_dtype!r}: it is of the last checkpoint; set "
             "checkpoint.last_save_in_hf = true"
         )
+    if keys.enable and keys.frozen == "reference":
+        _references(recipe, refusals)
     saved = Path(recipe.job.dump_folder, keys.folder)
     if keys.initial_load_path and not any(saved.glob(f"step-*/{COMPLETE}")):  # a run that goes on has its own weights
         with refusals.collect():
@@ -383,3 +386,19 @@ def _weights(recipe: Recipe, name: str, adapter: Adapter) -> None:
         check_weights(adapter, build_empty(adapter), pretrained)
     elif ":" in recipe.modules[name].model:
         why_whole(adapter, name)  # which says what its constructor leaves without values
+
+
+def _references(recipe: Recipe, refusals: Refusals) -> None:
+    """Refuse `[checkpoint] frozen = "reference"` where there is nothing to refer to, or something else."""
+    names = referenced(recipe)
+    if not names:
+        refusals.add(
+            "checkpoint.frozen = 'reference': no module is frozen whole (trainable = false, no lora) and has an "
+            "initial_load_path to refer to; write 'once'"
+        )
+    own = [name for name in names if name not in recipe.checkpoint.exclude_from_loading]
+    if recipe.checkpoint.initial_load_path and own:
+        refusals.add(
+            f"checkpoint.frozen = 'reference': checkpoint.initial_load_path gives {', '.join(own)} other weights than "
+            "their directories have; write 'once', or name them in checkpoint.exclude_from_loading"
+        )

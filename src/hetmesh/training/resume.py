@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import platform
 from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from hetmesh.boundary import World
 from hetmesh.errors import CheckpointError, RecipeError
+from hetmesh.files import from_json
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.training.checkpoint import opened, read_into
+from hetmesh.training.checkpointing.reading import opened, read_into
+from hetmesh.training.checkpointing.references import References
 
 FREE = frozenset({"job", "checkpoint", "metrics", "profiling", "comm", "validation"})
 """Tables that say nothing about what is trained: not worth a word."""
@@ -31,25 +37,75 @@ Changes = dict[str, tuple[Any, Any]]
 """Dotted key -> its value in the checkpoint and in the recipe."""
 
 
-def run_state(recipe: Recipe, skipped: int, experts: Mapping[str, Any]) -> str:
-    """What a checkpoint says about its run: the recipe, the steps skipped so far, and where experts lay
-    (`ExpertPlacement.state`)."""
-    keys = recipe.model_dump(mode="json", by_alias=True)
-    return json.dumps({"recipe": keys, "skipped_steps": skipped, "experts": experts})
+def run_state(recipe: Recipe, **found: Any) -> str:
+    """What a checkpoint says about its run: `found` are the fields of `RunState` but for recipe and versions."""
+    return json.dumps({"recipe": recipe.model_dump(mode="json", by_alias=True), "versions": versions(), **found})
 
 
-def saved_run(world: World, path: Path) -> tuple[Mapping[str, Any] | None, int, Mapping[str, Any]]:
-    """What `run_state` put into the checkpoint at `path`: the recipe, None in an older or damaged one (loading it says
-    what is damaged), the steps skipped, and where experts lay. Collective."""
+def versions() -> dict[str, str]:
+    """Of what computes: results may differ with another one."""
+    found = {"python": platform.python_version()}
+    for name in ("hetmesh", "torch", "transformers", "torchtitan"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a checkpoint says about its run.
+
+    Attributes:
+        recipe: as it was; None in an older or damaged checkpoint (loading it says what is damaged).
+        loss: of its last step; None in an older one.
+        skipped_steps, samples_skipped: so far.
+        versions: of libraries, by name; empty in an older one.
+        references: where the modules are that the checkpoint does not hold.
+        experts: where experts lay (`ExpertPlacement.state`).
+    """
+
+    recipe: Mapping[str, Any] | None = None
+    loss: float | None = None
+    skipped_steps: int = 0
+    samples_skipped: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    references: References = field(default_factory=dict)
+    experts: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, text: str) -> RunState:
+        """What `run_state` wrote; of an empty text, nothing.
+
+        Raises:
+            CheckpointError: it did not write that.
+        """
+        try:
+            found = from_json(text or "{}")
+            state = cls(**{each.name: found[each.name] for each in fields(cls) if each.name in found})
+            whole = all(isinstance(entry["files"], dict) and "path" in entry for entry in state.references.values())
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"a checkpoint's {RUN} is not as training writes it: {error!r}") from error
+        if not whole:
+            raise CheckpointError(f"a checkpoint's {RUN} is not as training writes it: {state.references!r}")
+        return state
+
+    def other_versions(self) -> str:
+        """Libraries that are others now, as text; empty if none is known to be."""
+        now = versions()
+        pairs = [(name, old, now.get(name, "none")) for name, old in self.versions.items()]
+        return ", ".join(f"{name} {old} -> {new}" for name, old, new in pairs if old != new)
+
+
+def saved_run(world: World, path: Path) -> RunState:
+    """What `run_state` put into the checkpoint at `path`. Collective."""
     state = {RUN: ""}
     try:
         saved, sums = opened(world, path)
         if RUN in saved:
             read_into(world, path, state, {part: crc for part, crc in sums.items() if part.name == RUN})
     except CheckpointError:
-        return None, 0, {}
-    found = json.loads(state[RUN] or "{}")
-    return found.get("recipe"), found.get("skipped_steps", 0), found.get("experts", {})
+        return RunState()
+    return RunState.of(state[RUN])
 
 
 def changes(saved: Mapping[str, Any] | None, recipe: Recipe) -> Changes:
@@ -71,6 +127,22 @@ def check_changes(found: Changes, checkpoint: Path) -> None:
         if key in REFUSED or family:
             raise RecipeError(
                 f"{key} = {_shown(new)}: the checkpoint {checkpoint} is of a run with {_shown(old)}; {ADVICE}"
+            )
+
+
+def check_model(found: Changes, checkpoint: Path) -> None:
+    """Refuse a model that its checkpoint fits and that is another one: what `modules.<name>.model` and its config say,
+    but for dropout, which is a matter of training.
+
+    Raises:
+        RecipeError: names the key, both values and what to do.
+    """
+    for key, (old, new) in found.items():
+        table, _, rest = key.removeprefix("modules.").partition(".")
+        of_model = key == f"modules.{table}.model" or (rest.startswith("config.") and "drop" not in rest)
+        if of_model:
+            raise RecipeError(
+                f"{key} = {_shown(new)}: the checkpoint {checkpoint} is of a model with {_shown(old)}; {ADVICE}"
             )
 
 

@@ -19,12 +19,20 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.files import from_json, read_file
+from hetmesh.models import Adapter, pretrained_of
 from hetmesh.models.fill import WRAPPERS
+from hetmesh.models.load import check_weights, own_tensors, read_tensors
+from hetmesh.models.pretrained import Pretrained
 from hetmesh.recipe.recipe import Recipe, place_beside
 from hetmesh.recipe.sections import freeze
 from hetmesh.training import checksums
-from hetmesh.training.checkpoint import complete_steps, first_cause, newest_step, saved_tensors
+from hetmesh.training.checkpointing.folders import complete_steps, newest_step
+from hetmesh.training.checkpointing.reading import Planner, first_cause, saved_tensors
+from hetmesh.training.checkpointing.references import check_references, references_alone
+from hetmesh.training.describe import describe
 from hetmesh.training.dump_folder import CODE_FOLDER, RECIPE_FILE
+from hetmesh.training.modules import empty_module
+from hetmesh.training.resume import RUN, RunState
 
 MODEL = "model."
 """What names of parameters and buffers begin with in a checkpoint."""
@@ -43,8 +51,8 @@ class SavedRun:
     path: Path
 
     @cached_property
-    def _sums(self) -> Mapping[str, dict[checksums.SavedPart, int]]:
-        found: dict[str, dict[checksums.SavedPart, int]] = {}
+    def _sums(self) -> Mapping[str, dict[checksums.SavedPart, checksums.Sum]]:
+        found: dict[str, dict[checksums.SavedPart, checksums.Sum]] = {}
         for part, crc in checksums.read_manifest(self.path).items():
             found.setdefault(part.name, {})[part] = crc
         return found
@@ -58,6 +66,21 @@ class SavedRun:
                 found[_without_wrappers(key.removeprefix(MODEL))] = (key, entry)
         return found
 
+    @cached_property
+    def _referred(self) -> Mapping[str, Referred]:
+        """Modules that the checkpoint only refers to, by name."""
+        if RUN not in saved_tensors(self.path):
+            return {}
+        state = {RUN: ""}
+        self._verified(RUN)
+        self._load(state)
+        saved = RunState.of(state[RUN]).references
+        if not saved:
+            return {}
+        check_references(self.path, saved, references_alone(self.recipe, saved))
+        adapters = describe(self.recipe)[1]
+        return {name: Referred.of(self.recipe, name, adapters[name]) for name in saved}
+
     @property
     def names(self) -> tuple[str, ...]:
         """Names of parameters and buffers, `<module>.<name>`.
@@ -65,15 +88,15 @@ class SavedRun:
         Raises:
             CheckpointError: the checkpoint's index cannot be read, or has changed.
         """
-        return tuple(self._entries)
+        return (*self._entries, *(f"{m}.{key}" for m, one in self._referred.items() for key in one.tensors))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of one of `names`."""
-        return tuple(self._entries[name][1].size)
+        return tuple(self._entries[name][1].size if name in self._entries else self._elsewhere(name).shape)
 
     def dtype(self, name: str) -> torch.dtype:
         """Of one of `names`."""
-        return self._entries[name][1].properties.dtype
+        return self._entries[name][1].properties.dtype if name in self._entries else self._elsewhere(name).dtype
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Whole tensors on the CPU, whatever layout wrote them.
@@ -84,36 +107,79 @@ class SavedRun:
         wanted = list(dict.fromkeys(names))
         self._verify(wanted)
         empty = {name: torch.empty(self.shape(name), dtype=self.dtype(name)) for name in wanted}
-        self._load(empty)
+        self._fill(empty)
         return empty
 
     def read_into(self, tensors: Mapping[str, Tensor]) -> None:
         """The same into tensors that are there already, by name."""
         self._verify(tensors)
-        self._load(tensors)
+        self._fill(tensors)
+
+    def _fill(self, tensors: Mapping[str, Tensor]) -> None:
+        self._load({self._entries[name][0]: tensor for name, tensor in tensors.items() if name in self._entries})
+        for module, one in self._referred.items():
+            prefix = f"{module}."
+            one.read({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+
+    def _elsewhere(self, name: str) -> Tensor:
+        module, _, key = name.partition(".")
+        return self._referred[module].tensors[key]
 
     def _verify(self, names: Iterable[str]) -> None:
-        """That the bytes of tensors are those that were written, and as many as their shapes need."""
+        """That the bytes of tensors of the checkpoint are those that were written, and as many as their shapes need."""
         for name in names:
+            if name not in self._entries:
+                continue
             key, entry = self._entries[name]
-            parts = self._sums.get(key, {})
-            if wrong := checksums.damaged(self.path, parts):
-                raise CheckpointError(f"checkpoint {self.path} is damaged: {wrong[0]}; restore it from a copy")
-            stored, needed = sum(part.length for part in parts), math.prod(entry.size) * self.dtype(name).itemsize
+            stored, needed = self._verified(key), math.prod(entry.size) * self.dtype(name).itemsize
             if stored < needed:
                 raise CheckpointError(
                     f"checkpoint {self.path} is damaged: {name} {list(entry.size)} needs {needed} bytes, its "
                     f"files hold {stored}; restore it from a copy"
                 )
 
-    def _load(self, tensors: Mapping[str, Tensor]) -> None:
-        state = {self._entries[name][0]: tensor for name, tensor in tensors.items()}
+    def _verified(self, key: str) -> int:
+        """How many bytes a value of the checkpoint has, once they have been compared with their checksums."""
+        parts = self._sums.get(key, {})
+        if wrong := checksums.damaged(self.path, parts):
+            raise CheckpointError(f"checkpoint {self.path} is damaged: {wrong[0]}; restore it from a copy")
+        return sum(part.length for part in parts)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """Read verified values of the checkpoint, in place."""
         try:
             with warnings.catch_warnings():  # that there is one process
                 warnings.simplefilter("ignore", UserWarning)
-                dcp.load(state, storage_reader=checksums.Reader(self.path), planner=checksums.Planner(), no_dist=True)
+                dcp.load(state, storage_reader=checksums.Reader(self.path), planner=Planner(), no_dist=True)
         except CheckpointException as error:
             raise CheckpointError(f"checkpoint {self.path} cannot be read: {first_cause(error)}") from error
+
+
+@dataclass(frozen=True, eq=False)
+class Referred:
+    """A module that a checkpoint refers to.
+
+    Attributes:
+        tensors: without values, by name.
+    """
+
+    pretrained: Pretrained
+    adapter: Adapter
+    found: Mapping[str, str]
+    tensors: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, recipe: Recipe, name: str, adapter: Adapter) -> Referred:
+        """Module `name` of `recipe`, from the directory that it names."""
+        pretrained, module = pretrained_of(name, recipe.modules[name]), empty_module(recipe, adapter, name).module
+        assert pretrained is not None  # else nothing could be referred to
+        found = check_weights(adapter, module, pretrained)
+        tied = own_tensors(module)[1]
+        return cls(pretrained, adapter, found | {n: found[first] for n, first in tied.items()}, module.state_dict())
+
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
+        """Read values into whole tensors."""
+        read_tensors(self.adapter, self.pretrained, self.found, tensors.items())
 
 
 def saved_run(folder: Path, step: int | None = None) -> SavedRun:

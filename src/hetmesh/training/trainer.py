@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from hetmesh.data.payloads import Payloads
 from hetmesh.errors import NonFiniteError, RecipeError
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.checkpoint import Checkpointer
+from hetmesh.training.checkpointing.references import References, check_references, referenced, references
 from hetmesh.training.dump_folder import RunFolder, claim_folder
 from hetmesh.training.evaluate import Evaluation, evaluate, show
 from hetmesh.training.free_running import FreeRunning, free_running
@@ -34,9 +36,10 @@ from hetmesh.training.non_finite import describe_non_finite
 from hetmesh.training.optimizers import keeping_options, learning_rate, make_optimizers, take_step
 from hetmesh.training.recorder import StepRecorder
 from hetmesh.training.reporter import Reporter
-from hetmesh.training.resume import ADVICE, changes, check_changes, described, run_state, saved_run
+from hetmesh.training.resume import ADVICE, changes, check_changes, check_model, described, run_state, saved_run
 from hetmesh.training.skip import Skipped, leave_out_unreadable
 from hetmesh.training.step_notices import StepNotices
+from hetmesh.training.stopping import Stopped, StopSignals
 from hetmesh.training.what_next import what_next, when_finished
 from hetmesh.training.world_of import world_of
 
@@ -60,6 +63,7 @@ def train(recipe: Recipe, *, loss: OwnLoss | None = None, on_step: OnStep | None
         LossError: `loss` is no sum over targets.
         NonFiniteError: a loss or gradient is not finite, and `[training] on_non_finite` says stop.
         RecipeError, SampleError, OutputError: the recipe, a sample or a file is not as it must be.
+        Stopped: SIGTERM or SIGINT came to a rank; the step that ran then is done, and saved.
     """
     # Before anything has a thread: workers that load samples are forked from here.
     with open_payloads(recipe) as payloads, world_of(recipe) as world:
@@ -100,12 +104,13 @@ class Trainer:
         torch.manual_seed(recipe.debug.seed)
         choose_kernels(recipe, world)
         self.on_step, self.stopped = on_step, False
+        self.signals, self.signalled = StopSignals(announce=world.rank == 0), False
         self.recipe, self.world = recipe, world
         self.claimed = folder or claim_folder(recipe, world)
         self.folder = self.claimed.path
         self.notes = self.claimed.describe()
-        self.skipped_steps = 0
-        self.skipped = Skipped()
+        self.loss: float | None = None  # of the last step
+        self.skipped_steps, self.skipped = 0, Skipped()
         self.answered: FreeRunning | None = None
         try:
             self._build(payloads, loss)
@@ -124,9 +129,19 @@ class Trainer:
         self.lr = learning_rate(recipe)
         self.held_out = held_out_source(recipe, None if payloads is None else payloads.sources)
         kept = recipe.checkpoint
-        self.checkpointer = Checkpointer(world, self.folder / kept.folder, kept.keep_latest_k, kept.timeout_seconds)
+        self.checkpointer = Checkpointer(
+            world,
+            self.folder / kept.folder,
+            kept.keep_latest_k,
+            kept.timeout_seconds,
+            asynchronous=kept.async_mode == "async",
+            frozen_once=kept.frozen != "each",
+        )
+        self.references: References = {}
         if kept.enable:
             self.checkpointer.prepare()
+            with self.checkpointer.patience():
+                self.references = references(world, recipe, referenced(recipe))
         self.step = 0 if self.claimed.step is None else self._resume()
         self.upcoming = self.job.upcoming
         self.meter = Meter(self.job)
@@ -148,22 +163,15 @@ class Trainer:
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, evaluate, and show what was learnt."""
-        recipe, started, metrics = self.recipe, time.perf_counter(), None
+        recipe, started = self.recipe, time.perf_counter()
         try:
             self.reporter.print("\n".join([*self.notes, *self.meter.describe()]))
-            while not self._done:
-                first, metrics = metrics is None, self.train_step()
-                if first:  # connections stand and libraries are warm: from now on a slow rank is a stalled one
-                    self.world.set_timeout(recipe.comm.train_timeout_seconds)
-                self.reporter.step(metrics)
-                self._ask_to_go_on(metrics)
-                if recipe.checkpoint.enable and self._due(recipe.checkpoint.interval):
-                    self.save()
-                if recipe.validation.freq and self.step % recipe.validation.freq == 0 and not self._done:
-                    self.validate()
-            seconds = time.perf_counter() - started
-            evaluation = self.validate()
-            summary = self._summary(metrics, evaluation, seconds)
+            with self.signals:
+                self._steps()
+                seconds = time.perf_counter() - started
+                evaluation = self.validate()
+                self.checkpointer.wait()
+            summary = self._summary(evaluation, seconds)
             self.reporter.summary(summary)
             for text in self._shown(evaluation) if evaluation and self.held_out else ():
                 self.reporter.print(text)
@@ -172,8 +180,36 @@ class Trainer:
                 self._export()
             return summary
         finally:
+            self.checkpointer.close()
             self.upcoming.close()
             self.reporter.close()
+
+    def _steps(self) -> None:
+        recipe, first = self.recipe, True
+        while not self._done:
+            metrics = self.train_step()
+            if first:  # connections stand and libraries are warm: from now on a slow rank is a stalled one
+                self.world.set_timeout(recipe.comm.train_timeout_seconds)
+                first = False
+            self.reporter.step(metrics)
+            self._ask_to_go_on(metrics)
+            self.checkpointer.check()
+            if recipe.checkpoint.enable and self._due(recipe.checkpoint.interval):
+                self.save()
+            if self.signalled:
+                self._leave()
+            if recipe.validation.freq and self.step % recipe.validation.freq == 0 and not self._done:
+                self.validate()
+
+    def _leave(self) -> None:
+        """End the run here, with what is saved. Collective."""
+        self.checkpointer.wait()
+        number = self.signals.number or signal.SIGTERM  # it came to another rank
+        saved = "saved: the same command goes on from here" if self.recipe.checkpoint.enable else (
+            "not saved: [checkpoint] enable = false"
+        )  # fmt: skip
+        self.reporter.print(f"stopped by {signal.Signals(number).name} after step {self.step}, which is {saved}")
+        raise Stopped(number)
 
     def _ask_to_go_on(self, metrics: StepMetrics) -> None:
         """Call `on_step`; whoever says stop stops all ranks. Collective where there is an `on_step`."""
@@ -207,7 +243,7 @@ class Trainer:
         )
         computed = time.perf_counter()
 
-        loss, grad_norm = self.job.totals(loss_sum, targets)
+        loss, grad_norm, self.signalled = self.job.totals(loss_sum, targets, self.signals.number > 0)
         finite = math.isfinite(loss) and math.isfinite(grad_norm)  # equal on all ranks, so all do the same
         if finite:
             self.job.first_steps.check()
@@ -218,7 +254,7 @@ class Trainer:
         lr = self.lr(self.step)
         if self.optimizers is not None:
             take_step(*self.optimizers, update=finite)
-        self.step += 1
+        self.step, self.loss = self.step + 1, loss
         if (every := self.recipe.debug.check_replicas) and self.step % every == 0:
             self.job.check_replicas(self.step)
         seconds, source = time.perf_counter() - started, self.job.loader.source
@@ -286,7 +322,7 @@ class Trainer:
         """Write a checkpoint of the current step."""
         position = self._position()
         with self.job.expert_placement.in_own_places(self.optimizers):
-            self.checkpointer.save(self.step, self.job.root, self.optimizers, position)
+            self.checkpointer.save(self.step, self.job.root, self.optimizers, position, frozenset(self.references))
 
     def _export(self) -> None:
         """Write the last checkpoint once more, as a directory that transformers loads."""
@@ -303,36 +339,53 @@ class Trainer:
         step = self.checkpointer.latest()
         assert step is not None
         path = self.checkpointer.folder / f"step-{step}"
-        saved, self.skipped_steps, experts = saved_run(self.world, path)
-        changed = changes(saved, self.recipe)
+        saved = saved_run(self.world, path)
+        changed = changes(saved.recipe, self.recipe)
         check_changes(changed, path)
+        with self.checkpointer.patience():
+            now = references(self.world, self.recipe, tuple(saved.references))
+        check_references(path, saved.references, now)
         with keeping_options(self.optimizers):
             try:
-                position = self.checkpointer.load(step, self.job.root, self.optimizers, self._position())
+                position = self.checkpointer.load(
+                    step, self.job.root, self.optimizers, self._position(), frozenset(saved.references)
+                )
             except RecipeError as error:
                 told = f"; keys that have changed: {described(changed)}; {ADVICE}" if changed else ""
                 raise RecipeError(f"{error}{told}") from error
+        check_model(changed, path)
         self.job.loader.load_state_dict(position)
-        self.job.expert_placement.restore(experts, self.optimizers)
+        self.loss, self.skipped_steps = saved.loss, saved.skipped_steps
+        self.skipped.samples = saved.samples_skipped
+        self.job.expert_placement.restore(saved.experts, self.optimizers)
         if changed:
             self.notes.append(f"changed since, and taken from step {step + 1} on: {described(changed)}")
+        if others := saved.other_versions():
+            self.notes.append(f"other libraries than those that it was saved with: {others}")
         return step
 
     def _position(self) -> dict[str, Any]:
-        experts = self.job.expert_placement.state()
-        return {**self.job.loader.state_dict(), "run": run_state(self.recipe, self.skipped_steps, experts)}
+        run = run_state(
+            self.recipe,
+            loss=self.loss,
+            skipped_steps=self.skipped_steps,
+            samples_skipped=self.skipped.samples,
+            references=self.references,
+            experts=self.job.expert_placement.state(),
+        )
+        return {**self.job.loader.state_dict(), "run": run}
 
     def _due(self, interval: int) -> bool:
-        return self.step % interval == 0 or self._done
+        return self.step % interval == 0 or self._done or self.signalled
 
     @property
     def _done(self) -> bool:
         return self.stopped or self.step >= self.recipe.training.steps
 
-    def _summary(self, last: StepMetrics | None, evaluation: Evaluation | None, seconds: float) -> dict[str, Any]:
+    def _summary(self, evaluation: Evaluation | None, seconds: float) -> dict[str, Any]:
         summary: dict[str, Any] = {"steps": self.step, "ranks": self.world.size, "train_seconds": round(seconds, 3)}
-        if last is not None:
-            summary["loss"] = last.loss
+        if self.loss is not None:
+            summary["loss"] = self.loss
         if self.stopped and self.step < self.recipe.training.steps:
             summary["stopped_by_on_step"] = True
         if self.skipped_steps:

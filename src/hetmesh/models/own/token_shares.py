@@ -48,12 +48,7 @@ def all_rows(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Rows for all placeholders of the lane, where each rank got those of its share: zeros stand for the others, which
     are cut off where tokens are shared out."""
-    tokens, total = tokens_of(module), batch["input_ids"].numel()
+    tokens = tokens_of(module)
     if not isinstance(tokens, ShardedTokens):
         return batch, dict(inputs)
-    rows = {}
-    for source, at in sources.items():
-        positions, own = batch[f"positions.{at}"], inputs[source]
-        mine = tokens.is_own(positions, total).nonzero().flatten()
-        rows[source] = own.new_zeros(len(positions), own.shape[-1]).index_copy(0, mine, own)
-    return batch, rows
+    return batch, {source: tokens.spread(inputs[source], batch, f"positions.{at}") for source, at in sources.items()}

@@ -1,0 +1,177 @@
+"""What a run's figures say should be changed: each finding with the key or command that changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hetmesh.recipe.recipe import Recipe
+from hetmesh.report.page_values import Advice
+from hetmesh.report.run_folder import RunView
+from hetmesh.report.run_series import at, names_in, number, series
+from hetmesh.report.values import RecipeView
+from hetmesh.simulate import Timeline, average_bubbles, bubbles
+from hetmesh.training.wording import counted, ranks_text
+
+WAIT, IDLE, UNEVEN, PADDING = 0.05, 0.15, 0.1, 0.1
+"""Shares of a step from which waits for samples, idle ranks, uneven loads and padding are worth a word."""
+BUSIEST, EXPERT, PREDICTION, FALLING, SPARE = 1.25, 1.5, 0.25, 0.02, 0.4
+"""Busiest rank and expert over the mean one; relative errors of a prediction; of the loss over a fifth of the steps;
+share of a device's memory that stays free."""
+FEWEST = 20  # steps whose losses say where they go
+
+
+def advice(run: RunView, recipe: Recipe | None, view: RecipeView | None) -> tuple[Advice, ...]:
+    """What stands out, what costs most first."""
+    found = [*_losses(run), *_samples(run, recipe), *_loads(run, recipe), *_experts(run), *_kept(recipe, view)]
+    if "measured" in run.timelines:
+        found += [*_idle(run.timelines["measured"], recipe), *_predicted(run.timelines)]
+    return tuple(sorted(found, key=lambda each: -each.share))
+
+
+def _losses(run: RunView) -> Iterator[Advice]:
+    wrong = sum("loss" in record and number(record["loss"]) is None for record in run.records)
+    if wrong:
+        yield Advice(
+            f"{counted(wrong, 'step')} had a loss that is no finite number",
+            "lower [optimizer] lr or [training] max_norm; a longer warm-up is [lr_scheduler] warmup_steps",
+            1.0,
+        )
+    losses = series(run.records, "loss").values
+    part = len(losses) // 5
+    if len(losses) >= FEWEST:
+        before, after = sum(losses[-2 * part : -part]) / part, sum(losses[-part:]) / part
+        change = after / before - 1 if before > 0 else 0.0
+        if change < -FALLING:
+            yield Advice(
+                f"the loss still fell by {-change:.0%} from the fourth to the last fifth of the steps",
+                "raise [training] steps to go on",
+            )
+        if change > FALLING:
+            yield Advice(
+                f"the loss rose by {change:.0%} from the fourth to the last fifth of the steps",
+                "lower [optimizer] lr, or let it fall earlier ([lr_scheduler])",
+                0.9,
+            )
+
+
+def _samples(run: RunView, recipe: Recipe | None) -> Iterator[Advice]:
+    share = waits_for_samples(run)
+    if share is not None and share > WAIT:
+        workers = recipe.data.num_workers if recipe else None
+        now = "" if workers is None else f" (it is {workers})"
+        yield Advice(f"ranks wait for samples during {share:.0%} of a step", f"raise [data] num_workers{now}", share)
+    dropped = sum(series(run.records, "tokens_dropped").values)
+    if dropped:
+        yield Advice(f"{dropped:,.0f} tokens did not fit into seq_len and were cut off", "raise [training] seq_len")
+    skipped = sum(series(run.records, "samples_skipped").values)
+    if skipped:
+        yield Advice(f"{skipped:,.0f} samples could not be read and were left out", "the log of the run names them")
+
+
+def waits_for_samples(run: RunView) -> float | None:
+    """Share of the median logged step that the rank which waited longest for samples did."""
+    shares = [
+        {"step": record["step"], "share": wait / seconds}
+        for record in run.records
+        if (wait := number(at(record, "data", "wait_s"))) is not None and (seconds := number(record.get("time_s")))
+    ]
+    found = series(shares, "share")
+    return found.median if found else None
+
+
+def _loads(run: RunView, recipe: Recipe | None) -> Iterator[Advice]:
+    if run.load is None:
+        return
+    flops = {name: series(run.records, "flops", name) for name in run.load.modules}
+    work = {name: each.median if each else 0.0 for name, each in flops.items()}
+    all_work = sum(work.values())
+    for name, means in run.load.means()["load"].items():
+        part = work[name] / all_work if all_work else 1.0
+        most, padding = means["max_over_mean"], means["padding"]
+        lost = part * (1 - 1 / max(most, 1.0))
+        if lost > UNEVEN:
+            how = "hetmesh balance RECIPE compares what balancers make of this data"
+            if recipe is not None and recipe.balance.policy == "none":
+                how = '[balance] policy = "auto"'
+            yield Advice(f"the fullest microbatch of {name} has {most:.2f} times the work of the mean one", how, lost)
+        if padding * part > PADDING and not (recipe and recipe.training.pack_samples):
+            found = f"{padding:.0%} of the positions that {name} computes are padding"
+            yield Advice(found, "[training] pack_samples = true leaves none", padding * part)
+
+
+def _experts(run: RunView) -> Iterator[Advice]:
+    for name in names_in(run.records, "experts"):
+        found = series(run.records, "experts", name, "max_over_mean")
+        idle = series(run.records, "experts", name, "without_tokens")
+        if found and found.values[-1] > EXPERT:
+            none = f", and {idle.values[-1]:.0f} got none" if idle and idle.values[-1] else ""
+            yield Advice(
+                f"the busiest expert of {name} got {found.values[-1]:.1f} times the tokens of the mean one{none}, in "
+                f"step {found.steps[-1]}",
+                f"raise router_aux_loss_coef in [modules.{name}.config]; early steps are uneven by nature",
+                0.1,
+            )
+
+
+def _kept(recipe: Recipe | None, view: RecipeView | None) -> Iterator[Advice]:
+    if recipe is not None and not recipe.checkpoint.enable:
+        yield Advice("its weights are not kept", "[checkpoint] enable = true keeps them, and lets the run resume")
+    fit = view.fit if view else None
+    if fit is not None and fit.fits and fit.spare_bytes > SPARE * fit.memory_bytes:
+        yield Advice(
+            f"the fullest rank leaves {fit.spare_bytes / fit.memory_bytes:.0%} of {fit.machine}'s memory free",
+            "larger microbatches, less recomputation or fewer ranks per module fit too: hetmesh plan RECIPE",
+        )
+
+
+def _idle(timeline: Timeline, recipe: Recipe | None) -> Iterator[Advice]:
+    idle, total = average_bubbles(timeline), timeline.makespan
+    if not total or idle.fraction < IDLE:
+        return
+    share = idle.fraction
+    busy = [each.compute for each in bubbles(timeline)]
+    most, least = busy.index(max(busy)), busy.index(min(busy))
+    mean = sum(busy) / len(busy)
+    if max(busy) > BUSIEST * mean:
+        yield Advice(
+            f"{_who(timeline, most)} computes {busy[most] / total:.0%} of the recorded step, {_who(timeline, least)} "
+            f"{busy[least] / total:.0%}: the average rank is idle for {share:.0%} of it",
+            "give the busiest module more ranks or fewer layers per stage: hetmesh plan RECIPE finds such layouts",
+            share,
+        )
+    ends = (idle.pp_warmup + idle.pp_cooldown) / total
+    if ends > IDLE:
+        now = f" (it is {recipe.schedule})" if recipe else ""
+        yield Advice(
+            f"ranks wait during {ends:.0%} of the recorded step for its first microbatch, or after their last",
+            f"smaller pipeline_parallel_microbatch_size, or another pipeline_parallel_schedule{now}",
+            ends,
+        )
+    if (apart := (idle.dp_gather + idle.dp_scatter) / total) > IDLE:
+        yield Advice(
+            f"ranks wait during {apart:.0%} of the recorded step for parameters and sums of gradients",
+            "more samples per step (local_batch_size), or fewer data-parallel ranks",
+            apart,
+        )
+    if share > IDLE and max(busy) <= BUSIEST * mean and max(ends, apart) <= IDLE:
+        yield Advice(
+            f"the average rank waits during {share:.0%} of the recorded step, mostly between its own actions",
+            "another pipeline_parallel_schedule, or another cut: hetmesh plan RECIPE compares them",
+            share,
+        )
+
+
+def _who(timeline: Timeline, track: int) -> str:
+    ranks = timeline.tracks[track]
+    return f"rank {ranks_text(ranks)} ({', '.join(timeline.holds[track][:2])})"
+
+
+def _predicted(timelines: Mapping[str, Timeline]) -> Iterator[Advice]:
+    if "predicted" not in timelines:
+        return
+    predicted, measured = (timelines[name].makespan for name in ("predicted", "measured"))
+    if predicted and measured and abs(predicted / measured - 1) > PREDICTION:
+        yield Advice(
+            f"the recorded step took {measured / predicted:.2g} times what was predicted",
+            "hetmesh profile RECIPE measures this machine; [profiling] profile = FILE predicts by that",
+        )

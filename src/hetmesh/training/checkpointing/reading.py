@@ -1,0 +1,116 @@
+"""Reading a checkpoint: its bytes are compared with their checksums by all ranks before any rank takes anything."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.planner import ReadItem
+
+from hetmesh.boundary import World
+from hetmesh.errors import CheckpointError
+from hetmesh.training import checksums
+from hetmesh.training.checkpointing.reader import Reader
+from hetmesh.training.checkpointing.staging import is_plain
+
+
+def saved_tensors(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds, by name.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    return checksums.read_metadata(path).state_dict_metadata
+
+
+def opened(world: World, path: Path) -> tuple[dict[str, Any], dict[checksums.SavedPart, checksums.Sum]]:
+    """What the checkpoint at `path` holds, by name, and the checksums of its parts, once its index is known to be what
+    was written. Collective.
+
+    Raises:
+        CheckpointError: it is not; on every rank.
+    """
+    error, saved, sums = "", {}, {}
+    try:
+        sums = checksums.read_manifest(path)
+        saved = saved_tensors(path)
+    except CheckpointError as problem:
+        error = str(problem)
+    _raise_first(world, path, [error] if error else [])
+    return saved, sums
+
+
+def read_into(
+    world: World, path: Path, state: dict[str, Any], sums: Mapping[checksums.SavedPart, checksums.Sum]
+) -> None:
+    """Read the values of `state` from the checkpoint at `path`, in place, after all of its bytes have been compared
+    with their checksums, a share on each rank. Collective.
+
+    Raises:
+        CheckpointError: it cannot be read, or has changed; nothing is read then. On every rank.
+    """
+    mine = checksums.share(list(sums), world.rank, world.size)
+    wrong = checksums.damaged(path, {part: sums[part] for part in mine})
+    _raise_first(world, path, [f"checkpoint {path} is damaged: {text}" for text in wrong])
+    error = ""
+    try:
+        _read(path, state, plain=all(isinstance(each, str) for each in sums.values()))
+    except Exception as problem:  # whatever reading and unpickling make of files that have changed since
+        error = f"checkpoint {path} cannot be read: rank {world.rank}: {type(problem).__name__}: {problem}"
+    _raise_first(world, path, [error] if error else [])
+
+
+def _read(path: Path, state: dict[str, Any], plain: bool) -> None:
+    """What `dcp.load` does on one rank. What it does between ranks, sending all plans to one of them, changes none."""
+    reader, planner = Reader(path, plain), Planner()
+    metadata = reader.read_metadata()
+    planner.set_up_planner(state, metadata, is_coordinator=False)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+class Planner(dcp.DefaultLoadPlanner):
+    """DCP's, which unpickles plain values only (DCP's runs whatever code they name), and equal ones once: options of
+    optimizers are thousands, nearly all alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[bytes, Any] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a value that is no tensor into its place."""
+        content = value.getvalue()
+        if content in self._known:
+            found = self._known[content]
+        else:
+            found = torch.load(value, weights_only=True)
+            if is_plain(found):
+                self._known[content] = found
+        *path, last = self.mappings[read_item.dest_index.fqn]
+        place: Any = self.original_state_dict
+        for part in path:
+            place = place[part]
+        place[last] = found
+
+
+def first_cause(error: CheckpointException) -> str:
+    """The first rank's error, without its stack."""
+    rank, (cause, _) = min(error.failures.items())
+    return f"rank {rank}: {type(cause).__name__}: {cause}"
+
+
+def _raise_first(world: World, path: Path, errors: list[str]) -> None:
+    """The first error that any rank has, as one error on every rank; how many more there are."""
+    everybody: list[Any] = [None] * world.size
+    with world.waiting(f"verifying {path}"):
+        dist.all_gather_object(everybody, errors, group=world.group(range(world.size)))
+    found = list(dict.fromkeys(text for some in everybody for text in some))
+    if found:
+        raise CheckpointError(found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""))

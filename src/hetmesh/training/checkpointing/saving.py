@@ -1,0 +1,169 @@
+"""A save that goes on beside training: each rank writes its own file, and rank 0 names the checkpoint when all have.
+
+No rank talks to another meanwhile. Ranks leave word of what they have written in the folder itself, which they share
+anyway. So training's collectives stay the only ones, and a checkpoint whose bytes are all written gets its name even
+where training has ended in an error.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from hetmesh.boundary.accelerator import Event
+from hetmesh.training.checkpointing import folders
+from hetmesh.training.checkpointing.frozen import FrozenFile
+from hetmesh.training.checkpointing.plan import Entry
+from hetmesh.training.checkpointing.writing import report_name, take_report, write_file, write_index, write_report
+
+_LOOK = 0.02  # seconds between two looks at what other ranks have written
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint goes, and what it is beside this rank's entries.
+
+    Attributes:
+        path: its folder when it is complete.
+        rank, size: this rank, and how many write.
+        metadata: for the index; on rank 0.
+        keep_latest: how many are left when it is complete; 0: all.
+        timeout: seconds that writing may take.
+    """
+
+    path: Path
+    rank: int
+    size: int
+    metadata: Metadata | None
+    keep_latest: int
+    timeout: float
+
+    @property
+    def fails(self) -> str:
+        """What an error begins with."""
+        return f"checkpoint {self.path} cannot be written"
+
+    @property
+    def partial(self) -> Path:
+        """The folder until it is complete."""
+        return self.path.with_name(self.path.name + folders.PARTIAL)
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a rank writes of a checkpoint.
+
+    Attributes:
+        entries: they must not change before the save is written.
+        frozen: those that no step changes.
+        unchanged: `frozen.state_of` these.
+        file: where the frozen ones were written before, or are kept for later saves.
+    """
+
+    entries: Sequence[Entry]
+    frozen: Sequence[Entry]
+    unchanged: Any
+    file: FrozenFile
+
+
+class PendingSave:
+    """A save that has begun on this rank.
+
+    Args:
+        content: what this rank writes.
+        ready: the event after which the tensors have their values.
+    """
+
+    def __init__(self, place: Place, content: Content, ready: Event) -> None:
+        self.place = place
+        self._deadline = time.monotonic() + place.timeout
+        self._written, self._given_up = threading.Event(), threading.Event()
+        self._error = ""
+        self._thread = threading.Thread(
+            target=self._run, args=(content, ready), name=f"checkpoint {place.path.name}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def error(self) -> str:
+        """What has gone wrong here; empty while nothing has."""
+        return self._error
+
+    @property
+    def running(self) -> bool:
+        """Whether this rank is not done: on rank 0, as long as the checkpoint has no name."""
+        return self._thread.is_alive()
+
+    def wait_written(self) -> str:
+        """Wait until this rank's part is on the disk; what went wrong, if something did."""
+        if not self._written.wait(max(0.0, self._deadline - time.monotonic())):
+            place = self.place
+            return f"{place.fails}: rank {place.rank} has not written its part within {place.timeout:g} s"
+        return self._error
+
+    def wait_named(self) -> str:
+        """On rank 0, wait until the checkpoint has its name; what went wrong, if something did. Elsewhere nothing is
+        left to wait for once this rank's part is written."""
+        self._thread.join(max(0.0, self._deadline - time.monotonic()) + 1.0)  # it gives up by itself before
+        if self._thread.is_alive():
+            return f"{self.place.fails}: rank 0 has not made it complete within {self.place.timeout:g} s"
+        return self._error
+
+    def give_up(self) -> None:
+        """Another rank has failed: wait for no more reports. What this rank is writing is left to end by itself."""
+        self._given_up.set()
+
+    def leave(self, patience: float) -> str:
+        """Wait for this save without other ranks, which may be gone: for as long as writing may take, and on rank 0
+        `patience` seconds more for what other ranks have to report. What is not done then, in words."""
+        told = self.wait_written()
+        if not told:
+            self._deadline = min(self._deadline, time.monotonic() + patience)
+            told = self.wait_named()
+        return told
+
+    def _run(self, content: Content, ready: Event) -> None:
+        place = self.place
+        try:
+            ready.synchronize()
+            changing, frozen = (f"__{place.rank}_{number}.distcp" for number in range(2))
+            written = write_file(place.partial / changing, content.entries) if content.entries else []
+            written += content.file.put(place.partial, place.path, frozen, content.frozen, content.unchanged)
+            write_report(place.partial, place.rank, written)
+        except Exception as error:
+            self._error = f"{place.fails}: rank {place.rank}: {type(error).__name__}: {error}"
+        finally:
+            self._written.set()
+        if place.rank == 0 and not self._error:
+            try:
+                self._complete()
+            except Exception as error:
+                self._error = f"{place.fails}: {type(error).__name__}: {error}"
+
+    def _complete(self) -> None:
+        place = self.place
+        assert place.metadata is not None
+        missing = set(range(place.size))
+        while missing := {rank for rank in missing if not (place.partial / report_name(rank)).exists()}:
+            if self._given_up.wait(_LOOK):
+                return
+            if time.monotonic() > self._deadline:
+                raise TimeoutError(f"rank 0 waited {place.timeout:g} s for what ranks {_few(missing)} write")
+        written = [w for rank in range(place.size) for w in take_report(place.partial, rank)]
+        write_index(place.partial, place.metadata, written)
+        folders.complete(place.partial, place.path, {w.part: w.checksum for w in written})
+        try:
+            folders.delete_old(place.path.parent, place.keep_latest)
+        except OSError as error:
+            self._error = f"old checkpoints in {place.path.parent} cannot be deleted: {error}"
+
+
+def _few(ranks: set[int], shown: int = 8) -> str:
+    first = ", ".join(map(str, sorted(ranks)[:shown]))
+    return first if len(ranks) <= shown else f"{first} and {len(ranks) - shown} more"

@@ -1,0 +1,199 @@
+"""The page of a run: what it says of figures, of what is missing and of what to change; nothing of it is markup."""
+
+import dataclasses
+import json
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from written_runs import write_run
+
+from hetmesh.cli import main
+from hetmesh.recipe.recipe import load_recipe, parse_recipe
+from hetmesh.report.advice import advice
+from hetmesh.report.page import recipe_text
+from hetmesh.report.page_sections import sections
+from hetmesh.report.run_folder import RunView, read_run
+from hetmesh.report.run_series import Series, series
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+class Outline(HTMLParser):
+    """Tags in order, attributes of each, and all text."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.ids, self.labels, self.text = [], [], [], ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        found = dict(attrs)
+        self.ids += [found["id"]] if "id" in found else []
+        self.labels += [found.get("aria-label", "")] if tag == "svg" else []
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def shown(folder, capsys):
+    assert main(["report", str(folder)]) == 0
+    assert f"the page is {folder / 'report.html'}" in capsys.readouterr().out
+    return (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_page_has_every_part_and_needs_nothing_else(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    text = shown(write_run(tmp_path, RECIPES / "digits_moe.toml"), capsys)
+    outline = Outline(text)
+    names = ("Loss", "Throughput", "Where the time went", "A recorded step", "Load balance", "Experts", "Layout")
+    for name in (*names, "Boundaries", "Memory", "Data", "Recipe", "What to change"):
+        assert f">{name}</h2>" in text
+    assert "script" not in outline.tags
+    assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org/", "")  # names of SVG's vocabulary
+    assert "url(#" in text
+    assert "url(h" not in text
+    assert len(outline.ids) == len(set(outline.ids))
+    assert len(outline.labels) >= 10
+    assert all(outline.labels)
+    assert outline.tags.count("h1") == outline.tags.count("title") == 1
+    assert "Not shown" not in text
+    assert "not finished" not in text
+    for colour in ("#010203", "#010204", "stroke: #ffffff"):  # all colours suit light and dark
+        assert colour not in text
+    assert "pack_samples = true" in text  # the recipe
+    assert main(["report", str(tmp_path), "--no-html", "--html", "x"]) == 2
+
+
+HOSTILE = "</script><img src=x onerror=alert(1)>&\"'$x_$\x00\u202e"
+
+
+def test_texts_of_a_run_are_no_markup(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    plain = Outline(shown(write_run(tmp_path / "plain", RECIPES / "digits_single.toml", steps=2), capsys))
+    folder = write_run(tmp_path / "<b>bold", RECIPES / "digits_single.toml", steps=2, name=HOSTILE, description=HOSTILE)
+    text = shown(folder, capsys)
+    found = Outline(text)
+    assert "<img" not in text
+    assert "<b>" not in text
+    assert set(found.tags) == set(plain.tags)
+    assert "<img src=x onerror=alert(1)>&\"'" in found.text
+    assert "\x00" not in text
+
+
+def test_a_page_says_what_was_not_recorded(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n{"st')
+    text = Outline(shown(tmp_path, capsys)).text
+    assert "not finished: step 1 " in text
+    assert "there is no recipe.json" in text
+    assert "train with --profiling.timeline true" in text
+    assert "1 line of metrics.jsonl cannot be read" in text
+    assert "1 step had a loss that is no finite number" in text
+    (tmp_path / "recipe.json").write_text("{")
+    assert "is no JSON" in Outline(shown(tmp_path, capsys)).text
+
+
+def test_no_page_without_a_step_or_without_matplotlib(tmp_path, capsys, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_text("\n")
+    assert main(["report", str(tmp_path)]) == 2
+    assert "holds no step yet" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    assert main(["report", str(tmp_path), "--html", str(tmp_path / "none" / "page.html")]) == 1
+    assert "page.html cannot be written" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert "2.5" in said.out
+    assert "pip install 'hetmesh[report]'" in said.err
+    assert not (tmp_path / "report.html").exists()
+    assert main(["report", str(tmp_path), "--no-html"]) == 0
+
+
+def test_lines_that_came_again_or_cannot_be_read_count_once_or_not(tmp_path):
+    lines = [
+        f'{{"step": {step}, "loss": {part}.{step}}}'
+        for part, steps in ((1, (1, 2, 3)), (2, (2, 3, 4)), (3, (3,)))
+        for step in steps
+    ]
+    lines[1:1] = ["[" * 100_000, '{"step": 1, "x": "\\ud800"}', "\udcff", "", '{"step": true}', "null"]
+    (tmp_path / "metrics.jsonl").write_bytes("\n".join(lines).encode("utf-8", "surrogateescape") + b'\n{"step": 4, "l')
+    run = read_run(tmp_path)
+    assert series(run.records, "loss") == Series("loss", (1, 2, 3), (1.1, 2.2, 3.3))
+    bad, again = run.notes
+    assert bad.startswith("6 lines of metrics.jsonl cannot be read and are left out, first line 2: ")
+    assert again.startswith("4 steps were done again")
+
+
+VALUES = st.sampled_from([None, True, -1, 0, 1e308, "x", [], {}, {"x": {}}, [3]])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_a_run_of_any_records_is_told(data):
+    """Values of another kind, or none, wherever a line has one."""
+    records = []
+    for step in (1, 2, 3):
+        record = json.loads(RECORD)
+        for _ in range(data.draw(st.integers(0, 6))):
+            table = record
+            while True:
+                key = data.draw(st.sampled_from(sorted(table)))
+                if not isinstance(table[key], dict) or not table[key] or data.draw(st.booleans()):
+                    break
+                table = table[key]
+            table[key] = data.draw(VALUES)
+        records.append(record | {"step": step})
+    run = RunView(records[-1], {}, 0, {}, records=tuple(records))
+    advice(run, None, None)
+    assert sections(run, None)
+
+
+RECORD = json.dumps(
+    {
+        "loss": 2.0,
+        "time_s": 0.5,
+        "flops": {"llm": 5},
+        "module_mfu": {"llm": 0.5},
+        "mfu": 0.5,
+        "boundary_bytes": {"vision->llm": {"forward": 3, "backward": 3}},
+        "wait_s": {"vision->llm": 0.1},
+        "data": {"bytes_read": 3, "bytes_needed": 3, "wait_s": 0.1},
+        "experts": {"llm": {"max_over_mean": 2.0, "without_tokens": 1, "balance_loss": 2.0}},
+        "memory_bytes": 5,
+        "samples_by_source": {"a": 3},
+        "tokens_dropped": 3,
+    }
+)
+
+
+def advised(run, recipe=None):
+    return " ".join(f"{each.found}: {each.change}" for each in advice(run, recipe, None))
+
+
+def records(count=40, **values):
+    return tuple({"step": i + 1, "time_s": 1.0} | {k: v(i) for k, v in values.items()} for i in range(count))
+
+
+def test_advice_follows_from_figures():
+    calm = RunView({}, {}, 0, {}, records=records(loss=lambda i: 1.0, data=lambda i: {"wait_s": 0.01}))
+    assert advice(calm, None, None) == ()
+    falls = dataclasses.replace(calm, records=records(loss=lambda i: 10.0 - 0.1 * i))
+    assert "still fell by" in advised(falls)
+    rises = dataclasses.replace(calm, records=records(loss=lambda i: 1.0 + 0.1 * i))
+    assert "the loss rose" in advised(rises)
+    waits = dataclasses.replace(calm, records=records(data=lambda i: {"wait_s": 0.4}))
+    assert "wait for samples during 40% of a step: raise [data] num_workers" in advised(waits)
+    recipe = load_recipe(RECIPES / "digits_single.toml")
+    assert "checkpoint] enable = true" in advised(calm, recipe)
+
+
+def test_the_recipe_on_a_page_is_the_run_s():
+    for name in ("digits_moe", "digits_omni", "digits_lora"):
+        recipe = load_recipe(RECIPES / f"{name}.toml")
+        again = parse_recipe(recipe_text(recipe))
+        assert again.model_dump(mode="json") == recipe.model_dump(mode="json")

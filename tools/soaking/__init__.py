@@ -1,0 +1,1 @@
+"""What tools/soak.py does that is longer than a few lines."""
