@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hetmesh.files import writing
 from hetmesh.report.page_pictures import svg
-from hetmesh.report.page_values import Cells, Picture, RunPage, Section, Steps
+from hetmesh.report.page_values import PageSection, PageTable, Picture, RunPage, Steps
 
 STYLE = Path(__file__).with_name("page.css")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -84,14 +84,14 @@ def _first(page: RunPage) -> Iterator[str]:
     yield "</section>"
 
 
-def _section(section: Section, numbers: Iterator[int]) -> Iterator[str]:
+def _section(section: PageSection, numbers: Iterator[int]) -> Iterator[str]:
     name = re.sub(r"\W+", "-", section.name.lower())
     yield f'<section aria-labelledby="{name}">\n<h2 id="{name}">{_text(section.name)}</h2>'
     if section.lead:
         yield f"<p>{_text(section.lead)}</p>"
     yield '<div class="parts">'
     for part in section.parts:
-        yield _table(part) if isinstance(part, Cells) else _picture(part, next(numbers))
+        yield _table(part) if isinstance(part, PageTable) else _picture(part, next(numbers))
     yield "</div>"
     yield from (f'<p class="missing">Not shown: {_text(line)}.</p>' for line in section.missing)
     yield "</section>"
@@ -106,7 +106,7 @@ def _picture(part: Picture, number: int) -> str:
     )
 
 
-def _table(part: Cells) -> str:
+def _table(part: PageTable) -> str:
     head, *rows = part.rows
     lines = [f"<caption>{_text(part.caption)}</caption>", "<thead><tr>"]
     lines += [f'<th scope="col">{_text(cell)}</th>' for cell in head]

@@ -9,7 +9,7 @@ from typing import Any
 from hetmesh.report.by_action import KINDS, action_rows, action_times
 from hetmesh.report.gantt_text import bubble_rows, headline
 from hetmesh.report.memory_text import contents, verdict
-from hetmesh.report.page_values import Cells, Curves, Pairs, Picture, Ranks, Section, Steps
+from hetmesh.report.page_values import Curves, PageSection, PageTable, Pairs, Picture, Ranks, Steps
 from hetmesh.report.run_folder import RunView
 from hetmesh.report.run_load import DRAWN, KEYS, TITLES
 from hetmesh.report.run_series import Series, at, names_in, number, series
@@ -37,7 +37,7 @@ SEEN = 0.002  # of the step: shorter bars cannot be seen
 MOST_ROWS = 32  # of a table of ranks
 
 
-def sections(run: RunView, view: RecipeView | None) -> tuple[Section, ...]:
+def sections(run: RunView, view: RecipeView | None) -> tuple[PageSection, ...]:
     """All parts, in the order in which a reader wants them."""
     parts = (_loss(run), _speed(run), _time(run), _step(run), _load(run), _experts(run))
     return (*(part for part in parts if part), _layout(view), _boundaries(run, view), _memory(run, view), _data(run))
@@ -49,15 +49,15 @@ def _curves(caption: str, lines: Sequence[Series], unit: str = "", from_zero: bo
     return (Curves(caption, shown, unit, from_zero),) if shown else ()
 
 
-def _loss(run: RunView) -> Section:
+def _loss(run: RunView) -> PageSection:
     loss = series(run.records, "loss")
-    parts: list[Picture | Cells] = [
+    parts: list[Picture | PageTable] = [
         *_curves("loss per target token", [loss]),
         *_curves("norm of the gradient, before clipping", [series(run.records, "grad_norm")], from_zero=True),
         *_curves("learning rate", [series(run.records, "lr")], from_zero=True),
     ]
     if rows := list(_scores(run.summary)):
-        parts.append(Cells("after the last step, on held-out samples", [("", "value"), *rows]))
+        parts.append(PageTable("after the last step, on held-out samples", [("", "value"), *rows]))
     missing = [] if rows else ["no validation is recorded; it is in summary.json once the run is over"]
     lead = ""
     if loss:
@@ -68,7 +68,7 @@ def _loss(run: RunView) -> Section:
         )
     if wrong := sum("loss" in record and number(record["loss"]) is None for record in run.records):
         lead += f" {counted(wrong, 'step')} without a finite loss."
-    return Section("Loss", lead, tuple(parts), tuple(missing))
+    return PageSection("Loss", lead, tuple(parts), tuple(missing))
 
 
 def _scores(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -86,13 +86,13 @@ def _figure(value: object) -> str:
     return str(value) if found is None else f"{found:,.4g}" if isinstance(value, float) else f"{found:,}"
 
 
-def _speed(run: RunView) -> Section:
+def _speed(run: RunView) -> PageSection:
     seconds = series(run.records, "time_s")
     modules = names_in(run.records, "module_mfu")
     mfu = [series(run.records, "module_mfu", name) for name in modules]
     mfu.append(series(run.records, "mfu", name="all ranks"))
     percent = [Series(each.name, each.steps, tuple(100 * value for value in each.values)) for each in mfu]
-    parts: list[Picture | Cells] = [
+    parts: list[Picture | PageTable] = [
         *_curves("tokens per second, without padding", [series(run.records, "tokens_per_s")], from_zero=True),
         *_curves("model FLOPs utilisation", percent, "%", from_zero=True),
     ]
@@ -105,13 +105,13 @@ def _speed(run: RunView) -> Section:
             f"starts everything, {seconds.values[0]:.3g} s."
         )
     missing = () if any(percent) else ("no MFU: the peak of the machine is not known; --metrics.machine NAME",)
-    return Section("Throughput", lead, tuple(parts), missing)
+    return PageSection("Throughput", lead, tuple(parts), missing)
 
 
-def _time(run: RunView) -> Section:
+def _time(run: RunView) -> PageSection:
     name = "Where the time went"
     if not run.timelines:
-        return Section(name, missing=(RECORD,))
+        return PageSection(name, missing=(RECORD,))
     lead = "; ".join(f"{which} {headline(each)}" for which, each in run.timelines.items())
     longest = max(each.makespan for each in run.timelines.values())
     rows = tuple(
@@ -120,9 +120,10 @@ def _time(run: RunView) -> Section:
         if each.kind != "SEND"  # they run beside computation
         and max(each.predicted or 0.0, each.measured or 0.0) > SEEN * longest
     )
-    tables = [Cells("predicted beside measured", list(action_rows(run.timelines)))]
+    tables = [PageTable("predicted beside measured", list(action_rows(run.timelines)))]
     tables += [
-        Cells(f"who waits, and why: {which}, shares of the step", _waits(each)) for which, each in run.timelines.items()
+        PageTable(f"who waits, and why: {which}, shares of the step", _waits(each))
+        for which, each in run.timelines.items()
     ]
     missing = [f"no {which} step" for which in ("predicted", "measured") if which not in run.timelines]
     if missing == ["no predicted step"]:
@@ -130,7 +131,7 @@ def _time(run: RunView) -> Section:
             "nothing was predicted: sizes of a module, or the machine's peak, are not known (--metrics.machine NAME)"
         ]
     pairs = Pairs("computation of the mean rank", rows, "ms")
-    return Section(name, f"Step {run.step}: {lead}.", (*([pairs] if rows else []), *tables), tuple(missing))
+    return PageSection(name, f"Step {run.step}: {lead}.", (*([pairs] if rows else []), *tables), tuple(missing))
 
 
 def _ms(seconds: float | None) -> float | None:
@@ -144,17 +145,17 @@ def _waits(timeline: Timeline) -> list[Sequence[str]]:
     return [[row[i] for i in used] for row in ([WORDS.get(name, name) for name in head], *rows)]
 
 
-def _step(run: RunView) -> Section:
+def _step(run: RunView) -> PageSection:
     name = "A recorded step"
     if not run.timelines:
-        return Section(name, missing=(RECORD,))
-    return Section(name, "", (Steps(f"step {run.step}: who computed when", run.timelines),))
+        return PageSection(name, missing=(RECORD,))
+    return PageSection(name, "", (Steps(f"step {run.step}: who computed when", run.timelines),))
 
 
-def _load(run: RunView) -> Section:
+def _load(run: RunView) -> PageSection:
     name = "Load balance"
     if run.load is None:
-        return Section(name, missing=(LOGGED,))
+        return PageSection(name, missing=(LOGGED,))
     lead = f"How even microbatches were: 1.0 is even. {counted(len(run.load.steps), 'logged step')}."
     steps, modules = run.load.steps, run.load.modules
     curves = (
@@ -165,10 +166,10 @@ def _load(run: RunView) -> Section:
         )
         for key, title in zip(KEYS, TITLES, strict=False)
     )
-    return Section(name, lead, (*curves, Cells("means", run.load.rows())))
+    return PageSection(name, lead, (*curves, PageTable("means", run.load.rows())))
 
 
-def _experts(run: RunView) -> Section | None:
+def _experts(run: RunView) -> PageSection | None:
     modules = names_in(run.records, "experts")
     if not modules:
         return None
@@ -176,7 +177,7 @@ def _experts(run: RunView) -> Section | None:
     balance = [series(run.records, "experts", name, "balance_loss", name=name) for name in modules]
     none = [series(run.records, "experts", name, "without_tokens", name=name) for name in modules]
     last = "; ".join(f"{each.name} {each.values[-1]:.2f}" for each in busiest if each)
-    return Section(
+    return PageSection(
         "Experts",
         f"Tokens of the busiest expert over those of the mean one, at the end: {last}.",
         (
@@ -187,21 +188,21 @@ def _experts(run: RunView) -> Section | None:
     )
 
 
-def _layout(view: RecipeView | None) -> Section:
+def _layout(view: RecipeView | None) -> PageSection:
     if view is None:
-        return Section("Layout", missing=(NO_RECIPE,))
+        return PageSection("Layout", missing=(NO_RECIPE,))
     parts = (Ranks("modules on ranks, and what each rank holds for the whole run", view),)
     lead = f"{counted(view.ranks, 'rank')}; {view.optimizer}'s state is counted in {view.dtype}."
     if view.idle_ranks:
         lead += f" No module uses rank {ranks_text(view.idle_ranks)}."
-    return Section("Layout", lead, (*parts, Cells("modules", module_rows(view), numbers=False)))
+    return PageSection("Layout", lead, (*parts, PageTable("modules", module_rows(view), numbers=False)))
 
 
-def _boundaries(run: RunView, view: RecipeView | None) -> Section:
+def _boundaries(run: RunView, view: RecipeView | None) -> PageSection:
     planned = {boundary.name: boundary for boundary in view.boundaries} if view else {}
     names = dict.fromkeys((*planned, *names_in(run.records, "boundary_bytes")))
     if not names:
-        return Section("Boundaries", missing=("there is one module" if view else LOGGED,))
+        return PageSection("Boundaries", missing=("there is one module" if view else LOGGED,))
     seconds = series(run.records, "time_s")
     rows: list[Sequence[str]] = [("boundary", "received forward", "backward", "longest wait", "of a step")]
     for name in names:
@@ -221,29 +222,29 @@ def _boundaries(run: RunView, view: RecipeView | None) -> Section:
         layouts = boundary.source_layout, boundary.destination_layout
         shape = f"{boundary.shape[0]:,} x {boundary.shape[1]:,}"
         plan.append((boundary.name, shape, *layouts, traffic_text(boundary.forward), back))
-    parts = [Cells("measured: the median logged step, over all ranks", rows)] if _measured(run) else []
-    parts += [Cells("planned: the first microbatch", plan, numbers=False)] if planned else []
+    parts = [PageTable("measured: the median logged step, over all ranks", rows)] if _measured(run) else []
+    parts += [PageTable("planned: the first microbatch", plan, numbers=False)] if planned else []
     missing = [] if _measured(run) else [LOGGED]
-    return Section("Boundaries", "", tuple(parts), tuple(missing if planned else [*missing, NO_RECIPE]))
+    return PageSection("Boundaries", "", tuple(parts), tuple(missing if planned else [*missing, NO_RECIPE]))
 
 
 def _measured(run: RunView) -> bool:
     return any(at(record, "boundary_bytes") is not None for record in run.records)
 
 
-def _memory(run: RunView, view: RecipeView | None) -> Section:
+def _memory(run: RunView, view: RecipeView | None) -> PageSection:
     memory = series(run.records, "memory_bytes")
-    parts: list[Picture | Cells] = []
+    parts: list[Picture | PageTable] = []
     lead = ""
     if memory:
         lead = f"At most {amount(max(memory.values))}B on any rank: tensors on a GPU, the whole process on a CPU."
     fit = view.fit if view else None
     if fit is not None:
         lead += f" Predicted: {verdict(fit)}."
-        parts.append(Cells("predicted: when each rank is fullest, and of what", _rank_rows(fit), numbers=False))
+        parts.append(PageTable("predicted: when each rank is fullest, and of what", _rank_rows(fit), numbers=False))
     missing = [] if memory else [LOGGED]
     missing += [] if fit else ["nothing is predicted: " + ("sizes of a module are not known" if view else NO_RECIPE)]
-    return Section("Memory", lead.strip(), tuple(parts), tuple(missing))
+    return PageSection("Memory", lead.strip(), tuple(parts), tuple(missing))
 
 
 def _rank_rows(fit: MemoryFit) -> list[Sequence[str]]:
@@ -257,7 +258,7 @@ def _rank_rows(fit: MemoryFit) -> list[Sequence[str]]:
     return rows
 
 
-def _data(run: RunView) -> Section:
+def _data(run: RunView) -> PageSection:
     wait = series(run.records, "data", "wait_s")
     waits = Series("wait", wait.steps, tuple(1e3 * value for value in wait.values))
     read, needed = (series(run.records, "data", key) for key in ("bytes_read", "bytes_needed"))
@@ -276,7 +277,9 @@ def _data(run: RunView) -> Section:
     if read and needed and any(read.values):
         rows += [("bytes read in the median logged step", f"{amount(read.median)}B")]
         rows += [("bytes needed in it", f"{amount(needed.median)}B")]
-    parts: list[Picture | Cells] = [*_curves("the longest wait for samples of any rank", [waits], "ms", from_zero=True)]
-    parts += [Cells("over all steps", [("", "number"), *rows])] if rows else []
+    parts: list[Picture | PageTable] = [
+        *_curves("the longest wait for samples of any rank", [waits], "ms", from_zero=True)
+    ]
+    parts += [PageTable("over all steps", [("", "number"), *rows])] if rows else []
     lead = "" if rows else "Nothing was cut off, left out or without a target."
-    return Section("Data", lead, tuple(parts), () if wait else (LOGGED,))
+    return PageSection("Data", lead, tuple(parts), () if wait else (LOGGED,))

@@ -71,7 +71,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Cells:
+class PageTable:
     """A table, its head first; where `numbers`, all columns but the first hold such."""
 
     caption: str
@@ -83,7 +83,7 @@ Picture = Curves | Pairs | Steps | Ranks
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A part of the page.
 
     Attributes:
@@ -95,7 +95,7 @@ class Section:
 
     name: str
     lead: str = ""
-    parts: tuple[Picture | Cells, ...] = ()
+    parts: tuple[Picture | PageTable, ...] = ()
     missing: tuple[str, ...] = ()
 
 
@@ -118,6 +118,6 @@ class RunPage:
     facts: tuple[str, ...]
     tiles: tuple[Tile, ...]
     advice: tuple[Advice, ...]
-    sections: tuple[Section, ...]
+    sections: tuple[PageSection, ...]
     notes: tuple[str, ...] = ()
     recipe: str = ""

@@ -20,7 +20,7 @@ from hetmesh.training.checkpointing.fit import check_fit, optional
 from hetmesh.training.checkpointing.frozen import FrozenFile, frozen_names, state_of
 from hetmesh.training.checkpointing.plan import SavePlans
 from hetmesh.training.checkpointing.reading import opened, read_into
-from hetmesh.training.checkpointing.saving import Content, PendingSave, Place
+from hetmesh.training.checkpointing.saving import Content, PendingSave, SavePlace
 from hetmesh.training.checkpointing.staging import Staging, as_bytes
 from hetmesh.training.gradients import reduce_over_ranks
 from hetmesh.training.optimizers import Root
@@ -117,7 +117,9 @@ class Checkpointer:
         state = _without(elsewhere, self._state(root, optimizers, extra))
         with self.patience(), self.world.waiting(f"saving {path}"):
             entries = self.plans.share(state)
-            place = Place(path, self.world.rank, self.world.size, self.plans.metadata, self.keep_latest, self.timeout)
+            place = SavePlace(
+                path, self.world.rank, self.world.size, self.plans.metadata, self.keep_latest, self.timeout
+            )
             try:
                 self._on_first(place.fails, lambda: folders.make_empty(place.partial))
             except CheckpointError as error:
@@ -273,7 +275,7 @@ class Checkpointer:
         dist.all_gather_object(everybody, told, group=self._everyone)
         return next(filter(None, everybody), "")
 
-    def _abandon(self, place: Place, told: str) -> None:
+    def _abandon(self, place: SavePlace, told: str) -> None:
         """Remove what a failed save has written, and raise `told` on every rank, with what to do. Collective."""
         hint = [""]
         if self.world.rank == 0:

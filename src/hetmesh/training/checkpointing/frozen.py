@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hetmesh.training.checkpointing.plan import Entry
-from hetmesh.training.checkpointing.writing import Written, write_file
+from hetmesh.training.checkpointing.plan import SavedEntry
+from hetmesh.training.checkpointing.writing import WrittenPart, write_file
 
 
 def frozen_names(root: nn.Module) -> set[str]:
@@ -27,13 +27,15 @@ class FrozenFile:
     """
 
     def __init__(self) -> None:
-        self._kept: tuple[Path, Any, list[Written]] | None = None
+        self._kept: tuple[Path, Any, list[WrittenPart]] | None = None
 
     def has(self, unchanged: Any) -> bool:
         """Whether there is a file of entries in that state."""
         return self._kept is not None and unchanged is not None and self._kept[1] == unchanged
 
-    def put(self, partial: Path, final: Path, name: str, entries: Sequence[Entry], unchanged: Any) -> list[Written]:
+    def put(
+        self, partial: Path, final: Path, name: str, entries: Sequence[SavedEntry], unchanged: Any
+    ) -> list[WrittenPart]:
         """Make the file `name` of `entries` in the folder `partial`, which will be called `final`.
 
         Args:
@@ -57,7 +59,7 @@ class FrozenFile:
         return written
 
 
-def state_of(entries: Sequence[Entry]) -> Any:
+def state_of(entries: Sequence[SavedEntry]) -> Any:
     """What is equal as long as the values of `entries` are; None where nothing tells."""
     try:
         return [(e.index, e.value.data_ptr(), e.value._version) for e in entries if isinstance(e.value, Tensor)]

@@ -17,7 +17,7 @@ from hetmesh.training.gradients import reduce_over_ranks
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class SavedEntry:
     """A value that this rank writes: a tensor (this rank's shard of one), or anything that `torch.save` takes."""
 
     index: MetadataIndex
@@ -39,7 +39,7 @@ class SavePlans:
         self.metadata: Metadata | None = None
         self.made = 0
 
-    def share(self, state: dict[str, Any]) -> list[Entry]:
+    def share(self, state: dict[str, Any]) -> list[SavedEntry]:
         """What this rank writes of `state`, whose equal entries on several ranks are written by one. Collective.
 
         Raises:
@@ -51,7 +51,7 @@ class SavePlans:
         if reduce_over_ranks([float(saved != self._saved)], self._world)[0]:
             self._mine = self._make(planner)
             self._saved = saved
-        return [Entry(index, planner.lookup_object(index)) for index in self._mine]
+        return [SavedEntry(index, planner.lookup_object(index)) for index in self._mine]
 
     def _make(self, planner: DefaultSavePlanner) -> list[MetadataIndex]:
         rank, size, group = self._world.rank, self._world.size, self._world.group(range(self._world.size))

@@ -21,7 +21,7 @@ _RECORD = b"archive/data/0"  # what torch.save calls the values of a tensor in i
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, then lengths of the name and of the extra field
 
 
-class Reader(checksums.Reader):
+class PlainReader(checksums.Reader):
     """Reads what `writing.write_file` has written; like `checksums.Reader` otherwise.
 
     Args:

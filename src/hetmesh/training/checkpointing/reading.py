@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from hetmesh.boundary import World
 from hetmesh.errors import CheckpointError
 from hetmesh.training import checksums
-from hetmesh.training.checkpointing.reader import Reader
+from hetmesh.training.checkpointing.reader import PlainReader
 from hetmesh.training.checkpointing.staging import is_plain
 
 
@@ -68,7 +68,7 @@ def read_into(
 
 def _read(path: Path, state: dict[str, Any], plain: bool) -> None:
     """What `dcp.load` does on one rank. What it does between ranks, sending all plans to one of them, changes none."""
-    reader, planner = Reader(path, plain), Planner()
+    reader, planner = PlainReader(path, plain), Planner()
     metadata = reader.read_metadata()
     planner.set_up_planner(state, metadata, is_coordinator=False)
     reader.set_up_storage_reader(metadata, is_coordinator=False)

@@ -19,14 +19,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from hetmesh.boundary.accelerator import Event
 from hetmesh.training.checkpointing import folders
 from hetmesh.training.checkpointing.frozen import FrozenFile
-from hetmesh.training.checkpointing.plan import Entry
+from hetmesh.training.checkpointing.plan import SavedEntry
 from hetmesh.training.checkpointing.writing import report_name, take_report, write_file, write_index, write_report
 
 _LOOK = 0.02  # seconds between two looks at what other ranks have written
 
 
 @dataclass(frozen=True)
-class Place:
+class SavePlace:
     """Where a checkpoint goes, and what it is beside this rank's entries.
 
     Attributes:
@@ -66,8 +66,8 @@ class Content:
         file: where the frozen ones were written before, or are kept for later saves.
     """
 
-    entries: Sequence[Entry]
-    frozen: Sequence[Entry]
+    entries: Sequence[SavedEntry]
+    frozen: Sequence[SavedEntry]
     unchanged: Any
     file: FrozenFile
 
@@ -80,7 +80,7 @@ class PendingSave:
         ready: the event after which the tensors have their values.
     """
 
-    def __init__(self, place: Place, content: Content, ready: Event) -> None:
+    def __init__(self, place: SavePlace, content: Content, ready: Event) -> None:
         self.place = place
         self._deadline = time.monotonic() + place.timeout
         self._written, self._given_up = threading.Event(), threading.Event()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from hetmesh.boundary.accelerator import Accelerator, Event
-from hetmesh.training.checkpointing.plan import Entry
+from hetmesh.training.checkpointing.plan import SavedEntry
 
 
 class Staging:
@@ -22,7 +22,7 @@ class Staging:
         self._buffers: dict[MetadataIndex, Tensor] = {}
 
     @torch.no_grad()
-    def copy(self, entries: Sequence[Entry]) -> tuple[list[Entry], Event]:
+    def copy(self, entries: Sequence[SavedEntry]) -> tuple[list[SavedEntry], Event]:
         """Copies of `entries`, and the event after which those of a device's tensors are there; what the device does
         from here on comes after them, and may change the originals. Copies of an earlier call are overwritten."""
         tensors = [entry for entry in entries if isinstance(entry.value, Tensor)]
@@ -33,10 +33,10 @@ class Staging:
             torch._foreach_copy_(targets, sources, non_blocking=True)
         event = self._accelerator.event()
         event.record()
-        copied = [Entry(e.index, kept[e.index]) if e.index in kept else e for e in entries]
+        copied = [SavedEntry(e.index, kept[e.index]) if e.index in kept else e for e in entries]
         return as_bytes(copied), event
 
-    def _buffer(self, entry: Entry) -> Tensor:
+    def _buffer(self, entry: SavedEntry) -> Tensor:
         value: Tensor = entry.value
         had = self._buffers.get(entry.index)
         if had is not None and had.shape == value.shape and had.dtype == value.dtype:
@@ -46,7 +46,7 @@ class Staging:
         return self._accelerator.empty_pinned(value.detach().contiguous())
 
 
-def as_bytes(entries: Iterable[Entry]) -> list[Entry]:
+def as_bytes(entries: Iterable[SavedEntry]) -> list[SavedEntry]:
     """`entries` with the bytes of those that are no tensors, which may change once training goes on. Equal ones are
     pickled once: options of optimizers are thousands, nearly all alike."""
     known: dict[Any, bytes] = {}
@@ -61,7 +61,7 @@ def as_bytes(entries: Iterable[Entry]) -> list[Entry]:
             stream = io.BytesIO()
             torch.save(entry.value, stream)
             known[key] = stream.getvalue()
-        found.append(Entry(entry.index, known[key]))
+        found.append(SavedEntry(entry.index, known[key]))
     return found
 
 

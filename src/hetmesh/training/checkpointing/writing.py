@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from hetmesh._torch_compat import storage_info, without_zip_checksums
-from hetmesh.training.checkpointing.plan import Entry
+from hetmesh.training.checkpointing.plan import SavedEntry
 from hetmesh.training.checksums import SavedPart, Sum
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenPart:
     """Where an entry is: which one, the bytes of which file, and their checksum."""
 
     index: MetadataIndex
@@ -54,7 +54,7 @@ class _Summed:
         pass  # once, when all is written
 
 
-def write_file(path: Path, entries: Iterable[Entry]) -> list[Written]:
+def write_file(path: Path, entries: Iterable[SavedEntry]) -> list[WrittenPart]:
     """Write `entries` into a file, to the disk, in the format of DCP: each as `torch.save` does.
 
     Args:
@@ -75,7 +75,7 @@ def write_file(path: Path, entries: Iterable[Entry]) -> list[Written]:
                 else:
                     stream.write(entry.value)
                 part = SavedPart(path.name, offset, stream.length, entry.index.fqn)
-                found.append(Written(entry.index, part, stream.hash.hexdigest()))
+                found.append(WrittenPart(entry.index, part, stream.hash.hexdigest()))
         except Exception as error:
             raise stream.error or error from error
         raw.flush()
@@ -95,7 +95,7 @@ def report_name(rank: int) -> str:
     return f"__{rank}.written"
 
 
-def write_report(folder: Path, rank: int, written: Iterable[Written]) -> None:
+def write_report(folder: Path, rank: int, written: Iterable[WrittenPart]) -> None:
     """Say what `rank` has written in `folder`: all of it or nothing. Raises OSError."""
     lines = []
     for each in written:
@@ -107,18 +107,18 @@ def write_report(folder: Path, rank: int, written: Iterable[Written]) -> None:
     os.replace(temporary, folder / report_name(rank))
 
 
-def take_report(folder: Path, rank: int) -> list[Written]:
+def take_report(folder: Path, rank: int) -> list[WrittenPart]:
     """What `rank` said; the file is removed. Raises OSError."""
     file = folder / report_name(rank)
     found = [
-        Written(MetadataIndex(name, offset, number), SavedPart(where, start, length, name), crc)
+        WrittenPart(MetadataIndex(name, offset, number), SavedPart(where, start, length, name), crc)
         for name, offset, number, where, start, length, crc in json.loads(file.read_text(encoding="utf-8"))
     ]
     file.unlink()
     return found
 
 
-def write_index(folder: Path, metadata: Metadata, written: Iterable[Written]) -> None:
+def write_index(folder: Path, metadata: Metadata, written: Iterable[WrittenPart]) -> None:
     """Write DCP's index of what all ranks have written. Raises OSError."""
     results = [
         WriteResult(w.index, w.part.length, storage_info(w.part.file, w.part.offset, w.part.length)) for w in written
