@@ -57,6 +57,7 @@ def checked(recipe: Recipe) -> list[str]:
     from hetmesh.errors import Refusals
     from hetmesh.training.describe import describe
     from hetmesh.training.held_out import held_out_source
+    from hetmesh.training.own_plans import uncompared_plans
     from hetmesh.training.refusals import check_run
     from hetmesh.training.summary import summary
 
@@ -70,7 +71,9 @@ def checked(recipe: Recipe) -> list[str]:
             held_out_source(recipe)
     refusals.finish()
     assert adapters is not None
-    return [*summary(recipe, adapters), *(f"note: {note}" for note in _notes(source))]
+    assert source is not None
+    notes = [*uncompared_plans(recipe, adapters, source.vocab_size), *_notes(source)]
+    return [*summary(recipe, adapters), *(f"note: {note}" for note in notes)]
 
 
 def _notes(source: Source | None) -> list[str]:

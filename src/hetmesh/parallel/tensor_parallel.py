@@ -20,7 +20,8 @@ from collections.abc import Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from hetmesh.errors import RecipeError
 from hetmesh.parallel.linear import Colwise, ColwiseLinear, Entry, Rowwise
@@ -74,6 +75,22 @@ def matching(module: nn.Module, pattern: str) -> list[str]:
     """FQNs of the submodules that match `pattern`, in which `*` stands for one name."""
     regex = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
     return [name for name, _ in module.named_modules() if regex.fullmatch(name)]
+
+
+def style_name(style: str | ParallelStyle) -> str | None:
+    """The name of a style: its own, or of the one that does what a plain `ColwiseParallel` or `RowwiseParallel` of
+    torch does; None for others."""
+    if not isinstance(style, ParallelStyle):
+        return style
+    layouts = type(style), getattr(style, "input_layouts", None), getattr(style, "output_layouts", None)
+    replicated, last = (Replicate(),), (Shard(-1),)
+    plain = {
+        "colwise": (ColwiseParallel, replicated, last),
+        "colwise_gather_output": (ColwiseParallel, replicated, replicated),
+        "rowwise": (RowwiseParallel, last, replicated),
+    }
+    found = [name for name, each in plain.items() if each == layouts]
+    return found[0] if found and getattr(style, "use_local_output", False) else None
 
 
 def _check(module: nn.Module, pattern: str, style: str | ParallelStyle, found: list[str]) -> None:

@@ -17,6 +17,7 @@ from hetmesh.recipe.module_options import packs
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.balance import check_balance
 from hetmesh.training.build_graph import build_graph
+from hetmesh.training.own_plans import uncompared_plans
 from hetmesh.training.recipe_schedule import check_schedule
 from hetmesh.training.refusals import check_recipe
 
@@ -61,6 +62,9 @@ def describe(recipe: Recipe, made: Source | None = None) -> tuple[Source, dict[s
                 _check_shapes(shapes, graph, adapters)
             check_balance(recipe, graph)
             check_schedule(recipe, graph)
+    if adapters is not None and not refusals.said:
+        with refusals.collect():
+            uncompared_plans(recipe, adapters, source.vocab_size)
     refusals.finish()
     assert adapters is not None
     assert graph is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -44,6 +45,7 @@ from hetmesh.training.module_shapes import module_shape_of
 from hetmesh.training.modules import fill_module, unfilled_module
 from hetmesh.training.optimizers import Root
 from hetmesh.training.own_loop import StepResult, forward_backward
+from hetmesh.training.own_plans import uncompared_plans
 from hetmesh.training.recipe_schedule import StepSchedules
 from hetmesh.training.upcoming import Upcoming
 
@@ -74,6 +76,8 @@ class Job:
             loss: summed over targets; None: cross-entropy.
         """
         source, adapters, graph = describe(recipe, None if payloads is None else payloads.sources[TRAIN])
+        for note in uncompared_plans(recipe, adapters, source.vocab_size) if world.rank == 0 else ():
+            warnings.warn(note, stacklevel=2)
         stages = stage_graph(graph)
         modules: dict[str, ParallelModule] = {}
         adapted: dict[Stage, nn.Module] = {}

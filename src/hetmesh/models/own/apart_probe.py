@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError
-from hetmesh.models.adapter import AdapterRequest
+from hetmesh.models.adapter import Adapter, AdapterRequest
 from hetmesh.models.build import build_module
 from hetmesh.models.own.adapters import OwnAdapter, OwnEncoder, OwnItemsEncoder, OwnSink
 from hetmesh.models.own.packing_probe import LARGEST, two_samples
@@ -38,7 +38,7 @@ def check_apart(adapter: OwnAdapter, example: nn.Module, request: AdapterRequest
     if isinstance(adapter, OwnSink) and request.vocab_size < 2:
         return
     module = build_module(adapter, request.name, 0, torch.float64).eval()
-    together, apart = _calls(adapter, request)
+    together, apart = _calls(adapter, request.vocab_size)
     try:
         with torch.no_grad():
             of_both, again = adapter.forward(module, *together), adapter.forward(module, *together)
@@ -59,10 +59,17 @@ def check_apart(adapter: OwnAdapter, example: nn.Module, request: AdapterRequest
         )
 
 
-def _calls(adapter: OwnAdapter, request: AdapterRequest) -> tuple[Call, Sequence[Call]]:
+def two_of_its_inputs(adapter: Adapter, vocab_size: int) -> Call | None:
+    """Two samples for a module that is called as users' own are; None for others."""
+    if isinstance(adapter, OwnSink) and vocab_size < 2:
+        return None
+    return _calls(adapter, vocab_size)[0] if isinstance(adapter, OwnAdapter) else None
+
+
+def _calls(adapter: OwnAdapter, vocab_size: int) -> tuple[Call, Sequence[Call]]:
     """A call with two samples, and one with each of them."""
     if isinstance(adapter, OwnSink):
-        batch, inputs, lengths = two_samples(adapter, request.vocab_size)
+        batch, inputs, lengths = two_samples(adapter, vocab_size)
         return (batch, inputs), [_one_sample(i, length, batch, inputs) for i, length in enumerate(lengths)]
     generator = torch.Generator().manual_seed(0)
     shape = _shape_of_one(adapter)

@@ -1,0 +1,42 @@
+"""Tensor parallel plans that are not hetmesh's own: compared with the whole module before it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hetmesh.errors import Refusals
+from hetmesh.models import Adapter
+from hetmesh.models.own.plan_probe import why_no_probe
+
+if TYPE_CHECKING:
+    from hetmesh.recipe.recipe import Recipe
+
+_found: dict[Any, str | None] = {}
+"""What was compared in this process, for every verb asks again."""
+
+
+def uncompared_plans(recipe: Recipe, adapters: Mapping[str, Adapter], vocab_size: int) -> list[str]:
+    """Compare modules on emulated ranks with themselves whole, where their plan is a user's.
+
+    Returns:
+        What could not be compared, and why, a sentence each.
+
+    Raises:
+        RecipeError: one computes something else, a line each.
+    """
+    notes, refusals = list[str](), Refusals()
+    for name, adapter in adapters.items():
+        degree, added = recipe.wiring.meshes[name].axis_size("tp"), recipe.modules[name].plan
+        plan = {**adapter.tensor_parallel_plan(), **added}
+        if degree == 1 or not plan or (":" not in recipe.modules[name].model and not added):
+            continue
+        where = f"modules.{name}.plan" if added else f"modules.{name}: its tensor_parallel_plan"
+        key = (repr(adapter), repr(plan), degree, vocab_size)
+        with refusals.collect():
+            if key not in _found:
+                _found[key] = why_no_probe(adapter, plan, degree, vocab_size, where)
+            if _found[key] is not None:
+                notes.append(f"{where} was not compared with the whole module: {_found[key]}")
+    refusals.finish()
+    return notes
