@@ -207,5 +207,5 @@ def test_large_modules_are_compared_without_their_equal_layers(monkeypatch):
     sizes = {"out_features": 256, "inner": 4096, "depth": 12}
     monkeypatch.setattr(plan_probe, "_POOL", 1 << 16)  # so that rows overlap
     describe(recipe("Tower", config=sizes))
-    with pytest.raises(RecipeError, match="'blocks.0.down' gets differs"):
+    with pytest.raises(RecipeError, match=r"'blocks\.0\.down' gets differs"):
         describe(recipe("NormedTower", config=sizes))

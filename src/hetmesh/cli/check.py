@@ -48,8 +48,11 @@ def _compared(recipe: Recipe) -> str:
     return f"weights: logits differ from transformers' own by at most {difference:.1e}, {NOT_COMPARED}"
 
 
-def checked(recipe: Recipe) -> list[str]:
+def checked(recipe: Recipe, files: bool = True) -> list[str]:
     """The summary of `recipe`, after every check that one process can make.
+
+    Args:
+        files: whether to look for the files that samples name.
 
     Raises:
         RecipeError: everything that is wrong, a line each.
@@ -57,22 +60,31 @@ def checked(recipe: Recipe) -> list[str]:
     from hetmesh.errors import Refusals
     from hetmesh.training.describe import describe
     from hetmesh.training.held_out import held_out_source
+    from hetmesh.training.media_files import check_media_files, in_order_of_training
     from hetmesh.training.own_plans import uncompared_plans
     from hetmesh.training.refusals import check_run
     from hetmesh.training.summary import summary
 
-    refusals, adapters, source = Refusals(), None, None
+    refusals, adapters, source, held_out = Refusals(), None, None, None
+    notes: list[str] = []
     with refusals.collect():
         source, adapters, _ = describe(recipe)
     with refusals.collect():
         check_run(recipe)
     if adapters is not None:  # without a source there are no splits either
         with refusals.collect():
-            held_out_source(recipe)
+            held_out = held_out_source(recipe)
+    if source is not None and files:
+        with refusals.collect():
+            notes += check_media_files(recipe, source, in_order_of_training(recipe, source))
+    if held_out is not None and files:
+        with refusals.collect():
+            count = recipe.validation.samples or len(held_out)
+            notes += check_media_files(recipe, held_out, range(count), "validation ")
     refusals.finish()
     assert adapters is not None
     assert source is not None
-    notes = [*uncompared_plans(recipe, adapters, source.vocab_size), *_notes(source)]
+    notes = [*uncompared_plans(recipe, adapters, source.vocab_size), *notes, *_notes(source)]
     return [*summary(recipe, adapters), *(f"note: {note}" for note in notes)]
 
 

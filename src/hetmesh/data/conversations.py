@@ -24,7 +24,7 @@ from hetmesh.data.open_store import find_files, open_store
 from hetmesh.data.recordings import FRAMES
 from hetmesh.data.source import Sample, wants
 from hetmesh.data.spans import FileSpan
-from hetmesh.data.stores import Blob
+from hetmesh.data.stores import Blob, Record
 from hetmesh.data.turns import DATA_URL, MARKS, is_file_name, media_of, turns_of
 from hetmesh.errors import RecipeError, Refusals, SampleError
 from hetmesh.graph.meta_arrays import MetaArrays
@@ -280,7 +280,37 @@ class ConversationsSource:
         stop = next((i for i, token in enumerate(ids) if token in self.end_ids), len(ids))
         return self._chat.tokenizer.decode(ids[:stop], skip_special_tokens=True).strip()
 
+    def check_files(self, index: int, kinds: Collection[str] | None = None) -> None:
+        """Look for the media files that conversation `index` names, of these kinds. None is opened.
+
+        Raises:
+            SampleError: the record is no conversation, or a file is not there.
+        """
+        _, name, _, media = self._record(index)
+        for kind, blob in media:
+            try:
+                if wants(kinds, kind):
+                    _ = blob.length
+            except OSError as error:
+                raise SampleError(f"sample {name!r}: cannot read {blob}: {error}") from error
+
     def _read(self, index: int) -> _Conversation:
+        stored, name, messages, media = self._record(index)
+        if self._known is None:
+            encoded = self._chat.encode(name, messages)
+        else:  # the index has the targets
+            encoded = Encoded(self._chat.ids(name, messages), ())
+        kinds = {token: kind for kind, token in self.placeholders.items()}
+        found = [kinds[token] for token in encoded.ids if token in kinds]
+        if found != [kind for kind, _ in media]:
+            raise SampleError(
+                f"sample {name!r}: its text has placeholders of {found}, its media are {[kind for kind, _ in media]}; "
+                "does the chat template drop some, or add its own?"
+            )
+        return _Conversation(name, encoded, tuple(media), stored.size)
+
+    def _record(self, index: int) -> tuple[Record, str, list[tuple[str, str]], list[tuple[str, Blob]]]:
+        """Record `index`: its sample's id, turns as role and text, and its media."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.path}: index {index} is not in 0..{len(self) - 1}")
         stored = self._store.record(index)
@@ -312,18 +342,7 @@ class ConversationsSource:
                     f"sample {name!r}: its row holds {held} of {kind!r} and its conversation has a place for {used}; "
                     f"name each in `content`, or leave {kind!r} out of {KEY} placeholders"
                 )
-        if self._known is None:
-            encoded = self._chat.encode(name, messages)
-        else:  # the index has the targets
-            encoded = Encoded(self._chat.ids(name, messages), ())
-        kinds = {token: kind for kind, token in self.placeholders.items()}
-        found = [kinds[token] for token in encoded.ids if token in kinds]
-        if found != [kind for kind, _ in media]:
-            raise SampleError(
-                f"sample {name!r}: its text has placeholders of {found}, its media are {[kind for kind, _ in media]}; "
-                "does the chat template drop some, or add its own?"
-            )
-        return _Conversation(name, encoded, tuple(media), stored.size)
+        return stored, name, messages, media
 
     def _blob(self, index: int, at: int, kind: str, value: str | None, before: int) -> Blob:
         """Media item `at` of a record: a file, or in the record itself. Raises OSError if there is none."""

@@ -90,6 +90,13 @@ class MixtureSource:
         sample = self.parts[name].load(at, kinds)
         return replace(sample, id=f"{name}/{sample.id}")
 
+    def check_files(self, index: int, kinds: Collection[str] | None = None) -> None:
+        """`check_files` of the source of sample `index`, where it has one."""
+        name, at = self.place(index)
+        look = getattr(self.parts[name], "check_files", None)
+        if look is not None:
+            look(at, kinds)
+
     def counts(self, indices: Sequence[int]) -> dict[str, int]:
         """How many of these samples come from each source."""
         found = dict.fromkeys(self.names, 0)
