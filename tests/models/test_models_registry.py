@@ -157,11 +157,28 @@ def test_two_encoders_and_one_encoder_with_two_consumers():
         ({"vision": Module("siglip", {"zzz": 4})}, r"config\.zzz: unknown key; valid keys are \['attention_dropout'"),
         (
             {"vision": Module("siglip", {**VISION, "hidden_act": 3})},
-            r"modules\.vision\.config: .*'hidden_act' expected str",
+            r"modules\.vision\.config\.hidden_act = 3: must be a text$",
         ),
         (
             {"vision": Module("siglip", {**VISION, "hidden_size": "64"})},
             r"config\.hidden_size: must be a positive integer",
+        ),
+        (
+            {"vision": Module("siglip", {**VISION, "hidden_act": "gulu"})},
+            r"'gulu': transformers knows .* mean 'gelu'\?",
+        ),
+        ({"vision": Module("siglip", {**VISION, "attention_dropout": 1})}, r"_dropout = 1: must be .* less than 1$"),
+        ({"llm": Module("qwen3", {**LLM, "rope_parameters": 3})}, r"rope_parameters = 3: must be a table$"),
+        ({"llm": Module("llama", {**LLM, "num_attention_heads": 5})}, r"modules\.llm\.config: The hidden size \(24\)"),
+        ({"llm": Module("qwen3_moe", {**LLM, "num_experts_per_tok": True})}, r"_tok = True: must be an integer$"),
+        ({"llm": Module("qwen3_moe", {**LLM, "mlp_only_layers": [True]})}, r"\[True\]: must be a list of integers$"),
+        (
+            {"llm": Module("qwen3_moe", {**LLM, "decoder_sparse_step": 2})},
+            r"decoder_sparse_step = 2: every so many layers one has experts; valid are 1 \(all\) to num_hidden",
+        ),
+        (
+            {"llm": Module("qwen3_moe", {**LLM, "output_router_logits": False})},
+            r"output_router_logits = False: router logits are no output here; what counts is router_aux_loss_coef",
         ),
         ({"vision": Module("siglip", {**VISION, "num_attention_heads": 5})}, r"must divide hidden_size = 16, got 5"),
         (

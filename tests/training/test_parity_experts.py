@@ -257,6 +257,11 @@ def test_loads_are_those_of_one_process_in_any_layout(pool, pool4):
             r"expert_parallel_degree = 3: must divide num_experts = 8 .*\[1, 2, 4, 8\]",
         ),
         ((table("vision", "0-1", expert_parallel_degree=2),), ("", ""), "this siglip has no experts"),
+        (
+            (table("vision", "0-1", expert_parallel_degree=2), table("llm", "0-1", expert_parallel_degree=2)),
+            ("", ""),
+            r"parallelism\.vision\.expert_parallel_degree = 2: this siglip has no experts",
+        ),
         (("",), ("num_experts_per_tok = 3", "num_experts_per_tok = 9"), "cannot have more experts than there are"),
         (
             (table("llm", "0-7", fsdp=8) + "\nexpert_parallel_degree = 2",),
@@ -269,3 +274,9 @@ def test_what_experts_cannot_do_is_refused(tables, changes, says):
     text = MODEL.format(policy="sequential", batch=2, vision="", llm="").replace(*changes, 1)
     with pytest.raises(RecipeError, match=says):
         describe(parse_recipe("\n".join([text, *tables])))
+
+
+def test_a_flat_expert_degree_means_nothing_to_modules_without_experts():
+    text = MODEL.format(policy="sequential", batch=2, vision="", llm="")
+    flat = "[parallelism]\nranks = [0, 1]\ndata_parallel_shard_degree = 2\nexpert_parallel_degree = 2"
+    describe(parse_recipe("\n".join([text, flat])))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, is_typeddict
 
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import AdapterRequest
@@ -70,12 +71,14 @@ def transformers_config(
         own = config_class.__annotations__  # files may have another name of a key (num_local_experts), which would win
         names = {theirs: key for key, theirs in config_class.attribute_map.items() if key in own and theirs not in own}
         derived = {names.get(key, key): value for key, value in section.items() if key not in NOT_SIZES}
-    given = {key: _as_float(config_class, key, value) for key, value in request.config.items()}
+    given = {key: _as_declared(request, key, config_class.__annotations__[key]) for key in request.config}
     try:
         config = config_class(**{**derived, **given, **forced}, attn_implementation="sdpa")
         unchanged = config_class(**{**derived, **forced}) if request.pretrained is not None else config
     except Exception as error:  # huggingface_hub's strict dataclasses raise a plain subclass of Exception
-        raise RecipeError(f"{request.key}.config: {' '.join(str(error).split())}") from error
+        said = _FROM.sub("", " ".join(str(error).split()))
+        raise RecipeError(f"{request.key}.config: {said}") from error
+    _check_values(request, config)
     for key in request.config:
         if key not in FREE and getattr(config, key) != getattr(unchanged, key):
             raise RecipeError(
@@ -86,10 +89,59 @@ def transformers_config(
     return config
 
 
-def _as_float(config_class: Any, key: str, value: Any) -> Any:
-    """`value` of a key; 0 is as good as 0.0 where transformers declares a float alone, which it takes by type."""
-    integer = isinstance(value, int) and not isinstance(value, bool)
-    return float(value) if integer and config_class.__annotations__[key] in (float, "float") else value
+_FROM = re.compile(r"^(Class v|V)alidation error for \w+ '[^']*': \w+: ")
+"""How what transformers' configs raise begins."""
+
+_WORDS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    list[int]: "a list of integers",
+    list[str]: "a list of texts",
+    dict: "a table",
+}
+
+
+def _as_declared(request: AdapterRequest, key: str, declared: Any) -> Any:
+    """The recipe's value of a key; 0 is as good as 0.0 where transformers declares a float alone, which it takes by
+    type. Raises RecipeError for one of another type than any that is `declared`."""
+    value, kinds = request.config[key], get_args(declared) or (declared,)
+    if get_origin(declared) not in (Union, UnionType):
+        kinds = (declared,)
+    # A tuple stands beside a list, and a TypedDict beside a dict.
+    valid = [
+        kind for kind in kinds if kind is not NoneType and get_origin(kind) is not tuple and not is_typeddict(kind)
+    ]
+    if all(kind in _WORDS for kind in valid) and not any(_is_a(value, kind) for kind in valid):
+        words = " or ".join(dict.fromkeys(_WORDS[kind] for kind in valid if kind is not int or float not in valid))
+        raise RecipeError(f"{request.key}.config.{key} = {value!r}: must be {words}")
+    return float(value) if float in valid and int not in valid and _is_a(value, int) else value
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is list:
+        return isinstance(value, list | tuple) and all(_is_a(each, get_args(kind)[0]) for each in value)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, {float: int | float, dict: Mapping}.get(kind, kind))
+
+
+def _check_values(request: AdapterRequest, config: Any) -> None:
+    """What transformers would only refuse when a module is built, or computes."""
+    from transformers.activations import ACT2FN
+
+    for key, value in request.config.items():
+        where = f"{request.key}.config.{key} = {value!r}"
+        if key in ACTIVATIONS and value not in ACT2FN:
+            near = difflib.get_close_matches(str(value), ACT2FN, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"valid are {', '.join(sorted(ACT2FN))}"
+            raise RecipeError(f"{where}: transformers knows no such activation; {hint}")
+        if key.endswith(("dropout", "layerdrop")) and not 0 <= getattr(config, key) < 1:
+            raise RecipeError(f"{where}: must be at least 0 and less than 1")
+
+
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
 
 def positive_int(request: AdapterRequest, key: str, value: Any) -> int:

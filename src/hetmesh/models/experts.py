@@ -61,8 +61,13 @@ def balance_of(request: AdapterRequest, config: Any) -> float:
     otherwise, and so does hetmesh.
 
     Raises:
-        RecipeError: it is negative or not finite.
+        RecipeError: it is negative or not finite; or the recipe asks for router logits.
     """
+    if (asked := request.config.get("output_router_logits")) is not None:
+        raise RecipeError(
+            f"{request.key}.config.output_router_logits = {asked!r}: router logits are no output here; what counts is "
+            f"{COEFFICIENT}, the weight of the load-balancing loss: 0 for none"
+        )
     given = request.config.get(COEFFICIENT)
     if given is None and request.pretrained is not None and not getattr(config, "output_router_logits", False):
         return 0.0

@@ -91,8 +91,14 @@ def expert_sizes(request: AdapterRequest) -> dict[str, Any]:
 
 
 def _check_experts(request: AdapterRequest, config: Any) -> None:
-    for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"):
+    for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
         positive_int(request, key, getattr(config, key))
+    step, layers = config.decoder_sparse_step, config.num_hidden_layers
+    if not 1 <= step <= layers:
+        raise RecipeError(
+            f"{request.key}.config.decoder_sparse_step = {step!r}: every so many layers one has experts; valid are 1 "
+            f"(all) to num_hidden_layers = {layers} (the last alone)"
+        )
     if config.num_experts_per_tok > config.num_experts:
         raise RecipeError(
             f"{request.key}.config.num_experts_per_tok = {config.num_experts_per_tok}: a token cannot have more "

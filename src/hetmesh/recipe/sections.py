@@ -190,6 +190,10 @@ class ScheduleKeys(Section):
     interleaved_early_warmup: bool | None = None  # warm up as Megatron-LM does: more in flight, messages better hidden
 
 
+OF_EXPERTS = ("expert_parallel_degree", "expert_placement_interval")
+"""Layout keys that mean something to modules with experts alone."""
+
+
 class ModuleParallelism(ScheduleKeys):
     """`[parallelism.<module>]`: which ranks hold the module, and how. The degrees multiply to the number of ranks."""
 
@@ -214,6 +218,7 @@ class Parallelism(ScheduleKeys):
     """
 
     modules: Annotated[Mapping[str, ModuleParallelism], AfterValidator(freeze)] = FrozenDict()
+    experts_of_all: FrozenTable = FrozenDict()  # what flat keys say of experts, which not all modules have
 
 
 class Mixed(Section):

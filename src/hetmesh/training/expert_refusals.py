@@ -22,11 +22,12 @@ def check_experts(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusal
     interval = _interval(recipe, name)
     if experts is None:
         # A flat [parallelism] says it of all modules; to those without experts these are lanes as all others.
-        if degree > 1 and (name == recipe.sink or degree != _degree(recipe, recipe.sink)):
+        of_all = recipe.parallelism.experts_of_all
+        if degree > 1 and (name == recipe.sink or degree != of_all.get("expert_parallel_degree")):
             refusals.add(
                 f"{key}: this {recipe.modules[name].model} has no experts{adapter.abilities.because('experts')}"
             )
-        elif interval and (name == recipe.sink or interval != _interval(recipe, recipe.sink)):
+        elif interval and (name == recipe.sink or interval != of_all.get("expert_placement_interval")):
             refusals.add(
                 f"parallelism.{name}.expert_placement_interval = {interval}: this {recipe.modules[name].model} has no "
                 f"experts to move{adapter.abilities.because('experts')}"
