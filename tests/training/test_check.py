@@ -16,6 +16,7 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.models import Abilities
 from hetmesh.models.adapter import NONE
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
+from hetmesh.recipe.torchtitan_defaults import differing_defaults
 from hetmesh.training.checkpointing.folders import COMPLETE
 from hetmesh.training.describe import describe
 from hetmesh.training.held_out import held_out_source
@@ -359,6 +360,14 @@ FROZEN = ("--modules.vision.trainable=false", "--modules.projector.trainable=fal
             "modules.vision.trainable = false, modules.projector.trainable = false, modules.llm.trainable = false:",
         ),
         (
+            ("--optimizer.name=SGD", "--optimizer.implementation=fused"),
+            "optimizer.implementation = 'fused': torch's fused SGD does not take sharded parameters (DTensors); valid",
+        ),
+        (
+            ("--training.max_consecutive_non_finite=5",),
+            "training.max_consecutive_non_finite = 5: the first step that is not finite ends the run; leave it out, or",
+        ),
+        (
             ("--optimizer.name=SGD", "--optimizer.beta1=0.5"),
             "optimizer.beta1 = 0.5: optimizer.name = 'SGD' has no beta1",
         ),
@@ -375,7 +384,9 @@ def test_keys_that_train_nothing_are_refused(overrides, said):
 
 def test_keys_of_what_is_trained_are_not():
     check_recipe(load_recipe(DIGITS, (*FROZEN[:2], "--modules.llm.lora.rank=2", "--modules.llm.lr=1e-3")))
-    check_recipe(load_recipe(DIGITS, ("--optimizer.name=SGD", "--optimizer.weight_decay=0.5")))
+    plain = load_recipe(DIGITS, ("--optimizer.name=SGD", "--optimizer.weight_decay=0.5"))
+    check_recipe(plain)
+    assert "optimizer.implementation = 'foreach' (torchtitan: 'fused')" in differing_defaults(plain)
     check_recipe(load_recipe(DIGITS, ("--optimizer.name=Adam", "--optimizer.beta1=0.5", "--optimizer.eps=1e-6")))
 
 

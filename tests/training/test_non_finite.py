@@ -86,6 +86,25 @@ def test_the_count_of_skipped_steps_survives_a_resume(world, tmp_path):
     assert second.run()["skipped_steps"] == 1
 
 
+def test_too_many_in_a_row_end_the_run(world, tmp_path):
+    keys = ("--training.on_non_finite", "skip", "--training.max_consecutive_non_finite", "1")
+    keys += ("--checkpoint.enable", "true", "--training.steps", "4")
+    trainer = Trainer(recipe("digits_single", tmp_path, *keys), world)
+    BreakGradient("llm", 0)(trainer.job)
+    assert trainer.train_step().record()["skipped_in_a_row"] == 1
+    assert "skipped_in_a_row" not in trainer.train_step().record()
+    BreakGradient("llm", 0)(trainer.job)
+    trainer.train_step()
+    trainer.save()
+    trainer.reporter.close()
+    resumed = Trainer(recipe("digits_single", tmp_path, *keys), world)
+    BreakGradient("llm", 0)(resumed.job)
+    with pytest.raises(
+        NonFiniteError, match=r"^step 4: .*; 2 steps in a row were not, .*max_consecutive_non_finite = 1"
+    ):
+        resumed.run()
+
+
 def steps_with_a_broken_gradient(rank, described, module, at):
     """What each rank saw of one broken step, and whether its parameters moved; then the next step."""
     trainer = Trainer(described, World.current())

@@ -278,5 +278,5 @@ def test_what_experts_cannot_do_is_refused(tables, changes, says):
 
 def test_a_flat_expert_degree_means_nothing_to_modules_without_experts():
     text = MODEL.format(policy="sequential", batch=2, vision="", llm="")
-    flat = "[parallelism]\nranks = [0, 1]\ndata_parallel_shard_degree = 2\nexpert_parallel_degree = 2"
+    flat = "ranks = [0, 1]\ndata_parallel_shard_degree = 2\nexpert_parallel_degree = 2"
     describe(parse_recipe("\n".join([text, flat])))

@@ -264,6 +264,7 @@ class Training(Section):
     pack_samples: bool = False  # the samples of a lane in one row, without padding; always so with context parallelism
     max_norm: NotNegative = 1.0  # of the gradient over all modules; 0 does not clip
     on_non_finite: Literal["stop", "skip"] = "stop"  # a step whose loss or gradient is not finite: end, or leave it out
+    max_consecutive_non_finite: Size = 10  # such steps in a row that "skip" leaves out; one more ends the run
     steps: Size = 10_000
     dtype: Literal["float32", "float64"] = "float32"  # of parameters, gradients and optimizer state
     mixed_precision_param: ComputeDtype = "float32"  # bfloat16: compute in it, and send rows in it

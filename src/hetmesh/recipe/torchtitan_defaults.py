@@ -17,6 +17,8 @@ def differing_defaults(recipe: Recipe) -> list[str]:
         _said("activation_checkpoint", recipe.activation_checkpoint, "mode", "selective"),
         _said("lr_scheduler", recipe.lr_scheduler, "warmup_steps", 200),
     ]
+    if recipe.optimizer.name == "SGD" and "implementation" not in recipe.optimizer.model_fields_set:
+        found.append(_line("optimizer.implementation", "foreach", "fused"))  # takes no DTensors
     for name, table in recipe.parallelism.modules.items():
         mesh = recipe.wiring.meshes[name]
         if mesh.axis_size("dp_replicate") > 1 and table.data_parallel_replicate_degree is None:

@@ -43,6 +43,7 @@ from hetmesh.training.gradients import counted, reduce_over_ranks, squared_norm
 from hetmesh.training.loss import CheckedLoss, OwnLoss, cross_entropy_of
 from hetmesh.training.module_shapes import module_shape_of
 from hetmesh.training.modules import fill_module, unfilled_module
+from hetmesh.training.non_finite import NonFiniteSteps
 from hetmesh.training.optimizers import Root
 from hetmesh.training.own_loop import StepResult, forward_backward
 from hetmesh.training.own_plans import uncompared_plans
@@ -174,7 +175,8 @@ class Job:
             max_norm: clips the gradient of all modules together; 0 does not.
 
         Raises:
-            NonFiniteError: loss or gradient are not finite, and `[training] on_non_finite` says stop; on all ranks.
+            NonFiniteError: loss or gradient are not finite, and `[training] on_non_finite` says stop, or too many in a
+                row were not; on all ranks.
             SampleError: a sample cannot be read, or no sample of the batch has a target.
         """
         return forward_backward(self, max_norm)
@@ -189,6 +191,11 @@ class Job:
         """What is looked for behind them."""
         own = frozenset(name for name, module in self.recipe.modules.items() if ":" in module.model)
         return FirstSteps(self.parallel, own, self.world)
+
+    @cached_property
+    def non_finite(self) -> NonFiniteSteps:
+        """Its steps whose loss or gradient was not finite."""
+        return NonFiniteSteps(self.recipe.training)
 
     @cached_property
     def expert_placement(self) -> ExpertPlacement:

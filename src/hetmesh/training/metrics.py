@@ -27,7 +27,7 @@ class StepMetrics:
         measured: memory, bytes and waits, of the steps that are logged.
         load: how even microbatches and lanes were, of the steps that are logged; None on ranks other than 0.
         skipped: the step was left out, since loss or gradient were not finite.
-        skipped_steps: so far, this one included.
+        skipped_steps: so far, this one included; skipped_in_a_row: the last ones.
         samples_without_target: of the global batch: they add nothing to the loss.
         samples_skipped: of the global batch: they could not be read, and add nothing either.
         samples_by_source: of the global batch, where they come from a mixture.
@@ -48,6 +48,7 @@ class StepMetrics:
     measured: Measured | None = None
     skipped: bool = False
     skipped_steps: int = 0
+    skipped_in_a_row: int = 0
     samples_without_target: int = 0
     samples_skipped: int = 0
     media_dropped: int = 0
@@ -61,12 +62,13 @@ class StepMetrics:
         """The line of metrics.jsonl; what is unknown is left out, and so are counts of 0."""
         own = {key: getattr(self, key) for key in ("step", "loss", "grad_norm", "lr")}
         own |= {key: getattr(self, key) for key in ("samples_per_s", "tokens_per_s", "time_s")}
-        names = ("skipped_steps", "samples_without_target", "samples_skipped", "media_dropped", "tokens_dropped")
-        counts: dict[str, Any] = {name: getattr(self, name) for name in (*names, "over_in_flight")}
+        names = ("skipped_steps", "skipped_in_a_row", "samples_without_target", "samples_skipped")
+        more = ("media_dropped", "tokens_dropped", "over_in_flight")
+        counts: dict[str, Any] = {name: getattr(self, name) for name in (*names, *more)}
         counts |= {"samples_by_source": self.samples_by_source, "expert_placement": self.expert_placement}
-        more = asdict(self.cost) | (asdict(self.measured) if self.measured else {})
-        more |= self.load.record() if self.load else {}
-        return own | {k: v for k, v in counts.items() if v} | {k: v for k, v in more.items() if v not in (None, {})}
+        found = asdict(self.cost) | (asdict(self.measured) if self.measured else {})
+        found |= self.load.record() if self.load else {}
+        return own | {k: v for k, v in counts.items() if v} | {k: v for k, v in found.items() if v not in (None, {})}
 
     def line(self, steps: int, left_s: float | None = None) -> str:
         """The log line, for people: what fits into `LINE_WIDTH` characters, which for any usual numbers is everything.

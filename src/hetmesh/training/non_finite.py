@@ -1,4 +1,4 @@
-"""Where a loss or gradient that is not finite was seen, for the error that names it."""
+"""Steps whose loss or gradient is not finite: where that was seen, and whether the run goes on without them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,58 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetmesh.boundary import World
+from hetmesh.errors import NonFiniteError
 from hetmesh.parallel import local_gradient
 from hetmesh.parallel.gradients import local_part
+from hetmesh.recipe import sections as sections
 
 _SHOWN = 8  # ranks
+
+
+class NonFiniteSteps:
+    """Counts those of one run, and ends it where `[training]` says so: with `on_non_finite = "stop"` at the first, with
+    "skip" where more than `max_consecutive_non_finite` follow each other (as `max_consecutive_errors` of optax's
+    `apply_if_finite`, which then takes the next one).
+
+    Attributes:
+        count: so far.
+        in_a_row: the last steps that were.
+    """
+
+    def __init__(self, keys: sections.Training) -> None:
+        self.keys = keys
+        self.count = self.in_a_row = 0
+
+    def finite(self) -> None:
+        """A step was."""
+        self.in_a_row = 0
+
+    def skip(self, told: str, more: str = "") -> str:
+        """A step was not: count it.
+
+        Args:
+            told: which, and where that was seen.
+            more: what else an error says.
+
+        Returns:
+            What is to be said of it.
+
+        Raises:
+            NonFiniteError: the run ends here.
+        """
+        if self.keys.on_non_finite == "stop":
+            raise NonFiniteError(
+                f"{told}; no parameter was changed by it. Lower optimizer.lr or training.max_norm, look at the "
+                f'samples, or leave such steps out: training.on_non_finite = "skip".{more}'
+            )
+        self.count, self.in_a_row = self.count + 1, self.in_a_row + 1
+        if self.in_a_row > self.keys.max_consecutive_non_finite:
+            raise NonFiniteError(
+                f"{told}; {self.in_a_row} steps in a row were not, and training.max_consecutive_non_finite = "
+                f"{self.keys.max_consecutive_non_finite}: no parameter was changed by them, so more of them would not "
+                f"help. Lower optimizer.lr or training.max_norm, or go on from an earlier checkpoint.{more}"
+            )
+        return f"{told}: skipped, parameters stay as they are"
 
 
 def describe_non_finite(root: nn.Module, loss_sum: Tensor | float, world: World) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hetmesh.data.loader import describe_without_targets
-from hetmesh.errors import NonFiniteError, SampleError
+from hetmesh.errors import SampleError
 from hetmesh.training.gradients import clip_factor, scale
 from hetmesh.training.non_finite import describe_non_finite
 from hetmesh.training.skip import leave_out_unreadable
@@ -68,11 +68,11 @@ def forward_backward(job: Job, max_norm: float) -> StepResult:
     without = [i for i in np.flatnonzero(drawn.metas.num_targets == 0).tolist() if i not in left_out]
     result = StepResult(step + 1, loss, grad_norm, targets, len(drawn), len(left_out), len(without))
     if result.finite:
+        job.non_finite.finite()
         job.first_steps.check()
         # Gradients are sums over the whole batch; this is the only place where they are normalised.
         scale(parameters, clip_factor(grad_norm, max_norm) / targets)
         return result
     where = describe_non_finite(job.root, loss_sum if job.counts_loss else 0.0, job.world)
-    if job.recipe.training.on_non_finite == "stop":
-        raise NonFiniteError(f"step {step + 1}: {where} are not finite (loss {loss:.4g}, grad norm {grad_norm:.4g})")
+    job.non_finite.skip(f"step {step + 1}: {where} are not finite (loss {loss:.4g}, grad norm {grad_norm:.4g})")
     return result

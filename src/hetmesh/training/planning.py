@@ -216,7 +216,7 @@ _PLANNED = {
 def not_kept(recipe: Recipe) -> list[str]:
     """Keys of the recipe's layout beside those that a plan says, none of which is in the recipe that is written: they
     are of a layout that is no more."""
-    flat = recipe.parallelism.model_fields_set - {"modules"} - _PLANNED
+    flat = recipe.parallelism.model_fields_set - {"modules", "experts_of_all"} - _PLANNED
     tables = recipe.parallelism.modules.items()
     own = [f"parallelism.{name}.{key}" for name, table in tables for key in table.model_fields_set - _PLANNED]
     return sorted([*(f"parallelism.{key}" for key in flat), *own])

@@ -56,6 +56,7 @@ def check_recipe(
         _compile,
         _freezing,
         _optimizer,
+        _skipping,
         _learning_rates,
         _schedule_keys,
         _bubble_fill,
@@ -256,11 +257,25 @@ def _freezing(recipe: Recipe, refusals: Refusals) -> None:
         refusals.add(f"{given}: nothing would be trained; make a module trainable, or give one a lora table")
 
 
+def _skipping(recipe: Recipe, refusals: Refusals) -> None:
+    keys, key = recipe.training, "max_consecutive_non_finite"
+    if key in keys.model_fields_set and keys.on_non_finite == "stop":
+        refusals.add(
+            f"training.{key} = {getattr(keys, key)}: the first step that is not finite ends the run; leave it out, or "
+            'set training.on_non_finite = "skip"'
+        )
+
+
 _OF_ADAM = ("beta1", "beta2", "eps")
 
 
 def _optimizer(recipe: Recipe, refusals: Refusals) -> None:
     keys = recipe.optimizer
+    if keys.name == "SGD" and keys.implementation == "fused" and "implementation" in keys.model_fields_set:
+        refusals.add(
+            "optimizer.implementation = 'fused': torch's fused SGD does not take sharded parameters (DTensors); valid "
+            "with optimizer.name = 'SGD' are 'foreach' (also where the key is left out) and 'for-loop'"
+        )
     for key in _OF_ADAM if keys.name == "SGD" else ():
         if key in keys.model_fields_set:
             refusals.add(

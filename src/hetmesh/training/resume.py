@@ -58,7 +58,7 @@ class RunState:
     Attributes:
         recipe: as it was; None in an older or damaged checkpoint (loading it says what is damaged).
         loss: of its last step; None in an older one.
-        skipped_steps, samples_skipped: so far.
+        skipped_steps, samples_skipped: so far; skipped_in_a_row: the last ones.
         versions: of libraries, by name; empty in an older one.
         references: where the modules are that the checkpoint does not hold.
         experts: where experts lay (`ExpertPlacement.state`).
@@ -67,6 +67,7 @@ class RunState:
     recipe: Mapping[str, Any] | None = None
     loss: float | None = None
     skipped_steps: int = 0
+    skipped_in_a_row: int = 0
     samples_skipped: int = 0
     versions: Mapping[str, str] = field(default_factory=dict)
     references: References = field(default_factory=dict)

@@ -15,7 +15,7 @@ import torch
 from hetmesh.boundary import World
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.payloads import Payloads
-from hetmesh.errors import NonFiniteError, RecipeError
+from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.checkpoint import Checkpointer
 from hetmesh.training.checkpointing.references import References, check_references, referenced, references
@@ -110,7 +110,7 @@ class Trainer:
         self.folder = self.claimed.path
         self.notes = self.claimed.describe()
         self.loss: float | None = None  # of the last step
-        self.skipped_steps, self.skipped = 0, Skipped()
+        self.skipped = Skipped()
         self.answered: FreeRunning | None = None
         try:
             self._build(payloads, loss)
@@ -246,6 +246,7 @@ class Trainer:
         loss, grad_norm, self.signalled = self.job.totals(loss_sum, targets, self.signals.number > 0)
         finite = math.isfinite(loss) and math.isfinite(grad_norm)  # equal on all ranks, so all do the same
         if finite:
+            self.job.non_finite.finite()
             self.job.first_steps.check()
             # Gradients are sums over the whole batch; this is the only place where they are normalised.
             scale(self.parameters, clip_factor(grad_norm, self.recipe.training.max_norm) / targets)
@@ -272,7 +273,8 @@ class Trainer:
             self.meter.measure(feed.loaded, plan.num_targets) if self.reporter.logs(self.step) else None,
             load=self.meter.load(plan) if self.reporter.active and self.reporter.logs(self.step) else None,
             skipped=not finite,
-            skipped_steps=self.skipped_steps,
+            skipped_steps=self.job.non_finite.count,
+            skipped_in_a_row=self.job.non_finite.in_a_row,
             samples_without_target=without,
             samples_skipped=len(left_out),
             media_dropped=int(drawn.dropped_media.sum()),
@@ -289,13 +291,7 @@ class Trainer:
         """Count this step as skipped, or stop the run. Collective."""
         where = describe_non_finite(self.job.root, loss_sum, self.world)
         told = f"step {self.step + 1}: {where} are not finite (loss {loss:.4g}, grad norm {grad_norm:.4g})"
-        if self.recipe.training.on_non_finite == "stop":
-            raise NonFiniteError(
-                f"{told}; no parameter was changed by it. Lower optimizer.lr or training.max_norm, look at the "
-                f'samples, or leave such steps out: training.on_non_finite = "skip". Results are in {self.folder}'
-            )
-        self.skipped_steps += 1
-        self.reporter.print(f"{told}: skipped, parameters stay as they are")
+        self.reporter.print(self.job.non_finite.skip(told, f" Results are in {self.folder}"))
 
     def validate(self) -> Evaluation | None:
         """Evaluate on the held-out samples, if the source has some, and report it."""
@@ -355,8 +351,8 @@ class Trainer:
                 raise RecipeError(f"{error}{told}") from error
         check_model(changed, path)
         self.job.loader.load_state_dict(position)
-        self.loss, self.skipped_steps = saved.loss, saved.skipped_steps
-        self.skipped.samples = saved.samples_skipped
+        self.loss, self.skipped.samples = saved.loss, saved.samples_skipped
+        self.job.non_finite.count, self.job.non_finite.in_a_row = saved.skipped_steps, saved.skipped_in_a_row
         self.job.expert_placement.restore(saved.experts, self.optimizers)
         if changed:
             self.notes.append(f"changed since, and taken from step {step + 1} on: {described(changed)}")
@@ -368,7 +364,8 @@ class Trainer:
         run = run_state(
             self.recipe,
             loss=self.loss,
-            skipped_steps=self.skipped_steps,
+            skipped_steps=self.job.non_finite.count,
+            skipped_in_a_row=self.job.non_finite.in_a_row,
             samples_skipped=self.skipped.samples,
             references=self.references,
             experts=self.job.expert_placement.state(),
@@ -388,8 +385,8 @@ class Trainer:
             summary["loss"] = self.loss
         if self.stopped and self.step < self.recipe.training.steps:
             summary["stopped_by_on_step"] = True
-        if self.skipped_steps:
-            summary["skipped_steps"] = self.skipped_steps
+        if skipped := self.job.non_finite.count:
+            summary["skipped_steps"] = skipped
         if self.skipped.samples:
             summary["samples_skipped"] = self.skipped.samples
         if evaluation is not None:
