@@ -16,6 +16,7 @@ from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report import as_text, explain, save_picture
 from hetmesh.report.balance_view import balance_view
 from hetmesh.report.explain import cell, layout_text
+from hetmesh.report.text import traffic_text
 from hetmesh.report.values import BoundaryView, Traffic
 from hetmesh.training.planning import recipe_problem
 from hetmesh.training.simulated import simulate_recipe
@@ -203,3 +204,10 @@ def test_samples_that_a_run_leaves_out_keep_nobody_from_looking_at_it(monkeypatc
         verb(load_recipe(RECIPES / "digits_single.toml", [*keys, "skip"]))
         with pytest.raises(SampleError, match="its header is broken"):
             verb(load_recipe(RECIPES / "digits_single.toml", [*keys, "stop"]))
+
+
+def test_what_one_hosts_memory_carries_is_not_said_to_be_gloos():
+    carried = {"memory": "p2p", "gloo": "p2p", "nccl": "all_to_all"}
+    said = traffic_text(Traffic(8, 8, carried))
+    assert said.endswith("by p2p on memory (CPUs of one host) and gloo, all_to_all on nccl")
+    assert traffic_text(Traffic(8, 8, dict.fromkeys(carried, "p2p"))).endswith("; by p2p")

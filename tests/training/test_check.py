@@ -401,3 +401,13 @@ def test_more_held_out_samples_than_there_are_are_refused():
         for verb in (checked, held_out_source):  # the second is what a trainer asks
             with pytest.raises(RecipeError, match=says):
                 verb(recipe)
+
+
+def test_dropout_that_depends_on_the_layout_is_told():
+    def told(*overrides):
+        recipe = load_recipe(DIGITS, overrides)
+        return [line for line in summary(recipe, describe(recipe)[1]) if "dropout" in line]
+
+    assert told() == []
+    (line,) = told("--modules.vision.config.attention_dropout=0.1", "--modules.llm.lora.dropout=0.1")
+    assert line.startswith("note: dropout of vision, llm: lanes, shards and microbatches draw numbers of their own")

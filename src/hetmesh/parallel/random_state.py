@@ -22,7 +22,9 @@ from hetmesh.graph import ModuleSpec
 from hetmesh.parallel.tensor_parallel import matching
 
 _LIBRARIES = ("torch", "transformers", "peft", "hetmesh")
-_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+"""Layers that draw."""
+
 _WRAPPED = "base_layer"  # what peft calls the linear layer inside one of its own
 
 
@@ -168,7 +170,7 @@ def seed_by_place(
             event = _Event(f"{wrapper} end", within or kind == "colwise", traced=not split)
             named[wrapper].register_forward_hook(event)
             for fqn, part in named[wrapper].named_modules(prefix=wrapper):
-                if isinstance(part, _DROPOUT):
+                if isinstance(part, DROPOUT):
                     part.register_forward_pre_hook(_Event(fqn, within or kind == "rowwise", traced=not split))
 
 
@@ -206,7 +208,7 @@ def _may_draw(part: nn.Module) -> bool:
         return True
     numbers = {**vars(part), **(vars(part.config) if hasattr(part, "config") else {})}
     named = any("drop" in key and isinstance(value, float) and value > 0 for key, value in numbers.items())
-    return named or (isinstance(part, _DROPOUT) and part.p > 0)
+    return named or (isinstance(part, DROPOUT) and part.p > 0)
 
 
 def _within(name: str, prefixes: Sequence[str]) -> bool:

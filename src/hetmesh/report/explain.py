@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hetmesh.balance import BatchPlan, boundary_layouts, plan_batch
 from hetmesh.boundary.groups import ends_are_tied, job_groups, most_on_a_rank
-from hetmesh.boundary.transport import choose
+from hetmesh.boundary.transport import MEMORY, choose
 from hetmesh.cost import ModuleShape, Work, imbalance, lane_work, module_flops, module_memory
 from hetmesh.graph import BoundarySpec, ModuleGraph, boundary_edge
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, missing_elements, plan_transfer
@@ -21,7 +21,9 @@ from hetmesh.training.module_shapes import module_shapes, notes_on_experts
 from hetmesh.training.recipe_schedule import StepSchedules
 from hetmesh.training.step_model import agreed_step_model
 
-BACKENDS = ("gloo", "nccl")
+LINKS = (MEMORY, "gloo", "nccl")
+"""What may carry messages: the memory of one host, where all ranks are on its CPUs, or a backend."""
+
 SHORT = {"dp_replicate": "dp", "dp_shard": "fsdp"}
 """Names of mesh axes in a cell, where they differ from the axis's own."""
 
@@ -145,7 +147,7 @@ def _boundary(plan: BatchPlan, boundary: BoundarySpec, itemsize: int) -> Boundar
 
 
 def _traffic(plan: TransferPlan, bound: int, itemsize: int) -> Traffic:
-    transport: Mapping[str, str] = {backend: choose(plan, backend) for backend in BACKENDS}
+    transport: Mapping[str, str] = {link: choose(plan, link) for link in LINKS}
     return Traffic(plan.bytes_moved(itemsize), bound * itemsize, transport)
 
 

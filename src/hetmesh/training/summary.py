@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from hetmesh.models.build import build_on_meta, why_whole
+from hetmesh.parallel.random_state import DROPOUT
 from hetmesh.recipe.hf_path import prompt_note
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.torchtitan_defaults import differing_defaults
@@ -22,6 +23,14 @@ def count_parameters(adapter: Adapter) -> int | None:
     """Parameters of the module, counted without allocating them; None for a module that cannot be built that way."""
     module = build_on_meta(adapter)
     return None if module is None else sum(p.numel() for p in module.parameters())
+
+
+def drops(recipe: Recipe, name: str, adapter: Adapter) -> bool:
+    """Whether a module draws random numbers while it trains, as far as it says so."""
+    lora, module = recipe.modules[name].lora, build_on_meta(adapter)
+    layers = () if module is None else module.modules()
+    own = adapter.abilities.attention_dropout or any(isinstance(each, DROPOUT) and each.p for each in layers)
+    return bool(own or (lora is not None and lora.dropout))
 
 
 def summary(recipe: Recipe, adapters: Mapping[str, Adapter]) -> Iterator[str]:
@@ -65,6 +74,11 @@ def summary(recipe: Recipe, adapters: Mapping[str, Adapter]) -> Iterator[str]:
             yield from (f"note: {note}" for note in notes_on_experts({name: shape}))
     if why := why_not_compared(recipe):
         yield f"note: its weights are not compared with transformers' own forward: {why}"
+    if dropping := [name for name, adapter in adapters.items() if drops(recipe, name, adapter)]:
+        yield (
+            f"note: dropout of {', '.join(dropping)}: lanes, shards and microbatches draw numbers of their own, so "
+            "each layout trains with other ones, and losses of two layouts are not equal"
+        )
     for name, module in recipe.modules.items():
         if ":" in module.model and name in adapters and (cause := why_whole(adapters[name], name)):
             yield f"note: each rank of {name} builds it whole: its constructor computes with its weights ({cause})"

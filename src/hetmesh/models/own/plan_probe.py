@@ -103,8 +103,9 @@ class _Builds:
         self.adapter: Any = adapter
         if isinstance(adapter, OwnAdapter):  # whole, however many layers it has: no stages, no shares of tokens
             self.adapter = replace(adapter, layer_names=(), abilities=NONE)
-        self.plan = {pattern: style_name(style) for pattern, style in plan.items()}
-        if strange := [pattern for pattern, style in self.plan.items() if style is None]:
+        names = {pattern: style_name(style) for pattern, style in plan.items()}
+        self.plan = {pattern: name for pattern, name in names.items() if name is not None}
+        if strange := [pattern for pattern, name in names.items() if name is None]:
             raise _NotCompared(f"its plan has another ParallelStyle than torch's plain ones for {strange[0]!r}")
         self.short = False
         try:
@@ -172,7 +173,7 @@ class _Builds:
     def _empty(self) -> tuple[nn.Module, dict[str, str]]:
         module = build_empty(self.adapter, torch.float64)
         found = check_plan(module, self.plan)
-        styles = {module.get_submodule(name): s for pattern, s in self.plan.items() for name in found[pattern] if s}
+        styles = {module.get_submodule(name): s for pattern, s in self.plan.items() for name in found[pattern]}
         for parent in list(module.modules()) if self.short else ():
             for key, child in list(parent.named_children()):
                 if isinstance(child, nn.ModuleList):
@@ -205,9 +206,9 @@ def _compare(whole: _Run, ranks: Sequence[_Run], styles: Mapping[str, str], told
         shares = [run.rowwise[name] for run in ranks]
         joined = torch.cat(shares, -1)
         if joined.shape != features.shape or _distance(joined, features) > _TOLERANCE:
-            off = "" if joined.shape != features.shape else f" by {_distance(joined, features):.2g}"
+            by = "" if joined.shape != features.shape else f" by {_distance(joined, features):.2g}"
             raise RecipeError(
-                f"{told} computes something else than whole: what rowwise {name!r} gets differs{off}. Between colwise "
+                f"{told} computes something else than whole: what rowwise {name!r} gets differs{by}. Between colwise "
                 "and rowwise linears each rank has a share of the features: does a norm, a softmax, a mean or a split "
                 "take all of them there? Leave these linears out of the plan, or work on each head or feature by itself"
             )
