@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -41,8 +42,7 @@ class Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index. Raises OSError, UnpicklingError or ValueError, and whatever broken pickles lead to."""
-        with open(os.path.join(self.path, METADATA), "rb") as file:
-            found = _Unpickler(file).load()
+        found = _Unpickler(io.BytesIO(read_file(Path(self.path, METADATA)))).load()
         if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
             raise ValueError("it is no index of DCP's")
         if not isinstance(found.state_dict_metadata, dict):
@@ -65,7 +65,7 @@ class Reader(FileSystemReader):
 _NONE = torch.Size()  # of what is no tensor
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):  # in Python: the one in C takes memory for whatever number a file gives an object
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _NAMES:
             return super().find_class(module, name)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import math
 import os
+import pickle
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +82,22 @@ class PlainReader(checksums.Reader):
         start = _start(self._buffer, len(content)) if self._plain else None
         numel, dtype = math.prod(chunk.sizes), entry.properties.dtype
         if start is None or not numel or start + numel * dtype.itemsize > len(content):
-            found: Tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            found: Tensor = unpacked(io.BytesIO(content))
             return found
         return torch.frombuffer(content, dtype=dtype, count=numel, offset=start).view(chunk.sizes)
+
+
+def unpacked(content: io.BytesIO) -> Any:
+    """What torch.save wrote, on the CPU; it takes no more memory than it has bytes.
+
+    Raises:
+        UnpicklingError, BadZipFile, and whatever torch.load makes of other bytes.
+    """
+    with zipfile.ZipFile(content) as archive:
+        if packed := [each.filename for each in archive.infolist() if each.compress_type != zipfile.ZIP_STORED]:
+            raise pickle.UnpicklingError(f"{packed[0]} in it is packed, which torch.save never does")
+    content.seek(0)
+    return torch.load(content, map_location="cpu", weights_only=True)
 
 
 def _start(content: bytearray, length: int) -> int | None:
