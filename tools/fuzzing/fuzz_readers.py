@@ -34,7 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from fuzzing.mutations import Place, linked, mutate
-from fuzzing.reader_inputs import KINDS, Kind, make_bases
+from fuzzing.reader_inputs import Kind
+from fuzzing.reader_kinds import KINDS, make_bases
 from hetmesh.cli import main as hetmesh
 from hetmesh.errors import HetmeshError
 
@@ -168,7 +169,7 @@ class _Fuzzer:
         if not files:
             return "nothing"
         place = Place(rng.choice(files), self.root / "outside", kind.base == "recipes")
-        if place.file.parent.name == "data" and "data/[a-e].*" in kind.files and rng.random() < 0.05:
+        if kind.links and rng.random() < 0.05:
             return linked(place)
         return mutate(rng, place)
 
@@ -211,6 +212,8 @@ def _outcome(call: Any) -> tuple[str, str]:
         outcome, told = "accepted", ""
     except HetmeshError as error:
         outcome, told = ("refused", str(error)) if str(error).strip() else ("offends", "an error without a message")
+        if _lacked_memory(error):
+            outcome, told = "offends", f"memory was asked for without bound: {told}"
     except SystemExit as error:  # argparse
         outcome, told = "refused", f"usage {error.code}"
     except BaseException as error:
@@ -227,6 +230,13 @@ def _outcome(call: Any) -> tuple[str, str]:
     if (seconds := time.process_time() - start) > SECONDS + 1:  # in code that signals wait for
         outcome, told = "offends", f"took {seconds:.0f} s; {told}"
     return outcome, told
+
+
+def _lacked_memory(error: BaseException | None) -> bool:
+    """Whether it came of a MemoryError."""
+    return error is not None and (
+        isinstance(error, MemoryError) or _lacked_memory(error.__cause__ or error.__context__)
+    )
 
 
 @contextlib.contextmanager

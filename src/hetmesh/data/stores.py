@@ -296,11 +296,11 @@ def _scan(files: Sequence[Path], key: str) -> dict[str, np.ndarray]:
                     if not member.isfile():
                         continue
                     now = member.name[: len(member.name) - len(extension(member.name))]
+                    names.append(member.name.encode())  # which fails for a name that is no UTF-8
                     if now != last:
                         starts.append(len(members))
                         last = now
                     members.append((shard, member.offset_data, member.size))
-                    names.append(member.name.encode())
                 whole = archive.offset + tarfile.BLOCKSIZE <= total  # the block of zeros that ends an archive
         except Exception as error:  # whatever tarfile makes of a broken file
             if last is None:

@@ -3,6 +3,7 @@ end. What it may build in memory is not bounded."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -55,4 +56,4 @@ def _has_power(template: str) -> bool:
         tokens = [text for _, kind, text in Environment().lex(template) if kind not in ("whitespace", "comment")]
     except TemplateError:  # which compiling it says better
         return False
-    return any(after == "**" and before not in ("(", ",") for before, after in zip(tokens, tokens[1:], strict=False))
+    return any(after == "**" and before not in ("(", ",") for before, after in itertools.pairwise(tokens))
