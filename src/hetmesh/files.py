@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import tomli
 
@@ -46,15 +46,21 @@ def write_json(path: str | Path, value: Any, indent: int | None = None) -> None:
         os.replace(temporary, path)
 
 
-def read_file(path: str | Path) -> bytes:
-    """All of a file.
+def open_file(path: str | Path, buffering: int = -1) -> BinaryIO:
+    """A file to read.
 
     Raises:
-        OSError: it cannot be read, or is a pipe or device, whose reading may never end.
+        OSError: it cannot be read, or is a pipe or device, whose opening or reading may never end.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(f"{path} is not a regular file")
-    return Path(path).read_bytes()
+    return cast(BinaryIO, open(path, "rb", buffering))
+
+
+def read_file(path: str | Path) -> bytes:
+    """All of a file. Raises OSError: see `open_file`."""
+    with open_file(path) as file:
+        return file.read()
 
 
 def read_text(path: str | Path) -> str:
