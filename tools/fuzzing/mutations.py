@@ -315,11 +315,10 @@ def in_name(rng: random.Random, data: bytes, place: Place) -> Change:
     lines = data.split(b"\n")
     at = rng.randrange(len(lines))
     key, _, _ = lines[at].partition(b"=")
-    how = rng.choice(("value", "value", "key", "bytes"))
-    if how == "bytes":
+    how, words = rng.choice(("value", "value", "key", "bytes")), re.findall(rb"\w+", data)
+    if how == "bytes" or not words:
         return in_bytes(rng, data, place)
     value = _as_toml(drawn_value(rng, place)).encode("utf-8", errors="surrogatepass").replace(b"\n", b" ")
-    words = re.findall(rb"\w+", data)
     lines[at] = key + b"=" + value if how == "value" else key.replace(rng.choice(words), rng.choice(words)) + b"=1"
     return f"{how} {lines[at][:80]!r}", b"\n".join(lines)
 

@@ -23,7 +23,7 @@ from hetmesh.data.index import build_index
 from hetmesh.data.registry import recipe_source
 from hetmesh.data.source import Source
 from hetmesh.errors import HetmeshError
-from hetmesh.files import to_json
+from hetmesh.files import read_file, to_json
 from hetmesh.models.pretrained import Pretrained
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.testing import tiny_vlms
@@ -246,12 +246,12 @@ def forge(folder: Path, rng: random.Random) -> None:
     if rng.random() < 0.3:
         return
     try:
-        content = json.loads((step / checksums.MANIFEST).read_text(encoding="utf-8"))
+        content = json.loads(read_file(step / checksums.MANIFEST))
         content.pop("checksum", None)
-        content["metadata"] = zlib.crc32((step / checksums.METADATA).read_bytes())
+        content["metadata"] = zlib.crc32(read_file(step / checksums.METADATA))
         for part in content["parts"]:
             file, offset, length = part[:3]
-            data = (step / file).read_bytes()[offset : offset + length]
+            data = read_file(step / file)[offset : offset + length]
             part[4] = xxhash.xxh3_64(data).hexdigest() if isinstance(part[4], str) else zlib.crc32(data)
     except Exception:  # no manifest any more
         return
