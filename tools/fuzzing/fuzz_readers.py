@@ -168,7 +168,8 @@ class _Fuzzer:
         files = sorted(file for pattern in kind.files for file in folder.glob(pattern) if not file.is_dir())
         if not files:
             return "nothing"
-        place = Place(rng.choice(files), self.root / "outside", kind.base == "recipes")
+        file = rng.choice(files)
+        place = Place(file, self.root / "outside", kind.base == "recipes" or file.suffix == ".toml")
         if kind.links and rng.random() < 0.05:
             return linked(place)
         return mutate(rng, place)
@@ -200,7 +201,7 @@ def command(*arguments: str) -> None:
 
 def _outcome(call: Any) -> tuple[str, str]:
     def late(*_: object) -> None:
-        raise TimeoutError(f"no answer within {SECONDS} s of computing, or {WAIT} s")
+        raise _Late(f"no answer within {SECONDS} s of computing, or {WAIT} s")
 
     before = {number: signal.signal(number, late) for number in (signal.SIGALRM, signal.SIGPROF)}
     signal.alarm(WAIT)
@@ -230,6 +231,10 @@ def _outcome(call: Any) -> tuple[str, str]:
     if (seconds := time.process_time() - start) > SECONDS + 1:  # in code that signals wait for
         outcome, told = "offends", f"took {seconds:.0f} s; {told}"
     return outcome, told
+
+
+class _Late(BaseException):
+    """No TimeoutError, which is an OSError: readers would take it for one of theirs."""
 
 
 def _lacked_memory(error: BaseException | None) -> bool:

@@ -291,10 +291,9 @@ def in_pickle(rng: random.Random, data: bytes, place: Place) -> Change:
     try:
         found = pickle.loads(data)  # of our own making
         tensors = [each for each in found.state_dict_metadata.values() if hasattr(each, "size")]
-        stored = list(found.storage_data.values())
+        tensor, part = rng.choice(tensors), rng.choice(list(found.storage_data.values()))
     except Exception:  # broken by the edit before
         return in_bytes(rng, data, place)
-    tensor, part = rng.choice(tensors), rng.choice(stored)
     if how == "size":
         tensor.size = rng.choice((type(tensor.size)([10**12]), type(tensor.size)([10**6, 10**6]), -3, "x", None))
     elif how == "name":

@@ -388,5 +388,6 @@ def changed(folder: Path, pattern: str) -> Path:
 
 def arguments(folder: Path) -> list[str]:
     """Lines of a file as the command line would hand them over."""
-    text = (folder / "lines.arguments").read_bytes().decode("utf-8", errors="surrogateescape")
+    file = folder / "lines.arguments"
+    text = file.read_bytes().decode("utf-8", errors="surrogateescape") if file.is_file() else ""
     return text.split("\n")

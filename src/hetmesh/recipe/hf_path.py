@@ -239,11 +239,11 @@ def _token(path: str, config: Mapping[str, Any], kind: str) -> str | None:
     number = next((config[key] for key in PLACEHOLDER_KEYS[kind] if isinstance(config.get(key), int)), None)
     if number is None:
         return None
-    for added in (_read(path, "tokenizer.json") or {}).get("added_tokens", ()):
-        if added.get("id") == number:
-            return added.get("content")
-    decoder = (_read(path, "tokenizer_config.json") or {}).get("added_tokens_decoder", {})
-    return decoder.get(str(number), {}).get("content")
+    listed = (_read(path, "tokenizer.json") or {}).get("added_tokens")
+    added = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    decoder = _table(_read(path, "tokenizer_config.json"), "added_tokens_decoder")
+    found = next((each for each in added if each.get("id") == number), _table(decoder, str(number))).get("content")
+    return found if isinstance(found, str) else None
 
 
 def _is_file(path: str, name: str) -> bool:

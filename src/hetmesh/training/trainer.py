@@ -38,7 +38,7 @@ from hetmesh.training.resume import ADVICE, changes, check_changes, check_model,
 from hetmesh.training.skip import Skipped, leave_out_unreadable
 from hetmesh.training.step_notices import StepNotices
 from hetmesh.training.stopping import Stopped, StopSignals
-from hetmesh.training.validation import Validation
+from hetmesh.training.validation import RunValidation
 from hetmesh.training.what_next import what_next, when_finished
 from hetmesh.training.world_of import world_of
 
@@ -158,7 +158,7 @@ class Trainer:
             claim=self.claimed.claim,
         )
         self.notices = StepNotices(recipe, self.reporter)
-        self.validation = Validation(self.job, held_out, self.reporter)
+        self.validation = RunValidation(self.job, held_out, self.reporter)
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, evaluate, and show what was learnt."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hetmesh.training.reporter import Reporter
 
 
-class Validation:
+class RunValidation:
     """The `[validation]` of a run.
 
     Args:
