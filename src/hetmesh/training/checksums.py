@@ -185,7 +185,8 @@ def read_manifest(folder: Path) -> dict[SavedPart, Sum]:
             SavedPart(str(file), int(offset), int(length), str(name)): crc if isinstance(crc, str) else int(crc)
             for file, offset, length, name, crc in content["parts"]
         }
-        if not all(is_plain_name(part.file) and part.offset >= 0 and part.length >= 0 for part in sums):
+        places = (place for part in sums for place in (part.offset, part.length))
+        if not all(is_plain_name(part.file) for part in sums) or not all(0 <= place < 2**62 for place in places):
             raise ValueError
         known, intact = content["metadata"], own == _own_sum(content)
     except FileNotFoundError as error:
