@@ -7,16 +7,20 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
+
+import tomli
 
 from hetmesh.errors import HetmeshError, OutputError, RecipeError
 
 DEEPEST = 100
 """Levels of lists and objects in JSON that is read. Python's own limit depends on who calls."""
+LONGEST = 1 << 24
+"""Bytes of a text that a person names: a device may have no end."""
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -42,26 +46,61 @@ def write_json(path: str | Path, value: Any, indent: int | None = None) -> None:
         os.replace(temporary, path)
 
 
-def read_file(path: str | Path) -> bytes:
-    """All of a file.
+def open_file(path: str | Path, buffering: int = -1) -> BinaryIO:
+    """A file to read.
 
     Raises:
-        OSError: it cannot be read, or is a pipe or device, whose reading may never end.
+        OSError: it cannot be read, or is a pipe or device, whose opening or reading may never end.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(f"{path} is not a regular file")
-    return Path(path).read_bytes()
+    return cast(BinaryIO, open(path, "rb", buffering))
 
 
-def from_json(data: str | bytes) -> Any:
+def read_file(path: str | Path) -> bytes:
+    """All of a file. Raises OSError: see `open_file`."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def read_text(path: str | Path) -> str:
+    """A text of UTF-8 that a person names, who may give a pipe (`<(...)` of a shell).
+
+    Raises:
+        OSError: it cannot be read, or is longer than `LONGEST`.
+        ValueError: it is not UTF-8, or the name holds a null byte.
+    """
+    with open(path, "rb") as file:
+        data = file.read(LONGEST + 1)
+    if len(data) > LONGEST:
+        raise OSError(f"it is longer than {LONGEST} bytes")
+    return data.decode("utf-8")
+
+
+def from_toml(text: str) -> dict[str, Any]:
+    """What a TOML text says.
+
+    Raises:
+        ValueError: it is none, is nested too deep, or holds numbers of thousands of digits.
+    """
+    try:
+        return tomli.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+
+
+def from_json(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
     """What a JSON text says.
+
+    Args:
+        pairs: makes the value of an object of its keys and values; None: a dict, the last of equal keys counts.
 
     Raises:
         ValueError: it is none, is nested too deep, or holds half of a surrogate pair, which is no character.
     """
     text = data.decode("utf-8-sig") if isinstance(data, bytes) else data
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=pairs)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
     if text.count("[") + text.count("{") > DEEPEST:  # else it cannot be

@@ -42,7 +42,7 @@ def test_a_file_of_ones_own(tmp_path):
         ("peak = 3", r"unknown keys \['peak'\]; valid are"),
         ("peak_flops = 3", "peak_flops must be a table"),
         ("[peak_flops]\nfloat32 = 'fast'", "peak_flops.float32 must be a number"),
-        ("memory_bytes = -1", "memory_bytes must be a number of at least 0"),
+        ("memory_bytes = -1", "memory_bytes must be a number from 0"),
         ("memory_bytes", "not valid TOML"),
         ("busy_slowdown = 1.2", "busy_slowdown must be a list of numbers, got 1.2"),
         ("busy_slowdown = [1, true]", "busy_slowdown must be a list of numbers"),

@@ -1,11 +1,16 @@
 """Spoiled files meet only the project's own errors: a sample of `tools/fuzz.py readers`, and a case of each finding."""
 
+import contextlib
 import importlib
 import io
 import json
+import os
 import pickle
 import random
 import re
+import resource
+import shutil
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -14,18 +19,25 @@ import torch
 import torch.distributed.checkpoint as dcp
 from PIL import Image
 
+from hetmesh.cost import Profile, load_machine
+from hetmesh.data import template_bounds
+from hetmesh.data.digit_files import read_digit
 from hetmesh.data.images import ImageProcessor
 from hetmesh.data.index import load_index
 from hetmesh.data.npy import npy_shape
 from hetmesh.data.recordings import RecordingProcessor
+from hetmesh.data.stores import TarShards
+from hetmesh.data.tables import Tables
 from hetmesh.data.tiles import tiling_of
-from hetmesh.errors import CheckpointError, RecipeError
+from hetmesh.errors import CheckpointError, HetmeshError, RecipeError, SampleError
 from hetmesh.files import from_json, place_in, read_file
 from hetmesh.models.pretrained import Pretrained
 from hetmesh.recipe.overrides import parse_overrides
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.training.checkpointing.reader import unpacked
 from hetmesh.training.checkpointing.reading import Planner
 from hetmesh.training.checksums import METADATA, Reader, read_metadata
+from hetmesh.training.export import _copy_files
 
 ROOT = Path(__file__).parents[2]
 
@@ -180,6 +192,105 @@ def test_nothing_foreign_is_unpickled():
         if plain.search(line)
     }
     assert found == {"src/hetmesh/training/api.py: recipe = pickle.load(sys.stdin.buffer)"}  # our own recipe, by a pipe
+
+
+def test_an_index_takes_no_memory_for_a_number_in_it(tmp_path):
+    """The unpickler in C makes room for as many objects as the highest number that one of them is given."""
+    (tmp_path / METADATA).write_bytes(b"\x80\x04Nr" + (2**32 - 1).to_bytes(4, "little") + b".")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match="no index"):
+        read_metadata(tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18  # KiB
+
+
+def test_values_that_are_packed_are_refused():
+    stored, packed = io.BytesIO(), io.BytesIO()
+    torch.save({"a": 1}, stored)
+    assert unpacked(io.BytesIO(stored.getvalue())) == {"a": 1}
+    with zipfile.ZipFile(stored) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
+        for each in old.infolist():
+            new.writestr(each.filename, old.read(each))
+    with pytest.raises(pickle.UnpicklingError, match="packed"):
+        unpacked(packed)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [(slice(124, 136), b"\xff" * 11 + b"\x00"), (slice(156, 157), b"S"), (slice(0, 4), b"\xff\xfe.j")],
+    ids=["negative size", "sparse", "no UTF-8"],
+)
+def test_headers_of_tar_members_that_are_none(field, value, tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.USTAR_FORMAT) as shard:
+        for name in ("a.json", "b.json"):
+            shard.addfile(tarfile.TarInfo(name))
+    data = bytearray((tmp_path / "a.tar").read_bytes())
+    second = data[512:1024]
+    second[field] = value
+    second[148:156] = b" " * 8
+    second[148:156] = b"%06o\0 " % sum(second)
+    (tmp_path / "a.tar").write_bytes(data[:512] + second + data[1024:])
+    store = TarShards([tmp_path / "a.tar"], "key")
+    with pytest.raises(SampleError):
+        store.record(len(store) - 1)
+
+
+def test_a_template_comes_to_an_end(monkeypatch):
+    from jinja2 import Environment
+
+    monkeypatch.setattr(template_bounds, "SECONDS", 0.2)
+    loops = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
+    endless = Environment().from_string(loops)
+    with pytest.raises(RecipeError, match="comes to no end"), template_bounds.ending(loops, "key"):
+        _tried(endless)
+    with pytest.raises(RecipeError, match="power"), template_bounds.ending("{{ 9 ** 9 }}", "key"):
+        pass
+    with template_bounds.ending("{{ f(**a) }} ** {{ f(1, **a) }}", "key"):
+        pass
+
+
+def _tried(template):
+    for _ in range(2):
+        with contextlib.suppress(Exception):  # which are taken for the template's refusals
+            template.render()
+
+
+def test_links_out_of_a_directory_are_not_copied(tmp_path):
+    for name in ("model", "secret", "out"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "secret" / "key").write_text("")
+    (tmp_path / "model" / "tokenizer.json").write_text("")
+    (tmp_path / "model" / "vocab.txt").symlink_to(tmp_path / "secret" / "key")
+    found = _copy_files(Pretrained(tmp_path / "model", "key"), tmp_path / "out")
+    assert (found, os.listdir(tmp_path / "out")) == ((1, ["vocab.txt"]), ["tokenizer.json"])
+
+
+def test_a_saved_table_names_only_files_of_its_own(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([{"messages": "[]"}]).save_to_disk(tmp_path / "a")
+    state = json.loads((tmp_path / "a" / "state.json").read_text())
+    shutil.move(tmp_path / "a" / state["_data_files"][0]["filename"], tmp_path / "b.arrow")
+    state["_data_files"][0]["filename"] = "../b.arrow"
+    (tmp_path / "a" / "state.json").write_text(json.dumps(state))
+    with pytest.raises(RecipeError, match="lies outside of"):
+        Tables([tmp_path / "a"], "key")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "1e300", "-1", "true"])
+def test_machines_and_profiles_hold_numbers_that_can_be_reckoned_with(value, tmp_path):
+    (tmp_path / "a.toml").write_text(f"memory_bytes = {value}")
+    with pytest.raises(RecipeError, match="memory_bytes must be a number"):
+        load_machine(str(tmp_path / "a.toml"))
+    held = {"mean": {"nan": float("nan"), "inf": float("inf"), "true": True}.get(value, value)}
+    content = {"layers": {}, "held_out": held, "dtype": "float32", "device": "cpu"}
+    (tmp_path / "p.json").write_text(json.dumps(content))
+    with pytest.raises(HetmeshError, match="mean must be a number"):
+        Profile.load(tmp_path / "p.json")
+
+
+def test_eps_files_are_programs(tmp_path):
+    Image.new("L", (8, 8)).save(tmp_path / "a.eps")
+    with pytest.raises(SampleError, match="program"):
+        read_digit(tmp_path / "a.eps")
 
 
 def test_inputs_are_drawn_by_seed_and_number(load, tmp_path):

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from llava_by_hand import llava_by_hand
 from safetensors.torch import load_file, save_file
 
 from hetmesh.boundary import World
@@ -322,40 +323,14 @@ def test_tied_and_unused_tensors_of_a_directory_are_accounted_for(pool, tmp_path
     assert torch.equal(after[unused], given[unused])
 
 
-BY_HAND = """
-[modules.vision]
-model = "clip"
-config = {{ feature_layer = -2 }}
-initial_load_path = "{path}"
-[modules.projector]
-model = "mlp"
-{projector}
-[modules.llm]
-model = "llama"
-initial_load_path = "{path}"
-[[boundaries]]
-from = "vision"
-to = "projector"
-[[boundaries]]
-from = "projector"
-to = "llm"
-at = "image"
-[data]
-source = "hetmesh.testing.sources:RandomMedia"
-options = {{ kinds = {{ image = [3, 8, 8] }} }}
-[training]
-local_batch_size = 2
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False])
 def test_modules_that_are_named_by_hand_take_what_they_have_no_use_for_from_their_directory(pool, tmp_path, whole):
     from transformers import CLIPVisionModel
 
     path = tiny_vlms.save("llava", tmp_path)
-    projector = f'initial_load_path = "{path}"' if whole else ""
-    text = BY_HAND.format(path=path, projector=projector) + KEPT.format(steps=1, folder=tmp_path / "run", more="")
+    text = llava_by_hand(path, whole=whole) + "[training]\nlocal_batch_size = 2\n"
+    text += KEPT.format(steps=1, folder=tmp_path / "run", more="")
     pool(1).run(save_now, parse_recipe(text), 1, timeout=120)
     lines = export(saved_run(tmp_path / "run"), tmp_path / "out")
 

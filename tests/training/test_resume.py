@@ -50,7 +50,7 @@ ENDS = {
         SignalPoint("hetmesh.training.trainer:Trainer.train_step", rank=2, number=signal.SIGTERM),
         (128 + signal.SIGTERM, [6, 7]),
     ),
-    "in the last evaluation": (SignalPoint("hetmesh.training.trainer:evaluate", rank=1), (1, [7, 8])),
+    "in the last evaluation": (SignalPoint("hetmesh.training.validation:evaluate", rank=1), (1, [7, 8])),
 }
 
 

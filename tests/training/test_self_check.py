@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from llava_by_hand import llava_by_hand
 
 from hetmesh.cli import main
 from hetmesh.errors import RecipeError, SelfCheckError
@@ -34,37 +35,9 @@ def test_a_directory_with_further_parts_is_compared_by_the_part_that_is_trained(
     assert self_check(parse_recipe(tiny_vlms.recipe_text(path))) < TOLERANCE
 
 
-BY_HAND = """
-[modules.vision]
-model = "{tower}"
-initial_load_path = "{path}"
-{vision}
-[modules.projector]
-model = "mlp"
-initial_load_path = "{path}"
-[modules.llm]
-model = "llama"
-initial_load_path = "{path}"
-[[boundaries]]
-from = "vision"
-to = "projector"
-[[boundaries]]
-from = "projector"
-to = "llm"
-at = "image"
-[data]
-source = "hetmesh.testing.sources:RandomMedia"
-options = {{ kinds = {{ image = [3, 8, 8] }} }}
-"""
-
-
-def by_hand(path, tower="clip", vision="config = { feature_layer = -2 }"):
-    return parse_recipe(BY_HAND.format(path=path, tower=tower, vision=vision))
-
-
 @pytest.mark.slow
 def test_a_llava_that_is_wired_by_hand_passes_where_it_is_right(directory):
-    assert self_check(by_hand(directory("llava"))) < TOLERANCE
+    assert self_check(parse_recipe(llava_by_hand(directory("llava")))) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -80,7 +53,7 @@ def test_a_llava_that_is_wired_by_hand_passes_where_it_is_right(directory):
 )
 def test_what_was_silently_wrong_of_llava_is_found_and_right_by_hf_path(directory, name, tower, vision, says):
     with pytest.raises(SelfCheckError, match=says):
-        self_check(by_hand(directory(name), tower, vision))
+        self_check(parse_recipe(llava_by_hand(directory(name), tower, vision)))
 
 
 @pytest.mark.slow

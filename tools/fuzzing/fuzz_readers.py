@@ -34,7 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from fuzzing.mutations import Place, linked, mutate
-from fuzzing.reader_inputs import KINDS, Kind, make_bases
+from fuzzing.reader_inputs import Kind
+from fuzzing.reader_kinds import KINDS, make_bases
 from hetmesh.cli import main as hetmesh
 from hetmesh.errors import HetmeshError
 
@@ -167,8 +168,9 @@ class _Fuzzer:
         files = sorted(file for pattern in kind.files for file in folder.glob(pattern) if not file.is_dir())
         if not files:
             return "nothing"
-        place = Place(rng.choice(files), self.root / "outside", kind.base == "recipes")
-        if place.file.parent.name == "data" and "data/[a-e].*" in kind.files and rng.random() < 0.05:
+        file = rng.choice(files)
+        place = Place(file, self.root / "outside", kind.base == "recipes" or file.suffix == ".toml")
+        if kind.links and rng.random() < 0.05:
             return linked(place)
         return mutate(rng, place)
 
@@ -199,7 +201,7 @@ def command(*arguments: str) -> None:
 
 def _outcome(call: Any) -> tuple[str, str]:
     def late(*_: object) -> None:
-        raise TimeoutError(f"no answer within {SECONDS} s of computing, or {WAIT} s")
+        raise _Late(f"no answer within {SECONDS} s of computing, or {WAIT} s")
 
     before = {number: signal.signal(number, late) for number in (signal.SIGALRM, signal.SIGPROF)}
     signal.alarm(WAIT)
@@ -211,6 +213,8 @@ def _outcome(call: Any) -> tuple[str, str]:
         outcome, told = "accepted", ""
     except HetmeshError as error:
         outcome, told = ("refused", str(error)) if str(error).strip() else ("offends", "an error without a message")
+        if _lacked_memory(error):
+            outcome, told = "offends", f"memory was asked for without bound: {told}"
     except SystemExit as error:  # argparse
         outcome, told = "refused", f"usage {error.code}"
     except BaseException as error:
@@ -227,6 +231,17 @@ def _outcome(call: Any) -> tuple[str, str]:
     if (seconds := time.process_time() - start) > SECONDS + 1:  # in code that signals wait for
         outcome, told = "offends", f"took {seconds:.0f} s; {told}"
     return outcome, told
+
+
+class _Late(BaseException):
+    """No TimeoutError, which is an OSError: readers would take it for one of theirs."""
+
+
+def _lacked_memory(error: BaseException | None) -> bool:
+    """Whether it came of a MemoryError."""
+    return error is not None and (
+        isinstance(error, MemoryError) or _lacked_memory(error.__cause__ or error.__context__)
+    )
 
 
 @contextlib.contextmanager

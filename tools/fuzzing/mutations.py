@@ -283,16 +283,17 @@ class Opens:
 
 def in_pickle(rng: random.Random, data: bytes, place: Place) -> Change:
     """Of DCP's index: sizes, offsets and file names that are not so, and code."""
-    how = rng.choice(("bytes", "size", "name", "code", "type", "offset"))
+    how = rng.choice(("bytes", "size", "name", "code", "type", "offset", "memo"))
     if how == "bytes" or b"secret.txt" in data:  # by the edit before: code
         return in_bytes(rng, data, place)
+    if how == "memo":  # the one in C makes room for so many objects
+        return how, b"\x80\x04Nr" + rng.choice((2**28, 2**31 - 1, 2**32 - 1)).to_bytes(4, "little") + b"0" + data[2:]
     try:
         found = pickle.loads(data)  # of our own making
         tensors = [each for each in found.state_dict_metadata.values() if hasattr(each, "size")]
-        stored = list(found.storage_data.values())
+        tensor, part = rng.choice(tensors), rng.choice(list(found.storage_data.values()))
     except Exception:  # broken by the edit before
         return in_bytes(rng, data, place)
-    tensor, part = rng.choice(tensors), rng.choice(stored)
     if how == "size":
         tensor.size = rng.choice((type(tensor.size)([10**12]), type(tensor.size)([10**6, 10**6]), -3, "x", None))
     elif how == "name":
@@ -313,13 +314,62 @@ def in_name(rng: random.Random, data: bytes, place: Place) -> Change:
     lines = data.split(b"\n")
     at = rng.randrange(len(lines))
     key, _, _ = lines[at].partition(b"=")
-    how = rng.choice(("value", "value", "key", "bytes"))
-    if how == "bytes":
+    how, words = rng.choice(("value", "value", "key", "bytes")), re.findall(rb"\w+", data)
+    if how == "bytes" or not words:
         return in_bytes(rng, data, place)
     value = _as_toml(drawn_value(rng, place)).encode("utf-8", errors="surrogatepass").replace(b"\n", b" ")
-    words = re.findall(rb"\w+", data)
     lines[at] = key + b"=" + value if how == "value" else key.replace(rng.choice(words), rng.choice(words)) + b"=1"
     return f"{how} {lines[at][:80]!r}", b"\n".join(lines)
+
+
+def in_tar(rng: random.Random, data: bytes, place: Place) -> Change:
+    """Of tar shards: a field of a header, whose checksum then fits; any of pax, GNU and sparse ones too."""
+    at = 512 * rng.randrange(max(len(data) // 512, 1))
+    header = bytearray(data[at : at + 512])
+    how = rng.choice(("bytes", "name", "size", "type", "type and size"))
+    if how == "bytes" or len(header) < 512 or header[257:262] != b"ustar":
+        return in_bytes(rng, data, place)
+    if how == "name":
+        names = (b"../../x.json", b"/etc/x.json", b"\xff\xfe.json", b".json", b"a", b"a." * 40, b"")
+        header[:100] = rng.choice(names)[:100].ljust(100, b"\0")
+    if "size" in how:
+        size = rng.choice((-1, -512, -(10**6), 0, 1, 511, 10**6, 2**40, 2**62))
+        octal = b"%011o\0" % size if 0 <= size < 8**11 else b""
+        header[124:136] = octal or (b"\x80" if size > 0 else b"\xff") + size.to_bytes(11, "big", signed=True)
+    if "type" in how:
+        header[156:157] = rng.choice((b"x", b"g", b"X", b"L", b"K", b"S", b"1", b"2", b"3", b"5", b"6", b"7", b"Z"))
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return f"{how} of the header at {at}", data[:at] + bytes(header) + data[at + 512 :]
+
+
+TEMPLATES = (
+    "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+    "{{ 9 ** 9 ** 9 }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{% for m in messages recursive %}{{ loop(messages) }}{{ loop(messages) }}{% endfor %}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{% include '/etc/hostname' %}",
+    "{{ raise_exception('no') }}",
+    "{{ messages[9].content }}",
+    "{{ undefined.thing }}",
+    "{% if true %}" * 300 + "{% endif %}" * 300,
+    "{{ " + "(" * 500 + ")" * 500 + " }}",
+    "{% generation %}{{ messages }}{% endgeneration %}",
+    "{% break %}",
+    "<|image_pad|>",
+    "\x00\ue000",
+)
+
+
+def in_template(rng: random.Random, data: bytes, place: Place) -> Change:
+    """Of a chat template: code that does not end, reaches out, or is none, put in or in its place."""
+    if rng.random() < 0.4:
+        return in_bytes(rng, data, place)
+    new, at = rng.choice(TEMPLATES).encode(), rng.randrange(len(data) + 1)
+    whole = rng.random() < 0.5
+    return f"template {new[:60]!r} {'' if whole else at}", new if whole else data[:at] + new + data[at:]
 
 
 Mutate = Callable[[random.Random, bytes, Place], Change]
@@ -333,6 +383,8 @@ BY_SUFFIX: Mapping[str, tuple[Mutate, ...]] = {
     ".safetensors": (in_safetensors,),
     ".metadata": (in_pickle, in_bytes),
     ".arguments": (in_name,),
+    ".tar": (in_tar,),
+    ".jinja": (in_template,),
 }
 """How files are changed, by the end of their names; those of other names are changed byte by byte."""
 

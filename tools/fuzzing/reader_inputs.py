@@ -20,11 +20,10 @@ import xxhash
 from hetmesh.cli import main as hetmesh
 from hetmesh.data import make_source
 from hetmesh.data.index import build_index
-from hetmesh.data.lengths import read_lengths
 from hetmesh.data.registry import recipe_source
 from hetmesh.data.source import Source
 from hetmesh.errors import HetmeshError
-from hetmesh.files import to_json
+from hetmesh.files import read_file, to_json
 from hetmesh.models.pretrained import Pretrained
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.testing import tiny_vlms
@@ -55,6 +54,7 @@ class Kind:
         share: how many of all inputs, in any unit.
         checked: whether `hetmesh check` of the folder's recipe.toml reads it too.
         prepare: makes what depends on where the folder is.
+        links: whether some files become links to others outside of the folder.
     """
 
     base: str
@@ -63,6 +63,7 @@ class Kind:
     share: int
     checked: bool = False
     prepare: Callable[[Path], object] = lambda folder: None
+    links: bool = False
 
 
 def make_bases(root: Path) -> None:
@@ -125,11 +126,11 @@ def _project(folder: Path) -> None:
     with wave.open(str(data / "g.wav"), "wb") as file:
         file.setparams((1, 2, 1600, 0, "NONE", ""))
         file.writeframes(draw.integers(0, 256, 400, dtype=np.uint8).tobytes())
-    (data / "talks.jsonl").write_text("\n".join(json.dumps(talk) for talk in _talks()))
-    _json(data / "list.json", _talks()[:2])
+    (data / "talks.jsonl").write_text("\n".join(json.dumps(talk) for talk in talks()))
+    _json(data / "list.json", talks()[:2])
     with tarfile.open(data / "shard.tar", "w", format=tarfile.USTAR_FORMAT) as shard:
         for key in "ab":
-            turns = _talks()[0]["messages"]
+            turns = talks()[0]["messages"]
             turns[0]["content"][0]["image"] = "png"
             for end, content in (
                 ("png", (data / "a.png").read_bytes()),
@@ -147,11 +148,13 @@ def _project(folder: Path) -> None:
     part += 'placeholders = {{ image = "<|image_pad|>" }}\n'
     whole = (RECIPES / "digits.toml").read_text().replace('source = "digits"', "")
     images = part.format("images.jsonl") + part.format("list.json")
-    (data / "images.jsonl").write_text("\n".join(json.dumps(talk) for talk in _talks()[:3]))
+    (data / "images.jsonl").write_text("\n".join(json.dumps(talk) for talk in talks()[:3]))
     (folder / "mixture.toml").write_text(whole.replace("[training]", images + "\n[training]"))
 
 
-def _talks() -> list[dict[str, Any]]:
+def talks() -> list[dict[str, Any]]:
+    """Conversations about the images of the project."""
+
     def talk(kind: str, name: str) -> dict[str, Any]:
         asked = [{"type": kind, kind: name}, {"type": "text", "text": "what is this"}]
         return {"id": name, "messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": "a cat"}]}
@@ -243,12 +246,12 @@ def forge(folder: Path, rng: random.Random) -> None:
     if rng.random() < 0.3:
         return
     try:
-        content = json.loads((step / checksums.MANIFEST).read_text(encoding="utf-8"))
+        content = json.loads(read_file(step / checksums.MANIFEST))
         content.pop("checksum", None)
-        content["metadata"] = zlib.crc32((step / checksums.METADATA).read_bytes())
+        content["metadata"] = zlib.crc32(read_file(step / checksums.METADATA))
         for part in content["parts"]:
             file, offset, length = part[:3]
-            data = (step / file).read_bytes()[offset : offset + length]
+            data = read_file(step / file)[offset : offset + length]
             part[4] = xxhash.xxh3_64(data).hexdigest() if isinstance(part[4], str) else zlib.crc32(data)
     except Exception:  # no manifest any more
         return
@@ -256,8 +259,8 @@ def forge(folder: Path, rng: random.Random) -> None:
     (step / checksums.MANIFEST).write_text(json.dumps({"checksum": own, **content}))
 
 
-def _read_source(source: Source) -> None:
-    """All samples; those that are refused hide none behind them."""
+def read_source(source: Source) -> None:
+    """Read all samples; those that are refused hide none behind them."""
     error = None
     for index in range(min(len(source), 8)):
         for look in (source.meta, source.load):
@@ -269,7 +272,8 @@ def _read_source(source: Source) -> None:
         raise error
 
 
-def _options(folder: Path, rng: random.Random, data: str) -> dict[str, Any]:
+def options(folder: Path, rng: random.Random, data: str) -> dict[str, Any]:
+    """Of the source of the project's `data`."""
     return {
         "path": str(folder / "data" / data),
         "tokenizer": str(folder / "model"),
@@ -286,16 +290,16 @@ AUDIO = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} <|im_end|> {%
 
 
 def _talk(folder: Path, rng: random.Random) -> None:
-    _read_source(make_source("conversations", **_options(folder, rng, rng.choice(("talks.jsonl", "list.json")))))
+    read_source(make_source("conversations", **options(folder, rng, rng.choice(("talks.jsonl", "list.json")))))
 
 
 def _shard(folder: Path, rng: random.Random) -> None:
-    _read_source(make_source("conversations", **_options(folder, rng, "shard.tar")))
+    read_source(make_source("conversations", **options(folder, rng, "shard.tar")))
 
 
 def _sound(folder: Path, rng: random.Random) -> None:
     names = ("f.npy", "g.wav")
-    talks = [
+    sounds = [
         {
             "messages": [
                 {"role": "user", "content": [{"type": "audio", "audio": name}]},
@@ -304,13 +308,13 @@ def _sound(folder: Path, rng: random.Random) -> None:
         }
         for name in names
     ]
-    (folder / "data" / "sounds.jsonl").write_text("\n".join(map(json.dumps, talks)))
-    options = _options(folder, rng, "sounds.jsonl") | {"chat_template": AUDIO}
-    _read_source(make_source("conversations", **options))
+    (folder / "data" / "sounds.jsonl").write_text("\n".join(map(json.dumps, sounds)))
+    given = options(folder, rng, "sounds.jsonl") | {"chat_template": AUDIO}
+    read_source(make_source("conversations", **given))
 
 
 def _index(folder: Path, rng: random.Random) -> None:
-    _read_source(make_source("conversations", **index_options(folder)))
+    read_source(make_source("conversations", **index_options(folder)))
 
 
 def index_options(folder: Path) -> dict[str, Any]:
@@ -329,7 +333,7 @@ def make_index(folder: Path) -> None:
 
 
 def _mixture(folder: Path, rng: random.Random) -> None:
-    _read_source(recipe_source(load_recipe(folder / "mixture.toml").data))
+    read_source(recipe_source(load_recipe(folder / "mixture.toml").data))
 
 
 def _directory(folder: Path, rng: random.Random) -> None:
@@ -361,12 +365,9 @@ def _command(arguments: list[str]) -> None:
 KINDS: Mapping[str, Kind] = {
     "recipe": Kind("recipes", ("[0-9].toml",), lambda f, r: load_recipe(changed(f, "*.toml")), 15, True),
     "overrides": Kind("recipes", ("lines.arguments",), lambda f, r: load_recipe(f / "0.toml", arguments(f)), 8),
-    "lengths": Kind(
-        "recipes", ("lengths.jsonl",), lambda f, r: read_lengths(f / "lengths.jsonl", ("vision", "llm")), 5
-    ),
     "conversations": Kind("project", ("data/talks.jsonl", "data/list.json"), _talk, 16, True),
     "shards": Kind("project", ("data/shard.tar",), _shard, 6),
-    "images": Kind("project", ("data/[a-e].*",), _talk, 12, True),
+    "images": Kind("project", ("data/[a-e].*",), _talk, 12, True, links=True),
     "recordings": Kind("project", ("data/f.npy", "data/g.wav"), _sound, 6),
     "index": Kind("project", ("data/*.npz",), _index, 8, prepare=make_index),
     "mixture": Kind("project", ("mixture.toml", "data/list.json"), _mixture, 5),
@@ -387,5 +388,6 @@ def changed(folder: Path, pattern: str) -> Path:
 
 def arguments(folder: Path) -> list[str]:
     """Lines of a file as the command line would hand them over."""
-    text = (folder / "lines.arguments").read_bytes().decode("utf-8", errors="surrogateescape")
+    file = folder / "lines.arguments"
+    text = file.read_bytes().decode("utf-8", errors="surrogateescape") if file.is_file() else ""
     return text.split("\n")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetmesh.errors import RecipeError
+from hetmesh.files import read_text
 from hetmesh.recipe.overrides import parse_value
 from hetmesh.recipe.recipe import load_recipe
 
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.png or (args.draw and not args.json):
         _draw(problem, found, args)
     if args.write:
-        text = planned_text(recipe, Path(args.recipe).read_bytes().decode(), overrides, problem, found.fastest.plan)
+        text = planned_text(recipe, read_text(args.recipe), overrides, problem, found.fastest.plan)
         with writing(Path(args.write)):
             Path(args.write).write_bytes(text.encode())  # with the line ends that are there
         if not args.json:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from hetmesh.files import from_json, read_file, write_json
 PARTS = ("forward", "backward_input", "backward_weight", "backward")
 """What is measured: a forward, and backwards that make the gradients of the input alone, of the parameters alone, and
 of both. A recomputation is a forward."""
+_MOST = 1e30  # of a number that is read: what is made of it stays finite
 
 
 @dataclass(frozen=True)
@@ -139,10 +141,22 @@ class Profile:
         """
         try:
             raw = from_json(read_file(path))
-            layers = {k: {p: Coefficients(**c) for p, c in parts.items()} for k, parts in raw["layers"].items()}
-            return cls(layers, HeldOut(**raw["held_out"]), raw["dtype"], raw["device"])
+            layers = {
+                k: {p: Coefficients(**_numbers(c)) for p, c in parts.items()} for k, parts in raw["layers"].items()
+            }
+            if incomplete := [k for k, parts in layers.items() if set(parts) != set(PARTS)]:
+                raise ValueError(f"layer {incomplete[0]!r} needs {', '.join(PARTS)}")
+            return cls(layers, HeldOut(**_numbers(raw["held_out"])), str(raw["dtype"]), str(raw["device"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise HetmeshError(f"profile {path}: not one that `hetmesh profile` wrote: {error}") from error
+
+
+def _numbers(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The table. Raises ValueError where something in it is no number that `fit` may give."""
+    for key, value in table.items():
+        if type(value) not in (int, float) or not 0 <= value <= _MOST:
+            raise ValueError(f"{key} must be a number from 0 to {_MOST:g}, got {value!r}")
+    return table
 
 
 def layer_kind(layer: LayerShape, tp: int = 1) -> str:

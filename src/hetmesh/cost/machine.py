@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import tomli
-
 from hetmesh.errors import RecipeError
+from hetmesh.files import from_toml, read_text
 
 _FOLDER = Path(__file__).parent / "machines"
 
 MACHINES = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 """Names that `load_machine` knows."""
 
+_MOST = 1e30  # of any number: what is made of it stays finite
 _INTEGERS = ("memory_bytes", "context_bytes", "communicator_bytes", "ranks_per_node")
 
 
@@ -81,8 +80,10 @@ def load_machine(name_or_path: str) -> Machine:
     if path.suffix != ".toml" or not path.is_file():
         raise RecipeError(f"machine {name_or_path!r}: valid are {', '.join(MACHINES)}, or the path of a TOML file")
     try:
-        table = tomli.loads(path.read_text(encoding="utf-8"))
-    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+        table = from_toml(read_text(path))
+    except OSError as error:
+        raise RecipeError(f"machine {path}: cannot be read: {error}") from error
+    except ValueError as error:
         raise RecipeError(f"machine {path}: not valid TOML: {error}") from error
     return _machine(path, table)
 
@@ -102,17 +103,20 @@ def _machine(path: Path, table: Mapping[str, Any]) -> Machine:
         raise RecipeError(f"machine {path}: peak_flops must be a table of dtypes and FLOP/s, got {peaks!r}")
     numbers = {k: v for k, v in table.items() if k not in ("source", "devices", "peak_flops", "busy_slowdown")}
     for key, value in {**numbers, **{f"peak_flops.{k}": v for k, v in peaks.items()}}.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise RecipeError(f"machine {path}: {key} must be a number of at least 0, got {value!r}")
+        if type(value) not in (int, float) or not 0 <= value <= _MOST:
+            raise RecipeError(f"machine {path}: {key} must be a number from 0 to {_MOST:g}, got {value!r}")
     if numbers.get("efficiency") == 0:
         raise RecipeError(f"machine {path}: efficiency must be above 0")
     slowdown = table.get("busy_slowdown", [])
     if not isinstance(slowdown, list) or not all(
-        type(value) in (int, float) and math.isfinite(value) for value in slowdown
+        type(value) in (int, float) and 0 <= value <= _MOST for value in slowdown
     ):
         raise RecipeError(f"machine {path}: busy_slowdown must be a list of numbers, got {slowdown!r}")
     if slowdown and (slowdown[0] != 1 or slowdown != sorted(slowdown)):
         raise RecipeError(f"machine {path}: busy_slowdown must begin with 1 and never fall, got {slowdown!r}")
+    devices = table.get("devices", [])
+    if not isinstance(devices, list) or not all(isinstance(each, str) for each in devices):
+        raise RecipeError(f"machine {path}: devices must be a list of texts, got {devices!r}")
     typed: dict[str, Any] = {k: int(v) if k in _INTEGERS else float(v) for k, v in numbers.items()}
     return Machine(
         path.stem,
@@ -120,5 +124,5 @@ def _machine(path: Path, table: Mapping[str, Any]) -> Machine:
         MappingProxyType({k: float(v) for k, v in peaks.items()}),
         **typed,
         busy_slowdown=tuple(map(float, slowdown)),
-        devices=tuple(table.get("devices", ())),
+        devices=tuple(devices),
     )

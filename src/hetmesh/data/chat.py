@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hetmesh.data.chat_content import broken_lines, check_replacements, content_form, left_out
+from hetmesh.data.template_bounds import ending
 from hetmesh.errors import RecipeError, SampleError
 
 DEFAULT_TEMPLATE = (
@@ -73,7 +75,8 @@ class Chat:
                 "stands for; convert it to a fast one (a tokenizer.json)"
             )
         self.tokenizer = tokenizer
-        self.template = template or tokenizer.chat_template or DEFAULT_TEMPLATE
+        own = tokenizer.chat_template  # or several by name
+        self.template = template or (own.get("default") if isinstance(own, Mapping) else own) or DEFAULT_TEMPLATE
         self.vocab_size = len(tokenizer)
         self._special = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
         self._special |= set(tokenizer.all_special_tokens)
@@ -83,10 +86,13 @@ class Chat:
             raise RecipeError(f"{key} placeholders = {self.texts}: each kind of media needs a token of its own")
         self._replacements, self._adds = dict(replacements or {}), special_tokens
         self.reserved = frozenset((*self.texts.values(), *self._replacements))
-        self._form = content_form(self._apply, self.texts, key)
-        self.breaks = broken_lines(self._apply, self._form, self.texts)
-        """Kinds of media behind which the template begins a new line."""
-        check_replacements(self._apply, self._form, self.texts, self._replacements, key)
+        with ending(self.template, key):
+            self._form = content_form(self._apply, self.texts, key)
+            self.breaks = broken_lines(self._apply, self._form, self.texts)
+            """Kinds of media behind which the template begins a new line."""
+            check_replacements(self._apply, self._form, self.texts, self._replacements, key)
+            with contextlib.suppress(SampleError):  # it may want more of a conversation
+                self._render("", [("user", "a"), ("assistant", "b")])
         fillers = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, *range(self.vocab_size))
         # Padding is never looked at, so any token but a placeholder does.
         self._backend = _backend_of(tokenizer, list(placeholders.values()), special_tokens)

@@ -8,6 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hetmesh.data.images import open_image
+from hetmesh.data.media_reader import BROKEN
+from hetmesh.data.spans import FileSpan
 from hetmesh.errors import SampleError
 
 SIDE = 8
@@ -25,15 +28,15 @@ def read_digit(path: Path) -> Tensor:
     from PIL import Image
 
     try:
-        with Image.open(path) as image:
+        with FileSpan(path).open() as file, open_image(file) as image:
             pixels = np.asarray(image.convert("L"), np.float32)
             border = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
             ink = np.abs(pixels - np.median(border))
             if ink.max() == 0:
                 raise SampleError(f"{path}: the image has one colour, there is no digit in it")
             small = Image.fromarray(ink / ink.max()).resize((SIDE, SIDE), Image.Resampling.BOX)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except (OSError, ValueError, Image.DecompressionBombError, *BROKEN) as error:
         if isinstance(error, SampleError):
             raise
-        raise SampleError(f"{path} cannot be read as an image: {error}") from error
+        raise SampleError(f"{path} cannot be read as an image: {error or type(error).__name__}") from error
     return torch.from_numpy(np.array(small) * 2 - 1).unsqueeze(0)

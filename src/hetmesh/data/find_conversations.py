@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -129,7 +130,7 @@ def _media_folder(store: Store, start: Path, candidates: Iterable[Path], key: st
     names = [name for i in range(min(len(store), _LOOKED_AT)) for name in _media_names(store.record(i).value)]
     relative = [name for name in names if not Path(name).is_absolute()]
     for folder in candidates:
-        if all((folder / name).is_file() for name in relative):
+        if all(os.path.isfile(folder / name) for name in relative):
             return "" if folder == start else str(folder)
     raise RecipeError(
         f"{key}: {store.path} names {relative[0]!r}, which is neither beside it nor in a folder there; keep media "

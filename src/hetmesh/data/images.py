@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import torch
@@ -245,6 +245,21 @@ class ImageProcessor:
             mean, std = (np.asarray(v, np.float32)[:, None] for v in (self.mean, self.std))
             values = (values - mean) / std
         return values
+
+
+def open_image(file: BinaryIO | Path) -> Image:
+    """An image whose header has been read.
+
+    Raises:
+        OSError, ValueError: it is none, or one that Pillow has another program draw.
+    """
+    from PIL import Image as pillow
+
+    image = pillow.open(file)
+    if image.format == "EPS":
+        image.close()
+        raise ValueError("it is an EPS file, which is a program")
+    return image
 
 
 def _size(value: Any, where: str) -> tuple[int, int] | list[int]:

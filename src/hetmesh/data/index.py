@@ -18,7 +18,7 @@ from hetmesh.data.metas import metas_of
 from hetmesh.data.npy import npy_shape
 from hetmesh.data.source import Source
 from hetmesh.errors import RecipeError
-from hetmesh.files import from_json, writing
+from hetmesh.files import from_json, read_file, writing
 from hetmesh.graph.meta_arrays import NO_DIM, MetaArrays
 
 SUFFIX = ".hetmesh-index.npz"
@@ -56,7 +56,7 @@ def content_hash(files: Iterable[Path]) -> str:
     """Of small files, such as those of a tokenizer."""
     digest = hashlib.sha256()
     for file in files:
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        digest.update(file.name.encode() + b"\0" + read_file(file))
     return digest.hexdigest()
 
 

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from hetmesh.errors import RecipeError
+from hetmesh.files import from_json
 
 MOST = 2**24
 """Tokens of a sample."""
+_LONGEST = 1 << 20  # characters of a line: a device may have no end
 _EXAMPLE = '{"vision": 1024, "llm": 700}'
 
 
@@ -80,7 +82,9 @@ def _samples(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     number = 0
     try:
         with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(iter(lambda: file.readline(_LONGEST), ""), 1):
+                if len(line) == _LONGEST:
+                    raise RecipeError(f"{path}, line {number}: longer than {_LONGEST} characters; give a sample each")
                 if line.strip():
                     yield number, _object(f"{path}, line {number}", line)
     except RecipeError:
@@ -100,10 +104,10 @@ def _object(where: str, line: str) -> dict[str, Any]:
         return found
 
     try:
-        found = json.loads(line, object_pairs_hook=once)
+        found = from_json(line, once)
     except RecipeError:
         raise
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise RecipeError(f"{where}: not JSON: {error}; valid is a sample as in {_EXAMPLE}") from error
     if not isinstance(found, dict) or not found:
         raise RecipeError(f"{where}: got {_shown(found)}; valid are tokens per module, as in {_EXAMPLE}")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hetmesh.data.images import ImageProcessor
+from hetmesh.data.images import ImageProcessor, open_image
 from hetmesh.data.recordings import RecordingProcessor
 from hetmesh.data.stores import Blob
 from hetmesh.errors import HetmeshError, SampleError
@@ -61,8 +61,6 @@ class MediaReader:
         Raises:
             SampleError: it cannot be read.
         """
-        from PIL import Image
-
         with _reading(sample, blob):
             if kind == "audio":
                 with blob.open() as file:
@@ -71,20 +69,18 @@ class MediaReader:
             processor = self._image_processor(sample)
             if processor.fixed_shape is not None:
                 return MediaItem(kind, processor.fixed_shape, position)
-            with blob.open() as file, Image.open(file) as image:  # reads the header only
+            with blob.open() as file, open_image(file) as image:  # reads the header only
                 shape, size = processor.extent(*image.size, alone)
                 return MediaItem(kind, shape, position, size=size)
 
     def load(self, sample: str, kind: str, blob: Blob, *, alone: bool) -> tuple[Tensor, int]:
         """An item as its processor makes it (`ImageProcessor`, `RecordingProcessor`), and the bytes that were read for
         it; see `item`."""
-        from PIL import Image
-
         with _reading(sample, blob):
             data = blob.read()
             if kind == "audio":
                 return self._recordings(blob.name, io.BytesIO(data)), len(data)
-            with Image.open(io.BytesIO(data)) as image:
+            with open_image(io.BytesIO(data)) as image:
                 return self._image_processor(sample)(image, alone), len(data)
 
     def _image_processor(self, sample: str) -> ImageProcessor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import numpy as np
 
 from hetmesh.data.spans import FileSpan
 from hetmesh.errors import RecipeError, SampleError
-from hetmesh.files import from_json, place_in
+from hetmesh.files import from_json, place_in, read_file
 from hetmesh.graph.meta_arrays import check_ends
 
 TEXTS = ("json", "txt")
@@ -121,7 +122,7 @@ class JsonFile:
             starts = path.suffix == ".json" and file.read(64).lstrip().startswith(b"[")
         if starts:
             try:
-                found = from_json(path.read_bytes())
+                found = from_json(read_file(path))
             except ValueError as error:
                 raise RecipeError(f"{key} = '{path}': begins as a JSON list, but is none: {error}") from error
             self._list = found
@@ -286,20 +287,27 @@ def _scan(files: Sequence[Path], key: str) -> dict[str, np.ndarray]:
         total = path.stat().st_size
         whole = False
         try:
-            with tarfile.open(path, "r:") as archive:
+            with _Bounded(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+                behind = 0
                 while (member := archive.next()) is not None:
+                    if archive.offset <= behind or member.size < 0:
+                        raise tarfile.ReadError("a member has a negative size")
+                    behind = archive.offset
                     if not member.isfile():
                         continue
                     now = member.name[: len(member.name) - len(extension(member.name))]
+                    names.append(member.name.encode())  # which fails for a name that is no UTF-8
                     if now != last:
                         starts.append(len(members))
                         last = now
                     members.append((shard, member.offset_data, member.size))
-                    names.append(member.name.encode())
                 whole = archive.offset + tarfile.BLOCKSIZE <= total  # the block of zeros that ends an archive
-        except (tarfile.TarError, OSError) as error:
+        except Exception as error:  # whatever tarfile makes of a broken file
             if last is None:
-                raise RecipeError(f"{key}: {path} is no tar shard, or ends within its first sample: {error}") from error
+                reason = error or type(error).__name__
+                raise RecipeError(
+                    f"{key}: {path} is no tar shard, or ends within its first sample: {reason}"
+                ) from error
         if last is not None and not whole:
             cut.append(len(starts) - 1)
     return {
@@ -309,6 +317,14 @@ def _scan(files: Sequence[Path], key: str) -> dict[str, np.ndarray]:
         "sample_members": np.array([*starts, len(members)], np.int64),
         "cut": np.array(cut, np.int64),
     }
+
+
+class _Bounded(io.FileIO):
+    """A file that takes no memory for more bytes than it has, however many are asked for."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        left = max(os.fstat(self.fileno()).st_size - self.tell(), 0)
+        return super().read(left if size is None or size < 0 else min(size, left))
 
 
 @dataclass(frozen=True)

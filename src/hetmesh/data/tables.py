@@ -9,7 +9,7 @@ from typing import Any
 
 from hetmesh.data.stores import Blob, Held, Record
 from hetmesh.errors import RecipeError, SampleError
-from hetmesh.files import from_json
+from hetmesh.files import from_json, place_in, read_file
 
 TABLES = (".parquet", ".arrow")
 """Extensions of tables."""
@@ -31,6 +31,8 @@ class Tables:
         self.files = tuple(files)
         try:
             if files[0].is_dir():
+                for each in from_json(read_file(files[0] / "state.json"))["_data_files"]:
+                    place_in([files[0]], each["filename"])
                 table = datasets.load_from_disk(str(files[0]))
             elif files[0].suffix == ".arrow":
                 table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
@@ -56,7 +58,7 @@ class Tables:
 
     def record(self, index: int) -> Record:
         """The conversation of row `index`."""
-        row = self._texts[index]
+        row = self._row(self._texts, index)
         value: dict[str, Any] = {name: row.column(name)[0].as_py() for name in row.column_names}
         turns, name = value[self._column], f"{self.files[0].name}:{index}"
         if isinstance(turns, str):
@@ -79,7 +81,17 @@ class Tables:
 
     def _cell(self, index: int, kind: str) -> Any:
         """The scalar of a row in the column of media of that kind, as arrow has it."""
-        return self._table.select_columns([self._media[kind]])[index].column(0)[0]
+        return self._row(self._table.select_columns([self._media[kind]]), index).column(0)[0]
+
+    def _row(self, columns: Any, index: int) -> Any:
+        """A row as arrow has it, once it is known to say of its parts what is so: pyarrow itself believes a file."""
+        try:
+            row = columns[index]
+            row.validate(full=True)
+        except Exception as error:  # whatever pyarrow makes of a damaged file
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise SampleError(f"sample '{self.files[0].name}:{index}': it cannot be read: {reason}") from error
+        return row
 
     def media(self, index: int, kind: str, value: str | None, number: int) -> Blob:
         """Item `number` of the column of that kind."""

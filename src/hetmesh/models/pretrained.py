@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ class Pretrained:
             names = sorted(set(stored.values()))
             if outside := [name for name in names if Path(name).name != name]:
                 raise RecipeError(f"{self}: {indices[0].name} names {outside[0]!r}, which is outside of the directory")
-            if missing := [name for name in names if not (self.path / name).is_file()]:
+            if missing := [name for name in names if not os.path.isfile(self.path / name)]:  # names may be too long
                 raise RecipeError(f"{self}: {indices[0].name} names {_listed(missing)}, missing in the directory")
             return tuple(self.path / name for name in names)
         files = sorted(self.path.glob("*.safetensors"))

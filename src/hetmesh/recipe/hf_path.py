@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetmesh.errors import RecipeError
-from hetmesh.files import json_object
+from hetmesh.files import json_object, read_file
 from hetmesh.recipe.hf_families import MEDIA, family_of, part_of
 from hetmesh.recipe.hf_prompts import PROCESSORS, PROMPTS
 
@@ -173,8 +173,7 @@ def _template(path: str, tokenizer: str | None) -> str | None:
     if isinstance(of_processor, str) and not _is_file(path, "chat_template.jinja"):
         return of_processor
     if tokenizer is None:
-        own = Path(path).expanduser() / "chat_template.jinja"
-        return own.read_text(encoding="utf-8") if own.is_file() else None
+        return _text(path, "chat_template.jinja")
     of_tokenizer = (_read(tokenizer, "tokenizer_config.json") or {}).get("chat_template")
     return "" if of_tokenizer or _is_file(tokenizer, "chat_template.jinja") else None
 
@@ -240,11 +239,11 @@ def _token(path: str, config: Mapping[str, Any], kind: str) -> str | None:
     number = next((config[key] for key in PLACEHOLDER_KEYS[kind] if isinstance(config.get(key), int)), None)
     if number is None:
         return None
-    for added in (_read(path, "tokenizer.json") or {}).get("added_tokens", ()):
-        if added.get("id") == number:
-            return added.get("content")
-    decoder = (_read(path, "tokenizer_config.json") or {}).get("added_tokens_decoder", {})
-    return decoder.get(str(number), {}).get("content")
+    listed = (_read(path, "tokenizer.json") or {}).get("added_tokens")
+    added = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    decoder = _table(_read(path, "tokenizer_config.json"), "added_tokens_decoder")
+    found = next((each for each in added if each.get("id") == number), _table(decoder, str(number))).get("content")
+    return found if isinstance(found, str) else None
 
 
 def _is_file(path: str, name: str) -> bool:
@@ -254,6 +253,14 @@ def _is_file(path: str, name: str) -> bool:
 def _table(tables: Any, name: str) -> Mapping[str, Any]:
     table = tables.get(name, {}) if isinstance(tables, Mapping) else {}
     return table if isinstance(table, Mapping) else {}
+
+
+def _text(path: str, name: str) -> str | None:
+    file = Path(path).expanduser() / name
+    try:
+        return read_file(file).decode("utf-8") if file.is_file() else None
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{SECTION}.{KEY} = {path!r}: {name} cannot be read: {error}") from error
 
 
 def _read(path: str, name: str) -> Any:

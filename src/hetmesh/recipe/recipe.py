@@ -8,10 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tomli
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from hetmesh.errors import RecipeError, Refusals
+from hetmesh.files import from_toml, read_text
 from hetmesh.recipe import sections as sections
 from hetmesh.recipe.batch_sizes import BatchSizes, batch_sizes
 from hetmesh.recipe.frozen import freeze
@@ -141,7 +141,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             key, what was given and what is valid.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, ValueError) as error:  # no UTF-8, or a name that holds a null byte
         reason = error.strerror.lower() if isinstance(error, OSError) and error.strerror else error
         raise RecipeError(f"recipe {path} cannot be read: {reason}") from error
@@ -208,11 +208,8 @@ def _tables(given: str | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(given, Mapping):
         return sections.thaw(given)
     try:
-        return tomli.loads(given)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # numbers of thousands of digits, and lists in lists, are no TOMLDecodeError
+        return from_toml(given)
+    except ValueError as error:
         raise RecipeError(f"not valid TOML: {error}") from error
 
 

@@ -15,7 +15,7 @@ class SignalPoint:
     """A signal that comes where `rank` calls a function.
 
     Attributes:
-        function: `package.module:name` by which its caller looks it up, e.g. `hetmesh.training.trainer:evaluate`.
+        function: `package.module:name` by which its caller looks it up, e.g. `hetmesh.training.validation:evaluate`.
         rank: of torchrun's variables; 0 where they are not set.
         call: which of the rank's calls it is, counted from 1.
         after: when the function has returned, rather than before it begins.

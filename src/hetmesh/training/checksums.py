@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from hetmesh.errors import CheckpointError
-from hetmesh.files import from_json, read_file
+from hetmesh.files import from_json, open_file, read_file
 
 MANIFEST = "checksums.json"
 METADATA = ".metadata"  # DCP's index of names, shapes and places in files
@@ -41,8 +42,7 @@ class Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index. Raises OSError, UnpicklingError or ValueError, and whatever broken pickles lead to."""
-        with open(os.path.join(self.path, METADATA), "rb") as file:
-            found = _Unpickler(file).load()
+        found = _Unpickler(io.BytesIO(read_file(Path(self.path, METADATA)))).load()
         if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
             raise ValueError("it is no index of DCP's")
         if not isinstance(found.state_dict_metadata, dict):
@@ -65,7 +65,7 @@ class Reader(FileSystemReader):
 _NONE = torch.Size()  # of what is no tensor
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):  # in Python: the one in C takes memory for whatever number a file gives an object
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _NAMES:
             return super().find_class(module, name)
@@ -148,7 +148,7 @@ def _unequal(folder: Path, sums: Mapping[SavedPart, Sum]) -> list[SavedPart]:
     """
     found, buffer = [], memoryview(bytearray(CHUNK))  # one for all: new memory costs more than what is summed up in it
     file = next(iter(sums)).file
-    with open(folder / file, "rb", buffering=0) as stream:
+    with open_file(folder / file, buffering=0) as stream:
         for part, expected in sums.items():
             stream.seek(part.offset)
             left, comparison = part.length, Comparison(expected)
@@ -185,7 +185,8 @@ def read_manifest(folder: Path) -> dict[SavedPart, Sum]:
             SavedPart(str(file), int(offset), int(length), str(name)): crc if isinstance(crc, str) else int(crc)
             for file, offset, length, name, crc in content["parts"]
         }
-        if not all(is_plain_name(part.file) and part.offset >= 0 and part.length >= 0 for part in sums):
+        places = (place for part in sums for place in (part.offset, part.length))
+        if not all(is_plain_name(part.file) for part in sums) or not all(0 <= place < 2**62 for place in places):
             raise ValueError
         known, intact = content["metadata"], own == _own_sum(content)
     except FileNotFoundError as error:

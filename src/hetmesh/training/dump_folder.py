@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from hetmesh.boundary import World
 from hetmesh.errors import HetmeshError, OutputError, RecipeError
-from hetmesh.files import to_json, writing
+from hetmesh.files import from_json, read_file, to_json, writing
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.checkpointing.folders import complete_steps, newest_step
 
@@ -184,7 +183,7 @@ def _kept_lines(path: Path, step: int) -> list[str]:
     if not path.exists():
         return kept
     with writing(path):
-        lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
+        lines = read_file(path).decode("utf-8", errors="replace").splitlines()
         for number, line in enumerate(lines, 1):
             found = _step_of(line)
             if found is None and number == len(lines):
@@ -201,7 +200,7 @@ def _kept_lines(path: Path, step: int) -> list[str]:
 
 def _step_of(line: str) -> int | None:
     try:
-        record = json.loads(line)
+        record = from_json(line)
     except ValueError:
         return None
     step = record.get("step") if isinstance(record, dict) else None
@@ -229,7 +228,7 @@ def _followers(asked: Path) -> list[Path]:
 
 def _asked_for(folder: Path) -> str | None:
     try:
-        recipe = json.loads((folder / RECIPE_FILE).read_text(encoding="utf-8"))
+        recipe = from_json(read_file(folder / RECIPE_FILE))
         return Path(recipe["job"]["dump_folder"]).name
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -237,7 +236,7 @@ def _asked_for(folder: Path) -> str | None:
 
 def _summary(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+        found = from_json(read_file(folder / SUMMARY_FILE))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

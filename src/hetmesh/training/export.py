@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hetmesh.errors import OutputError
-from hetmesh.files import to_json, writing
+from hetmesh.files import json_object, place_in, read_file, to_json, writing
 from hetmesh.models.pretrained import PICKLES, Pretrained
 from hetmesh.models.save import LARGEST_FILE, Stored, Written, write_config, write_tensors
 from hetmesh.models.stored_form import StoredBlock
@@ -127,8 +126,9 @@ def _write(
         origins = directory.tensors.items()
         trained = (tensors[name].dtype for name, o in origins if isinstance(o, Regrouped) or o.source is None)
         write_config(place, directory.config, next((d for d in trained if d.is_floating_point), torch.float32))
-    copied = _copy_files(directory.source, place) if directory.source is not None else 0
+    copied, linked = _copy_files(directory.source, place) if directory.source is not None else (0, [])
     done += _said(directory, written, copied, run.recipe)
+    done += [f"  not copied, as they are links out of the directory: {', '.join(linked)}"] if linked else []
 
 
 def _said(directory: Directory, written: Written, copied: int, recipe: Recipe) -> Iterator[str]:
@@ -236,27 +236,37 @@ def _has_own_form(recipe: Recipe, source: Path) -> bool:
     files = [source / name for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")]
     known: set[object] = {form for prompt in PROMPTS.values() for form in (prompt.template, prompt.default)}
     for file in (file for file in files if file.is_file()):
-        text = file.read_text(encoding="utf-8")
-        known.add(text)
-        if file.suffix == ".json" and isinstance(table := json.loads(text), dict):
-            found = table.get("chat_template")
-            known |= {each["template"] for each in found} if isinstance(found, list) else {found}
+        if file.suffix == ".json":
+            found = json_object(file, source).get("chat_template")
+            named = found if isinstance(found, list) else [{"template": found}]
+            known |= {str(each.get("template")) for each in named if isinstance(each, dict)}
+        else:
+            known.add(read_file(file).decode("utf-8", errors="replace"))
     return any(form is not None and form not in known for form in forms)
 
 
-def _copy_files(source: Pretrained, place: Path) -> int:
-    """Tokenizer, processors, chat templates, generation_config.json and what else there is beside the weights."""
-    count = 0
-    for file in sorted(source.path.iterdir()):
-        if file.is_file() and not file.name.startswith(".") and not any(file.match(pattern) for pattern in NOT_COPIED):
-            with writing(place / file.name):
-                shutil.copyfile(file, place / file.name)
-            count += 1
+def _copy_files(source: Pretrained, place: Path) -> tuple[int, list[str]]:
+    """Tokenizer, processors, chat templates, generation_config.json and what else there is beside the weights.
+
+    Returns:
+        How many files, and the names of links out of the directory: whose they are it cannot say.
+    """
+    count, linked = 0, []
     templates = source.path / "additional_chat_templates"
-    if templates.is_dir():
-        with writing(place / templates.name):
-            shutil.copytree(templates, place / templates.name)
-    return count
+    for file in (*sorted(source.path.iterdir()), *(sorted(templates.iterdir()) if templates.is_dir() else ())):
+        if not file.is_file() or file.name.startswith(".") or any(file.match(pattern) for pattern in NOT_COPIED):
+            continue
+        name = str(file.relative_to(source.path))
+        try:
+            place_in([source.path], name)
+        except OSError:
+            linked.append(name)
+            continue
+        with writing(place / name):
+            (place / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, place / name)
+        count += 1
+    return count, linked
 
 
 def _write_recipe(run: SavedRun, place: Path) -> None:

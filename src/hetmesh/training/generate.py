@@ -7,7 +7,6 @@ each new one, by the forward of training, at a cost that grows with the square o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from hetmesh.data.continued import Continued
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.source import PromptSource, Source
 from hetmesh.errors import RecipeError
+from hetmesh.files import json_object
 from hetmesh.models import pretrained_of
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.one_process import OneProcess
@@ -87,10 +87,6 @@ def end_tokens(source: Source, recipe: Recipe) -> frozenset[int]:
 
 
 def _configured(folder: Path) -> set[int]:
-    try:
-        value = json.loads((folder / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
-    except FileNotFoundError:
-        return set()
-    except (OSError, ValueError, AttributeError) as error:
-        raise RecipeError(f"{folder}: generation_config.json cannot be read: {error}") from error
+    file = folder / "generation_config.json"
+    value = json_object(file, folder).get("eos_token_id") if file.is_file() else None
     return {token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)}

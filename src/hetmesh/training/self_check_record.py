@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hetmesh.errors import OutputError
+from hetmesh.files import from_json, read_file
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.whole_directory import directory_of
 
@@ -21,8 +22,11 @@ def record_file(recipe: Recipe) -> Path:
 def recorded(recipe: Recipe) -> float | None:
     """The largest difference that was found for the recipe's modules and the files that its directory has now; None if
     they were not compared."""
-    entry = _read(record_file(recipe)).get(_key(recipe), {})
-    return entry.get("max_difference") if entry.get("of") == _compared(recipe) else None
+    entry = _read(record_file(recipe)).get(_key(recipe))
+    if not isinstance(entry, dict) or entry.get("of") != _compared(recipe):
+        return None
+    found = entry.get("max_difference")
+    return found if isinstance(found, float) else None
 
 
 def record(recipe: Recipe, difference: float) -> None:
@@ -69,7 +73,7 @@ def _compared(recipe: Recipe) -> dict[str, Any]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = from_json(read_file(file))
     except (OSError, ValueError):  # there is none, or it is none: then it is compared again
         return {}
     return value if isinstance(value, dict) else {}

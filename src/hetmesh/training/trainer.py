@@ -20,9 +20,7 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.checkpoint import Checkpointer
 from hetmesh.training.checkpointing.references import References, check_references, referenced, references
 from hetmesh.training.dump_folder import RunFolder, claim_folder
-from hetmesh.training.evaluate import Evaluation, evaluate, show
-from hetmesh.training.free_running import FreeRunning, free_running
-from hetmesh.training.generate import end_tokens
+from hetmesh.training.evaluate import Evaluation
 from hetmesh.training.gradients import clip_factor, reduce_over_ranks, scale
 from hetmesh.training.held_out import held_out_source
 from hetmesh.training.initial_load import load_initial_weights
@@ -40,6 +38,7 @@ from hetmesh.training.resume import ADVICE, changes, check_changes, check_model,
 from hetmesh.training.skip import Skipped, leave_out_unreadable
 from hetmesh.training.step_notices import StepNotices
 from hetmesh.training.stopping import Stopped, StopSignals
+from hetmesh.training.validation import RunValidation
 from hetmesh.training.what_next import what_next, when_finished
 from hetmesh.training.world_of import world_of
 
@@ -111,7 +110,6 @@ class Trainer:
         self.notes = self.claimed.describe()
         self.loss: float | None = None  # of the last step
         self.skipped = Skipped()
-        self.answered: FreeRunning | None = None
         try:
             self._build(payloads, loss)
         except BaseException:
@@ -127,7 +125,7 @@ class Trainer:
         self.parameters = list(self.job.root.parameters())
         self.optimizers = make_optimizers(recipe, self.job.root)
         self.lr = learning_rate(recipe)
-        self.held_out = held_out_source(recipe, None if payloads is None else payloads.sources)
+        held_out = held_out_source(recipe, None if payloads is None else payloads.sources)
         kept = recipe.checkpoint
         self.checkpointer = Checkpointer(
             world,
@@ -160,6 +158,7 @@ class Trainer:
             claim=self.claimed.claim,
         )
         self.notices = StepNotices(recipe, self.reporter)
+        self.validation = RunValidation(self.job, held_out, self.reporter)
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, evaluate, and show what was learnt."""
@@ -169,13 +168,14 @@ class Trainer:
             with self.signals:
                 self._steps()
                 seconds = time.perf_counter() - started
-                evaluation = self.validate()
+                self.validate()
                 self.checkpointer.wait()
-            summary = self._summary(evaluation, seconds)
+            summary = self._summary(seconds)
             self.reporter.summary(summary)
-            for text in self._shown(evaluation) if evaluation and self.held_out else ():
+            for text in self.validation.shown():
                 self.reporter.print(text)
-            self.reporter.print("\n".join([self._results(), *self._what_next()]))
+            next_ = what_next(recipe, self.folder, self.step, self.validation.source)
+            self.reporter.print("\n".join([self._results(), *next_]))
             if recipe.checkpoint.last_save_in_hf:
                 self._export()
             return summary
@@ -295,24 +295,7 @@ class Trainer:
 
     def validate(self) -> Evaluation | None:
         """Evaluate on the held-out samples, if the source has some, and report it."""
-        if self.held_out is None:
-            return None
-        evaluation = evaluate(self.job, self.held_out, self.recipe.validation.samples)
-        scores = {"loss": evaluation.loss, "answer_accuracy": evaluation.accuracy, **evaluation.accuracy_by_kind}
-        keys = self.recipe.validation
-        if keys.free_running:
-            ends = end_tokens(self.held_out, self.recipe)
-            self.answered = free_running(self.job, self.held_out, keys.free_running, keys.free_running_tokens, ends)
-            scores["free_running_accuracy"] = self.answered.accuracy
-        self.reporter.evaluation(self.step, scores)
-        if evaluation.skipped:
-            many, first = len(evaluation.skipped), evaluation.skipped[0]
-            self.reporter.print(f"validation: {many} samples cannot be read and count as wrong; the first: {first}")
-        return evaluation
-
-    def _shown(self, evaluation: Evaluation) -> list[str]:
-        assert self.held_out is not None
-        return show(self.held_out, evaluation, answers=() if self.answered is None else self.answered.answers)
+        return self.validation.run(self.step)
 
     def save(self) -> None:
         """Write a checkpoint of the current step."""
@@ -379,7 +362,7 @@ class Trainer:
     def _done(self) -> bool:
         return self.stopped or self.step >= self.recipe.training.steps
 
-    def _summary(self, evaluation: Evaluation | None, seconds: float) -> dict[str, Any]:
+    def _summary(self, seconds: float) -> dict[str, Any]:
         summary: dict[str, Any] = {"steps": self.step, "ranks": self.world.size, "train_seconds": round(seconds, 3)}
         if self.loss is not None:
             summary["loss"] = self.loss
@@ -389,25 +372,9 @@ class Trainer:
             summary["skipped_steps"] = skipped
         if self.skipped.samples:
             summary["samples_skipped"] = self.skipped.samples
-        if evaluation is not None:
-            summary |= {
-                "validation_loss": evaluation.loss,
-                "answer_accuracy": evaluation.accuracy,
-                "answer_accuracy_by_kind": evaluation.accuracy_by_kind,
-                "questions": len(evaluation.right),
-            }
-        if self.answered is not None:
-            summary |= {
-                "free_running_accuracy": self.answered.accuracy,
-                "free_running_questions": len(self.answered.right),
-                "free_running_unended": self.answered.unended,
-            }
-        return summary
+        return summary | self.validation.summary()
 
     def _results(self) -> str:
         files = "summary.json, metrics.jsonl" + (", tensorboard/" if self.recipe.metrics.enable_tensorboard else "")
         saved = f", {self.recipe.checkpoint.folder}/" if self.recipe.checkpoint.enable else ""
         return f"results are in {self.folder}: {files}{saved}"
-
-    def _what_next(self) -> list[str]:
-        return what_next(self.recipe, self.folder, self.step, self.held_out)

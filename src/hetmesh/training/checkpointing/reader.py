@@ -6,7 +6,9 @@ from __future__ import annotations
 import io
 import math
 import os
+import pickle
 import struct
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,6 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from hetmesh.files import open_file
 from hetmesh.training import checksums
 from hetmesh.training.checksums import SavedPart
 
@@ -58,7 +61,7 @@ class PlainReader(checksums.Reader):
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for file, items in by_file.items():
             try:
-                with open(os.path.join(self.path, file), "rb") as stream:
+                with open_file(os.path.join(self.path, file)) as stream:
                     for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
                         self._read(stream, item, planner)
             except FileNotFoundError:
@@ -97,7 +100,7 @@ class PlainReader(checksums.Reader):
     ) -> bool:
         """Read all values of a part into `target` without a copy between; False where that is not worth it or not
         possible, and nothing has been done."""
-        if part.length < _LARGE:
+        if part.length < _LARGE or not _holds(stream, part.offset + part.length):
             return False
         beginning = self._content(stream, part, _BEGINNING)
         start = _start(self._buffer, _BEGINNING)
@@ -119,7 +122,7 @@ class PlainReader(checksums.Reader):
         """The bytes of a part, or the first `most`, in memory that the next call overwrites."""
         length = part.length if most is None else min(part.length, most)
         if len(self._buffer) < length:
-            if part.offset + length > stream.seek(0, os.SEEK_END):  # no memory for what is not there
+            if not _holds(stream, part.offset + length):
                 return memoryview(b"")
             self._buffer = bytearray(length)
         content = memoryview(self._buffer)[:length]
@@ -136,13 +139,31 @@ class PlainReader(checksums.Reader):
         start = _start(self._buffer, len(content)) if self._plain else None
         numel = math.prod(sizes)
         if start is None or not numel or start + numel * dtype.itemsize > len(content):
-            found: Tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            found: Tensor = unpacked(io.BytesIO(content))
             return found
         return torch.frombuffer(content, dtype=dtype, count=numel, offset=start).view(sizes)
 
 
+def _holds(stream: BinaryIO, end: int) -> bool:
+    """Whether a file has so many bytes: no memory for what is not there."""
+    return end <= stream.seek(0, os.SEEK_END)
+
+
 def _is_plain(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def unpacked(content: io.BytesIO) -> Any:
+    """What torch.save wrote, on the CPU; it takes no more memory than it has bytes.
+
+    Raises:
+        UnpicklingError, BadZipFile, and whatever torch.load makes of other bytes.
+    """
+    with zipfile.ZipFile(content) as archive:
+        if packed := [each.filename for each in archive.infolist() if each.compress_type != zipfile.ZIP_STORED]:
+            raise pickle.UnpicklingError(f"{packed[0]} in it is packed, which torch.save never does")
+    content.seek(0)
+    return torch.load(content, map_location="cpu", weights_only=True)
 
 
 def _start(content: bytearray, length: int) -> int | None:

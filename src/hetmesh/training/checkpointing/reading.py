@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from hetmesh.boundary import World
 from hetmesh.errors import CheckpointError
 from hetmesh.training import checksums
-from hetmesh.training.checkpointing.reader import PlainReader
+from hetmesh.training.checkpointing.reader import PlainReader, unpacked
 from hetmesh.training.checkpointing.staging import is_plain
 
 
@@ -89,7 +88,7 @@ class Planner(dcp.DefaultLoadPlanner):
         if content in self._known:
             found = self._known[content]
         else:
-            found = torch.load(value, weights_only=True)
+            found = unpacked(value)
             if is_plain(found):
                 self._known[content] = found
         *path, last = self.mappings[read_item.dest_index.fqn]

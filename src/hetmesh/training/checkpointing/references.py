@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hetmesh.boundary import World
 from hetmesh.errors import CheckpointError, HetmeshError
+from hetmesh.files import open_file
 from hetmesh.models import pretrained_of
 from hetmesh.recipe.recipe import Recipe
 
@@ -76,7 +77,7 @@ def _checksums(files: Iterable[tuple[str, Path]]) -> dict[tuple[str, str], int]:
     found = {}
     for name, file in files:
         crc = 0
-        with open(file, "rb") as stream:
+        with open_file(file) as stream:
             while data := stream.read(_CHUNK):
                 crc = zlib.crc32(data, crc)
         found[name, file.name] = crc

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from hetmesh._torch_compat import storage_info, without_zip_checksums
+from hetmesh.files import from_json, read_file
 from hetmesh.training.checkpointing.plan import SavedEntry
 from hetmesh.training.checksums import SavedPart, Sum
 
@@ -112,7 +113,7 @@ def take_report(folder: Path, rank: int) -> list[WrittenPart]:
     file = folder / report_name(rank)
     found = [
         WrittenPart(MetadataIndex(name, offset, number), SavedPart(where, start, length, name), crc)
-        for name, offset, number, where, start, length, crc in json.loads(file.read_text(encoding="utf-8"))
+        for name, offset, number, where, start, length, crc in from_json(read_file(file))
     ]
     file.unlink()
     return found

@@ -1,0 +1,71 @@
+"""What a run does with its held-out samples: it evaluates them, has questions answered, shows some, sums it up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hetmesh.training.evaluate import Evaluation, evaluate, show
+from hetmesh.training.free_running import FreeRunning, free_running
+from hetmesh.training.generate import end_tokens
+
+if TYPE_CHECKING:
+    from hetmesh.data.source import Source
+    from hetmesh.training.job import Job
+    from hetmesh.training.reporter import Reporter
+
+
+class RunValidation:
+    """The `[validation]` of a run.
+
+    Args:
+        source: the held-out samples; None where the run has none, and then nothing is done.
+
+    Attributes:
+        last, answered: what was found the last time.
+    """
+
+    def __init__(self, job: Job, source: Source | None, reporter: Reporter) -> None:
+        self.job, self.source, self.reporter = job, source, reporter
+        self.last: Evaluation | None = None
+        self.answered: FreeRunning | None = None
+
+    def run(self, step: int) -> Evaluation | None:
+        """Evaluate after `step`, and report it. Collective."""
+        if self.source is None:
+            return None
+        keys = self.job.recipe.validation
+        evaluation = self.last = evaluate(self.job, self.source, keys.samples)
+        scores = {"loss": evaluation.loss, "answer_accuracy": evaluation.accuracy, **evaluation.accuracy_by_kind}
+        if keys.free_running:
+            ends = end_tokens(self.source, self.job.recipe)
+            self.answered = free_running(self.job, self.source, keys.free_running, keys.free_running_tokens, ends)
+            scores["free_running_accuracy"] = self.answered.accuracy
+        self.reporter.evaluation(step, scores)
+        if evaluation.skipped:
+            many, first = len(evaluation.skipped), evaluation.skipped[0]
+            self.reporter.print(f"validation: {many} samples cannot be read and count as wrong; the first: {first}")
+        return evaluation
+
+    def shown(self) -> list[str]:
+        """Some samples with their answers, for people."""
+        if self.source is None or self.last is None:
+            return []
+        return show(self.source, self.last, answers=() if self.answered is None else self.answered.answers)
+
+    def summary(self) -> dict[str, Any]:
+        """What the summary of the run says of it."""
+        found: dict[str, Any] = {}
+        if self.last is not None:
+            found |= {
+                "validation_loss": self.last.loss,
+                "answer_accuracy": self.last.accuracy,
+                "answer_accuracy_by_kind": self.last.accuracy_by_kind,
+                "questions": len(self.last.right),
+            }
+        if self.answered is not None:
+            found |= {
+                "free_running_accuracy": self.answered.accuracy,
+                "free_running_questions": len(self.answered.right),
+                "free_running_unended": self.answered.unended,
+            }
+        return found
