@@ -1,4 +1,4 @@
-"""Cases of peers' own tests: on which positions rows land (Megatron-LM), what a pack of samples is (Megatron-Bridge)."""
+"""Cases of peers' own tests: on which positions rows land (Megatron-LM), what a pack is (Megatron-Bridge)."""
 
 from types import SimpleNamespace
 
@@ -84,7 +84,7 @@ def test_several_images_of_unequal_length():
 def test_counts_that_differ_and_a_modality_without_a_token_are_errors():
     tokens, meta = sample("a", 6, [("image", 2, 2)])
     tokens.tokens[4] = PLACEHOLDERS["image"]
-    with pytest.raises(SampleError, match="sample 'a': 3 'image' placeholder tokens, but .* 2 rows"):
+    with pytest.raises(SampleError, match=r"sample 'a': 3 'image' placeholder tokens, but .* 2 rows"):
         embedded(["image"], (tokens, meta))
     adapter, _ = llm("image")
     with pytest.raises(SampleError, match="no placeholder 'image'"):

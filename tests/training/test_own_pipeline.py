@@ -145,7 +145,11 @@ def gradient_of_one_number(rank, samples, valid, text_only):
 
     def load(name, at):
         numbers = torch.tensor(at, dtype=torch.float64)[:, None]
-        return {"input": 4 * (numbers >= text_only).double()} if name == "encoder" else {"valid": (numbers < valid).double()}
+        return (
+            {"input": 4 * (numbers >= text_only).double()}
+            if name == "encoder"
+            else {"valid": (numbers < valid).double()}
+        )
 
     pipeline = Pipeline(
         parts, [("encoder", "llm")], loss=lambda out, batch: (out * batch["valid"]).sum(), microbatch=samples // 2
