@@ -1,5 +1,7 @@
-"""What the README promises: its two commands, its recipes, and its script, which trains as one process does."""
+"""What the README promises: its pictures and tables are true, and its scripts train as one process does."""
 
+import argparse
+import importlib
 import os
 import re
 import runpy
@@ -8,10 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomli
 import torch
 from torch import nn
 
 import hetmesh
+from hetmesh.cli import VERBS, main
+from hetmesh.graph import dense_mesh
+from hetmesh.recipe.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -19,7 +25,8 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
 def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    return [text for name, text in fenced if name == language]
 
 
 def test_two_commands_do_all_set_up():
@@ -28,10 +35,68 @@ def test_two_commands_do_all_set_up():
     assert third == "pip install -e '.[test]' && pytest"
 
 
+def test_it_is_short():
+    assert len(README.splitlines()) <= 450
+
+
+def test_the_recipe_that_is_shown_is_part_of_the_digits_recipe():
+    shown = tomli.loads(next(block for block in blocks("toml") if "[modules.vision]" in block))
+    whole = tomli.loads((ROOT / "recipes" / "digits.toml").read_text(encoding="utf-8"))
+    assert shown["boundaries"] == whole["boundaries"]
+    for section in ("modules", "parallelism"):
+        assert {name: {**whole[section][name], **table} for name, table in shown[section].items()} == whole[section]
+
+
+def test_the_picture_is_what_explain_prints(capsys):
+    (picture,) = [text for text in blocks("") if text.startswith("disjoint: ")]
+    for above, *rows in (part.splitlines() for part in picture.split("\n\n")):
+        for cut in (slice(0, 57), slice(57, None)):
+            assert main(["explain", str(ROOT / above[cut].split()[-1])]) == 0
+            printed = [line.strip() for line in capsys.readouterr().out.splitlines()]
+            assert {row[cut].strip() for row in rows} <= set(printed)
+
+
+def test_the_table_of_measurements_is_that_of_the_kept_outputs(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    table = importlib.import_module("measured_table").table()
+    kept = importlib.import_module("page_table").written(README, "measured_table")
+    assert kept == table, "an output has changed: python tools/measured_table.py --write"
+
+
+def test_every_command_is_listed_with_options_that_it_has():
+    listed = re.findall(r"^\| `hetmesh (\w+) [^`]*` \| (.*) \|$", README, re.MULTILINE)
+    assert sorted([*(verb for verb, _ in listed), "init", "train"]) == sorted(VERBS)
+    for verb, says in listed:
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"hetmesh.cli.{verb}").add_arguments(parser)
+        known = {option for action in parser._actions for option in action.option_strings}
+        assert {option for option in re.findall(r"`(--[\w-]+)(?=[ `])", says) if "." not in option} <= known, verb
+
+
 def test_every_recipe_is_listed_and_every_listed_one_exists():
     assert {path.name for path in (ROOT / "recipes").glob("*.toml")} == set(
         re.findall(r"`recipes/(\w+\.toml)`", README)
     )
+
+
+AXES = {"data parallel": "dp_replicate", "FSDP": "dp_shard", "tensor parallel": "tp", "context parallel": "cp"}
+
+
+@pytest.mark.parametrize("line", re.findall(r"^\| `recipes/\w+\.toml` \| .* \|$", README, re.MULTILINE))
+def test_degrees_in_the_table_of_recipes_are_theirs(line):
+    """All that it says, and with "the same" what the line above says."""
+    name, says = re.findall(r"^\| `(recipes/\w+\.toml)` \| (.*) \|$", line)[0]
+    recipe = load_recipe(ROOT / name)
+    meshes = [dense_mesh(mesh) for mesh in recipe.wiring.meshes.values()]
+    degrees = {(axis, mesh.axis_size(axis)) for mesh in meshes for axis in (*AXES.values(), "pp")}
+    for kind, size in re.findall(rf"({'|'.join(AXES)}) (\d+)", says):
+        assert (AXES[kind], int(size)) in degrees
+    if re.search(r"(two|four)[- ]stages?", says):
+        assert ("pp", 2) in degrees  # four stages on two ranks take turns
+    for count in re.findall(r"([\d,]+) GPUs", says):
+        assert recipe.world_size == int(count.replace(",", ""))
+    if "in one process" in says:
+        assert recipe.world_size == 1
 
 
 def one_process():
@@ -54,7 +119,14 @@ def one_process():
 @pytest.mark.slow
 def test_the_script_trains_in_parity_with_one_process(tmp_path):
     (script,) = (block for block in blocks("python") if "redistribute" in block)
+    assert len([line for line in script.splitlines() if line]) <= 30
     assert losses_of(script, tmp_path / "two_meshes.py", *TORCHRUN) == pytest.approx(one_process(), abs=1e-12)
+
+
+def page_scripts():
+    """Of the page of training."""
+    page = (ROOT / "src" / "hetmesh" / "training" / "README.md").read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
@@ -73,7 +145,7 @@ def losses_of(script, path, *launcher):
 @pytest.mark.slow
 def test_a_loop_of_ones_own_trains_as_one_process_does(tmp_path):
     """Loss, optimizer and loop of the script, over the same recipe on one rank."""
-    (script,) = (block for block in blocks("python") if "open_job" in block)
+    (script,) = (block for block in page_scripts() if "open_job" in block)
     assert len(script.splitlines()) <= 60
     own = runpy.run_path(str(write(tmp_path / "train_digits.py", script)))
     losses = losses_of(script, tmp_path / "train_digits.py")
@@ -87,8 +159,7 @@ def test_a_loop_of_ones_own_trains_as_one_process_does(tmp_path):
 
 @pytest.mark.slow
 def test_parts_of_ones_own_train_without_a_recipe(tmp_path):
-    page = (ROOT / "src" / "hetmesh" / "training" / "README.md").read_text(encoding="utf-8")
-    (script,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (script,) = (block for block in page_scripts() if "Pipeline(" in block)
     losses = losses_of(script, tmp_path / "parts.py")
     assert len(losses) == 5
     assert losses == sorted(losses, reverse=True)
@@ -106,6 +177,27 @@ def test_every_test_that_stands_for_a_requirement_exists():
     for path, name in named:
         assert (ROOT / path).is_file(), path
         assert not name or f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
+
+
+REQUIREMENTS = [
+    f"{letter}{n}"
+    for letter, last in (("H", 10), ("C", 10), ("O", 11), ("E", 10), ("U", 27))
+    for n in range(1, last + 1)
+]
+
+
+@pytest.mark.parametrize("requirement", REQUIREMENTS)
+def test_every_requirement_has_a_row_that_names_a_test(requirement):
+    rows = re.findall(rf"^\| {requirement} \| .* \| (.*) \|$", CONTRIBUTING, re.MULTILINE)
+    assert rows
+    assert any(re.search(r"`tests/[\w/]+\.py", row) for row in rows)
+
+
+def test_every_case_of_peers_has_a_test():
+    table = CONTRIBUTING.split("| peer | what | test |")[1].split("\n\n")[0]
+    rows = table.strip().splitlines()[1:]
+    assert len(rows) >= 15
+    assert all(re.search(r"`tests/[\w/]+\.py[^|]* \|$", row) for row in rows)
 
 
 def pages():

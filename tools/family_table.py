@@ -1,7 +1,7 @@
-"""The README's table of families and what hetmesh can do with them, from what the code declares.
+"""The table of families that the generic split was tried with: what can be done with them, as the code declares it.
 
     python tools/family_table.py            # print it
-    python tools/family_table.py --write    # put it into README.md
+    python tools/family_table.py --write    # put it into its page, src/hetmesh/models/split/README.md
 
 Each family is a tiny random model of transformers (`hetmesh.testing.tiny_vlms`); a config with other layers may allow
 less, which `hetmesh check` says.
@@ -15,8 +15,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-BEGIN, END = "<!-- tools/family_table.py -->", "<!-- end -->"
+import page_table
+
+PAGE = Path(__file__).parents[1] / "src" / "hetmesh" / "models" / "split" / "README.md"
 
 FAMILIES: Mapping[str, str] = {
     "llava": "LLaVA",
@@ -53,33 +54,25 @@ def row_of(name: str, folder: Path) -> Mapping[str, str]:
 def table(rows: Mapping[str, Mapping[str, str]]) -> str:
     """The table in Markdown."""
     columns = list(next(iter(rows.values())))
-    lines = [f"| family | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    lines += [f"| {name} | {' | '.join(row.values())} |" for name, row in rows.items()]
-    return "\n".join(lines)
+    return page_table.markdown(["family", *columns], ([name, *row.values()] for name, row in rows.items()))
 
 
 def written(text: str) -> str:
-    """The table that a README has."""
-    return text.partition(BEGIN)[2].partition(END)[0].strip()
+    """The table that a page has."""
+    return page_table.written(text, "family_table")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print or write the table; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put it into README.md")
+    parser.add_argument("--write", action="store_true", help="put it into its page")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         made = table({title: row_of(name, Path(folder)) for name, title in FAMILIES.items()})
-    if not args.write:
+    if args.write:
+        page_table.write(PAGE, "family_table", made)
+    else:
         print(made)
-        return 0
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    before, found, rest = text.partition(BEGIN)
-    if not found or END not in rest:
-        raise SystemExit(f"family_table.py: README.md has no place for it, {BEGIN} and {END}")
-    after = rest.partition(END)[2]
-    readme.write_text(f"{before}{BEGIN}\n{made}\n{END}{after}", encoding="utf-8")
     return 0
 
 

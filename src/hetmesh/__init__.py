@@ -10,6 +10,7 @@ rooms above it:
     balance/    samples to lanes and microbatches -> BatchPlan                   |
     schedule/   actions, validation, one file per policy                         |
     simulate/   what a schedule takes: timelines, bubbles, peak memory           |
+    planner/    candidates, estimates, search: which layout a model should have  |
     recipe/     TOML in torchtitan's vocabulary -> frozen Recipe                 |
     boundary/   World, meshes, watchdog, transports, log, redistribute          torch.distributed, nn.Modules, files
     attention/  context-parallel attention: plan, fetch, kernels                 |

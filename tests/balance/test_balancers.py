@@ -315,3 +315,18 @@ def test_processes_with_other_numbers_of_threads_agree():
         results.add(done.stdout)
     assert len(results) == 1
     assert len(results.pop().strip()) == 64
+
+
+def test_images_of_unequal_grids_over_lanes():
+    """Megatron-Bridge's test_dp_utils.py: 4, 16, 9 and 25 patches over two and four lanes, three images over two."""
+    patches = np.array([[4, 4], [16, 16], [9, 9], [25, 25]])
+
+    def lanes(loads, count, policy):
+        found = assign(BatchLoads(("vision", "llm"), loads), Slots((count, count), (1, 1)), policy).lane[:, 0]
+        return [int(loads[found == lane, 0].sum()) for lane in range(count)]
+
+    assert lanes(patches, 2, "none") == [20, 34]
+    assert sorted(lanes(patches, 2, "auto")) == [25, 29]  # the peer's are 20 and 34
+    assert lanes(patches, 4, "none") == [4, 16, 9, 25]
+    assert sorted(lanes(patches[:3], 2, "auto")) == [13, 16]  # refused by the peer
+    assert lanes(np.full((4, 2), 16), 2, "none") == [32, 32]

@@ -1,6 +1,5 @@
 """What launchers leave in the environment: which process is which rank, or why that cannot be known."""
 
-import json
 import os
 import socket
 import subprocess
@@ -114,31 +113,6 @@ def test_the_number_of_tasks_must_fit(monkeypatch, capsys):
     assert main(["train", str(ROOT / "recipes" / "digits.toml")]) == 2
     err = capsys.readouterr().err
     assert "describes 4 ranks, but srun started SLURM_NTASKS = 8; start 4 (srun --ntasks 4 hetmesh train ...)" in err
-
-
-@pytest.mark.slow
-def test_tasks_of_srun_are_one_job(tmp_path):
-    processes = []
-    for rank in range(2):
-        env = {**BATCH, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_ID": "0"}
-        env["SLURM_JOB_ID"] = str(os.getpid())  # the port follows from it
-        command = [sys.executable, "-m", "hetmesh", "train", "recipes/digits.toml", *TWO_RANKS, *ONE_STEP]
-        processes.append(
-            subprocess.Popen(
-                [*command, "--job.dump_folder", str(tmp_path / "run")],
-                cwd=ROOT,
-                env={**os.environ, **env},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    (out, err), (silent, _) = (process.communicate(timeout=240) for process in processes)
-    assert [process.returncode for process in processes] == [0, 0], err
-    assert out.count("2 ranks, 1 steps of 8 samples") == 1
-    assert silent == ""
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["ranks"] == 2
 
 
 @pytest.mark.slow

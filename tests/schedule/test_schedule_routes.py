@@ -166,3 +166,20 @@ def test_routes_that_cannot_be_are_refused():
         sequential(two(), Routes.make({"vision": 2, "llm": 3}))
     with pytest.raises(ScheduleError, match="routes are of modules"):
         sequential(two(), Routes.make({"vision": 2}))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_a_frozen_encoder_runs_ahead_of_a_trained_projector_in_order_and_no_further_than_the_pipeline_is_deep(depth):
+    """Megatron-LM's test_mimo_encoder_prefetch.py: the projector has its gradients, the encoder none."""
+    chain = (module("vision", 0, trainable=False), module("projector", 1), module("llm", 2, pp=depth))
+    stages = stage_graph(ModuleGraph(chain, (BoundarySpec("vision", "projector"), BoundarySpec("projector", "llm"))))
+    schedule = one_f_one_b(stages, 8)
+    assert texts(schedule, VISION) == " ".join(f"F{m}" for m in range(8))
+    assert texts(schedule, Stage("projector")).count("B") == 8
+    forwards = [action.target for action in schedule.actions if action.kind is Kind.FORWARD]
+    last, ahead = Stage("llm", depth - 1), []
+    for i, stage in enumerate(forwards):
+        if stage == last:
+            done = forwards[:i]
+            ahead.append(done.count(VISION) - done.count(last))
+    assert 1 < max(ahead) <= depth + 1

@@ -1,4 +1,4 @@
-"""The README's table of families: it is what the code declares, and `hetmesh check` accepts and refuses accordingly."""
+"""The table of families: it is what the code declares, and `hetmesh check` accepts and refuses accordingly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from hetmesh.testing import tiny_vlms
 from hetmesh.training.describe import describe
 
 TOOLS = Path(__file__).parents[2] / "tools"
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+PAGE = Path(__file__).parents[2] / "src" / "hetmesh" / "models" / "split" / "README.md"
+TEXT = PAGE.read_text(encoding="utf-8")
 
 TRIED = {
     "TP": "[parallelism.{module}]\ntensor_parallel_degree = 2",
@@ -35,14 +36,14 @@ def families(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_readme_has_the_table_that_the_code_declares(families, tmp_path):
+def test_the_page_has_the_table_that_the_code_declares(families, tmp_path):
     rows = {title: families.row_of(name, tmp_path) for name, title in families.FAMILIES.items()}
-    assert families.table(rows) == families.written(README)
+    assert families.table(rows) == families.written(TEXT)
 
 
 def cells(families):
-    """Of the README's table: name of the tiny model, column, cell."""
-    head, _, *lines = families.written(README).splitlines()
+    """Of the table: name of the tiny model, column, cell."""
+    head, _, *lines = families.written(TEXT).splitlines()
     columns = [each.strip() for each in head.strip("|").split("|")][1:]
     names = {title: name for name, title in families.FAMILIES.items()}
     for line in lines:

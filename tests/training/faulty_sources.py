@@ -5,6 +5,8 @@ import signal
 import time
 from collections.abc import Collection
 
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.source import Sample
 
@@ -33,3 +35,18 @@ class FaultyDigits(DigitsSource):
         if self.fault == "drop":
             return Sample(sample.id, sample.tokens, {"image": sample.media.get("image", ())[:-1]})
         return sample
+
+
+class FailingUpdate(DigitsSource):
+    """The digits, in a process whose optimizers fail from the second step on if it is rank `rank`."""
+
+    def __init__(self, split: str = "train", rank: int = 1) -> None:
+        super().__init__(split)
+        self.updates = 0
+        if split == "train" and int(os.environ.get("RANK", -1)) == rank:
+            register_optimizer_step_pre_hook(self._fail)
+
+    def _fail(self, *_: object) -> None:
+        self.updates += 1
+        if self.updates == 3:  # the first one, before any training, makes the optimizer's state
+            raise RuntimeError("no memory for the update")

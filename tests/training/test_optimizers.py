@@ -1,5 +1,8 @@
 """One optimizer over the modules of a rank, in groups that each fit one kernel; one learning rate for all ranks."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from hetmesh.errors import RecipeError
 from hetmesh.layout import MeshSpec
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.training.checkpointing.folders import complete_steps
 from hetmesh.training.optimizers import Root, learning_rate, make_optimizers
 from hetmesh.training.refusals import check_recipe
 
@@ -104,3 +108,20 @@ def test_a_run_may_end_before_its_schedule():
     assert cut(3) != learning_rate(parse_recipe(TEXT, ("--training.steps", "4")))(3)
     with pytest.raises(RecipeError, match=r"lr_scheduler\.total_steps = 5: .* valid are 6 and more"):
         check_recipe(parse_recipe(TEXT, ("--lr_scheduler.total_steps", "5")))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")
+def test_an_update_that_fails_on_one_rank_ends_all_of_them_and_is_not_saved(start_training, tmp_path):
+    """Megatron-LM's test_mimo_optimizer_consensus.py: whether all ranks were updated is no rank's own opinion."""
+    command = start_training(
+        Path(__file__).parents[2] / "recipes" / "digits_overlapping.toml",
+        *("--data.source", "faulty_sources:FailingUpdate", "--training.steps", "3", "--training.local_batch_size", "8"),
+        *("--checkpoint.enable", "true", "--checkpoint.interval", "1", "--validation.samples", "4"),
+        *("--job.dump_folder", str(tmp_path / "run"), "--metrics.enable_tensorboard", "false"),
+    )
+    _, err = command.communicate(timeout=120)
+    assert command.returncode == 1
+    assert "rank 1" in err
+    assert "RuntimeError: no memory for the update" in err
+    assert complete_steps(tmp_path / "run" / "checkpoint") == [1]

@@ -130,6 +130,48 @@ def test_parts_of_ones_own_equal_one_process(pool4, meshes, schedule):
     assert {name for _, full, _, _ in ranks for name in full} == set(parameters)
 
 
+ONE_NUMBER = {"encoder": MeshSpec.make(range(4), dp_replicate=4), "llm": MeshSpec.make([2, 3], dp_replicate=2)}
+
+
+def gradient_of_one_number(rank, samples, valid, text_only):
+    """What gradients a weight of the encoder on four lanes and one of the LLM on two have: the loss is 4 x their
+    product, summed over the `valid` first samples; of the `text_only` first ones the encoder gets zeros."""
+    weights, parts = {}, {}
+    for name, spec in ONE_NUMBER.items():
+        if hetmesh.device_mesh(spec) is not None:
+            weights[name] = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+            nn.init.ones_(weights[name].weight)
+        parts[name] = Part(weights.get(name), spec, (1,), dtype=torch.float64)
+
+    def load(name, at):
+        numbers = torch.tensor(at, dtype=torch.float64)[:, None]
+        return (
+            {"input": 4 * (numbers >= text_only).double()}
+            if name == "encoder"
+            else {"valid": (numbers < valid).double()}
+        )
+
+    pipeline = Pipeline(
+        parts, [("encoder", "llm")], loss=lambda out, batch: (out * batch["valid"]).sum(), microbatch=samples // 2
+    )
+    pipeline.step(load, samples, divide_by=valid)
+    return [float(weight.weight.grad) for weight in weights.values()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("samples", "valid", "text_only", "gradient"),
+    [
+        (100, 100, 0, 4.0),  # Megatron-Bridge's PR #5555: a sum of 400 over 100 tokens, LLM on 2 lanes, encoder on 4
+        (8, 4, 0, 4.0),  # Megatron-LM's test_mimo_grad_sync.py: 4 tokens are a factor of 0.25
+        (8, 8, 4, 2.0),  # half of the samples, so of the encoder's ranks, have no image: no factor makes up for it
+    ],
+)
+def test_sums_are_divided_by_targets_and_by_no_number_of_lanes(pool4, samples, valid, text_only, gradient):
+    for found in pool4.run(gradient_of_one_number, samples, valid, text_only):
+        assert found == pytest.approx([gradient] * len(found), rel=1e-15)
+
+
 def halve_middle(name, module):
     """A part that takes the mean over its two lanes by itself."""
     if name == "middle":

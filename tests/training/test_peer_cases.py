@@ -180,6 +180,13 @@ BLOCKS = {
 }
 """Section 3: pairs of blocks (tp, pp, dp) that are not among the rows above."""
 
+GRADIENT_SYNC = {
+    "4 targets": Case(At(dp=4), At(dp=4), 1, 1, targets=(1,)),
+    "half of the ranks text-only": Case(At(dp=4), At(dp=2), 2, 1, items=(2, 1, 0, 0), targets=(1, 2)),
+    "one rank with images": Case(At(dp=4), At(tp=2, dp=2), 2, 1, items=(0, 0, 0, 3)),
+}
+"""Section 4: which ranks have something to add to a gradient."""
+
 exhaustive = pytest.mark.exhaustive
 
 
@@ -241,6 +248,12 @@ def test_several_encoders(pool, case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", params(BLOCKS, ["2,1,2 -> 4,1,1"]))
 def test_pairs_of_blocks(pool, case):
+    run(pool, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", params(GRADIENT_SYNC, ["4 targets"]))
+def test_gradients_of_ranks_with_and_without_targets_and_images(pool, case):
     run(pool, case)
 
 
