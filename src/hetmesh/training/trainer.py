@@ -6,6 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from hetmesh.boundary import World
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.payloads import Payloads
-from hetmesh.errors import NonFiniteError, RecipeError
+from hetmesh.errors import NonFiniteError, OutputError, RecipeError
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.checkpoint import Checkpointer
 from hetmesh.training.checkpointing.references import References, check_references, referenced, references
@@ -30,13 +31,14 @@ from hetmesh.training.job import Job
 from hetmesh.training.kernels import choose_kernels
 from hetmesh.training.loading import open_payloads
 from hetmesh.training.loss import OwnLoss
-from hetmesh.training.meter import Meter, StepCost
+from hetmesh.training.meter import Meter, StepCost, device_name
 from hetmesh.training.metrics import StepMetrics
 from hetmesh.training.non_finite import describe_non_finite
 from hetmesh.training.optimizers import keeping_options, learning_rate, make_optimizers, take_step
 from hetmesh.training.recorder import StepRecorder
 from hetmesh.training.reporter import Reporter
 from hetmesh.training.resume import ADVICE, changes, check_changes, check_model, described, run_state, saved_run
+from hetmesh.training.run_events import FAILED, FINISHED, STOPPED
 from hetmesh.training.skip import Skipped, leave_out_unreadable
 from hetmesh.training.step_notices import StepNotices
 from hetmesh.training.stopping import Stopped, StopSignals
@@ -101,6 +103,7 @@ class Trainer:
         loss: OwnLoss | None = None,
         on_step: OnStep | None = None,
     ) -> None:
+        self.began = time.perf_counter()
         torch.manual_seed(recipe.debug.seed)
         choose_kernels(recipe, world)
         self.on_step, self.stopped = on_step, False
@@ -112,6 +115,7 @@ class Trainer:
         self.loss: float | None = None  # of the last step
         self.skipped_steps, self.skipped = 0, Skipped()
         self.answered: FreeRunning | None = None
+        self.changed = ""  # since the checkpoint that this run goes on from
         try:
             self._build(payloads, loss)
         except BaseException:
@@ -146,7 +150,7 @@ class Trainer:
         self.upcoming = self.job.upcoming
         self.meter = Meter(self.job)
         self.recorder = StepRecorder(self.job, self.folder)
-        self.claimed.begin(recipe)
+        redone = self.claimed.begin(recipe)
         self.reporter = Reporter(
             self.folder,
             recipe.training.steps,
@@ -158,6 +162,14 @@ class Trainer:
             wandb=recipe.metrics.enable_wandb,
             config=recipe.model_dump(mode="json", by_alias=True),
             claim=self.claimed.claim,
+        )
+        self.reporter.started(
+            self.step,
+            ranks=world.size,
+            device=device_name(world.device),
+            built_s=round(time.perf_counter() - self.began, 3),
+            changed=self.changed or None,
+            redone=redone,
         )
         self.notices = StepNotices(recipe, self.reporter)
 
@@ -171,14 +183,23 @@ class Trainer:
                 seconds = time.perf_counter() - started
                 evaluation = self.validate()
                 self.checkpointer.wait()
+                self._tell_saved()
             summary = self._summary(evaluation, seconds)
             self.reporter.summary(summary)
+            self.reporter.ended(self.step, FINISHED)
             for text in self._shown(evaluation) if evaluation and self.held_out else ():
                 self.reporter.print(text)
             self.reporter.print("\n".join([self._results(), *self._what_next()]))
             if recipe.checkpoint.last_save_in_hf:
                 self._export()
             return summary
+        except Stopped as stopped:
+            self.reporter.ended(self.step, STOPPED, stopped.name)
+            raise
+        except BaseException as error:
+            with suppress(OutputError):  # of a full disk, `error` has told
+                self.reporter.ended(self.step, FAILED, str(error) or type(error).__name__)
+            raise
         finally:
             self.checkpointer.close()
             self.upcoming.close()
@@ -194,6 +215,7 @@ class Trainer:
             self.reporter.step(metrics)
             self._ask_to_go_on(metrics)
             self.checkpointer.check()
+            self._tell_saved()
             if recipe.checkpoint.enable and self._due(recipe.checkpoint.interval):
                 self.save()
             if self.signalled:
@@ -204,6 +226,7 @@ class Trainer:
     def _leave(self) -> None:
         """End the run here, with what is saved. Collective."""
         self.checkpointer.wait()
+        self._tell_saved()
         number = self.signals.number or signal.SIGTERM  # it came to another rank
         saved = "saved: the same command goes on from here" if self.recipe.checkpoint.enable else (
             "not saved: [checkpoint] enable = false"
@@ -301,14 +324,16 @@ class Trainer:
         """Evaluate on the held-out samples, if the source has some, and report it."""
         if self.held_out is None:
             return None
+        started = time.perf_counter()
         evaluation = evaluate(self.job, self.held_out, self.recipe.validation.samples)
-        scores = {"loss": evaluation.loss, "answer_accuracy": evaluation.accuracy, **evaluation.accuracy_by_kind}
+        scores = {"loss": evaluation.loss, "answer_accuracy": evaluation.accuracy}
         keys = self.recipe.validation
         if keys.free_running:
             ends = end_tokens(self.held_out, self.recipe)
             self.answered = free_running(self.job, self.held_out, keys.free_running, keys.free_running_tokens, ends)
             scores["free_running_accuracy"] = self.answered.accuracy
-        self.reporter.evaluation(self.step, scores)
+        measured = {"samples": len(evaluation.right), "time_s": round(time.perf_counter() - started, 3)}
+        self.reporter.evaluation(self.step, scores, evaluation.accuracy_by_kind, **measured)
         if evaluation.skipped:
             many, first = len(evaluation.skipped), evaluation.skipped[0]
             self.reporter.print(f"validation: {many} samples cannot be read and count as wrong; the first: {first}")
@@ -323,6 +348,12 @@ class Trainer:
         position = self._position()
         with self.job.expert_placement.in_own_places(self.optimizers):
             self.checkpointer.save(self.step, self.job.root, self.optimizers, position, frozenset(self.references))
+        self._tell_saved()
+
+    def _tell_saved(self) -> None:
+        for each in self.checkpointer.take_saved():
+            times = {"held_s": round(each.held_s, 3), "time_s": round(each.time_s, 3)}
+            self.reporter.saved(each.step, **times, asynchronous=self.checkpointer.asynchronous)
 
     def _export(self) -> None:
         """Write the last checkpoint once more, as a directory that transformers loads."""
@@ -359,7 +390,8 @@ class Trainer:
         self.skipped.samples = saved.samples_skipped
         self.job.expert_placement.restore(saved.experts, self.optimizers)
         if changed:
-            self.notes.append(f"changed since, and taken from step {step + 1} on: {described(changed)}")
+            self.changed = described(changed)
+            self.notes.append(f"changed since, and taken from step {step + 1} on: {self.changed}")
         if others := saved.other_versions():
             self.notes.append(f"other libraries than those that it was saved with: {others}")
         return step
