@@ -8,6 +8,7 @@ import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.report.run_folder import read_run
 from hetmesh.testing.signal_points import SignalPoint
 from hetmesh.training.checkpointing.folders import complete_steps
 
@@ -30,6 +31,7 @@ LAYOUTS = {
     ),
     "digits_bubble_fill": ("--parallelism.llm.pipeline_parallel_microbatch_size", "2"),
 }
+STARTS = []
 EXACT = ("step", "loss", "grad_norm", "lr")
 SAVING = "hetmesh.training.checkpointing"
 # What ends each start, its exit status, and the steps whose checkpoints are complete then. A checkpoint is due at every
@@ -56,7 +58,7 @@ ENDS = {
 
 def curve(folder: Path) -> list[tuple]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [tuple(json.loads(line)[key] for key in EXACT) for line in lines]
+    return [tuple(line[key] for key in EXACT) for line in map(json.loads, lines) if "loss" in line]
 
 
 @pytest.mark.parametrize(
@@ -80,8 +82,9 @@ def test_a_run_that_is_ended_anywhere_equals_an_uninterrupted_one(start_training
         assert err == said.get(process.returncode, ""), when
         if process.returncode == 143:
             assert "stopped by SIGTERM after step 7, which is saved: the same command goes on from here\n" in out
-        with metrics.open("a") as file:  # what a kill in the middle of a line leaves behind
-            file.write('{"step": 6, "lo')
+        for cut in (metrics, ended / "events.jsonl"):  # what a kill in the middle of a line leaves behind
+            with cut.open("a") as file:
+                file.write('{"step": 6, "lo')
 
     resumed = start_training(recipe, *saving)
     for process in (resumed, uninterrupted):
@@ -89,6 +92,9 @@ def test_a_run_that_is_ended_anywhere_equals_an_uninterrupted_one(start_training
         assert (process.returncode, err) == (0, ""), out + err
     assert curve(ended) == curve(whole)
     assert len(curve(whole)) == STEPS
+    story = read_run(ended).story
+    assert [(start.step, start.last, start.how) for start in story.starts] == STARTS[: len(ENDS) + 1]
+    assert (story.writing, {each.step for each in story.saved}) == (False, {2, 4, 6, 7, 8})
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (ended, whole)]
     for summary in summaries:
         del summary["train_seconds"]

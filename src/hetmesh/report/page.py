@@ -36,7 +36,8 @@ def run_page(run: RunView, folder: str | Path) -> RunPage:
     """
     folder = Path(folder)
     if not run.records:
-        raise RecipeError(f"{folder}: metrics.jsonl holds no step yet; there is nothing to show")
+        told = f"there is nothing to show: {state(run, None).text}"
+        raise RecipeError(f"{folder}: metrics.jsonl holds no step yet; {told}")
     recipe, view, notes = _described(folder)
     title = (recipe.job.description if recipe else "") or folder.resolve().name
     return RunPage(

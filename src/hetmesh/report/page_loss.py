@@ -74,12 +74,10 @@ def _lead(run: RunView, loss: Series, held_out: Series, norm: Series, max_norm: 
     if norm and max_norm:
         share = sum(value > max_norm for value in norm.values) / len(norm.values)
         yield f"Gradients were clipped to norm {max_norm:g} in {share:.0%} of the steps."
-    words = [
-        ("dashed lines are where the run was resumed", run.story.resumed),
-        ("triangles checkpoints", run.story.saved),
-    ]
-    if drawn := ", ".join(text for text, steps in words if steps):
-        yield f"In curves {drawn}."
+    if run.story.resumed:
+        yield "Dashed lines in curves are where the run was resumed."
+    if run.story.saved:
+        yield "Triangles are checkpoints."
 
 
 def marks_of(run: RunView) -> Marks:

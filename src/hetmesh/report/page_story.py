@@ -16,6 +16,7 @@ from hetmesh.training.metrics import duration
 from hetmesh.training.run_events import FAILED, FINISHED, STOPPED
 from hetmesh.training.wording import counted
 
+NO_EVENTS = "no events.jsonl is in the folder: when the run started, saved and ended is not known"
 MOST_ROWS = 12  # of starts, and of checkpoints: the last ones
 SILENT = 60.0  # seconds, and
 SILENT_STEPS = 20  # median steps: without a word for longer than both, a run that lives is odd
@@ -27,12 +28,12 @@ def state(run: RunView, wanted: int | None) -> State:
     Args:
         wanted: steps of the whole run; None: not known.
     """
-    story, done = run.story, run.last["step"]
+    story, done = run.story, run.last.get("step", 0)
     start = story.starts[-1] if story.starts else None
     of = f" of {wanted:,}" if wanted is not None else ""
-    at = f"step {done:,}{of}"
+    at = f"step {done:,}{of}" if done else "no step"
     past = f"{ago(story.read - story.seen)} ago" if story.seen and story.read else "at a time that is not known"
-    if run.summary.get("steps") == done or (start and start.how == FINISHED):
+    if (done and run.summary.get("steps") == done) or (start and start.how == FINISHED):
         early = f"{of}, as on_step asked" if run.summary.get("stopped_by_on_step") else ""
         return State(f"finished: {counted(done, 'step')}{early} in {_spent(run)}, {past}", "good")
     if start is None:
@@ -66,8 +67,7 @@ def story_section(run: RunView) -> PageSection:
     """Starts and ends, where the wall time went, and checkpoints."""
     story = run.story
     if not story.starts:
-        missing = ("no events.jsonl is in the folder: when the run started, saved and ended is not known",)
-        return PageSection("The run", missing=missing)
+        return PageSection("The run", missing=(NO_EVENTS,))
     parts = [PageTable("starts and ends, times in UTC", [*_start_rows(story.starts)], numbers=False)]
     if rows := wall_time(run):
         parts.append(PageTable("wall time, from the first start to the last sign of life", rows))
