@@ -204,7 +204,7 @@ def test_the_command_of_the_page_trains_from_any_folder(example, tmp_path):
     command = [sys.executable, "-m", "hetmesh", "train", str(example), "--job.dump_folder", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("grad_norm") == 3
 
 
 class Chain(nn.Module):

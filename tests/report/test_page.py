@@ -51,7 +51,7 @@ def test_a_page_has_every_part_and_needs_nothing_else(tmp_path, capsys):
     text = shown(write_run(tmp_path, RECIPES / "digits_moe.toml"), capsys)
     outline = Outline(text)
     names = ("Loss", "Throughput", "Where the time went", "A recorded step", "Load balance", "Experts", "Layout")
-    for name in (*names, "Boundaries", "Memory", "Data", "Recipe", "What to change"):
+    for name in (*names, "Boundaries", "Memory", "Data", "The run", "Recipe", "What to change"):
         assert f">{name}</h2>" in text
     assert "script" not in outline.tags
     assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org/", "")  # names of SVG's vocabulary
@@ -62,7 +62,7 @@ def test_a_page_has_every_part_and_needs_nothing_else(tmp_path, capsys):
     assert all(outline.labels)
     assert outline.tags.count("h1") == outline.tags.count("title") == 1
     assert "Not shown" not in text
-    assert "not finished" not in text
+    assert "finished: 30 steps in 43 s" in text
     for colour in ("#010203", "#010204", "stroke: #ffffff"):  # all colours suit light and dark
         assert colour not in text
     assert "pack_samples = true" in text  # the recipe
@@ -89,7 +89,7 @@ def test_a_page_says_what_was_not_recorded(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n{"st')
     text = Outline(shown(tmp_path, capsys)).text
-    assert "not finished: step 1 " in text
+    assert "not finished: step 1; its last line was written 0 s ago, and no end is recorded" in text
     assert "there is no recipe.json" in text
     assert "train with --profiling.timeline true" in text
     assert "1 line of metrics.jsonl cannot be read" in text

@@ -13,6 +13,14 @@ from hetmesh.simulate import simulate
 from hetmesh.training.meter import Measured, StepCost, StepLoad
 from hetmesh.training.metrics import StepMetrics
 
+BEGAN = 1.8e9
+"""When runs began, seconds since 1970."""
+
+
+def write_lines(path, values):
+    """A JSON value per line."""
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+
 
 def timeline(name="llm"):
     """Zero bubble over two stages, four microbatches, forward 1 ms."""
@@ -60,8 +68,16 @@ def write_run(folder, recipe, *, steps=30, name="llm", description=None):
     if description is not None:
         told["job"]["description"] = description
     (folder / "recipe.json").write_text(json.dumps(told))
-    lines = [json.dumps(metrics(step, name).record()) + "\n" for step in range(1, steps + 1)]
-    (folder / "metrics.jsonl").write_text("".join(lines))
+    ended = [BEGAN + 4 + sum(metrics(i).time_s for i in range(1, step + 1)) for step in range(steps + 1)]
+    lines = [metrics(step, name).record() | {"timestamp": ended[step]} for step in range(1, steps + 1)]
+    for step in range(10, steps + 1, 10):
+        found = {"loss": 3 - step / 30, "answer_accuracy": step / 100, "samples": 8, "time_s": 0.5}
+        lines.insert(step + step // 10 - 1, {"step": step, "timestamp": ended[step], "validation": found})
+    write_lines(folder / "metrics.jsonl", lines)
+    saved = {"event": "checkpoint", "step": steps, "timestamp": ended[-1], "held_s": 1, "time_s": 2}
+    end = {"event": "ended", "step": steps, "timestamp": ended[-1] + 1, "how": "finished"}
+    start = {"event": "started", "step": 0, "timestamp": BEGAN, "steps": steps, "host": "a", "ranks": 2}
+    write_lines(folder / "events.jsonl", [start | {"device": "cpu"}, saved, end])
     summary = {"steps": steps, "ranks": 2, "validation_loss": 1.5, "answer_accuracy": 0.25, f"of {name}": {"add": 0.5}}
     (folder / "summary.json").write_text(json.dumps(summary))
     step = timeline(name).as_json()

@@ -77,7 +77,8 @@ def test_training_is_the_same_with_workers_which_are_forked_from_one_thread(star
     assert [run.returncode for run in runs] == [0, 0], outputs
     kept = ("loss", "grad_norm")
     lines = [
-        [json.loads(line) for line in (tmp_path / n / "metrics.jsonl").read_text().splitlines()] for n in ("0", "2")
+        [line for line in map(json.loads, (tmp_path / n / "metrics.jsonl").open()) if "loss" in line]
+        for n in ("0", "2")
     ]
     assert [[line[key] for key in kept] for line in lines[0]] == [[line[key] for key in kept] for line in lines[1]]
     assert all(line["data"]["wait_s"] > 0 for run in lines for line in run)
@@ -113,7 +114,7 @@ def test_samples_that_cannot_be_read_are_left_out_on_all_ranks_named_and_counted
     for name, what in ((at, "image"), (never, "header")):
         assert f"step 2: skipped: sample 'digits/train/{name}': its {what} is broken" in outputs["skip"][0]
     lines = {
-        name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        name: [line for line in map(json.loads, (tmp_path / name / "metrics.jsonl").open()) if "loss" in line]
         for name in ("skip", "masked")
     }
     assert [line.get("samples_skipped", 0) for line in lines["skip"]] == [0, 2, 0]

@@ -179,6 +179,8 @@ def test_a_run_reports_costs_and_what_was_measured(pool4, tmp_path):
     results = pool4.run(train, str(tmp_path / "run"), given)
     assert all(result["peak"] == 1e10 for result in results)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    *records, evaluated = records
+    assert set(evaluated) == {"step", "timestamp", "validation"}
     assert ["memory_bytes" in record for record in records] == [False, True, False, True]
     for record in records:
         assert set(record["flops"]) == set(record["imbalance"]) == {"vision", "projector", "llm"}

@@ -66,6 +66,7 @@ def test_a_skipped_step_is_counted_and_everything_written_is_strict_json(world, 
         raise AssertionError(f"{word} is no JSON")
 
     lines = [json.loads(x, parse_constant=refuse) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "loss" in line]
     assert [line["grad_norm"] is None for line in lines] == [True, False, False]
     assert [line["skipped_steps"] for line in lines] == [1, 1, 1]
     assert json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse) == summary

@@ -8,6 +8,7 @@ import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.report.run_folder import read_run
 from hetmesh.testing.signal_points import SignalPoint
 from hetmesh.training.checkpointing.folders import complete_steps
 
@@ -56,7 +57,7 @@ ENDS = {
 
 def curve(folder: Path) -> list[tuple]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [tuple(json.loads(line)[key] for key in EXACT) for line in lines]
+    return [tuple(line[key] for key in EXACT) for line in map(json.loads, lines) if "loss" in line]
 
 
 @pytest.mark.parametrize(
@@ -80,8 +81,9 @@ def test_a_run_that_is_ended_anywhere_equals_an_uninterrupted_one(start_training
         assert err == said.get(process.returncode, ""), when
         if process.returncode == 143:
             assert "stopped by SIGTERM after step 7, which is saved: the same command goes on from here\n" in out
-        with metrics.open("a") as file:  # what a kill in the middle of a line leaves behind
-            file.write('{"step": 6, "lo')
+        for cut in (metrics, ended / "events.jsonl"):  # what a kill in the middle of a line leaves behind
+            with cut.open("a") as file:
+                file.write('{"step": 6, "lo')
 
     resumed = start_training(recipe, *saving)
     for process in (resumed, uninterrupted):
@@ -89,6 +91,12 @@ def test_a_run_that_is_ended_anywhere_equals_an_uninterrupted_one(start_training
         assert (process.returncode, err) == (0, ""), out + err
     assert curve(ended) == curve(whole)
     assert len(curve(whole)) == STEPS
+    story = read_run(ended).story  # what a rank still says that others end is chance
+    done = [(start.step, start.last) for start in story.starts]
+    assert {(6, 7), (7, 8), (8, 8)} <= set(done)
+    assert (story.starts[done.index((6, 7))].how, story.starts[-1].how) == ("stopped", "finished")
+    assert story.writing is False
+    assert {2, 7, 8} <= {each.step for each in story.saved}
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (ended, whole)]
     for summary in summaries:
         del summary["train_seconds"]

@@ -86,7 +86,7 @@ def test_a_resumed_run_says_so_and_what_has_changed(saved, world, capsys):
     assert "changed since, and taken from step 3 on: optimizer.lr 0.002 -> 0.001, training.steps 4 -> 3\n" in out
     assert f"results are in {saved}: summary.json, metrics.jsonl, checkpoint/\n" in out
     lines = [json.loads(line) for line in (saved / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
 
 
 @pytest.mark.slow

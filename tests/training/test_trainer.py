@@ -21,6 +21,7 @@ from hetmesh.training.kernels import choose_kernels
 from hetmesh.training.metrics import StepMetrics
 from hetmesh.training.modules import loaded_module
 from hetmesh.training.reporter import Reporter
+from hetmesh.training.run_events import is_writing
 from hetmesh.training.trainer import Trainer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -120,7 +121,17 @@ def test_a_run_leaves_metrics_a_summary_events_and_readable_lines(world, tmp_pat
     out = capsys.readouterr().out
 
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 4, 5, 5]
+    evaluated = [line["validation"] for line in lines if "validation" in line]
+    assert [each["samples"] for each in evaluated] == [6, 6]
+    assert evaluated[-1]["loss"] == summary["validation_loss"]
+    assert evaluated[-1]["answer_accuracy_by_kind"] == summary["answer_accuracy_by_kind"]
+    told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(each["event"], each["step"]) for each in told] == [("started", 0), ("ended", 5)]
+    stamps = [each["timestamp"] for each in (told[0], *lines, told[1])]
+    assert stamps == sorted(stamps)
+    assert is_writing(tmp_path) is False
+    lines = [line for line in lines if "loss" in line]
     for line in lines:
         first = ("step", "loss", "grad_norm", "lr", "samples_per_s", "tokens_per_s", "time_s")
         assert tuple(line)[: len(first)] == first
@@ -168,7 +179,7 @@ def test_a_resumed_run_drops_later_lines_and_a_half_written_one(tmp_path, tail):
     path.write_text("".join(lines) + tail)
     assert kept(tmp_path, 3) == "".join(lines[:3])
     assert kept(tmp_path, 0) == ""
-    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["events.jsonl", "metrics.jsonl"]
 
 
 def test_lines_are_printed_as_they_are(tmp_path, capsys, monkeypatch):

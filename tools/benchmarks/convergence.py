@@ -63,7 +63,7 @@ def _train(name: str, folder: Path, steps: int | None) -> dict[str, Any]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     summary = json.loads((folder / "summary.json").read_text())
     return {
-        "losses": [json.loads(line)["loss"] for line in lines],
+        "losses": [line["loss"] for line in map(json.loads, lines) if "loss" in line],
         "answer_accuracy": summary["answer_accuracy"],
         "answer_accuracy_by_kind": summary["answer_accuracy_by_kind"],
         "questions": summary["questions"],

@@ -180,7 +180,7 @@ class Results:
     def curve(self) -> list[tuple[Any, ...]]:
         """Step, loss, gradient norm and learning rate of all steps."""
         lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-        return [tuple(json.loads(line)[key] for key in EXACT) for line in lines]
+        return [tuple(line[key] for key in EXACT) for line in map(json.loads, lines) if "loss" in line]
 
     def summary(self) -> dict[str, Any]:
         """summary.json but for its times."""
@@ -195,7 +195,7 @@ class Results:
             return "saving"
         if not metrics.exists() or metrics.stat().st_mtime < began:
             return "starting or loading"
-        return "last evaluation" if metrics.read_bytes().count(b"\n") == STEPS else "training"
+        return "last evaluation" if metrics.read_bytes().count(b'"grad_norm"') == STEPS else "training"
 
     def strays(self) -> list[str]:
         """What a finished run should not have left beside its checkpoints."""

@@ -30,6 +30,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from hetmesh.report.by_action import action_json, action_table
     from hetmesh.report.gantt import save_gantt
     from hetmesh.report.gantt_text import bubble_table, gantt_text, headline, summary_json
+    from hetmesh.report.page_story import state
     from hetmesh.report.run_folder import read_run
     from hetmesh.report.run_load import save_run_load
     from hetmesh.report.trace import save_trace
@@ -57,6 +58,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             _write_page(found, args.run, args.html)
         print(to_json({"last": found.last, "summary": found.summary, "step": found.step, **figures}, indent=2))
         return 0
+    print(state(found, None).text)
     print(found.as_text())
     width = shutil.get_terminal_size((120, 24)).columns
     for name, timeline in found.timelines.items():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from statistics import mean, variance
 
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.report.page_values import Advice
 from hetmesh.report.run_folder import RunView
+from hetmesh.report.run_load import run_load
 from hetmesh.report.run_series import at, names_in, number, series
 from hetmesh.report.values import RecipeView
 from hetmesh.simulate import Timeline, average_bubbles, bubbles
@@ -18,6 +21,7 @@ BUSIEST, EXPERT, PREDICTION, FALLING, SPARE = 1.25, 1.5, 0.25, 0.02, 0.4
 """Busiest rank and expert over the mean one; relative errors of a prediction; of the loss over a fifth of the steps;
 share of a device's memory that stays free."""
 FEWEST = 20  # steps whose losses say where they go
+NOISE = 3.0  # standard errors that means of losses must be apart
 
 
 def advice(run: RunView, recipe: Recipe | None, view: RecipeView | None) -> tuple[Advice, ...]:
@@ -39,8 +43,10 @@ def _losses(run: RunView) -> Iterator[Advice]:
     losses = series(run.records, "loss").values
     part = len(losses) // 5
     if len(losses) >= FEWEST:
-        before, after = sum(losses[-2 * part : -part]) / part, sum(losses[-part:]) / part
-        change = after / before - 1 if before > 0 else 0.0
+        parts = losses[-2 * part : -part], losses[-part:]
+        before, after = map(mean, parts)
+        noise = NOISE * math.sqrt(sum(variance(each) / part for each in parts))
+        change = after / before - 1 if before > 0 and abs(after - before) > noise else 0.0
         if change < -FALLING:
             yield Advice(
                 f"the loss still fell by {-change:.0%} from the fourth to the last fifth of the steps",
@@ -72,7 +78,7 @@ def waits_for_samples(run: RunView) -> float | None:
     """Share of the median logged step that the rank which waited longest for samples did."""
     shares = [
         {"step": record["step"], "share": wait / seconds}
-        for record in run.records
+        for record in run.usual
         if (wait := number(at(record, "data", "wait_s"))) is not None and (seconds := number(record.get("time_s")))
     ]
     found = series(shares, "share")
@@ -80,12 +86,13 @@ def waits_for_samples(run: RunView) -> float | None:
 
 
 def _loads(run: RunView, recipe: Recipe | None) -> Iterator[Advice]:
-    if run.load is None:
+    load = run_load(run.usual) or run.load
+    if load is None:
         return
-    flops = {name: series(run.records, "flops", name) for name in run.load.modules}
+    flops = {name: series(run.usual, "flops", name) for name in load.modules}
     work = {name: each.median if each else 0.0 for name, each in flops.items()}
     all_work = sum(work.values())
-    for name, means in run.load.means()["load"].items():
+    for name, means in load.means()["load"].items():
         part = work[name] / all_work if all_work else 1.0
         most, padding = means["max_over_mean"], means["padding"]
         lost = part * (1 - 1 / max(most, 1.0))
@@ -172,6 +179,6 @@ def _predicted(timelines: Mapping[str, Timeline]) -> Iterator[Advice]:
     predicted, measured = (timelines[name].makespan for name in ("predicted", "measured"))
     if predicted and measured and abs(predicted / measured - 1) > PREDICTION:
         yield Advice(
-            f"the recorded step took {measured / predicted:.2g} times what was predicted",
+            f"the recorded step took {measured / predicted:,.3g} times what was predicted",
             "hetmesh profile RECIPE measures this machine; [profiling] profile = FILE predicts by that",
         )

@@ -32,7 +32,7 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.report.balance_values import BalancerResult, BalanceView, Candidate, Histogram, ModuleSizes
 from hetmesh.report.expert_use import expert_use
 from hetmesh.report.given_lengths import GivenLengths
-from hetmesh.report.run_folder import metrics_records
+from hetmesh.report.run_lines import metrics_lines
 from hetmesh.simulate import StepModel, simulate
 from hetmesh.training.balance import sample_costs
 from hetmesh.training.describe import describe, make_loader
@@ -106,7 +106,7 @@ def balance_view(
     sizes = _sizes(graph, recipe, runs)
     tokens = sizes[-1].mean * recipe.batch.global_batch_size
     folder = Path(recipe.job.dump_folder)
-    records = (metrics_records(folder) or ((), ()))[0]
+    lines = metrics_lines(folder)
     return BalanceView(
         recipe.job.description,
         lengths or f"data.source = {recipe.data.source!r}",
@@ -117,7 +117,7 @@ def balance_view(
         sizes,
         tuple(_result(run, runs[0]) for run in runs),
         () if alone else tuple(map(tuple, auto.candidates)),
-        expert_use(graph, adapters, tokens, records),
+        expert_use(graph, adapters, tokens, lines.steps if lines else ()),
         tuple(notes),
     )
 

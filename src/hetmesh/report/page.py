@@ -13,13 +13,16 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.report.advice import advice, waits_for_samples
 from hetmesh.report.explain import explain
 from hetmesh.report.page_sections import sections
+from hetmesh.report.page_story import state, time_text, when
 from hetmesh.report.page_values import RunPage, Tile
 from hetmesh.report.run_folder import RunView
 from hetmesh.report.run_series import number, series
 from hetmesh.report.values import RecipeView
 from hetmesh.simulate import average_bubbles
-from hetmesh.training.dump_folder import RECIPE_FILE
-from hetmesh.training.metrics import amount, duration
+from hetmesh.training.dump_folder import METRICS_FILE, RECIPE_FILE, SUMMARY_FILE
+from hetmesh.training.metrics import amount
+from hetmesh.training.recorder import FILE as TIMELINE_FILE
+from hetmesh.training.run_events import EVENTS_FILE
 from hetmesh.training.saved_run import run_recipe
 from hetmesh.training.wording import counted
 
@@ -33,20 +36,33 @@ def run_page(run: RunView, folder: str | Path) -> RunPage:
     """
     folder = Path(folder)
     if not run.records:
-        raise RecipeError(f"{folder}: metrics.jsonl holds no step yet; there is nothing to show")
+        told = f"there is nothing to show: {state(run, None).text}"
+        raise RecipeError(f"{folder}: metrics.jsonl holds no step yet; {told}")
     recipe, view, notes = _described(folder)
     title = (recipe.job.description if recipe else "") or folder.resolve().name
     return RunPage(
         title=title,
         run=str(folder),
-        state=_state(run, recipe),
+        state=state(run, _wanted(run, recipe)),
         facts=tuple(_facts(recipe, view)),
         tiles=tuple(_tiles(run)),
         advice=advice(run, recipe, view),
-        sections=sections(run, view),
+        sections=sections(run, view, recipe),
         notes=(*run.notes, *notes),
         recipe=recipe_text(recipe) if recipe else "",
+        written=f"Written {when(run.story.read)} UTC by hetmesh report, from {', '.join(_files(folder))}.",
     )
+
+
+def _wanted(run: RunView, recipe: Recipe | None) -> int | None:
+    """Steps of the whole run."""
+    asked = run.story.starts[-1].wanted if run.story.starts else 0
+    return asked or (recipe.training.steps if recipe else None)
+
+
+def _files(folder: Path) -> list[str]:
+    names = (METRICS_FILE, EVENTS_FILE, SUMMARY_FILE, TIMELINE_FILE, RECIPE_FILE)
+    return [name for name in names if (folder / name).exists()]
 
 
 def _described(folder: Path) -> tuple[Recipe | None, RecipeView | None, tuple[str, ...]]:
@@ -61,17 +77,6 @@ def _described(folder: Path) -> tuple[Recipe | None, RecipeView | None, tuple[st
         return recipe, explain(recipe), ()
     except (HetmeshError, OSError) as error:
         return recipe, None, (f"layout and boundaries cannot be worked out here: {error}",)
-
-
-def _state(run: RunView, recipe: Recipe | None) -> str:
-    done = run.last["step"]
-    seconds = duration(sum(series(run.records, "time_s").values))
-    wanted = recipe.training.steps if recipe else done
-    if run.summary.get("steps") == done:
-        early = f" of {wanted}, as on_step asked" if run.summary.get("stopped_by_on_step") else ""
-        return f"finished: {counted(done, 'step')}{early} in {seconds}"
-    of = f" of {wanted:,}" if recipe else ""
-    return f"not finished: step {done:,}{of} after {seconds}; it still runs, or ended before its time"
 
 
 def _facts(recipe: Recipe | None, view: RecipeView | None) -> Iterator[str]:
@@ -91,36 +96,46 @@ def _facts(recipe: Recipe | None, view: RecipeView | None) -> Iterator[str]:
 def _tiles(run: RunView) -> Iterator[Tile]:
     loss = series(run.records, "loss")
     if loss:
-        yield Tile("loss", f"{loss.values[-1]:.4g}", f"{loss.values[0]:.4g} at step {loss.steps[0]:,}")
-    if (held_out := number(run.summary.get("validation_loss"))) is not None:
-        yield Tile("loss on held-out samples", f"{held_out:.4g}")
-    if (accuracy := number(run.summary.get("answer_accuracy"))) is not None:
-        questions = number(run.summary.get("questions"))
-        note = f"of {questions:,.0f} held-out questions" if questions else "of held-out questions"
-        yield Tile("right answers", f"{accuracy:.1%}", note)
-    if tokens := series(run.records, "tokens_per_s"):
-        samples = series(run.records, "samples_per_s")
+        first = f"{loss.values[0]:.4g} at step {loss.steps[0]:,}"
+        yield Tile("loss", f"{loss.values[-1]:.4g}", f"training, last step; {first}")
+    yield from _held_out(run)
+    usual = run.usual
+    if tokens := series(usual, "tokens_per_s"):
+        samples = series(usual, "samples_per_s")
         more = f"; {samples.median:,.4g} samples/s" if samples else ""
-        yield Tile("tokens/s", f"{tokens.median:,.4g}", f"median step{more}")
-    if seconds := series(run.records, "time_s"):
+        yield Tile("tokens/s", f"{tokens.median:,.4g}", f"median step, all ranks, without padding{more}")
+    if seconds := series(usual, "time_s"):
         yield Tile("median step", time_text(seconds.median), f"slowest {time_text(max(seconds.values))}")
-    if mfu := series(run.records, "mfu"):
-        yield Tile("MFU", f"{mfu.median:.1%}", "median step, all ranks")
+    if mfu := series(usual, "mfu"):
+        yield Tile("MFU", share_text(mfu.median), "median step, all ranks")
     if "measured" in run.timelines:
         idle = {name: f"{average_bubbles(each).fraction:.0%}" for name, each in run.timelines.items()}
         note = f"; predicted {idle['predicted']}" if "predicted" in idle else ""
-        yield Tile("idle ranks", idle["measured"], f"of step {run.step}{note}")
-    if memory := series(run.records, "memory_bytes"):
+        yield Tile("ranks idle", idle["measured"], f"of step {run.step}, the mean rank{note}")
+    if memory := series(usual, "memory_bytes"):
         yield Tile("memory", f"{amount(max(memory.values))}B", "most that any rank took")
     if (wait := waits_for_samples(run)) is not None:
-        yield Tile("waiting for samples", f"{wait:.1%}", "of a step, the rank that waits longest")
+        yield Tile("waiting for samples", f"{wait:.1%}", "of the median logged step, the rank that waits longest")
 
 
-def time_text(seconds: float) -> str:
-    """`"12.3 ms"`, `"4.56 s"`, `"2:03"`."""
-    if seconds >= 100:
-        return duration(seconds)
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+def share_text(share: float) -> str:
+    """`"34.5%"`, `"0.0031%"`."""
+    return f"{share:.1%}" if share >= 0.01 else f"{100 * share:.2g}%"
+
+
+def _held_out(run: RunView) -> Iterator[Tile]:
+    """What the last evaluation found."""
+    if run.evaluations:
+        found, behind = run.evaluations[-1]["validation"], f", after step {run.evaluations[-1]['step']:,}"
+        keys = ("loss", "answer_accuracy", "samples")
+    else:
+        found, behind, keys = run.summary, "", ("validation_loss", "answer_accuracy", "questions")
+    loss, accuracy, questions = (number(found.get(key)) for key in keys)
+    if loss is not None:
+        yield Tile("loss, held out", f"{loss:.4g}", f"per target token{behind}")
+    if accuracy is not None:
+        of = f"{questions:,.0f} held-out questions" if questions else "held-out questions"
+        yield Tile("right answers", f"{accuracy:.1%}", f"of {of}{behind}")
 
 
 def recipe_text(recipe: Recipe) -> str:

@@ -48,7 +48,7 @@ def _lines(page: RunPage) -> Iterator[str]:
     yield '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">'
     yield f"<title>{_text(page.title)}</title>\n<style>\n{STYLE.read_text(encoding='utf-8')}</style>\n</head>\n<body>"
     yield f"<header>\n<h1>{_text(page.title)}</h1>"
-    yield f'<p class="state">{_text(page.state)}</p>'
+    yield f'<p class="{" ".join(filter(None, ("state", page.state.mood)))}">{_text(page.state.text)}</p>'
     if page.facts:
         yield f'<ul class="facts">{"".join(f"<li>{_text(fact)}</li>" for fact in page.facts)}</ul>'
     yield f'<p class="run">{_text(page.run)}</p>\n</header>\n<main>'
@@ -60,7 +60,7 @@ def _lines(page: RunPage) -> Iterator[str]:
         yield '<section aria-labelledby="recipe">\n<h2 id="recipe">Recipe</h2>'
         yield "<details><summary>its keys with other values than their defaults</summary>"
         yield f'<div class="scroll" tabindex="0"><pre>{_text(page.recipe)}</pre></div></details>\n</section>'
-    yield "</main>\n</body>\n</html>"
+    yield f"</main>\n<footer><p>{_text(page.written)}</p></footer>\n</body>\n</html>"
 
 
 def _first(page: RunPage) -> Iterator[str]:
@@ -108,7 +108,7 @@ def _picture(part: Picture, number: int) -> str:
 
 def _table(part: PageTable) -> str:
     head, *rows = part.rows
-    lines = [f"<caption>{_text(part.caption)}</caption>", "<thead><tr>"]
+    lines = ["<thead><tr>"]
     lines += [f'<th scope="col">{_text(cell)}</th>' for cell in head]
     lines.append("</tr></thead><tbody>")
     for row in rows:
@@ -119,8 +119,9 @@ def _table(part: PageTable) -> str:
     kind = "numbers" if part.numbers else "words"
     label = _text(part.caption)
     return (
-        f'<div class="scroll table" tabindex="0" role="group" aria-label="{label}">'
-        f'<table class="{kind}">{"".join(lines)}</table></div>'
+        f'<div class="table"><p class="caption">{label}</p>'  # outside of what scrolls, where it would be cut
+        f'<div class="scroll" tabindex="0" role="group" aria-label="{label}">'
+        f'<table class="{kind}" aria-label="{label}">{"".join(lines)}</table></div></div>'
     )
 
 

@@ -21,17 +21,19 @@ from hetmesh.report.page_values import Curves, Pairs, Picture, Ranks, Steps
 from hetmesh.report.picture import COLOURS, draw_grid, draw_memory, picture_width
 from hetmesh.report.run_series import Series
 
-INK, GRID = "#010203", "#010204"
+INK, GRID, SOFT = "#010203", "#010204", "#555555"
 VARIABLES: Mapping[str, str] = {
     INK: "var(--ink)",
     GRID: "var(--line)",
-    "#555555": "var(--soft)",
+    SOFT: "var(--soft)",
     OPTIMIZER_COLOUR: "var(--optimizer)",
     **{colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)},
     **{colour: f"var(--{cause.replace('_', '-')})" for cause, (_, colour) in BUBBLES.items()},
 }
 """Colour as it is drawn -> as the page has it."""
 WITHOUT = "leave the page out with --no-html"
+SPARSE = 0.5  # of the first line's points: a line with fewer has them marked
+MOST_TRIANGLES = 40  # of more checkpoints, as many
 MOST_POINTS = 400  # of a line; of more, the mean of so many parts, and their range as a band
 
 _STYLE: Any = {
@@ -116,7 +118,9 @@ def _curves(picture: Curves) -> Any:
         steps, low, mean, high = _thinned(line)
         if len(steps) < len(line.steps):
             axes.fill_between(steps, low, high, color=colour, alpha=0.25, linewidth=0)
-        axes.plot(steps, mean, color=colour, linewidth=1.6, marker="o" if len(steps) == 1 else None, label=line.name)
+        few = len(steps) == 1 or (i > 0 and len(steps) < SPARSE * len(picture.lines[0].steps))
+        look: dict[str, Any] = {"marker": "o", "markersize": 4} if few else {}
+        axes.plot(steps, mean, color=colour, linewidth=1.6, label=line.name, **look)
     for i, line in enumerate(picture.dotted):
         steps, _, mean, _ = _thinned(line)
         axes.plot(steps, mean, color=COLOURS[i % len(COLOURS)], linewidth=1.4, linestyle=":")
@@ -126,11 +130,26 @@ def _curves(picture: Curves) -> Any:
     axes.tick_params(labelsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", linewidth=0.6)
+    _marks(axes, picture)
     if picture.from_zero:
         axes.set_ylim(0, max(max(line.values) for line in picture.lines) * 1.08 or 1)
     if len(picture.lines) > 1:
         figure.legend(loc="outside upper left", fontsize=9, frameon=False, ncols=3)
     return figure
+
+
+def _marks(axes: Any, picture: Curves) -> None:
+    """The steps of the run, and what happened meanwhile: lines over the whole height, triangles at the foot."""
+    marks = picture.marks
+    if marks.last > marks.first:
+        margin = 0.03 * (marks.last - marks.first)
+        axes.set_xlim(marks.first - margin, marks.last + margin)
+    for step in marks.resumed:
+        axes.axvline(step, color=SOFT, linewidth=1.0, linestyle="--")
+    if saved := marks.saved:
+        shown = saved[:: -(-len(saved) // MOST_TRIANGLES)]
+        place = axes.get_xaxis_transform()
+        axes.plot(shown, [0.03] * len(shown), "^", color=SOFT, markersize=5, transform=place, clip_on=False)
 
 
 def _thinned(line: Series) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

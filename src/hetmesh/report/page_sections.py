@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import quantiles
 from typing import Any
 
+from hetmesh.recipe.recipe import Recipe
 from hetmesh.report.by_action import KINDS, action_rows, action_times
 from hetmesh.report.gantt_text import bubble_rows, headline
 from hetmesh.report.memory_text import contents, verdict
+from hetmesh.report.page_loss import loss_section, marks_of
+from hetmesh.report.page_story import story_section, time_text
 from hetmesh.report.page_values import Curves, PageSection, PageTable, Pairs, Picture, Ranks, Steps
 from hetmesh.report.run_folder import RunView
 from hetmesh.report.run_load import DRAWN, KEYS, TITLES
-from hetmesh.report.run_series import Series, at, names_in, number, series
+from hetmesh.report.run_series import Series, at, names_in, series
 from hetmesh.report.text import module_rows, traffic_text
 from hetmesh.report.values import RecipeView
 from hetmesh.simulate import MemoryFit, Timeline
-from hetmesh.training.metrics import amount, short
+from hetmesh.training.metrics import amount
 from hetmesh.training.wording import counted, ranks_text
 
 RECORD = "no step was recorded; train with --profiling.timeline true"
@@ -33,77 +36,46 @@ WORDS = {
     "peak": "memory",
 }
 """Classes of bubbles, as a table's head says them."""
+MODULES = (
+    "modules; forward and backward: FLOPs of one step over all ranks, in the first global batch; state: parameters, "
+    "gradients and the optimizer's; imbalance: rows of the busiest lane over the mean lane's"
+)
 SEEN = 0.002  # of the step: shorter bars cannot be seen
 MOST_ROWS = 32  # of a table of ranks
 
 
-def sections(run: RunView, view: RecipeView | None) -> tuple[PageSection, ...]:
+def sections(run: RunView, view: RecipeView | None, recipe: Recipe | None = None) -> tuple[PageSection, ...]:
     """All parts, in the order in which a reader wants them."""
-    parts = (_loss(run), _speed(run), _time(run), _step(run), _load(run), _experts(run))
-    return (*(part for part in parts if part), _layout(view), _boundaries(run, view), _memory(run, view), _data(run))
+    loss = loss_section(run, recipe.training.max_norm if recipe else None)
+    parts = (loss, _speed(run), _time(run), _step(run), _load(run), _experts(run))
+    more = (_layout(view), _boundaries(run, view), _memory(run, view), _data(run), story_section(run))
+    return (*(part for part in parts if part), *more)
 
 
-def _curves(caption: str, lines: Sequence[Series], unit: str = "", from_zero: bool = False) -> tuple[Curves, ...]:
-    """None where no step has any of the numbers."""
+def _curves(run: RunView, caption: str, lines: Sequence[Series], unit: str = "") -> tuple[Curves, ...]:
+    """From 0; none where no step has any of the numbers."""
     shown = tuple(each for each in lines if each)
-    return (Curves(caption, shown, unit, from_zero),) if shown else ()
-
-
-def _loss(run: RunView) -> PageSection:
-    loss = series(run.records, "loss")
-    parts: list[Picture | PageTable] = [
-        *_curves("loss per target token", [loss]),
-        *_curves("norm of the gradient, before clipping", [series(run.records, "grad_norm")], from_zero=True),
-        *_curves("learning rate", [series(run.records, "lr")], from_zero=True),
-    ]
-    if rows := list(_scores(run.summary)):
-        parts.append(PageTable("after the last step, on held-out samples", [("", "value"), *rows]))
-    missing = [] if rows else ["no validation is recorded; it is in summary.json once the run is over"]
-    lead = ""
-    if loss:
-        lowest = min(loss.values)
-        lead = (
-            f"From {short(loss.values[0], 4)} to {short(loss.values[-1], 4)}, lowest {short(lowest, 4)} at step "
-            f"{loss.steps[loss.values.index(lowest)]:,}."
-        )
-    if wrong := sum("loss" in record and number(record["loss"]) is None for record in run.records):
-        lead += f" {counted(wrong, 'step')} without a finite loss."
-    return PageSection("Loss", lead, tuple(parts), tuple(missing))
-
-
-def _scores(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for key, value in summary.items():
-        if key in ("steps", "ranks", "train_seconds", "loss"):
-            continue
-        if isinstance(value, Mapping):
-            yield from ((f"{key}: {name}", _figure(each)) for name, each in value.items())
-        else:
-            yield key, _figure(value)
-
-
-def _figure(value: object) -> str:
-    found = number(value)
-    return str(value) if found is None else f"{found:,.4g}" if isinstance(value, float) else f"{found:,}"
+    return (Curves(caption, shown, unit, from_zero=True, marks=marks_of(run)),) if shown else ()
 
 
 def _speed(run: RunView) -> PageSection:
-    seconds = series(run.records, "time_s")
+    seconds, usual = series(run.records, "time_s"), series(run.usual, "time_s")
     modules = names_in(run.records, "module_mfu")
     mfu = [series(run.records, "module_mfu", name) for name in modules]
     mfu.append(series(run.records, "mfu", name="all ranks"))
     percent = [Series(each.name, each.steps, tuple(100 * value for value in each.values)) for each in mfu]
     parts: list[Picture | PageTable] = [
-        *_curves("tokens per second, without padding", [series(run.records, "tokens_per_s")], from_zero=True),
-        *_curves("model FLOPs utilisation", percent, "%", from_zero=True),
+        *_curves(run, "tokens per second of all ranks, without padding", [series(run.records, "tokens_per_s")]),
+        *_curves(run, "seconds per step", [seconds], "s"),
+        *_curves(run, "model FLOPs utilisation (MFU); of a module: on its own ranks", percent, "%"),
     ]
     lead = ""
     if len(seconds.values) > 1:
-        later = seconds.values[1:] if len(seconds.values) > 2 else seconds.values
-        tenths = quantiles(later, n=10, method="inclusive")
-        lead = (
-            f"A step takes {tenths[4]:.3g} s (median), nine of ten at most {tenths[8]:.3g} s; the first, which also "
-            f"starts everything, {seconds.values[0]:.3g} s."
-        )
+        tenths = quantiles(usual.values if len(usual.values) > 1 else seconds.values, n=10, method="inclusive")
+        since = f" since the run went on after step {run.story.resumed[-1]:,}" if run.story.resumed else ""
+        lead = f"A step takes {time_text(tenths[4])} (median{since}), nine of ten at most {time_text(tenths[8])}"
+        first = f"; the first, which also starts everything, {time_text(seconds.values[0])}"
+        lead += (first if seconds.steps[0] == 1 else "") + "."
     missing = () if any(percent) else ("no MFU: the peak of the machine is not known; --metrics.machine NAME",)
     return PageSection("Throughput", lead, tuple(parts), missing)
 
@@ -130,8 +102,11 @@ def _time(run: RunView) -> PageSection:
         missing = [
             "nothing was predicted: sizes of a module, or the machine's peak, are not known (--metrics.machine NAME)"
         ]
-    pairs = Pairs("computation of the mean rank", rows, "ms")
-    return PageSection(name, f"Step {run.step}: {lead}.", (*([pairs] if rows else []), *tables), tuple(missing))
+    pairs = Pairs("computation, mean of the ranks that do it", rows, "ms")
+    lead = f"Step {run.step}: {lead}."
+    if any(each.kind == "SEND" and each.measured for each in action_times(run.timelines)):
+        lead += " Measured transfers last until the rank that receives looks, so they hold its own work too."
+    return PageSection(name, lead, (*([pairs] if rows else []), *tables), tuple(missing))
 
 
 def _ms(seconds: float | None) -> float | None:
@@ -163,6 +138,7 @@ def _load(run: RunView) -> PageSection:
             f"{title}; dotted: as drawn",
             tuple(Series(name, steps, each[key]) for name, each in modules.items()),
             dotted=tuple(Series(name, steps, each[DRAWN + key]) for name, each in modules.items()),
+            marks=marks_of(run),
         )
         for key, title in zip(KEYS, TITLES, strict=False)
     )
@@ -181,9 +157,9 @@ def _experts(run: RunView) -> PageSection | None:
         "Experts",
         f"Tokens of the busiest expert over those of the mean one, at the end: {last}.",
         (
-            *_curves("tokens of the busiest expert over the mean", busiest, from_zero=True),
-            *_curves("experts without a token, in all blocks", none, from_zero=True),
-            *_curves("load-balancing loss, without its coefficient", balance, from_zero=True),
+            *_curves(run, "tokens of the busiest expert over the mean", busiest),
+            *_curves(run, "experts without a token, in all blocks", none),
+            *_curves(run, "load-balancing loss, without its coefficient", balance),
         ),
     )
 
@@ -195,7 +171,7 @@ def _layout(view: RecipeView | None) -> PageSection:
     lead = f"{counted(view.ranks, 'rank')}; {view.optimizer}'s state is counted in {view.dtype}."
     if view.idle_ranks:
         lead += f" No module uses rank {ranks_text(view.idle_ranks)}."
-    return PageSection("Layout", lead, (*parts, PageTable("modules", module_rows(view), numbers=False)))
+    return PageSection("Layout", lead, (*parts, PageTable(MODULES, module_rows(view), numbers=False)))
 
 
 def _boundaries(run: RunView, view: RecipeView | None) -> PageSection:
@@ -203,11 +179,12 @@ def _boundaries(run: RunView, view: RecipeView | None) -> PageSection:
     names = dict.fromkeys((*planned, *names_in(run.records, "boundary_bytes")))
     if not names:
         return PageSection("Boundaries", missing=("there is one module" if view else LOGGED,))
-    seconds = series(run.records, "time_s")
+    records = run.usual if _measured(run.usual) else run.records
+    seconds = series(records, "time_s")
     rows: list[Sequence[str]] = [("boundary", "received forward", "backward", "longest wait", "of a step")]
     for name in names:
-        sizes = [series(run.records, "boundary_bytes", name, way) for way in ("forward", "backward")]
-        wait = series(run.records, "wait_s", name)
+        sizes = [series(records, "boundary_bytes", name, way) for way in ("forward", "backward")]
+        wait = series(records, "wait_s", name)
         rows.append(
             (
                 name,
@@ -222,29 +199,42 @@ def _boundaries(run: RunView, view: RecipeView | None) -> PageSection:
         layouts = boundary.source_layout, boundary.destination_layout
         shape = f"{boundary.shape[0]:,} x {boundary.shape[1]:,}"
         plan.append((boundary.name, shape, *layouts, traffic_text(boundary.forward), back))
-    parts = [PageTable("measured: the median logged step, over all ranks", rows)] if _measured(run) else []
+    caption = "measured in the median logged step: bytes over all ranks, and the rank that waited longest"
+    parts = [PageTable(caption, rows)] if _measured(records) else []
     parts += [PageTable("planned: the first microbatch", plan, numbers=False)] if planned else []
-    missing = [] if _measured(run) else [LOGGED]
+    missing = [] if _measured(records) else [LOGGED]
     return PageSection("Boundaries", "", tuple(parts), tuple(missing if planned else [*missing, NO_RECIPE]))
 
 
-def _measured(run: RunView) -> bool:
-    return any(at(record, "boundary_bytes") is not None for record in run.records)
+def _measured(records: Iterable[Mapping[str, Any]]) -> bool:
+    return any(at(record, "boundary_bytes") is not None for record in records)
 
 
 def _memory(run: RunView, view: RecipeView | None) -> PageSection:
     memory = series(run.records, "memory_bytes")
     parts: list[Picture | PageTable] = []
     lead = ""
-    if memory:
-        lead = f"At most {amount(max(memory.values))}B on any rank: tensors on a GPU, the whole process on a CPU."
     fit = view.fit if view else None
+    if memory:
+        most = max(series(run.usual, "memory_bytes").values, default=max(memory.values))
+        lead = f"Measured: at most {amount(most)}B on any rank{_measured_of(run)}."
+        gigabytes = Series("measured", memory.steps, tuple(value / 1e9 for value in memory.values))
+        parts += _curves(run, "most that any rank has taken since the run's start", [gigabytes], "GB")
     if fit is not None:
         lead += f" Predicted: {verdict(fit)}."
         parts.append(PageTable("predicted: when each rank is fullest, and of what", _rank_rows(fit), numbers=False))
     missing = [] if memory else [LOGGED]
     missing += [] if fit else ["nothing is predicted: " + ("sizes of a module are not known" if view else NO_RECIPE)]
     return PageSection("Memory", lead.strip(), tuple(parts), tuple(missing))
+
+
+def _measured_of(run: RunView) -> str:
+    """What is measured, which depends on the device."""
+    device = run.story.starts[-1].device if run.story.starts else ""
+    if not device:
+        return ": tensors on a GPU, the whole process on a CPU"
+    whole = ": the whole process with Python and libraries, which no prediction counts"
+    return whole if device == "cpu" else f" ({device}): what tensors took at once"
 
 
 def _rank_rows(fit: MemoryFit) -> list[Sequence[str]]:
@@ -260,8 +250,9 @@ def _rank_rows(fit: MemoryFit) -> list[Sequence[str]]:
 
 def _data(run: RunView) -> PageSection:
     wait = series(run.records, "data", "wait_s")
+    usual = run.usual
     waits = Series("wait", wait.steps, tuple(1e3 * value for value in wait.values))
-    read, needed = (series(run.records, "data", key) for key in ("bytes_read", "bytes_needed"))
+    read, needed = (series(usual, "data", key) for key in ("bytes_read", "bytes_needed"))
     sources = [series(run.records, "samples_by_source", name) for name in names_in(run.records, "samples_by_source")]
     rows = [
         (text, f"{sum(found.values):,.0f}")
@@ -278,7 +269,7 @@ def _data(run: RunView) -> PageSection:
         rows += [("bytes read in the median logged step", f"{amount(read.median)}B")]
         rows += [("bytes needed in it", f"{amount(needed.median)}B")]
     parts: list[Picture | PageTable] = [
-        *_curves("the longest wait for samples of any rank", [waits], "ms", from_zero=True)
+        *_curves(run, "the longest wait of any rank for its samples, in a step", [waits], "ms")
     ]
     parts += [PageTable("over all steps", [("", "number"), *rows])] if rows else []
     lead = "" if rows else "Nothing was cut off, left out or without a target."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hetmesh.report.run_series import Series
 from hetmesh.report.values import RecipeView
@@ -29,6 +29,30 @@ class Advice:
 
 
 @dataclass(frozen=True)
+class State:
+    """How far a run came, and whether that is `"good"`, `"bad"` or, empty, neither."""
+
+    text: str
+    mood: str = ""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What curves have in common.
+
+    Attributes:
+        first, last: steps of the run, which their axes show; both 0: those that the lines have.
+        resumed: steps after which the run went on after an end.
+        saved: steps of checkpoints.
+    """
+
+    first: int = 0
+    last: int = 0
+    resumed: tuple[int, ...] = ()
+    saved: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Curves:
     """Numbers over steps, as lines.
 
@@ -36,6 +60,7 @@ class Curves:
         unit: of the vertical axis.
         from_zero: whether that begins at 0.
         dotted: what to compare each of `lines` with, in their order; or none.
+        marks: the steps of the run, and what happened meanwhile.
     """
 
     caption: str
@@ -43,6 +68,7 @@ class Curves:
     unit: str = ""
     from_zero: bool = False
     dotted: tuple[Series, ...] = ()
+    marks: Marks = field(default_factory=Marks)
 
 
 @dataclass(frozen=True)
@@ -107,6 +133,7 @@ class RunPage:
         title: what was trained.
         run: its folder.
         state: how far it came.
+        written: when this was made, and of what.
         facts: what it was, a phrase each.
         notes: what is wrong with the folder's files.
         recipe: its keys with other values than their defaults, as TOML; empty: not known.
@@ -114,10 +141,11 @@ class RunPage:
 
     title: str
     run: str
-    state: str
+    state: State
     facts: tuple[str, ...]
     tiles: tuple[Tile, ...]
     advice: tuple[Advice, ...]
     sections: tuple[PageSection, ...]
     notes: tuple[str, ...] = ()
     recipe: str = ""
+    written: str = ""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from hetmesh.errors import GraphError, RecipeError
-from hetmesh.files import from_json, json_object, read_file
+from hetmesh.files import json_object
+from hetmesh.report.run_lines import event_lines, metrics_lines
 from hetmesh.report.run_load import RunLoad, run_load
+from hetmesh.report.run_story import RunStory, run_story
 from hetmesh.simulate import Timeline
-from hetmesh.training.wording import counted
+from hetmesh.training.dump_folder import METRICS_FILE
 
-METRICS = "metrics.jsonl"
 SHOWN = ("step", "loss", "grad_norm", "samples_per_s", "tokens_per_s", "mfu", "memory_bytes")
 
 
@@ -28,7 +30,9 @@ class RunView:
         timelines: `predicted`, where it could be, and `measured`.
         load: how even its microbatches were; None where it was not reported.
         records: lines of metrics.jsonl, one per step, ascending.
-        notes: what is wrong with metrics.jsonl, and was left out.
+        evaluations: those that hold a `validation` instead, ascending.
+        story: its starts, checkpoints and end.
+        notes: what is wrong with its files, and was left out.
     """
 
     last: Mapping[str, Any]
@@ -37,7 +41,17 @@ class RunView:
     timelines: Mapping[str, Timeline]
     load: RunLoad | None = None
     records: tuple[Mapping[str, Any], ...] = ()
+    evaluations: tuple[Mapping[str, Any], ...] = ()
+    story: RunStory = field(default_factory=RunStory)
     notes: tuple[str, ...] = ()
+
+    @cached_property
+    def usual(self) -> tuple[Mapping[str, Any], ...]:
+        """Steps that say how fast the run is: those since its last start, whose layout may be new; without the first of
+        them, which also starts everything, where there are others."""
+        since = self.story.starts[-1].step if self.story.starts else 0
+        present = tuple(record for record in self.records if record["step"] > since) or self.records
+        return present[1:] if len(present) > 1 and present[0]["step"] == since + 1 else present
 
     def as_text(self) -> str:
         """Its figures, a line each."""
@@ -55,9 +69,10 @@ def read_run(folder: str | Path) -> RunView:
         RecipeError: there is no run in it, or a file of it cannot be read.
     """
     folder = Path(folder)
-    if (found := metrics_records(folder)) is None:
+    if (lines := metrics_lines(folder)) is None:
         raise RecipeError(f"{folder}: there is no metrics.jsonl in it; give a run's dump_folder")
-    records, notes = found
+    events, wrong = event_lines(folder)
+    records = lines.steps
     path = folder / "timeline.json"
     recorded = _json(path)
     try:
@@ -73,54 +88,19 @@ def read_run(folder: str | Path) -> RunView:
         load = run_load(records)
         _ = load and load.as_text()
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise RecipeError(f"{folder / METRICS}: a `load` is not as training writes it: {error!r}") from error
-    return RunView(last, summary, step if isinstance(step, int) else 0, timelines, load, records, notes)
-
-
-def metrics_records(folder: Path) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]] | None:
-    """The steps of a run's metrics.jsonl as they counted in the end, and what is wrong with it; None: no run is in the
-    folder. A line whose step is not above those before it is of a resumed run: what was there of that step and
-    later ones is void, as training has trimmed it since.
-
-    Raises:
-        RecipeError: it cannot be read, or there are lines, but none of them can.
-    """
-    path = folder / METRICS
-    try:
-        lines = read_file(path).decode("utf-8", errors="replace").split("\n")  # what a full disk leaves is no text
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:  # a name may hold a null byte
-        raise RecipeError(f"{path}: cannot be read: {error}") from error
-    kept: list[dict[str, Any]] = []
-    bad: list[str] = []
-    again = 0
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            found = _record(line)
-        except ValueError as error:
-            bad.append(f"line {number}: {error}")
-            continue
-        while kept and kept[-1]["step"] >= found["step"]:
-            kept.pop()
-            again += 1
-        kept.append(found)
-    if bad and not kept:
-        raise RecipeError(f"{path}: cannot be read: {bad[0]}")
-    notes = (
-        [f"{counted(len(bad), 'line')} of metrics.jsonl cannot be read and are left out, first {bad[0]}"] if bad else []
+        raise RecipeError(f"{folder / METRICS_FILE}: a `load` is not as training writes it: {error!r}") from error
+    story = run_story(events, (*records, *lines.evaluations), folder)
+    return RunView(
+        last=last,
+        summary=summary,
+        step=step if isinstance(step, int) else 0,
+        timelines=timelines,
+        load=load,
+        records=records,
+        evaluations=lines.evaluations,
+        story=story,
+        notes=(*lines.notes, *wrong),
     )
-    notes += [f"{counted(again, 'step')} were done again by a resumed run, and count once"] if again else []
-    return tuple(kept), tuple(notes)
-
-
-def _record(line: str) -> dict[str, Any]:
-    found = from_json(line)
-    if not isinstance(found, dict) or type(found.get("step")) is not int:
-        raise ValueError(f"it must hold a JSON object with a step, got {line[:60]!r}")
-    return found
 
 
 def _json(path: Path) -> dict[str, Any]:

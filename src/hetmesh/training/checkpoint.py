@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
+import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,21 @@ from hetmesh.training.optimizers import Root
 
 _PARTING = 30.0
 """Seconds that rank 0, on its way out after an error, waits for what other ranks have to report of a save."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is complete.
+
+    Attributes:
+        step: it holds the state after so many.
+        held_s: seconds that this rank could not train for it.
+        time_s: seconds from the beginning of the save until this rank knew that it was complete.
+    """
+
+    step: int
+    held_s: float
+    time_s: float
 
 
 class Checkpointer:
@@ -63,6 +81,7 @@ class Checkpointer:
         self.plans = SavePlans(world)
         self._staging, self._frozen = Staging(world.accelerator), FrozenFile()
         self._pending: PendingSave | None = None
+        self._saving, self._saved = Saved(0, 0.0, 0.0), deque[Saved]()  # `time_s` of the one: when it began
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
@@ -113,6 +132,7 @@ class Checkpointer:
             CheckpointError: it, or an earlier one, cannot be written; on every rank.
         """
         self.wait()
+        began = time.perf_counter()
         path = self.folder / f"step-{step}"
         state = _without(elsewhere, self._state(root, optimizers, extra))
         with self.patience(), self.world.waiting(f"saving {path}"):
@@ -137,6 +157,7 @@ class Checkpointer:
             copies, ready = as_bytes(changing), self.world.accelerator.event()
             ready.record()
         self._pending = PendingSave(place, Content(copies, frozen, unchanged, self._frozen), ready)
+        self._saving = Saved(step, time.perf_counter() - began, began)
         if not self.asynchronous:
             self.wait()
         return path
@@ -163,7 +184,7 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        path = pending.place.path
+        path, began = pending.place.path, time.perf_counter()
         with self.patience(), self.world.waiting(f"writing {path}"):
             told = self._first_told(pending.wait_written())
             if told:
@@ -172,6 +193,13 @@ class Checkpointer:
             told = self._first_told(pending.wait_named() if self.world.rank == 0 else "")
             if told:
                 self._abandon(pending.place, told)
+        saving, ended = self._saving, time.perf_counter()
+        self._saved.append(Saved(saving.step, saving.held_s + ended - began, ended - saving.time_s))
+
+    def take_saved(self) -> Iterator[Saved]:
+        """The checkpoints that have become complete since the last call."""
+        while self._saved:
+            yield self._saved.popleft()
 
     def close(self) -> None:
         """Let a save that goes on end, without other ranks, which may be gone: what an error is raised past. What does

@@ -61,21 +61,27 @@ class RunFolder:
         if self.claim is not None:
             self.claim.close()
 
-    def begin(self, recipe: Recipe) -> None:
+    def begin(self, recipe: Recipe) -> dict[str, Any] | None:
         """Write down the recipe; drop an earlier summary and the metrics of steps that will come again. Nothing is
         changed before this: a resume that is refused leaves everything as it was. Does nothing on ranks without the
-        claim."""
+        claim.
+
+        Returns:
+            What `trim_metrics` dropped.
+        """
         if self.claim is None:
-            return
+            return None
         with writing(self.path / RECIPE_FILE, _HINT):
             told = recipe.model_dump(mode="json", by_alias=True)
             if recipe.code_folder is not None:
                 told[CODE_FOLDER] = recipe.code_folder
             _replace_content(self.claim.fileno(), (to_json(told, indent=2) + "\n").encode())
+        dropped = None
         if self.step is not None:
-            trim_metrics(self.path / METRICS_FILE, self.step)
+            dropped = trim_metrics(self.path / METRICS_FILE, self.step)
             with writing(self.path / SUMMARY_FILE):  # of a run that had fewer steps; not of this one before its end
                 (self.path / SUMMARY_FILE).unlink(missing_ok=True)
+        return dropped
 
 
 def _replace_content(descriptor: int, text: bytes) -> None:
@@ -163,29 +169,38 @@ def holds_results(folder: Path, checkpoints: str = "checkpoint") -> bool:
         return (events.is_dir() and any(events.iterdir())) or bool(complete_steps(folder / checkpoints))
 
 
-def trim_metrics(path: Path, step: int) -> None:
+def trim_metrics(path: Path, step: int) -> dict[str, Any] | None:
     """Drop the lines of metrics.jsonl after `step`, which will come again, and a last one that a kill cut short.
+
+    Returns:
+        Of the steps that are dropped: the `last`, its `timestamp`, and the `seconds` that they took; None: none is.
 
     Raises:
         OutputError: the file holds anything but a run's lines, or cannot be written.
     """
     if not path.exists():
-        return
-    kept = _kept_lines(path, step)
+        return None
+    kept, later = _kept_lines(path, step)
     with writing(path):
         temporary = path.with_suffix(".part")
         temporary.write_text("".join(kept), encoding="utf-8")
         temporary.replace(path)  # a kill right here loses nothing
+    if not later:
+        return None
+    seconds = sum(each.get("time_s") or 0.0 for each in later)
+    return {"last": later[-1]["step"], "timestamp": later[-1].get("timestamp"), "seconds": round(seconds, 3)}
 
 
-def _kept_lines(path: Path, step: int) -> list[str]:
+def _kept_lines(path: Path, step: int) -> tuple[list[str], list[dict[str, Any]]]:
+    """The lines up to `step`, and what later ones hold."""
     kept: list[str] = []
+    later: list[dict[str, Any]] = []
     if not path.exists():
-        return kept
+        return kept, later
     with writing(path):
         lines = read_file(path).decode("utf-8", errors="replace").splitlines()
         for number, line in enumerate(lines, 1):
-            found = _step_of(line)
+            found = _record(line)
             if found is None and number == len(lines):
                 break  # what a kill cut short
             if found is None:
@@ -193,18 +208,19 @@ def _kept_lines(path: Path, step: int) -> list[str]:
                     f"{path}, line {number}: {line[:60]!r} is not a step of a run; move the file away, or give another "
                     "job.dump_folder"
                 )
-            if found <= step:
+            if found["step"] <= step:
                 kept.append(line + "\n")
-    return kept
+            else:
+                later.append(found)
+    return kept, later
 
 
-def _step_of(line: str) -> int | None:
+def _record(line: str) -> dict[str, Any] | None:
     try:
         record = from_json(line)
     except ValueError:
         return None
-    step = record.get("step") if isinstance(record, dict) else None
-    return step if isinstance(step, int) else None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def _numbered(asked: Path) -> Iterator[Path]:

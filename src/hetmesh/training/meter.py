@@ -216,10 +216,15 @@ def peak_memory(device: torch.device) -> int:
     return resident if sys.platform == "darwin" else 1024 * resident
 
 
+def device_name(device: torch.device) -> str:
+    """What a CUDA device reports to be, else its type."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def find_peak(recipe: Recipe, world: World, dtype: torch.dtype) -> PeakFlops:
     """The peak of `[metrics] machine`, else of what the CUDA device reports to be, else measured on the CPU."""
     device, name, kind = world.device, recipe.metrics.machine, str(dtype).removeprefix("torch.")
-    reported = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    reported = device_name(device) if device.type == "cuda" else None
     machine = load_machine(name) if name else find_machine(reported) if reported else load_machine("cpu")
     if machine is None:
         return PeakFlops(None, kind, f"no machine description fits {reported!r}; give one as [metrics] machine")

@@ -1,4 +1,4 @@
-"""The reporter: writes metrics.jsonl, loggers, log lines, a progress bar and summary.json, on rank 0 alone."""
+"""The reporter: writes metrics.jsonl, events.jsonl, summary.json, loggers, log lines and a progress bar, on rank 0."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hetmesh.files import to_json, write_json, writing
 from hetmesh.training.dump_folder import METRICS_FILE, SUMMARY_FILE
 from hetmesh.training.loggers import Loggers, require_wandb
 from hetmesh.training.metrics import StepMetrics, flat
+from hetmesh.training.run_events import SAVED, RunEvents, now
 
 _MEMORY = 0.9  # of the pace that the time left is worked out from: about the last ten steps
 
@@ -63,6 +64,7 @@ class Reporter:
         with writing(self._path):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a", encoding="utf-8")
+        self._events = RunEvents(folder, anew=resumed_at == 0)
         self._loggers = Loggers(folder, tensorboard=tensorboard, wandb=wandb, config=config, resumed_at=resumed_at)
         self._progress = Progress(
             TextColumn("step"),
@@ -86,9 +88,7 @@ class Reporter:
         """Report one step."""
         if not self.active:
             return
-        with writing(self._path):
-            self._file.write(to_json(metrics.record()) + "\n")
-            self._file.flush()
+        self._write(metrics.record())
         if self._pace is not None:
             self._pace = _MEMORY * self._pace + (1 - _MEMORY) * metrics.time_s
         elif metrics.step > 1:  # the first one also starts everything
@@ -114,12 +114,44 @@ class Reporter:
             self._warned.add(about)
             self.print(text)
 
-    def evaluation(self, step: int, scores: Mapping[str, float]) -> None:
-        """Report an evaluation: a name and a number each."""
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
+    def _write(self, record: Mapping[str, Any]) -> None:
+        """A line of metrics.jsonl."""
+        with writing(self._path):
+            self._file.write(to_json({**record, "timestamp": now()}) + "\n")
+            self._file.flush()
+
+    def evaluation(
+        self, step: int, scores: Mapping[str, float], by_kind: Mapping[str, float] | None = None, **more: float
+    ) -> None:
+        """Report an evaluation, which has a line of its own in metrics.jsonl.
+
+        Args:
+            scores: a name and a number each.
+            by_kind: share of right answers per kind of question.
+            more: what only that line has.
+        """
+        named = {**scores, **(by_kind or {})}
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in named.items())
         self.print(f"validation at step {step}: {shown}")
         if self.active:
-            self._loggers.log({f"validation/{k}": v for k, v in scores.items()}, step)
+            kinds = {"answer_accuracy_by_kind": by_kind} if by_kind else {}
+            self._write({"step": step, "validation": {**scores, **kinds, **more}})
+            self._loggers.log({f"validation/{k}": v for k, v in named.items()}, step)
+
+    def started(self, step: int, **values: Any) -> None:
+        """Note in events.jsonl that the step after `step` comes next, and what else is known of this start."""
+        if self.active:
+            self._events.started(step, steps=self.steps, **values)
+
+    def saved(self, step: int, **values: Any) -> None:
+        """Note that the checkpoint of `step` is complete."""
+        if self.active:
+            self._events.add(SAVED, step=step, **values)
+
+    def ended(self, step: int, how: str, reason: str | None = None) -> None:
+        """Note how the run ended."""
+        if self.active:
+            self._events.ended(step, how, reason)
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Write summary.json."""
@@ -136,6 +168,7 @@ class Reporter:
             self._progress.stop()
             with writing(self._path):
                 self._file.close()
+            self._events.close()
             self._loggers.close()
             if self._claim is not None:
                 self._claim.close()

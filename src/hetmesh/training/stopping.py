@@ -17,6 +17,7 @@ class Stopped(SystemExit):
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
+        self.name = signal.Signals(number).name
 
 
 class StopSignals:

@@ -6,6 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from hetmesh.boundary import World
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.payloads import Payloads
-from hetmesh.errors import RecipeError
+from hetmesh.errors import OutputError, RecipeError
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.checkpoint import Checkpointer
 from hetmesh.training.checkpointing.references import References, check_references, referenced, references
@@ -28,13 +29,14 @@ from hetmesh.training.job import Job
 from hetmesh.training.kernels import choose_kernels
 from hetmesh.training.loading import open_payloads
 from hetmesh.training.loss import OwnLoss
-from hetmesh.training.meter import Meter, StepCost
+from hetmesh.training.meter import Meter, StepCost, device_name
 from hetmesh.training.metrics import StepMetrics
 from hetmesh.training.non_finite import describe_non_finite
 from hetmesh.training.optimizers import keeping_options, learning_rate, make_optimizers, take_step
 from hetmesh.training.recorder import StepRecorder
 from hetmesh.training.reporter import Reporter
 from hetmesh.training.resume import ADVICE, changes, check_changes, check_model, described, run_state, saved_run
+from hetmesh.training.run_events import FAILED, FINISHED, STOPPED
 from hetmesh.training.skip import Skipped, leave_out_unreadable
 from hetmesh.training.step_notices import StepNotices
 from hetmesh.training.stopping import Stopped, StopSignals
@@ -100,6 +102,7 @@ class Trainer:
         loss: OwnLoss | None = None,
         on_step: OnStep | None = None,
     ) -> None:
+        self.began = time.perf_counter()
         torch.manual_seed(recipe.debug.seed)
         choose_kernels(recipe, world)
         self.on_step, self.stopped = on_step, False
@@ -110,6 +113,7 @@ class Trainer:
         self.notes = self.claimed.describe()
         self.loss: float | None = None  # of the last step
         self.skipped = Skipped()
+        self.changed = ""  # since the checkpoint that this run goes on from
         try:
             self._build(payloads, loss)
         except BaseException:
@@ -144,7 +148,7 @@ class Trainer:
         self.upcoming = self.job.upcoming
         self.meter = Meter(self.job)
         self.recorder = StepRecorder(self.job, self.folder)
-        self.claimed.begin(recipe)
+        redone = self.claimed.begin(recipe)
         self.reporter = Reporter(
             self.folder,
             recipe.training.steps,
@@ -156,6 +160,14 @@ class Trainer:
             wandb=recipe.metrics.enable_wandb,
             config=recipe.model_dump(mode="json", by_alias=True),
             claim=self.claimed.claim,
+        )
+        self.reporter.started(
+            self.step,
+            ranks=world.size,
+            device=device_name(world.device),
+            built_s=round(time.perf_counter() - self.began, 3),
+            changed=self.changed or None,
+            redone=redone,
         )
         self.notices = StepNotices(recipe, self.reporter)
         self.validation = RunValidation(self.job, held_out, self.reporter)
@@ -170,8 +182,10 @@ class Trainer:
                 seconds = time.perf_counter() - started
                 self.validate()
                 self.checkpointer.wait()
+                self._tell_saved()
             summary = self._summary(seconds)
             self.reporter.summary(summary)
+            self.reporter.ended(self.step, FINISHED)
             for text in self.validation.shown():
                 self.reporter.print(text)
             next_ = what_next(recipe, self.folder, self.step, self.validation.source)
@@ -179,6 +193,13 @@ class Trainer:
             if recipe.checkpoint.last_save_in_hf:
                 self._export()
             return summary
+        except Stopped as stopped:
+            self.reporter.ended(self.step, STOPPED, stopped.name)
+            raise
+        except BaseException as error:
+            with suppress(OutputError):  # of a full disk, `error` has told
+                self.reporter.ended(self.step, FAILED, str(error) or type(error).__name__)
+            raise
         finally:
             self.checkpointer.close()
             self.upcoming.close()
@@ -194,6 +215,7 @@ class Trainer:
             self.reporter.step(metrics)
             self._ask_to_go_on(metrics)
             self.checkpointer.check()
+            self._tell_saved()
             if recipe.checkpoint.enable and self._due(recipe.checkpoint.interval):
                 self.save()
             if self.signalled:
@@ -204,6 +226,7 @@ class Trainer:
     def _leave(self) -> None:
         """End the run here, with what is saved. Collective."""
         self.checkpointer.wait()
+        self._tell_saved()
         number = self.signals.number or signal.SIGTERM  # it came to another rank
         saved = "saved: the same command goes on from here" if self.recipe.checkpoint.enable else (
             "not saved: [checkpoint] enable = false"
@@ -302,6 +325,12 @@ class Trainer:
         position = self._position()
         with self.job.expert_placement.in_own_places(self.optimizers):
             self.checkpointer.save(self.step, self.job.root, self.optimizers, position, frozenset(self.references))
+        self._tell_saved()
+
+    def _tell_saved(self) -> None:
+        for each in self.checkpointer.take_saved():
+            times = {"held_s": round(each.held_s, 3), "time_s": round(each.time_s, 3)}
+            self.reporter.saved(each.step, **times, asynchronous=self.checkpointer.asynchronous)
 
     def _export(self) -> None:
         """Write the last checkpoint once more, as a directory that transformers loads."""
@@ -338,7 +367,8 @@ class Trainer:
         self.job.non_finite.count, self.job.non_finite.in_a_row = saved.skipped_steps, saved.skipped_in_a_row
         self.job.expert_placement.restore(saved.experts, self.optimizers)
         if changed:
-            self.notes.append(f"changed since, and taken from step {step + 1} on: {described(changed)}")
+            self.changed = described(changed)
+            self.notes.append(f"changed since, and taken from step {step + 1} on: {self.changed}")
         if others := saved.other_versions():
             self.notes.append(f"other libraries than those that it was saved with: {others}")
         return step

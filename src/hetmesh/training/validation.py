@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from hetmesh.training.evaluate import Evaluation, evaluate, show
@@ -34,13 +35,15 @@ class RunValidation:
         if self.source is None:
             return None
         keys = self.job.recipe.validation
+        started = time.perf_counter()
         evaluation = self.last = evaluate(self.job, self.source, keys.samples)
-        scores = {"loss": evaluation.loss, "answer_accuracy": evaluation.accuracy, **evaluation.accuracy_by_kind}
+        scores = {"loss": evaluation.loss, "answer_accuracy": evaluation.accuracy}
         if keys.free_running:
             ends = end_tokens(self.source, self.job.recipe)
             self.answered = free_running(self.job, self.source, keys.free_running, keys.free_running_tokens, ends)
             scores["free_running_accuracy"] = self.answered.accuracy
-        self.reporter.evaluation(step, scores)
+        measured = {"samples": len(evaluation.right), "time_s": round(time.perf_counter() - started, 3)}
+        self.reporter.evaluation(step, scores, evaluation.accuracy_by_kind, **measured)
         if evaluation.skipped:
             many, first = len(evaluation.skipped), evaluation.skipped[0]
             self.reporter.print(f"validation: {many} samples cannot be read and count as wrong; the first: {first}")
