@@ -172,12 +172,12 @@ class Trainer:
                 evaluation = self.validate()
                 self.checkpointer.wait()
             summary = self._summary(evaluation, seconds)
-            self.reporter.summary(summary)
             for text in self._shown(evaluation) if evaluation and self.held_out else ():
                 self.reporter.print(text)
             self.reporter.print("\n".join([self._results(), *self._what_next()]))
             if recipe.checkpoint.last_save_in_hf:
                 self._export()
+            self.reporter.summary(summary)  # with it the run is finished: started again, it does nothing
             return summary
         finally:
             self.checkpointer.close()
@@ -321,6 +321,7 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of the current step."""
         position = self._position()
+        self.reporter.sync()
         with self.job.expert_placement.in_own_places(self.optimizers):
             self.checkpointer.save(self.step, self.job.root, self.optimizers, position, frozenset(self.references))
 
