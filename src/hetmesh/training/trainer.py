@@ -356,6 +356,9 @@ class Trainer:
                 raise RecipeError(f"{error}{told}") from error
         check_model(changed, path)
         self.job.loader.load_state_dict(position)
+        if held := sorted(self.references.keys() - saved.references.keys()):  # maybe other weights than the directory
+            self.references = {k: v for k, v in self.references.items() if k in saved.references}
+            self.notes.append(f'checkpoint.frozen = "reference": {path} holds {", ".join(held)}, and so do later ones')
         self.loss, self.skipped_steps = saved.loss, saved.skipped_steps
         self.skipped.samples = saved.samples_skipped
         self.job.expert_placement.restore(saved.experts, self.optimizers)
