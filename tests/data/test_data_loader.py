@@ -1,5 +1,6 @@
 """The loader: equal everywhere, every sample once per epoch, exact resume, payloads only on demand."""
 
+import threading
 from collections import Counter
 from dataclasses import replace
 
@@ -174,6 +175,40 @@ def test_u27_samples_in_another_order_are_refused_and_mended_ones_are_not():
         Loader(Named([1, *range(1, size)]), 3).load_state_dict(state)  # the first is another one
         del state["source"]  # as older checkpoints lack it
         Loader(Named(range(size)[::-1]), 3).load_state_dict(state)
+
+
+class Retokenized(Tiny):
+    """Tiny's samples, all of which have another token."""
+
+    def load(self, index, kinds=None):
+        sample = super().load(index, kinds)
+        return replace(sample, tokens=sample.tokens.roll(1))
+
+
+def test_u27_samples_whose_metadata_tells_nothing_are_told_apart_by_their_tokens():
+    state = Loader(Tiny(8), 3).state_dict()
+    with pytest.raises(RecipeError, match=r"8 are others .* its text becomes other tokens, or it is another one"):
+        Loader(Retokenized(8), 3).load_state_dict(state)
+    state["source"] = " ".join(each[:8] for each in state["source"].split())  # as older checkpoints have it
+    Loader(Retokenized(8), 3).load_state_dict(state)
+
+
+def test_a_source_is_asked_by_one_thread_at_a_time():
+    """A position is made beside the planning of the next step."""
+    source = Tiny()
+    loader = Loader(source, 3)
+    free = []
+
+    def meta(index, meta=source.meta):
+        thread = threading.Thread(target=lambda: free.append(loader.payloads.sources.reading.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+        return meta(index)
+
+    source.meta = meta
+    loader.state_dict()
+    assert free
+    assert not any(free)
 
 
 def test_a_position_with_missing_keys_is_refused():

@@ -131,6 +131,8 @@ def test_overrides(overrides, read, expected):
         ),
         (("--boundaries.2.at", "image"), "--boundaries.2.at: '2' is no index into an array of 2; write 0..1"),
         (("--training.steps", "many"), "training.steps = 'many': should be a valid integer"),
+        (("--checkpoint.folder", "/shared"), "checkpoint.folder = '/shared': '/shared' must lie in job.dump_folder"),
+        (("--checkpoint.folder", "../other"), "'../other' must lie in job.dump_folder: a name, or a path without '..'"),
     ],
 )
 def test_bad_overrides(overrides, says):

@@ -349,6 +349,31 @@ def test_folders_that_cannot_be_used_are_named_before_training(world, tmp_path):
     assert list((tmp_path / "new" / "folder").iterdir()) == []
 
 
+def prepare_on_machines(rank, folder):
+    """What each rank says where the last one has a disk of its own, and where nobody has."""
+    world, found = World.current(), []
+    for place in (Path(folder) / ("other" if rank == world.size - 1 else "shared"), Path(folder) / "shared"):
+        checkpointer = Checkpointer(world, place, timeout=0.0)
+        if rank == world.size - 1:
+            on_first = checkpointer._on_first
+            checkpointer._on_first = lambda *args, place=place, call=on_first: place / call(*args).name
+        try:
+            checkpointer.prepare()
+        except CheckpointError as error:
+            found.append(str(error))
+    torch.distributed.barrier()
+    return found, sorted(path.name for path in (Path(folder) / "shared").iterdir())
+
+
+@pytest.mark.slow
+def test_machines_without_a_shared_folder_are_named_before_training(pool4, tmp_path):
+    said = r"checkpoints cannot be written to .*: rank 3 on \S+ does not see what rank 0 writes there: all machines"
+    for found, left in pool4.run(prepare_on_machines, str(tmp_path)):
+        assert len(found) == 1
+        assert re.match(said, found[0])
+        assert left == []
+
+
 def test_foreign_names_are_no_checkpoints(world, tmp_path):
     checkpointer = Checkpointer(world, tmp_path)
     path = checkpointer.save(1, *make(), {})

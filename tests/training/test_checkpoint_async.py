@@ -1,5 +1,6 @@
 """A save beside training holds the state of its step, is complete or invisible, and never fails in silence."""
 
+import re
 import resource
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from hetmesh.boundary import World
 from hetmesh.errors import CheckpointError
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.training.checkpoint import Checkpointer
+from hetmesh.training.checkpointing.frozen import FrozenFile
+from hetmesh.training.checkpointing.saving import Content, PendingSave, SavePlace
 from hetmesh.training.optimizers import Root
 from hetmesh.training.trainer import Trainer
 
@@ -19,7 +22,8 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "digits_single.toml"
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    """What is in a folder; a save that goes on has a name that was never used."""
+    return sorted(re.sub(r"\.[0-9a-f]{8}\.partial$", ".partial", path.name) for path in folder.iterdir())
 
 
 def test_what_is_saved_is_the_state_of_the_step(world, tmp_path):
@@ -116,6 +120,36 @@ def test_what_goes_wrong_beside_training_is_raised_by_all_at_the_next_step(pool4
     assert "step-2 cannot be written: rank 2: OSError: [Errno 27] File too large" in told
     assert told.endswith("the newest complete one is step-1")
     assert left == ["step-1"]
+
+
+def test_who_leaves_lets_rank_0_name_the_checkpoint(world, tmp_path):
+    """Else the end of this rank is that of all, where somebody waits for workers."""
+    partial = tmp_path / "step-1.partial"
+    partial.mkdir()
+    place = SavePlace(tmp_path / "step-1", partial, rank=1, size=2, metadata=None, keep_latest=0, timeout=60.0)
+    ready = world.accelerator.event()
+    ready.record()
+    pending, looks = PendingSave(place, Content((), (), None, FrozenFile()), ready), []
+    pending._given_up.wait = lambda seconds: (looks.append(seconds), len(looks) > 2 and partial.rename(place.path))
+    assert pending.leave(60.0) == ""
+    assert len(looks) == 3
+    assert names(place.path) == ["__1.written"]
+
+
+def test_what_an_earlier_run_still_writes_goes_nowhere(world, tmp_path):
+    """Its rank on another machine may outlive the others, and the next run may save the same step."""
+    earlier, (root, optimizers) = Checkpointer(world, tmp_path, asynchronous=True), make()
+    with Gate() as gate:
+        earlier.save(1, root, optimizers, {})
+        late = earlier._pending
+        Checkpointer(world, tmp_path).prepare()
+        later = Checkpointer(world, tmp_path, asynchronous=True)
+        later.save(1, root, optimizers, {})
+        gate.open.set()
+        later.wait()
+    assert "No such file or directory" in late.wait_written()
+    assert names(tmp_path) == ["step-1"]
+    later.load(1, root, optimizers, {})
 
 
 @pytest.mark.slow

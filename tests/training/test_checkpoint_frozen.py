@@ -189,3 +189,22 @@ def test_what_is_frozen_may_stay_where_it_came_from(world, tmp_path, referring):
 def test_references_that_could_not_be_are_refused(referring, overrides, says):
     with pytest.raises(RecipeError, match=rf"checkpoint\.frozen = 'reference': .*{says}"):
         check_run(referring[0](*overrides))
+
+
+@pytest.mark.slow
+def test_what_a_checkpoint_holds_is_not_taken_from_a_directory_later(world, tmp_path, referring):
+    """The directory may have other weights by then, which nobody has trained with."""
+    recipe, directory = referring
+    first = Trainer(recipe("--checkpoint.frozen", "once"), world)
+    first.train_step()
+    first.save()
+    first.reporter.close()
+    SiglipVisionModel(SiglipVisionConfig(**VISION)).save_pretrained(directory)
+    for step in (1, 2):
+        again = Trainer(recipe(), world)
+        assert again.step == step
+        assert different(everything(first.job.root.vision, None), everything(again.job.root.vision, None)) == []
+        again.train_step()
+        again.save()
+        again.reporter.close()
+    assert any("vision" in note and "holds" in note for note in again.notes)

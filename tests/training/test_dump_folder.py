@@ -7,6 +7,7 @@ import pytest
 
 from hetmesh.errors import OutputError, RecipeError
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.training import dump_folder
 from hetmesh.training.checkpointing.folders import COMPLETE
 from hetmesh.training.dump_folder import claim_folder
 from hetmesh.training.metrics import StepMetrics
@@ -98,6 +99,28 @@ def test_two_runs_at_once_do_not_share_a_folder(world, tmp_path):
         claim_folder(enabled, world)
     resumed.claim.close()
     assert claim_folder(enabled, world).step == 1
+
+
+def test_what_a_run_did_until_its_folder_was_free_is_not_lost(world, tmp_path, monkeypatch):
+    """It saves, or begins, between the look of another command and its lock."""
+    lock, meanwhile = dump_folder._locked, []
+
+    def locked(folder):
+        for step in meanwhile:
+            saved(folder, step)
+        meanwhile.clear()
+        return lock(folder)
+
+    monkeypatch.setattr(dump_folder, "_locked", locked)
+    saved(tmp_path / "run", 1)
+    meanwhile.append(3)
+    resumed = claim_folder(recipe(tmp_path / "run", "--checkpoint.enable", "true", "--training.steps", "9"), world)
+    assert resumed.step == 3
+    resumed.release()
+    meanwhile.append(1)
+    fresh = claim_folder(recipe(tmp_path / "digits"), world)
+    assert (fresh.path.name, fresh.occupied) == ("digits-2", tmp_path / "digits")
+    fresh.release()
 
 
 def test_a_checkpoint_is_resumed_wherever_the_run_went(world, tmp_path):

@@ -292,10 +292,19 @@ def test_what_cannot_be_exported_is_said(trained, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_exports_its_last_checkpoint_if_the_recipe_says_so(tmp_path):
+def test_a_run_exports_its_last_checkpoint_if_the_recipe_says_so(tmp_path, monkeypatch):
+    """Also one whose export was interrupted: it is not finished before."""
     path = tiny_vlms.save("llava", tmp_path)
     given = recipe(path, tmp_path / "run", steps=1)
     keys = given.checkpoint.model_copy(update={"last_save_in_hf": True, "export_dtype": "bfloat16"})
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hetmesh.training.export.export_last", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(given.model_copy(update={"checkpoint": keys}))
     train(given.model_copy(update={"checkpoint": keys}))
     found = tensors(tmp_path / "run" / "checkpoint" / "step-1-hf")
     assert found.keys() == tensors(path).keys()

@@ -9,6 +9,7 @@ twice in one batch.)
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,9 +34,9 @@ _KEYS = {
 
 
 PROBES = "source"
-"""What a position calls the checksums of some samples."""
+"""What a position calls the checksums of some samples: of the metadata and of the tokens of each."""
 
-_LOOKED_AT = 64  # samples, by their metadata: of another order, hardly one is where it was
+_LOOKED_AT = 64  # samples: of another order, hardly one is where it was
 _MENDED = 0.25  # of these, so many may differ: whoever mends a sample that ended a run goes on with it
 
 _ELSEWHERE = "the checkpoint's place in the data means other samples now"
@@ -311,13 +312,13 @@ class Loader:
             raise RecipeError(f"{_ELSEWHERE}: {told}; {_RESTORE}")
         before = state.get(PROBES)  # older checkpoints have none
         if before is not None and before != self._probes:
-            pairs = zip(before.split(), self._probes.split(), strict=False)
-            changed = [i for i, (old, new) in zip(self._probed, pairs, strict=False) if old != new]
+            pairs = zip(before.split(), self._probes.split(), strict=False)  # of older checkpoints, metadata alone
+            changed = [i for i, (old, new) in zip(self._probed, pairs, strict=False) if old != new[: len(old)]]
             if len(changed) > _MENDED * len(self._probed):
                 raise RecipeError(
                     f"{_ELSEWHERE}: of {len(self._probed)} samples of data.source looked at, {len(changed)} are others "
-                    f"than those that were there, the first at place {changed[0]}: it was sorted, or is another one; "
-                    f"{_RESTORE}"
+                    f"than those that were there, the first at place {changed[0]}: it was sorted, its text becomes "
+                    f"other tokens, or it is another one; {_RESTORE}"
                 )
         self.step = int(state["step"])
         self._since = (self.step, int(state["sample"]))
@@ -332,11 +333,11 @@ class Loader:
     def _probes(self) -> str:
         found = []
         for index in self._probed:
-            try:
+            facts, tokens = "unreadable", b""
+            with self.payloads.sources.reading, contextlib.suppress(SampleError):
                 facts = repr(self.source.meta(index))
-            except SampleError:
-                facts = "unreadable"
-            found.append(f"{zlib.crc32(facts.encode()):08x}")
+                tokens = self.source.load(index, ()).tokens.numpy().tobytes()
+            found.append(f"{zlib.crc32(facts.encode()):08x}{zlib.crc32(tokens):08x}")
         return " ".join(found)
 
     def _identity(self) -> dict[str, int]:

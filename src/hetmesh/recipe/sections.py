@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -46,6 +47,18 @@ def parse_ranks(value: Any) -> Any:
     if repeated := sorted(rank for rank, times in Counter(ranks).items() if times > 1):
         raise ValueError(f"rank {', '.join(map(str, repeated))} is given more than once")
     return tuple(ranks)
+
+
+def within(value: str) -> str:
+    """The path of a folder that lies in another one.
+
+    Raises:
+        ValueError: it may lie elsewhere.
+    """
+    path = PurePath(value)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{value!r} must lie in job.dump_folder: a name, or a path without '..'; move that instead")
+    return value
 
 
 FrozenTable = Annotated[Mapping[str, Any], AfterValidator(freeze)]
@@ -312,7 +325,7 @@ class Checkpoint(Section):
     """`[checkpoint]`: DCP checkpoints under `dump_folder/folder`; a run that finds one there resumes from it."""
 
     enable: bool = False
-    folder: str = "checkpoint"
+    folder: Annotated[str, AfterValidator(within)] = "checkpoint"  # in dump_folder, of which a run has its own
     interval: Size = 500  # steps
     keep_latest_k: Count = 10  # 0 keeps all
     timeout_seconds: Seconds = 3600.0  # that writing or reading one may take, whatever [comm] says of a step

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,19 @@ from hetmesh.training.checkpointing.fit import check_fit, optional
 from hetmesh.training.checkpointing.frozen import FrozenFile, frozen_names, state_of
 from hetmesh.training.checkpointing.plan import SavePlans
 from hetmesh.training.checkpointing.reading import opened, read_into
-from hetmesh.training.checkpointing.saving import Content, PendingSave, SavePlace
+from hetmesh.training.checkpointing.saving import Content, PendingSave, SavePlace, cannot_write
 from hetmesh.training.checkpointing.staging import Staging, as_bytes
 from hetmesh.training.gradients import reduce_over_ranks
 from hetmesh.training.optimizers import Root
 
+T = TypeVar("T")
+
 _PARTING = 30.0
-"""Seconds that rank 0, on its way out after an error, waits for what other ranks have to report of a save."""
+"""Seconds that ranks, on their way out after an error, wait for each other to complete a save."""
+
+_APPEARS = 60.0
+"""Seconds that a rank looks for a file of another machine: network file systems remember for a while what was not
+there."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +94,20 @@ class Checkpointer:
         return folders.complete_steps(self.folder)
 
     def prepare(self) -> None:
-        """Make the folder, see that files can be written there, and remove what killed saves left. Collective; before
-        hours of training.
+        """Make the folder, see that every rank can write there and that it is one folder, and remove what killed saves
+        left. Collective; before hours of training.
 
         Raises:
-            CheckpointError: they cannot; on every rank.
+            CheckpointError: they cannot, or it is not; on every rank.
         """
-        self._on_first(f"checkpoints cannot be written to {self.folder}", lambda: folders.probe(self.folder))
+        told = f"checkpoints cannot be written to {self.folder}"
+        file = self._on_first(told, lambda: folders.probe(self.folder))
+        with self.patience(), self.world.waiting(f"whether all ranks can write to {self.folder}"):
+            problem = self._first_told(folders.unusable(file, self.world.rank, min(_APPEARS, self.timeout)))
+        if self.world.rank == 0:
+            file.unlink(missing_ok=True)
+        if problem:
+            raise CheckpointError(f"{told}: {problem}")
 
     def latest(self) -> int | None:
         """The newest complete step, as rank 0 sees it, on every rank. Collective.
@@ -102,15 +115,9 @@ class Checkpointer:
         Raises:
             CheckpointError: the folder cannot be read, or a newer checkpoint has lost its checksums; on every rank.
         """
-        chosen = [-1]
-
-        def choose() -> None:
-            chosen[0] = folders.newest_step(self.folder)
-
-        self._on_first(f"checkpoints in {self.folder} cannot be read", choose)
-        with self.world.waiting("choice of the checkpoint to resume from"):
-            dist.broadcast_object_list(chosen, src=0, group=self._everyone)
-        return None if chosen[0] < 0 else chosen[0]
+        told = f"checkpoints in {self.folder} cannot be read"
+        chosen = self._on_first(told, lambda: folders.newest_step(self.folder))
+        return None if chosen < 0 else chosen
 
     def save(
         self,
@@ -137,13 +144,13 @@ class Checkpointer:
         state = _without(elsewhere, self._state(root, optimizers, extra))
         with self.patience(), self.world.waiting(f"saving {path}"):
             entries = self.plans.share(state)
-            place = SavePlace(
-                path, self.world.rank, self.world.size, self.plans.metadata, self.keep_latest, self.timeout
-            )
             try:
-                self._on_first(place.fails, lambda: folders.make_empty(place.partial))
+                partial = self._on_first(cannot_write(path), lambda: folders.make_partial(path))
             except CheckpointError as error:
-                self._abandon(place, str(error))
+                self._abandon(None, str(error))
+            place = SavePlace(
+                path, partial, self.world.rank, self.world.size, self.plans.metadata, self.keep_latest, self.timeout
+            )
         fixed = {f"model.{name}" for name in frozen_names(root)} if self.frozen_once else set()
         changing = [entry for entry in entries if entry.index.fqn not in fixed]
         frozen = [entry for entry in entries if entry.index.fqn in fixed]
@@ -189,10 +196,10 @@ class Checkpointer:
             told = self._first_told(pending.wait_written())
             if told:
                 pending.give_up()
-                self._abandon(pending.place, told)
+                self._abandon(pending.place.partial, told)
             told = self._first_told(pending.wait_named() if self.world.rank == 0 else "")
             if told:
-                self._abandon(pending.place, told)
+                self._abandon(pending.place.partial, told)
         saving, ended = self._saving, time.perf_counter()
         self._saved.append(Saved(saving.step, saving.held_s + ended - began, ended - saving.time_s))
 
@@ -283,20 +290,22 @@ class Checkpointer:
         finally:
             self.world.set_timeout(usual)
 
-    def _on_first(self, fails: str, action: Callable[[], object]) -> None:
-        """Do `action` on rank 0. What goes wrong with it is the same error on every rank."""
-        errors = [""]
+    def _on_first(self, fails: str, action: Callable[[], T]) -> T:
+        """What `action` gives on rank 0, on every rank. What goes wrong with it is the same error on every rank."""
+        found: list[Any] = ["", None]
         if self.world.rank == 0:
             try:
-                action()
+                found[1] = action()
             except CheckpointError as error:
-                errors = [str(error)]
+                found[0] = str(error)
             except OSError as error:
-                errors = [f"{fails}: {error}"]
+                found[0] = f"{fails}: {error}"
         with self.world.waiting(f"rank 0 at {self.folder}"):
-            dist.broadcast_object_list(errors, src=0, group=self._everyone)
-        if errors[0]:
-            raise CheckpointError(errors[0])
+            dist.broadcast_object_list(found, src=0, group=self._everyone)
+        if found[0]:
+            raise CheckpointError(found[0])
+        answer: T = found[1]
+        return answer
 
     def _first_told(self, told: str) -> str:
         """The first rank's text that is not empty, on every rank."""
@@ -304,11 +313,12 @@ class Checkpointer:
         dist.all_gather_object(everybody, told, group=self._everyone)
         return next(filter(None, everybody), "")
 
-    def _abandon(self, place: SavePlace, told: str) -> None:
+    def _abandon(self, partial: Path | None, told: str) -> NoReturn:
         """Remove what a failed save has written, and raise `told` on every rank, with what to do. Collective."""
         hint = [""]
         if self.world.rank == 0:
-            shutil.rmtree(place.partial, ignore_errors=True)
+            if partial is not None:
+                shutil.rmtree(partial, ignore_errors=True)
             hint = [self._what_to_do()]
         dist.broadcast_object_list(hint, src=0, group=self._everyone)
         raise CheckpointError(f"{told}{hint[0]}")

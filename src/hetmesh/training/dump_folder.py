@@ -132,8 +132,11 @@ def _claim(recipe: Recipe) -> RunFolder:
             if (step := newest_step(folder / keys.folder)) >= 0:
                 return _resumed(recipe, folder, step)
     for folder in _numbered(asked):
-        if not holds_results(folder, keys.folder) and (claim := _locked(folder)) is not None:
+        if holds_results(folder, keys.folder) or (claim := _locked(folder)) is None:
+            continue
+        if not holds_results(folder, keys.folder):  # nobody was quicker than the lock
             return RunFolder(folder, occupied=None if folder == asked else asked, claim=claim)
+        claim.close()
     raise AssertionError("there are always more numbers")
 
 
@@ -152,6 +155,9 @@ def _resumed(recipe: Recipe, folder: Path, step: int) -> RunFolder:
         raise OutputError(
             f"{folder}: another process is training there; wait for it, or give another job.dump_folder to start anew"
         )
+    if (newest_step(folder / recipe.checkpoint.folder), _summary(folder) if steps == step else {}) != (step, summary):
+        claim.close()  # the run that had the lock until now went on meanwhile
+        return _claim(recipe)
     _kept_lines(folder / METRICS_FILE, step)
     return RunFolder(folder, step, claim=claim)
 

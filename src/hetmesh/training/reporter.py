@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -107,6 +108,12 @@ class Reporter:
             left = None if self._pace is None else self._pace * (self.steps - metrics.step)
             line = metrics.line(self.steps, left)
             self.print(f"{line}  {metrics.details()}" if self.verbose else line)
+
+    def sync(self) -> None:
+        """Let all lines of metrics.jsonl be on the disk: those of the steps that a checkpoint is about to hold."""
+        if self.active and not self._file.closed:
+            with writing(self._path):
+                os.fsync(self._file.fileno())
 
     def warn_once(self, about: str, text: str) -> None:
         """Print a warning, the first one of the run about this only: the rest are counted in the metrics."""

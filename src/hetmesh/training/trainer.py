@@ -184,14 +184,14 @@ class Trainer:
                 self.checkpointer.wait()
                 self._tell_saved()
             summary = self._summary(seconds)
-            self.reporter.summary(summary)
-            self.reporter.ended(self.step, FINISHED)
             for text in self.validation.shown():
                 self.reporter.print(text)
             next_ = what_next(recipe, self.folder, self.step, self.validation.source)
             self.reporter.print("\n".join([self._results(), *next_]))
             if recipe.checkpoint.last_save_in_hf:
                 self._export()
+            self.reporter.summary(summary)  # with it the run is finished: started again, it does nothing
+            self.reporter.ended(self.step, FINISHED)
             return summary
         except Stopped as stopped:
             self.reporter.ended(self.step, STOPPED, stopped.name)
@@ -323,6 +323,7 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of the current step."""
         position = self._position()
+        self.reporter.sync()
         with self.job.expert_placement.in_own_places(self.optimizers):
             self.checkpointer.save(self.step, self.job.root, self.optimizers, position, frozenset(self.references))
         self._tell_saved()
@@ -363,6 +364,9 @@ class Trainer:
                 raise RecipeError(f"{error}{told}") from error
         check_model(changed, path)
         self.job.loader.load_state_dict(position)
+        if held := sorted(self.references.keys() - saved.references.keys()):  # maybe other weights than the directory
+            self.references = {k: v for k, v in self.references.items() if k in saved.references}
+            self.notes.append(f'checkpoint.frozen = "reference": {path} holds {", ".join(held)}, and so do later ones')
         self.loss, self.skipped.samples = saved.loss, saved.samples_skipped
         self.job.non_finite.count, self.job.non_finite.in_a_row = saved.skipped_steps, saved.skipped_in_a_row
         self.job.expert_placement.restore(saved.experts, self.optimizers)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import shutil
+import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from hetmesh.training.checksums import MANIFEST, METADATA
 COMPLETE = MANIFEST  # written last, and the folder gets its name after that
 PARTIAL = ".partial"  # what a save adds to the folder's name until all is written
 RESTORE, GO_ON = "restore it from a copy", "remove the folder to go on without it"
+_LOOK = 0.1  # seconds between two looks at a folder of another machine
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
@@ -45,37 +49,63 @@ def _steps_with(folder: Path, file: str) -> list[int]:
     return sorted(int(m.group(1)) for m, path in found if m and (path / file).is_file())
 
 
-def probe(folder: Path) -> None:
-    """Make `folder`, see that files can be written there, and remove what killed saves left. Raises OSError."""
+def probe(folder: Path) -> Path:
+    """Make `folder` and a file in it that was never there, and remove what killed saves left. Raises OSError.
+
+    Returns:
+        The file.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f".probe{PARTIAL}"
+    file = folder / f".probe-{secrets.token_hex(4)}{PARTIAL}"
     file.write_bytes(b"x")
-    file.unlink()
-    for leftover in folder.glob(f"step-*{PARTIAL}"):
-        _remove(leftover)
+    for leftover in (*folder.glob(f"step-*{PARTIAL}"), *folder.glob(f".probe*{PARTIAL}")):
+        if leftover != file:
+            _remove(leftover)
+    return file
 
 
-def make_empty(folder: Path) -> None:
-    """Make `folder`, without whatever was there. Raises OSError."""
-    _remove(folder)
+def unusable(file: Path, rank: int, patience: float) -> str:
+    """Why `rank` cannot write beside rank 0, which has made `file`, and removes it; empty if it can.
+
+    Args:
+        patience: seconds that it may take until `file` is seen.
+    """
+    here, deadline = f"rank {rank} on {socket.gethostname()}", time.monotonic() + patience
+    while not file.exists():
+        if time.monotonic() > deadline:
+            return (
+                f"{here} does not see what rank 0 writes there: all machines need the same job.dump_folder, on a file "
+                "system that they share"
+            )
+        time.sleep(_LOOK)
+    own = file.with_name(f"{file.name}.{rank}{PARTIAL}")
+    try:
+        own.write_bytes(b"x")
+        own.unlink()
+    except OSError as error:
+        return f"{here}: {error}"
+    return ""
+
+
+def make_partial(path: Path) -> Path:
+    """Make the folder in which the checkpoint `path` is written. Its name was never used: what a rank of an earlier run
+    may still write, from another machine, goes nowhere. Raises OSError."""
+    folder = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     folder.mkdir(parents=True)
+    return folder
 
 
 def complete(partial: Path, path: Path, sums: Mapping[checksums.SavedPart, checksums.Sum]) -> None:
     """Make what is written at `partial` the checkpoint `path`. Raises OSError."""
     checksums.write_manifest(partial, sums)
+    _sync(partial)  # the names of its files, before it has its own
     old = path.with_name(f"{path.name}.old{PARTIAL}")  # so that `probe` removes what a kill leaves
     _remove(old)
     if path.exists():  # of the same step: an earlier run's, or half of one
         path.rename(old)
     partial.rename(path)
     _remove(old)
-    with contextlib.suppress(OSError):  # not every file system knows this
-        descriptor = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    _sync(path.parent)
 
 
 def delete_old(folder: Path, keep_latest: int) -> None:
@@ -85,6 +115,16 @@ def delete_old(folder: Path, keep_latest: int) -> None:
         _remove(gone)
         (folder / f"step-{old}").rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Let the names in `folder` be on the disk."""
+    with contextlib.suppress(OSError):  # not every file system knows this
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

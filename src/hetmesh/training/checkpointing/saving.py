@@ -25,12 +25,18 @@ from hetmesh.training.checkpointing.writing import report_name, take_report, wri
 _LOOK = 0.02  # seconds between two looks at what other ranks have written
 
 
+def cannot_write(path: Path) -> str:
+    """What an error about writing the checkpoint `path` begins with."""
+    return f"checkpoint {path} cannot be written"
+
+
 @dataclass(frozen=True)
 class SavePlace:
     """Where a checkpoint goes, and what it is beside this rank's entries.
 
     Attributes:
         path: its folder when it is complete.
+        partial: its folder until then.
         rank, size: this rank, and how many write.
         metadata: for the index; on rank 0.
         keep_latest: how many are left when it is complete; 0: all.
@@ -38,6 +44,7 @@ class SavePlace:
     """
 
     path: Path
+    partial: Path
     rank: int
     size: int
     metadata: Metadata | None
@@ -47,12 +54,7 @@ class SavePlace:
     @property
     def fails(self) -> str:
         """What an error begins with."""
-        return f"checkpoint {self.path} cannot be written"
-
-    @property
-    def partial(self) -> Path:
-        """The folder until it is complete."""
-        return self.path.with_name(self.path.name + folders.PARTIAL)
+        return cannot_write(self.path)
 
 
 @dataclass(frozen=True)
@@ -120,12 +122,15 @@ class PendingSave:
         self._given_up.set()
 
     def leave(self, patience: float) -> str:
-        """Wait for this save without other ranks, which may be gone: for as long as writing may take, and on rank 0
-        `patience` seconds more for what other ranks have to report. What is not done then, in words."""
+        """Wait for this save without other ranks, which may be gone: for as long as writing may take, and `patience`
+        seconds more, on rank 0 for what other ranks have to report, on these for rank 0 to name the checkpoint: whoever
+        waits for workers ends them all once one has ended. What is not done then, in words."""
         told = self.wait_written()
         if not told:
             self._deadline = min(self._deadline, time.monotonic() + patience)
             told = self.wait_named()
+            while not told and self.place.partial.exists() and time.monotonic() < self._deadline:
+                self._given_up.wait(_LOOK)
         return told
 
     def _run(self, content: Content, ready: Event) -> None:
