@@ -148,6 +148,8 @@ def problem(
     try:
         recipe = case.recipe
         judge, limit = oracle(recipe, policy), TOLERANCE[recipe.training.dtype]
+        whole = policy is None and has_run(recipe)
+        steps = 1 if whole else steps  # of which the whole run has more
         pool = pools[recipe.world_size]
         ranks = pool.run(run_as, recipe, steps, None, policy, timeout=timeout)  # checks replicas too
         truth = None
@@ -158,7 +160,7 @@ def problem(
             compare(truth, ranks, limit)
         if judge == PLAIN:
             compare(plain_outcome(recipe, steps), ranks, limit)
-        if policy is None and has_run(recipe):
+        if whole:
             checked(recipe)
             check_runs(pools.__getitem__, case, truth, timeout)
     except Exception as error:  # of any type: whatever comes out is the finding

@@ -15,7 +15,7 @@ def runs(draw: st.DrawFn, draft: Draft) -> None:
     if not (draft.runs or sometimes(draw, 2)):
         return
     training, tables = draft.table("training"), draft.tables
-    training["steps"] = steps = BEHIND + draw(st.integers(1, 3))
+    training["steps"] = steps = BEHIND + draw(st.integers(1, 2))
     training["max_norm"] = draw(st.sampled_from([1.0, 0.05, 0.0]))
     tables["optimizer"] = _optimizer(draw)
     if sometimes(draw):
