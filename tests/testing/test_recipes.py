@@ -159,7 +159,9 @@ def test_two_runs_must_be_equal_bit_for_bit(fuzz):
 
 def ran(loss=1.0, norm=2.0, parameter=1.0, guess=3, answer=4, steps=2):
     evaluation = (loss, torch.tensor([True]), torch.tensor([[guess]]))
-    return Ran(1, (loss,) * steps, (norm,) * steps, {"llm.weight": torch.full((2,), parameter)}, evaluation, ((answer,),))
+    return Ran(
+        1, (loss,) * steps, (norm,) * steps, {"llm.weight": torch.full((2,), parameter)}, evaluation, ((answer,),)
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,10 @@
 
 A chain is one run: its starts are killed, each at a moment of its own, until one ends by itself, or after six kills.
 Whom a kill meets and when is drawn from the seed and the number of the draw: one worker, one of the processes that load
-samples, all workers, the command, or its whole process group; half of the kills at a moment of the time that is left,
-half of them inside a save. Chains differ in how they save and load. After every kill nobody may be left behind, a command that
-was not killed itself must say what happened in one line, and the next start must go on from the newest checkpoint.
+samples, all workers, the command, or its whole process group (the command too where there is no such process yet); half
+of the kills at a moment of the time that is left, half of them inside a save. Chains differ in how they save and load.
+After every kill nobody may be left behind, a command that was not killed itself must say what happened in one line, and
+the next start must go on from the newest checkpoint.
 At its end a chain has the losses, norms and summary of the run that nobody killed, bit by bit, and no stray files.
 """
 
@@ -28,15 +29,15 @@ from soaking.runs import STEPS, Results, Start, warm_up
 TARGETS = ("worker 0", "worker 1", "worker 2", "worker 3", *("loader",) * 4, "all workers", "command", "group")
 LOADERS = "0122"  # processes per worker that load samples
 DRAWN_FROM = {"targets": list(TARGETS), "loaders": LOADERS}
-EARLIER = {"targets": [t for t in dict.fromkeys(TARGETS)], "loaders": "01"}  # of files that do not say
+EARLIER = {"targets": list(dict.fromkeys(TARGETS)), "loaders": "01"}  # of files that do not say
 MOST_KILLS = 6  # of a chain
 LAST_WORDS = 3000
 
 
 @dataclass(frozen=True)
 class Kill:
-    """Who is killed, which of them (a share of their number), and when: after `share` of the time that a start has left,
-    or of a save."""
+    """Who is killed, and when: after `share` of the time that a start has left, or of a save. Of several that load
+    samples `which`, a share of their number, tells one."""
 
     number: int
     target: str

@@ -34,7 +34,9 @@ def balance(draw: st.DrawFn, draft: Draft) -> None:
 def _alone(draft: Draft) -> list[str]:
     """Encoders with ranks that no other module has in that order: they go along with nobody."""
     tables = {name: t["ranks"] for name, t in draft.tables["parallelism"].items() if isinstance(t, dict)}
-    return [name for name, ranks in tables.items() if name in draft.encoders and list(tables.values()).count(ranks) == 1]
+    return [
+        name for name, ranks in tables.items() if name in draft.encoders and list(tables.values()).count(ranks) == 1
+    ]
 
 
 def _lanes_on_lanes(draft: Draft, name: str) -> int:
@@ -75,5 +77,3 @@ def _on_sink_ranks(draft: Draft, name: str) -> bool:
     reads = all(boundary["to"] != name for boundary in draft.tables.get("boundaries", ()))
     own, sink = (draft.layout(each).get("ranks", range(draft.world)) for each in (name, SINK))
     return reads and bool(set(own) & set(sink))
-
-

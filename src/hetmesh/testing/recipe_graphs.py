@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hetmesh.testing.recipe_draft import SINK, Draft, random_media, wire
 from hetmesh.testing.recipe_own_graphs import own_models, tiles
 
+
 def siglip(draw: st.DrawFn, draft: Draft, name: str = "vision", *, channels: int = 1) -> None:
     """A SigLIP tower over images of 8x8 pixels: 4 rows each."""
     layers = draw(st.integers(1, 3))

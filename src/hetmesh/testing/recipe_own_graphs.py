@@ -39,7 +39,9 @@ TILED = ("llava_onevision", "internvl")
 def tiles(draw: st.DrawFn, draft: Draft) -> None:
     """A whole model from a directory, whose images are one tile or several."""
     name = draw(st.sampled_from(TILED))
-    raw = expand_hf_path({"model": {"hf_path": str(tiny_vlms.kept(name))}, "data": {"source": "hetmesh.testing.sources"}})
+    raw = expand_hf_path(
+        {"model": {"hf_path": str(tiny_vlms.kept(name))}, "data": {"source": "hetmesh.testing.sources"}}
+    )
     draft.tables["modules"] = {name: {**table, "config": {}} for name, table in raw["modules"].items()}
     draft.tables["boundaries"] = raw["boundaries"]
     if draw(st.booleans()):

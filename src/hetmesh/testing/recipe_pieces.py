@@ -87,8 +87,8 @@ def _on_lanes(draw: st.DrawFn, draft: Draft, name: str) -> Table:
     if not fit:
         return {}
     pp, tp = draw(st.sampled_from(fit))
-    ranks = np.array(table["ranks"]).reshape(shape[0], shape[1] * shape[2], -1).swapaxes(0, 1)
-    ranks = ranks.reshape(shape[1] * shape[2], pp, -1, tp).swapaxes(0, 1)  # stage, lane of the LLM, own lane, shard
+    by_lane = np.array(table["ranks"]).reshape(shape[0], draft.lanes, -1).swapaxes(0, 1)
+    ranks = by_lane.reshape(draft.lanes, pp, -1, tp).swapaxes(0, 1)  # stage, lane of the LLM, own lane, shard
     degrees = {"pipeline_parallel_degree": pp, "tensor_parallel_degree": tp}
     degrees["data_parallel_replicate_degree"] = ranks.size // (pp * tp)
     return {"ranks": ranks.ravel().tolist(), **_layout_keys(degrees)}
@@ -188,7 +188,7 @@ def freezing(draw: st.DrawFn, draft: Draft) -> None:
     for name in draft.modules:
         if name != trained and draw(st.booleans()):
             modules[name]["trainable"] = False
-    blocks = [name for name in draft.modules if modules[name]["model"] != "mlp"]
+    blocks = [name for name in draft.modules if not modules[name]["model"].endswith(("mlp", ":Widen"))]
     for name in blocks:
         if modules[name].get("trainable", True) and not _splits_tokens(draft, name) and sometimes(draw, 3):
             modules[name]["lora"] = {"rank": draw(st.integers(1, 3))}

@@ -92,7 +92,9 @@ def recipes(
         piece(draw, draft)
     then = None
     if "checkpoint" in draft.tables and not draft.drops:
-        draft.table("training").setdefault("global_batch_size", draft.tables["training"]["local_batch_size"] * draft.lanes)
+        draft.table("training").setdefault(
+            "global_batch_size", draft.tables["training"]["local_batch_size"] * draft.lanes
+        )
         then = None if sometimes(draw, 4) else another_layout(draw, draft)
     return RecipeCase(to_toml(draft.tables), to_toml(then) if then else "")
 

@@ -57,7 +57,17 @@ class Ran:
 
 
 class _Watched(Trainer):
+    """Remembers its last evaluation. It exports when it is asked to: `exact_dtypes` changes casts to fp32, which an
+    export means."""
+
     last: Evaluation | None = None
+
+    def _export(self) -> None:
+        pass
+
+    def export(self) -> None:
+        if self.recipe.checkpoint.last_save_in_hf:
+            super()._export()
 
     def validate(self) -> Evaluation | None:
         self.last = super().validate()
@@ -77,6 +87,7 @@ def run_whole(rank: int, recipe: Recipe, stop: int | None = None) -> Ran:
         job, first = trainer.job, trainer.step
         with exact_dtypes(job.root, every_cast=is_split(job.adapters)):
             trainer.run()
+        trainer.export()
     job.expert_placement.to_own_places(trainer.optimizers)
     parameters = {name: _full(p.detach()).clone() for name, p in job.root.named_parameters()}
     last = trainer.last
@@ -234,9 +245,7 @@ def _from(ran: Ran, step: int) -> Ran:
     return Ran(step, ran.losses[step:], ran.norms[step:], ran.parameters, ran.evaluation, ran.answers)
 
 
-def compare_runs(
-    expected: list[Ran], given: list[Ran], what: str, limit: float = 0.0, *, whole: bool = True
-) -> None:
+def compare_runs(expected: list[Ran], given: list[Ran], what: str, limit: float = 0.0, *, whole: bool = True) -> None:
     """Raise ParityError unless all ranks' losses, gradient norms, parameters and evaluations are equal up to a relative
     error of `limit`, and 0.0 means to the last bit.
 
@@ -255,7 +264,9 @@ def compare_runs(
                 raise ParityError(f"{what}: no evaluation on rank {rank}")
             _compare(f"{what}: the evaluation's loss on rank {rank}", first.evaluation[0], ran.evaluation[0], limit)
             if not all(map(torch.equal, first.evaluation[1:], ran.evaluation[1:])):
-                raise ParityError(f"{what}: other guesses: {ran.evaluation[2].tolist()}, not {first.evaluation[2].tolist()}")
+                raise ParityError(
+                    f"{what}: other guesses: {ran.evaluation[2].tolist()}, not {first.evaluation[2].tolist()}"
+                )
         if ran.answers != given[0].answers:
             raise ParityError(f"{what}: rank {rank} answers {ran.answers}, rank 0 {given[0].answers}")
     if whole:
