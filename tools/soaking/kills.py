@@ -149,7 +149,7 @@ class Chain:
         """Wait for the moment and kill; False: the run had ended."""
         usual = self.usual
         if planned.inside_save:
-            start.wait(self.limit, self.results.saving)
+            start.wait(self.limit, lambda: self.results.saving(began))
             start.wait(planned.share * usual.save)
         else:
             left = usual.starting + (usual.whole - usual.starting) * (STEPS - step) / STEPS

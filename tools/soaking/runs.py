@@ -173,9 +173,14 @@ class Results:
 
         return max(complete_steps(self.checkpoints), default=0)
 
-    def saving(self) -> bool:
-        """Whether a save has begun and not ended."""
-        return any(self.checkpoints.glob("step-*.partial"))
+    def saving(self, since: float = 0.0) -> bool:
+        """Whether a save has begun, at `since` (`time.time`) or later, and not ended. What an earlier start was killed in
+        stays until the next save."""
+        for path in self.checkpoints.glob("step-*.partial"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime >= since:
+                    return True
+        return False
 
     def curve(self) -> list[tuple[Any, ...]]:
         """Step, loss, gradient norm and learning rate of all steps."""
@@ -191,7 +196,7 @@ class Results:
     def phase(self, began: float) -> str:
         """What a run that began at `began` (`time.time`) is at, as far as its files tell."""
         metrics = self.folder / "metrics.jsonl"
-        if self.saving():
+        if self.saving(began):
             return "saving"
         if not metrics.exists() or metrics.stat().st_mtime < began:
             return "starting or loading"
