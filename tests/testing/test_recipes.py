@@ -88,7 +88,7 @@ def test_drawn_recipes_equal_one_process(pool, fuzz, world, count, seed):
     pools = fuzz.Pools(pool(4), pool(8))
     for case in varied(draw_recipes(5 * count, seed, world), count):
         error = fuzz.problem(pools, case, steps=2)
-        assert error is None, f"{error}\n\n{case.text}"
+        assert error is None, f"{error}\n\n{case.told()}"
 
 
 @pytest.mark.slow
@@ -140,6 +140,18 @@ def test_a_wrong_gradient_anywhere_fails_a_drawn_recipe_and_is_made_small(pool, 
     assert isinstance(error, ParityError)
     small = fuzz.simplest(case, lambda other: fuzz.problem(pools, other, steps=1) is not None, tries=3)
     assert len(small.text) < len(case.text)
+
+
+def test_a_failing_run_is_made_small_in_both_of_its_recipes(fuzz):
+    case = RecipeCase("[training]\nsteps = 4\nlocal_batch_size = 4\n", '[balance]\npolicy = "none"\n')
+    found = list(fuzz.candidates_of(case))
+    assert found[0] == RecipeCase(case.text)
+    assert {each.text for each in found} == {
+        case.text,
+        "[training]\nsteps = 4\n",
+        case.text.replace("size = 4", "size = 2"),
+    }
+    assert {each.then for each in found[1:]} == {case.then, "[balance]\n"}
 
 
 def outcome(loss=1.0, gradient=1.0):

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fuzzing.simplify import candidates_of as candidates_of
 from fuzzing.simplify import simplest
 from hetmesh.cli.check import checked
 from hetmesh.recipe.recipe import Recipe

@@ -61,7 +61,7 @@ def smaller(tables: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for path, value in list(_leaves(tables)):
         if path[-1] not in ("model", "from", "to", "at", "ranks", "source", "steps", *DEGREES) and "kinds" not in path:
             yield _without(tables, path)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 1 and path[-1] not in DEGREES:
+        if isinstance(value, int) and not isinstance(value, bool) and value > 1 and path[-1] not in ("steps", *DEGREES):
             yield _with(tables, path, value // 2)
     if tables.get("parallelism", {}).get("pipeline_parallel_schedule", "sequential") != "sequential":
         yield _with(tables, ("parallelism", "pipeline_parallel_schedule"), "sequential")

@@ -150,6 +150,14 @@ def _processes() -> list[tuple[int, int, int]]:
     return sorted(found)
 
 
+def _changed(path: Path) -> float:
+    """When files came into a folder or left it last (`time.time`); -1 if it is gone."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return -1.0
+
+
 class Results:
     """What runs with one `dump_folder` have left: there, or in the folders that they took beside it."""
 
@@ -174,13 +182,9 @@ class Results:
         return max(complete_steps(self.checkpoints), default=0)
 
     def saving(self, since: float = 0.0) -> bool:
-        """Whether a save has begun, at `since` (`time.time`) or later, and not ended. What an earlier start was killed in
-        stays until the next save."""
-        for path in self.checkpoints.glob("step-*.partial"):
-            with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_mtime >= since:
-                    return True
-        return False
+        """Whether a save has begun, at `since` (`time.time`) or later, and not ended. What an earlier start left when it
+        was killed stays until the next save."""
+        return any(_changed(path) >= since for path in self.checkpoints.glob("step-*.partial"))
 
     def curve(self) -> list[tuple[Any, ...]]:
         """Step, loss, gradient norm and learning rate of all steps."""
