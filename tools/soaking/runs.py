@@ -182,8 +182,8 @@ class Results:
         return max(complete_steps(self.checkpoints), default=0)
 
     def saving(self, since: float = 0.0) -> bool:
-        """Whether a save has begun, at `since` (`time.time`) or later, and not ended. What an earlier start left when it
-        was killed stays until the next save."""
+        """Whether a save has begun, at `since` (`time.time`) or later, and not ended. What a start leaves that is
+        killed in one stays until the next save."""
         return any(_changed(path) >= since for path in self.checkpoints.glob("step-*.partial"))
 
     def curve(self) -> list[tuple[Any, ...]]:
