@@ -61,6 +61,15 @@ def test_what_is_not_a_source_is_a_recipe_error(name, options, message):
         make_source(name, **options)
 
 
+def test_random_media_hold_out_other_samples_where_they_are_asked_to():
+    name, options = "hetmesh.testing.sources:RandomMedia", {"kinds": {"image": [1, 8, 8]}, "held_out": 3}
+    train, held_out = make_source(name, **options), make_source(name, **options, split="validation")
+    assert (len(train), len(held_out)) == (1000, 3)
+    assert not {train.meta(i).id for i in range(1000)} & {held_out.meta(i).id for i in range(3)}
+    with pytest.raises(RecipeError, match="without held_out there is none but 'train'"):
+        make_source(name, kinds={}, split="validation")
+
+
 def test_u21_load_takes_the_kinds_that_are_wanted():
     with pytest.raises(RecipeError, match=r"OldLoad.load must take \(index, kinds\)"):
         make_source(f"{__name__}:OldLoad")

@@ -13,6 +13,7 @@ from hetmesh.cli.check import checked
 from hetmesh.testing import faults, plain_digits
 from hetmesh.testing.parity import Outcome, ParityError, compare, run
 from hetmesh.testing.recipes import FEATURES, RecipeCase, draw_recipes, to_toml
+from hetmesh.testing.whole_runs import Ran, check_runs, compare_runs, has_run
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -28,11 +29,14 @@ def fuzz(monkeypatch):
 
 @pytest.mark.slow
 def test_drawn_recipes_pass_the_checks_and_hold_every_feature():
-    found = set()
-    for case in draw_recipes(120, 0, 8):
+    cases = draw_recipes(200, 0, 8)
+    assert set(FEATURES) - {name for case in cases for name in case.features} == set()
+    for case in cases[::4]:
         checked(case.recipe)
-        found |= set(case.features)
-    assert set(FEATURES) - found == set()
+        if case.then:
+            checked(case.resumed)
+            same = [(r.modules, r.data, r.batch.global_batch_size) for r in (case.recipe, case.resumed)]
+            assert same[0] == same[1]
 
 
 def test_the_same_seed_draws_the_same_recipes():
@@ -64,7 +68,7 @@ def work(case: RecipeCase) -> int:
     recipe = case.recipe
     stages = sum(mesh.axis_size("pp") for mesh in recipe.meshes().values())
     microbatches = recipe.batch.num_microbatches * recipe.batch.global_batch_size
-    return len(recipe.wiring.ranks) * (10 + stages * microbatches)
+    return len(recipe.wiring.ranks) * (10 + stages * microbatches) * (4 if has_run(recipe) else 1)
 
 
 def varied(cases: list[RecipeCase], count: int) -> Iterator[RecipeCase]:
@@ -84,7 +88,7 @@ def test_drawn_recipes_equal_one_process(pool, fuzz, world, count, seed):
     pools = fuzz.Pools(pool(4), pool(8))
     for case in varied(draw_recipes(5 * count, seed, world), count):
         error = fuzz.problem(pools, case, steps=2)
-        assert error is None, f"{error}\n\n{case.text}"
+        assert error is None, f"{error}\n\n{case.told()}"
 
 
 @pytest.mark.slow
@@ -138,6 +142,18 @@ def test_a_wrong_gradient_anywhere_fails_a_drawn_recipe_and_is_made_small(pool, 
     assert len(small.text) < len(case.text)
 
 
+def test_a_failing_run_is_made_small_in_both_of_its_recipes(fuzz):
+    case = RecipeCase("[training]\nsteps = 4\nlocal_batch_size = 4\n", '[balance]\npolicy = "none"\n')
+    found = list(fuzz.candidates_of(case))
+    assert found[0] == RecipeCase(case.text)
+    assert {each.text for each in found} == {
+        case.text,
+        "[training]\nsteps = 4\n",
+        case.text.replace("size = 4", "size = 2"),
+    }
+    assert {each.then for each in found[1:]} == {case.then, "[balance]\n"}
+
+
 def outcome(loss=1.0, gradient=1.0):
     weight = {"llm.weight": torch.full((2,), gradient), "llm.frozen": None}
     return Outcome((1.0, loss), weight, {"llm.weight": torch.ones(2)})
@@ -151,6 +167,53 @@ def test_two_runs_must_be_equal_bit_for_bit(fuzz):
         fuzz.check_equal([outcome()], [outcome(gradient=1.0 + 1e-6)])
     with pytest.raises(ParityError, match=r"losses on rank 0 are not finite"):
         fuzz.check_equal([outcome(float("nan"))], [outcome(float("nan"))])
+
+
+def ran(loss=1.0, norm=2.0, parameter=1.0, guess=3, answer=4, steps=2):
+    evaluation = (loss, torch.tensor([True]), torch.tensor([[guess]]))
+    return Ran(
+        1, (loss,) * steps, (norm,) * steps, {"llm.weight": torch.full((2,), parameter)}, evaluation, ((answer,),)
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"loss": 1.0 + 1e-15}, "the loss of step 2 on rank 1"),
+        ({"norm": 2.1}, "the gradient norm of step 2 on rank 1"),
+        ({"steps": 1}, "1 steps on rank 1, not 2"),
+        ({"parameter": 1.0 + 1e-6}, "parameter llm.weight on rank 1 is off"),
+        ({"guess": 5}, r"other guesses: \[\[5\]\], not \[\[3\]\]"),
+        ({"answer": 5}, "rank 1 answers"),
+    ],
+)
+def test_runs_that_differ_are_found(wrong, says):
+    compare_runs([ran(), ran()], [ran(), ran()], "going on")
+    with pytest.raises(ParityError, match=says):
+        compare_runs([ran(), ran()], [ran(), ran(**wrong)], "going on")
+    compare_runs([ran()], [ran(1.0 + 1e-11, 2.0 + 1e-11, 1.0 + 1e-11)], "going on", 1e-10)
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_as_another_one_is_found(pool):
+    cases = draw_recipes(40, 0, 2, feature="checkpoint")
+    case = min((case for case in cases if case.then and case.recipe.training.dtype == "float64"), key=work)
+    check_runs(pool, case)
+    text = case.text.replace("lr = 0.01", "lr = 0.02")
+    with pytest.raises(ParityError, match="going on from a checkpoint: the loss of step"):
+        check_runs(pool, Altered(case.text, case.then, text))
+
+
+class Altered(RecipeCase):
+    """A case that goes on with another recipe."""
+
+    def __init__(self, text, then, other):
+        super().__init__(text, then)
+        object.__setattr__(self, "other", RecipeCase(other, then))
+
+    @property
+    def resumed(self):
+        return self.other.resumed
 
 
 def test_the_plain_loop_knows_nothing_of_hetmesh():

@@ -1,11 +1,15 @@
 """Drawn recipes train to the last digits as one process does, and the digits model as a plain loop does.
 
-Every recipe runs three SGD steps in worker processes; loss, every gradient and all parameters are compared with one
+Every recipe takes three SGD steps in worker processes; loss, every gradient and all parameters are compared with one
 process in fp64 (error below 1e-10; the few fp32 recipes 1e-5). A failing recipe is made as small as it goes.
 
 One process draws what a layout draws only where every module has one lane and dropout is on values that all ranks hold
 alike (`hetmesh.testing.dropout`). Other recipes with dropout run twice: replicas must be equal, losses finite, and both
 outcomes the same to the last bit.
+
+What only whole runs have (`--feature checkpoint`, `timeline`, `free running` and so on) changes nothing in them, to the
+last bit; what goes on from a checkpoint, in the same layout or in another one, is the uninterrupted run
+(`hetmesh.testing.whole_runs`).
 """
 
 from __future__ import annotations
@@ -23,7 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fuzzing.simplify import candidates_of as candidates_of
 from fuzzing.simplify import simplest
+from hetmesh.cli.check import checked
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.testing import plain_digits
 from hetmesh.testing.assignments import Policy, RandomAssignment
@@ -32,6 +38,7 @@ from hetmesh.testing.emulated_nccl import emulate
 from hetmesh.testing.parity import TOLERANCE, Outcome, ParityError, compare, reference, run_as
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.recipes import FEATURES, RecipeCase, draw_recipes
+from hetmesh.testing.whole_runs import check_runs, has_run
 from hetmesh.training.job import describe
 from hetmesh.training.modules import loaded_module
 
@@ -107,8 +114,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 continue
             print(f"recipe {i}: {_line(error)}", file=sys.stderr, flush=True)
             minimal = simplest(case, partial(_fails, pools, args.timeout, policy, type(error)), args.tries)
-            failures.append({"error": _line(error), "recipe": case.text, "minimal": minimal.text})
-            print(f"smallest that fails so:\n\n{minimal.text}", file=sys.stderr, flush=True)
+            failures.append({"error": _line(error), "recipe": case.told(), "minimal": minimal.told()})
+            print(f"smallest that fails so:\n\n{minimal.told()}", file=sys.stderr, flush=True)
     finally:
         pools.close()
     return {
@@ -142,14 +149,21 @@ def problem(
     try:
         recipe = case.recipe
         judge, limit = oracle(recipe, policy), TOLERANCE[recipe.training.dtype]
+        whole = policy is None and has_run(recipe)
+        steps = 1 if whole else steps  # of which the whole run has more
         pool = pools[recipe.world_size]
         ranks = pool.run(run_as, recipe, steps, None, policy, timeout=timeout)  # checks replicas too
+        truth = None
         if judge == REPEATED:
             check_equal(ranks, pool.run(run_as, recipe, steps, None, policy, timeout=timeout))
-            return None
-        compare(reference(recipe, steps, LR, microbatches=judge == DRAWN_ALIKE), ranks, limit)
+        else:
+            truth = reference(recipe, steps, LR, microbatches=judge == DRAWN_ALIKE)
+            compare(truth, ranks, limit)
         if judge == PLAIN:
             compare(plain_outcome(recipe, steps), ranks, limit)
+        if whole:
+            checked(recipe)
+            check_runs(pools.__getitem__, case, truth, timeout)
     except Exception as error:  # of any type: whatever comes out is the finding
         return error
     return None

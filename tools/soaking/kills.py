@@ -1,10 +1,11 @@
 """`soak.py kills`: SIGKILL at drawn moments of a run of four workers, which is started again until it ends.
 
 A chain is one run: its starts are killed, each at a moment of its own, until one ends by itself, or after six kills.
-Whom a kill meets and when is drawn from the seed and the number of the draw: one worker, a process that loads samples,
-all workers, the command, or its whole process group; half of the kills at a moment of the time that is left, half of
-them inside a save. Chains differ in how they save and load. After every kill nobody may be left behind, a command that
-was not killed itself must say what happened in one line, and the next start must go on from the newest checkpoint.
+Whom a kill meets and when is drawn from the seed and the number of the draw: one worker, one of the processes that load
+samples, all workers, the command, or its whole process group (the command too where there is no such process yet); half
+of the kills at a moment of the time that is left, half of them inside a save. Chains differ in how they save and load.
+After every kill nobody may be left behind, a command that was not killed itself must say what happened in one line, and
+the next start must go on from the newest checkpoint.
 At its end a chain has the losses, norms and summary of the run that nobody killed, bit by bit, and no stray files.
 """
 
@@ -25,31 +26,36 @@ from typing import Any
 
 from soaking.runs import STEPS, Results, Start, warm_up
 
-TARGETS = ("worker 0", "worker 1", "worker 2", "worker 3", "loader", "all workers", "command", "group")
+TARGETS = ("worker 0", "worker 1", "worker 2", "worker 3", *("loader",) * 4, "all workers", "command", "group")
+LOADERS = "0122"  # processes per worker that load samples
+DRAWN_FROM = {"targets": list(TARGETS), "loaders": LOADERS}
+EARLIER = {"targets": list(dict.fromkeys(TARGETS)), "loaders": "01"}  # of files that do not say
 MOST_KILLS = 6  # of a chain
 LAST_WORDS = 3000
 
 
 @dataclass(frozen=True)
 class Kill:
-    """Who is killed, and when: after `share` of the time that a start has left, or of a save."""
+    """Who is killed, and when: after `share` of the time that a start has left, or of a save. Of several that load
+    samples `which`, a share of their number, tells one."""
 
     number: int
     target: str
     inside_save: bool
     share: float
+    which: float
 
     @classmethod
     def draw(cls, seed: int, number: int) -> Kill:
         """The same for the same arguments."""
         rng = random.Random(f"{seed}/{number}")
-        return cls(number, rng.choice(TARGETS), rng.random() < 0.5, rng.random())
+        return cls(number, rng.choice(TARGETS), rng.random() < 0.5, rng.random(), rng.random())
 
 
 def variant(seed: int, number: int) -> tuple[str, ...]:
     """How the chain that begins with draw `number` saves and loads."""
     rng = random.Random(f"{seed}/{number}/variant")
-    mode, interval, loaders = rng.choice(("async", "disabled")), rng.choice("12"), rng.choice("01")
+    mode, interval, loaders = rng.choice(("async", "disabled")), rng.choice("12"), rng.choice(LOADERS)
     return (
         *("--checkpoint.enable", "true", "--checkpoint.async_mode", mode, "--checkpoint.interval", interval),
         *("--data.num_workers", loaders),
@@ -143,7 +149,7 @@ class Chain:
         """Wait for the moment and kill; False: the run had ended."""
         usual = self.usual
         if planned.inside_save:
-            start.wait(self.limit, self.results.saving)
+            start.wait(self.limit, lambda: self.results.saving(began))
             start.wait(planned.share * usual.save)
         else:
             left = usual.starting + (usual.whole - usual.starting) * (STEPS - step) / STEPS
@@ -152,11 +158,12 @@ class Chain:
             return False
         phase, workers = self.results.phase(began), start.children()
         found = {f"worker {rank}": [pid] for rank, pid in enumerate(workers)}
-        found |= {"loader": [pid for worker in workers for pid in start.children(worker)], "all workers": workers}
+        loaders = [pid for worker in workers for pid in start.children(worker)]
+        found |= {"loader": loaders[int(planned.which * len(loaders)) :][:1], "all workers": workers}
         pids = found.get(planned.target, [])
         if planned.target == "group":
             killpg(start.pid, signal.SIGKILL)
-        for pid in pids[:1] if planned.target == "loader" else pids or [start.pid] * (planned.target != "group"):
+        for pid in pids or [start.pid] * (planned.target != "group"):
             with suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
         target = planned.target if pids or planned.target == "group" else "command"
@@ -196,6 +203,10 @@ def soak(n: int, limit: float, before: dict[str, Any], seed: int, first: int | N
     number = before.get("next_draw", 0) if first is None else first
     seconds, wrong = list(before.get("seconds", [])), list(before.get("wrong", []))
     met, chains, made = Counter(before.get("met", {})), before.get("chains", 0), 0
+    versions = before.get("drawn_from") or ([{"kills": before["n"], **EARLIER}] if before.get("n") else [])
+    if not versions or {k: v for k, v in versions[-1].items() if k != "kills"} != DRAWN_FROM:
+        versions = [*versions, {"kills": 0, **DRAWN_FROM}]
+    kills_before = versions[-1]["kills"]
     warm_up()
     top = Path(tempfile.mkdtemp(prefix="hetmesh-soak-"))
     try:
@@ -219,6 +230,7 @@ def soak(n: int, limit: float, before: dict[str, Any], seed: int, first: int | N
         "chains": chains,
         "next_draw": number,
         "seed": seed,
+        "drawn_from": [*versions[:-1], {**versions[-1], "kills": kills_before + made}],
         "met": dict(sorted(met.items())),
         "wrong": wrong,
         "seconds": seconds,

@@ -150,6 +150,14 @@ def _processes() -> list[tuple[int, int, int]]:
     return sorted(found)
 
 
+def _changed(path: Path) -> float:
+    """When files came into a folder or left it last (`time.time`); -1 if it is gone."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return -1.0
+
+
 class Results:
     """What runs with one `dump_folder` have left: there, or in the folders that they took beside it."""
 
@@ -173,9 +181,10 @@ class Results:
 
         return max(complete_steps(self.checkpoints), default=0)
 
-    def saving(self) -> bool:
-        """Whether a save has begun and not ended."""
-        return any(self.checkpoints.glob("step-*.partial"))
+    def saving(self, since: float = 0.0) -> bool:
+        """Whether a save has begun, at `since` (`time.time`) or later, and not ended. What a start leaves that is
+        killed in one stays until the next save."""
+        return any(_changed(path) >= since for path in self.checkpoints.glob("step-*.partial"))
 
     def curve(self) -> list[tuple[Any, ...]]:
         """Step, loss, gradient norm and learning rate of all steps."""
@@ -191,7 +200,7 @@ class Results:
     def phase(self, began: float) -> str:
         """What a run that began at `began` (`time.time`) is at, as far as its files tell."""
         metrics = self.folder / "metrics.jsonl"
-        if self.saving():
+        if self.saving(began):
             return "saving"
         if not metrics.exists() or metrics.stat().st_mtime < began:
             return "starting or loading"

@@ -118,7 +118,7 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
         (loss + balance * per_token / targets).backward()
         return loss.item()
 
-    with exact_dtypes(*modules.values(), every_cast=_is_split(adapters)):
+    with exact_dtypes(*modules.values(), every_cast=is_split(adapters)):
         return descend(parameters, step, steps, lr)
 
 
@@ -161,7 +161,7 @@ def run(
             norms.append(math.sqrt(*reduce_over_ranks([squared_norm(job.counted)], world)))
         return float(loss) / targets if job.counts_loss else 0.0
 
-    with exact_dtypes(job.root, every_cast=_is_split(job.adapters)):
+    with exact_dtypes(job.root, every_cast=is_split(job.adapters)):
         outcome = descend(parameters, step, steps, lr, partial(job.expert_placement.to_own_places, None))
     if fault is None:
         job.check_replicas(steps)
@@ -241,7 +241,7 @@ def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _is_split(adapters: Mapping[str, Adapter]) -> bool:
+def is_split(adapters: Mapping[str, Adapter]) -> bool:
     """Whether modules are parts of a model of any build."""
     return any(isinstance(adapter, HfLlmAdapter) for adapter in adapters.values())
 

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from hetmesh.testing.recipe_graphs import SINK, Draft, Table
-from hetmesh.testing.recipe_pieces import sometimes
+from hetmesh.testing.recipe_draft import SINK, Draft, sometimes
 
 MIXTURES = {"qwen3": "qwen3_moe", "qwen3_vl_text": "qwen3_vl_moe_text"}
 
 
 def experts(draw: st.DrawFn, draft: Draft) -> None:
-    """A Qwen3 or Qwen3-VL LLM becomes a mixture of experts, in all blocks or in some, which lanes hold together or all
-    of them."""
+    """A Qwen3 or Qwen3-VL LLM becomes a mixture of experts, in all blocks or in some."""
     module, table = draft.tables["modules"][SINK], draft.layout(SINK)
     named = "target_modules" in module.get("lora", {}) or "module_fqns_per_model_part" in table
-    drops = any("dropout" in {**each.get("lora", {}), **each["config"]} for each in _configured(draft))
     if (
         module["model"] not in MIXTURES
         or draft.tables["data"]["source"] == "digits"
         or named
-        or drops
+        or draft.drops
         or not (sometimes(draw) or draft.experts)
     ):
         return
-    config, tp = module["config"], draft.degree(SINK, "tensor")
+    config = module["config"]
     count = draw(st.sampled_from([4, 8, 6, 1]))
     module["model"] = MIXTURES[module["model"]]
     config |= {
@@ -36,6 +33,14 @@ def experts(draw: st.DrawFn, draft: Draft) -> None:
         "mlp_only_layers": draw(st.sampled_from([[], [0]])) if config["num_hidden_layers"] > 1 else [],
     }
     draft.table("training")["pack_samples"] = True
+
+
+def expert_layout(draw: st.DrawFn, draft: Draft) -> None:
+    """Lanes that hold different experts together, and when these move."""
+    module, table, tp = draft.tables["modules"][SINK], draft.layout(SINK), draft.degree(SINK, "tensor")
+    if module["model"] not in MIXTURES.values():
+        return
+    config, count = module["config"], module["config"]["num_experts"]
     shards = draft.degree(SINK, "shard")
     lanes = shards if shards > 1 else table.get("data_parallel_replicate_degree", 1)
 
@@ -48,7 +53,3 @@ def experts(draw: st.DrawFn, draft: Draft) -> None:
     if degrees:
         table["expert_parallel_degree"] = draw(st.sampled_from(degrees))
         table["expert_placement_interval"] = draw(st.sampled_from([0, 1, 2]))
-
-
-def _configured(draft: Draft) -> list[Table]:
-    return [{"config": {}, **module} for module in draft.tables["modules"].values()]

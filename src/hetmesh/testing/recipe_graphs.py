@@ -2,66 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 from hypothesis import strategies as st
 
-SINK = "llm"
-
-Table = dict[str, Any]
-"""One table of a recipe, as TOML has it."""
-
-
-@dataclass
-class Draft:
-    """A recipe that is being drawn: pieces read what others have chosen and add their own.
-
-    Attributes:
-        world: ranks 0 to world - 1 may be used.
-        tables: the recipe's tables so far.
-        layers: FQNs of the layers of each module that can be cut into pipeline stages.
-        heads: of each module, what a tensor parallel degree must divide.
-        shares_tokens: modules that can be context parallel.
-        experts: make the LLM a mixture of experts wherever that is possible, instead of sometimes.
-    """
-
-    world: int
-    tables: Table = field(default_factory=dict)
-    layers: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    heads: dict[str, int] = field(default_factory=dict)
-    shares_tokens: tuple[str, ...] = (SINK,)
-    experts: bool = False
-
-    def table(self, *path: str) -> Table:
-        """The table at `path`, made where it is missing."""
-        table = self.tables
-        for name in path:
-            table = table.setdefault(name, {})
-        return table
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Names of the modules, producers before consumers."""
-        return tuple(self.tables["modules"])
-
-    def layout(self, module: str) -> Table:
-        """The layout table that holds for `module`: its own, or that of its nearest consumer that has one."""
-        tables = self.tables.get("parallelism", {})
-        while module not in tables:
-            outputs = [b["to"] for b in self.tables.get("boundaries", ()) if b["from"] == module]
-            if not outputs:
-                return tables
-            module = outputs[0]
-        return tables[module]
-
-    def degree(self, module: str, axis: str) -> int:
-        """A degree of `module`, by the first word of its key: `degree("llm", "pipeline")`."""
-        key = {"pipeline": "pipeline_parallel_degree", "tensor": "tensor_parallel_degree"}.get(axis)
-        key = key or {"shard": "data_parallel_shard_degree", "context": "context_parallel_degree"}[axis]
-        return self.layout(module).get(key, 1)
+from hetmesh.testing.recipe_draft import SINK, Draft, random_media, wire
+from hetmesh.testing.recipe_own_graphs import own_models, tiles
 
 
 def siglip(draw: st.DrawFn, draft: Draft, name: str = "vision", *, channels: int = 1) -> None:
@@ -137,27 +83,6 @@ def _decoder(draft: Draft) -> None:
     draft.heads[SINK] = config["num_key_value_heads"]
     blocks = (f"model.layers.{i}" for i in range(config["num_hidden_layers"]))
     draft.layers[SINK] = ("model.embed_tokens", *blocks, "model.norm", "lm_head")
-
-
-def wire(draft: Draft, *names: str, at: str) -> None:
-    """Boundaries along `names`; the last one ends at the placeholder `at` of the LLM."""
-    for source, destination in itertools.pairwise(names):
-        draft.tables.setdefault("boundaries", []).append({"from": source, "to": destination})
-    draft.tables["boundaries"][-1]["at"] = at
-
-
-def random_media(draw: st.DrawFn, draft: Draft, kinds: Mapping[str, list[int]], **options: Any) -> None:
-    """The source of random samples: some batches and lanes have no media of a kind, or none at all."""
-    draft.tables["data"] = {
-        "source": "hetmesh.testing.sources:RandomMedia",
-        "options": {
-            "kinds": dict(kinds),
-            "text_only": draw(st.sampled_from([0.3, 0.0, 0.8, 1.0])),
-            "max_items": draw(st.sampled_from([2, 1, 3])),
-            "seed": draw(st.integers(0, 99)),
-            **options,
-        },
-    }
 
 
 def digits(draw: st.DrawFn, draft: Draft) -> None:
@@ -259,5 +184,7 @@ GRAPHS: Mapping[str, Callable[[st.DrawFn, Draft], None]] = {
     "two consumers": two_consumers,
     "qwen3_vl": qwen3_vl,
     "text alone": text_alone,
+    "own models": own_models,
+    "tiles": tiles,
 }
 """To add a graph, write one function and enter it here."""

@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
+import numpy as np
 from hypothesis import strategies as st
 
-from hetmesh.balance import DEFERRING
-from hetmesh.balance import POLICIES as BALANCERS
-from hetmesh.schedule.bubble_fill import INNER
-from hetmesh.testing.recipe_graphs import SINK, Draft, Table
+from hetmesh.recipe.batch_sizes import divisors
+from hetmesh.testing.recipe_balance import balance, bubble_fill
+from hetmesh.testing.recipe_draft import MESH, SINK, Draft, Piece, Table, some, sometimes
+from hetmesh.testing.recipe_experts import expert_layout, experts
+from hetmesh.testing.recipe_runs import runs
 
 POLICIES = ("sequential", "1f1b", "interleaved", "zero_bubble", "three_phase")
-
-Piece = Callable[[st.DrawFn, Draft], None]
-
-
-def sometimes(draw: st.DrawFn, one_in: int = 3) -> bool:
-    """True once in so many draws; shrinks to False."""
-    return draw(st.integers(0, one_in - 1)) == one_in - 1
 
 
 def schedule(draw: st.DrawFn, draft: Draft) -> None:
     """The policy and its options."""
-    policy = draw(st.sampled_from(POLICIES))
+    again = any(module.get("activation_checkpoint", "none") != "none" for module in draft.tables["modules"].values())
+    policy = draw(st.sampled_from([policy for policy in POLICIES if not again or policy != "zero_bubble"]))
     keys: Table = {"pipeline_parallel_schedule": policy}
     if policy == "three_phase":
-        keys |= _some(
+        keys |= some(
             draw,
             three_phase_window=st.integers(1, 3),
             three_phase_recompute=st.just(True),
             three_phase_offload=st.just(True),
         )
     if policy == "interleaved":
-        keys |= _some(draw, interleaved_early_warmup=st.booleans())
+        keys |= some(draw, interleaved_early_warmup=st.booleans())
     draft.table("parallelism").update(keys)
 
 
@@ -54,6 +50,9 @@ def layouts(draw: st.DrawFn, draft: Draft) -> None:
     for name in reversed(draft.modules):  # consumers first
         if name == SINK or sometimes(draw, 4):
             continue
+        if name in draft.encoders and sometimes(draw, 4) and (table := _on_lanes(draw, draft, name)):
+            draft.table("parallelism")[name] = table
+            continue
         relation = draw(st.sampled_from(["disjoint", "any", "identical"]))
         free = {
             "disjoint": [rank for rank in order if rank not in own],
@@ -70,6 +69,29 @@ def layouts(draw: st.DrawFn, draft: Draft) -> None:
             degrees["data_parallel_replicate_degree"] *= rest
             count *= rest
         draft.table("parallelism")[name] = {"ranks": list(free[:count]), **_layout_keys(degrees)}
+
+
+def _on_lanes(draw: st.DrawFn, draft: Draft, name: str) -> Table:
+    """The layout of an encoder on the LLM's ranks, several lanes of it on those of each of the LLM's; empty if there is
+    none."""
+    table = draft.layout(SINK)
+    shape = [table.get(key, 1) for key in MESH]
+    per_lane = shape[0] * shape[3] * shape[4]
+    stages = [n for n in (1, 2) if n <= len(draft.layers.get(name, ()))]
+    fit = [
+        (pp, tp)
+        for pp in stages
+        for tp in (1, 2, 4)
+        if draft.heads[name] % tp == 0 == per_lane % (pp * tp) and per_lane > pp * tp
+    ]
+    if not fit:
+        return {}
+    pp, tp = draw(st.sampled_from(fit))
+    by_lane = np.array(table["ranks"]).reshape(shape[0], draft.lanes, -1).swapaxes(0, 1)
+    ranks = by_lane.reshape(draft.lanes, pp, -1, tp).swapaxes(0, 1)  # stage, lane of the LLM, own lane, shard
+    degrees = {"pipeline_parallel_degree": pp, "tensor_parallel_degree": tp}
+    degrees["data_parallel_replicate_degree"] = ranks.size // (pp * tp)
+    return {"ranks": ranks.ravel().tolist(), **_layout_keys(degrees)}
 
 
 def _degrees(draw: st.DrawFn, draft: Draft, name: str, most: int, flat: bool = False) -> dict[str, int]:
@@ -118,8 +140,12 @@ def stages(draw: st.DrawFn, draft: Draft) -> None:
 
 def batches(draw: st.DrawFn, draft: Draft) -> None:
     """Microbatches, their number, and accumulation; the batch of a lane need not be a power of two."""
-    table = draft.layout(SINK)
-    lanes = table.get("data_parallel_replicate_degree", 1) * table.get("data_parallel_shard_degree", 1)
+    table, lanes = draft.layout(SINK), draft.lanes
+    if whole := draft.table("training").get("global_batch_size"):  # of the run that goes on
+        local = draw(st.sampled_from(divisors(whole // lanes)))
+        draft.table("training")["local_batch_size"] = local
+        table["pipeline_parallel_microbatch_size"] = draw(st.sampled_from(divisors(local)))
+        return
     size, count = draw(st.sampled_from([1, 2])), draw(st.integers(1, 4 if lanes == 1 else 3))
     table["pipeline_parallel_microbatch_size"] = size
     training = draft.table("training")
@@ -129,22 +155,27 @@ def batches(draw: st.DrawFn, draft: Draft) -> None:
 
 
 def packing(draw: st.DrawFn, draft: Draft) -> None:
-    """Samples of a lane in one row; masks, which pack by themselves; who keeps which token."""
+    """Samples of a lane in one row; masks, which pack by themselves."""
     if sometimes(draw):
         draft.table("training")["pack_samples"] = True
     if sometimes(draw):
         masks = st.sampled_from(["isolated_media", "bidirectional_media"])
         draft.tables["modules"][SINK]["attention_mask"] = draw(masks)
+
+
+def token_assignment(draw: st.DrawFn, draft: Draft) -> None:
+    """Who keeps which token."""
     if any(draft.degree(name, "context") > 1 for name in draft.shares_tokens):
         policies = st.sampled_from(["balanced", "contiguous", "zigzag", "lpt"])
         table = draft.layout(SINK) if draft.degree(SINK, "context") > 1 else draft.table("parallelism")
-        table.update(_some(draw, context_parallel_assignment=policies))
+        table.update(some(draw, context_parallel_assignment=policies))
 
 
 def sequence_parallelism(draw: st.DrawFn, draft: Draft) -> None:
     """Activations split over tensor parallel ranks."""
-    own = draft.tables["parallelism"].get(SINK, {})
-    if own.get("tensor_parallel_degree", 1) > 1 and sometimes(draw, 2):
+    own, module = draft.tables["parallelism"].get(SINK, {}), draft.tables["modules"][SINK]
+    whole = "lora" not in module and not (":" in module["model"] and draft.degree(SINK, "pipeline") > 1)
+    if own.get("tensor_parallel_degree", 1) > 1 and whole and sometimes(draw, 2):
         own["enable_sequence_parallel"] = True
 
 
@@ -153,11 +184,11 @@ def freezing(draw: st.DrawFn, draft: Draft) -> None:
     modules = draft.tables["modules"]
     if not sometimes(draw, 2):
         return
-    trained = draw(st.sampled_from(draft.modules))
+    trained = draw(st.sampled_from([name for name in draft.modules if modules[name].get("trainable", True)]))
     for name in draft.modules:
         if name != trained and draw(st.booleans()):
             modules[name]["trainable"] = False
-    blocks = [name for name in draft.modules if modules[name]["model"] != "mlp"]
+    blocks = [name for name in draft.modules if not modules[name]["model"].endswith(("mlp", ":Widen"))]
     for name in blocks:
         if modules[name].get("trainable", True) and not _splits_tokens(draft, name) and sometimes(draw, 3):
             modules[name]["lora"] = {"rank": draw(st.integers(1, 3))}
@@ -222,7 +253,7 @@ def sharding(draw: st.DrawFn, draft: Draft) -> None:
     sharded = [name for name in draft.modules if draft.degree(name, "shard") > 1]
     for name in sharded:
         choices = st.sampled_from(["always", "never"])
-        draft.layout(name).update(_some(draw, fsdp_reshard_after_forward=choices))
+        draft.layout(name).update(some(draw, fsdp_reshard_after_forward=choices))
     if sharded and sometimes(draw, 6):
         draft.table("training")["enable_cpu_offload"] = True
 
@@ -237,68 +268,13 @@ def seeds(draw: st.DrawFn, draft: Draft) -> None:
     draft.table("debug")["seed"] = draw(st.integers(0, 9))
 
 
-def balance(draw: st.DrawFn, draft: Draft) -> None:
-    """Who handles which sample; deferral and other numbers of microbatches where the policy has them."""
-    if sometimes(draw):
-        return  # the default
-    policy = draw(st.sampled_from(sorted(BALANCERS)))
-    table = draft.table("balance")
-    table["policy"] = policy
-    if policy in DEFERRING and sometimes(draw, 2):
-        table["deferral"] = True
-    if policy != "none" and sometimes(draw):
-        table["microbatches"] = "free"
-    elif alone := _alone(draft):
-        table["microbatch_sizes"] = {name: draw(st.integers(1, 3)) for name in alone if sometimes(draw, 2)}
-
-
-def _alone(draft: Draft) -> list[str]:
-    """Encoders with ranks that no other module has in that order: they go along with nobody."""
-    tables = {name: t["ranks"] for name, t in draft.tables["parallelism"].items() if isinstance(t, dict)}
-    encoders = set(draft.modules) - {SINK} - {boundary["to"] for boundary in draft.tables.get("boundaries", ())}
-    return [name for name, ranks in tables.items() if name in encoders and list(tables.values()).count(ranks) == 1]
-
-
-def bubble_fill(draw: st.DrawFn, draft: Draft) -> None:
-    """Encoders on the LLM's ranks run in the gaps of the schedule that it has."""
-    table = draft.table("parallelism")
-    inner = table["pipeline_parallel_schedule"]
-    if inner not in INNER or not any(_on_sink_ranks(draft, name) for name in draft.modules if name != SINK):
-        return
-    if sometimes(draw, 2):
-        keys = {"bubble_fill_in_flight": st.just(16)}
-        if any(_cut_by_slices(draft, name) for name in draft.modules if name != SINK):
-            keys["bubble_fill_layers_per_slice"] = st.integers(1, 2)
-        table |= {"pipeline_parallel_schedule": "bubble_fill", "bubble_fill_schedule": inner, **_some(draw, **keys)}
-
-
-def _cut_by_slices(draft: Draft, name: str) -> bool:
-    """Whether an encoder is cut where bubble_fill says: its own ranks are some of the sink's, and nothing else cuts
-    it."""
-    tables = draft.tables["parallelism"]
-    own, flat = tables.get(name), any(key.endswith("_degree") for key in tables)
-    cut = {"pipeline_parallel_layers_per_stage", "module_fqns_per_model_part"} & set(own or ())
-    return name in draft.layers and (own is not None or flat) and not cut and _on_sink_ranks(draft, name)
-
-
-def _on_sink_ranks(draft: Draft, name: str) -> bool:
-    """Whether a module reads media on ranks that the sink has too; without ranks of its own it lies where that lies."""
-    reads = all(boundary["to"] != name for boundary in draft.tables.get("boundaries", ()))
-    own, sink = (draft.layout(each).get("ranks", range(draft.world)) for each in (name, SINK))
-    return reads and bool(set(own) & set(sink))
-
-
-def _some(draw: st.DrawFn, **keys: st.SearchStrategy[Any]) -> Table:
-    """Each key with a value of its strategy, or not at all."""
-    return {key: draw(values) for key, values in keys.items() if draw(st.booleans())}
-
-
 PIECES: tuple[Piece, ...] = (
     schedule,
     layouts,
     stages,
     batches,
     packing,
+    token_assignment,
     sequence_parallelism,
     freezing,
     dropout,
@@ -308,6 +284,9 @@ PIECES: tuple[Piece, ...] = (
     seeds,
     balance,
     bubble_fill,
+    experts,
+    expert_layout,
+    runs,
 )
 """In the order in which they are drawn: later ones read what earlier ones chose.
 
@@ -316,3 +295,43 @@ threads (process groups, the watchdog), so every loading process would come from
 seconds per rank and recipe on a machine with few cores, and would outlive a pool that is ended. What may go wrong with
 them lies between processes and not in the layout; `tests/training/test_loading.py` compares runs with and without.
 """
+
+LAYOUT: tuple[Piece, ...] = (
+    schedule,
+    layouts,
+    stages,
+    batches,
+    token_assignment,
+    sequence_parallelism,
+    checkpointing,
+    sharding,
+    balance,
+    bubble_fill,
+    expert_layout,
+)
+"""Those that say where and how a model is trained, and not what it is: a run may go on with other ones."""
+
+
+def another_layout(draw: st.DrawFn, draft: Draft) -> Table | None:
+    """Tables with which the run of a recipe can go on from its checkpoints in another layout; None if none was found
+    whose lanes divide its batch."""
+    kept = {name: table for name, table in draft.tables.items() if name not in ("parallelism", "balance")}
+    kept.pop("activation_checkpoint", None)
+    kept["training"] = {k: v for k, v in draft.tables["training"].items() if k not in OF_LAYOUT}
+    for _ in range(4):
+        other = replace(draft, tables=copy.deepcopy(kept))
+        for piece in LAYOUT[:2]:
+            piece(draw, other)
+        if other.tables["training"]["global_batch_size"] % other.lanes:
+            continue
+        modules = copy.deepcopy(other.tables["modules"])
+        for piece in LAYOUT[2:]:
+            piece(draw, other)
+        other.tables["modules"] = modules
+        found = {n: other.tables[n] for n in ("parallelism", "balance", "activation_checkpoint") if n in other.tables}
+        return found | {"training": {k: v for k, v in other.tables["training"].items() if k in OF_LAYOUT}}
+    return None
+
+
+OF_LAYOUT = ("local_batch_size", "enable_cpu_offload")
+"""Keys of `[training]` that belong to a layout."""

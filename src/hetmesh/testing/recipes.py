@@ -9,25 +9,34 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
+import tomli
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetmesh.balance import POLICIES as BALANCERS
 from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.schedule.bubble_fill import INNER
-from hetmesh.testing.recipe_experts import experts
-from hetmesh.testing.recipe_graphs import GRAPHS, Draft
-from hetmesh.testing.recipe_pieces import PIECES, POLICIES
+from hetmesh.testing.recipe_draft import Draft, sometimes
+from hetmesh.testing.recipe_graphs import GRAPHS
+from hetmesh.testing.recipe_own_graphs import OWN, TILED
+from hetmesh.testing.recipe_pieces import OF_LAYOUT, PIECES, POLICIES, another_layout
 
 
 @dataclass(frozen=True)
 class RecipeCase:
-    """One drawn recipe, as its TOML text: what a failure is reported by."""
+    """One drawn recipe, as its TOML text: what a failure is reported by.
+
+    Attributes:
+        text: the recipe.
+        then: tables and keys with which its run goes on from a checkpoint, in another layout; empty: as it was.
+    """
 
     text: str
+    then: str = ""
 
     @property
     def recipe(self) -> Recipe:
@@ -39,6 +48,21 @@ class RecipeCase:
         return parse_recipe(self.text)
 
     @property
+    def resumed(self) -> Recipe:
+        """The recipe with which its run goes on."""
+        tables = tomli.loads(self.text)
+        if self.then:
+            others = tomli.loads(self.then)
+            training = {k: v for k, v in tables["training"].items() if k not in OF_LAYOUT} | others.pop("training", {})
+            kept = {k: v for k, v in tables.items() if k not in ("parallelism", "balance", "activation_checkpoint")}
+            tables = {**kept, **others, "training": training}
+        return parse_recipe(tables)
+
+    def told(self) -> str:
+        """Both, for people."""
+        return self.text + (f"\n# goes on with\n\n{self.then}" if self.then else "")
+
+    @property
     def features(self) -> tuple[str, ...]:
         """Names of the `FEATURES` that it uses."""
         recipe = self.recipe
@@ -47,7 +71,12 @@ class RecipeCase:
 
 @st.composite
 def recipes(
-    draw: st.DrawFn, world: int = 4, *, graphs: tuple[str, ...] = tuple(GRAPHS), experts_always: bool = False
+    draw: st.DrawFn,
+    world: int = 4,
+    *,
+    graphs: tuple[str, ...] = tuple(GRAPHS),
+    experts_always: bool = False,
+    runs_always: bool = False,
 ) -> RecipeCase:
     """Recipes that train on at most `world` ranks in well under a second and that hetmesh documents as supported.
 
@@ -55,12 +84,19 @@ def recipes(
         world: ranks 0 to world - 1; not every recipe uses all of them.
         graphs: names of `GRAPHS` to choose from.
         experts_always: a mixture of experts wherever the LLM can be one.
+        runs_always: what only whole runs have: checkpoints, evaluations, recordings.
     """
-    draft = Draft(world, experts=experts_always)
+    draft = Draft(world, experts=experts_always, runs=runs_always)
     GRAPHS[draw(st.sampled_from(graphs))](draw, draft)
-    for piece in (*PIECES, experts):
+    for piece in PIECES:
         piece(draw, draft)
-    return RecipeCase(to_toml(draft.tables))
+    then = None
+    if "checkpoint" in draft.tables and not draft.drops:
+        draft.table("training").setdefault(
+            "global_batch_size", draft.tables["training"]["local_batch_size"] * draft.lanes
+        )
+        then = None if sometimes(draw, 4) else another_layout(draw, draft)
+    return RecipeCase(to_toml(draft.tables), to_toml(then) if then else "")
 
 
 def draw_recipes(
@@ -75,7 +111,7 @@ def draw_recipes(
     has = FEATURES[feature] if feature else None
 
     @settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(recipes(world, graphs=graphs, experts_always="expert" in (feature or "")))
+    @given(recipes(world, graphs=graphs, experts_always="expert" in (feature or ""), runs_always=feature in OF_RUNS))
     def keep(case: RecipeCase) -> None:
         if len(found) < count and (has is None or has(case.recipe)):
             found.setdefault(case)
@@ -156,6 +192,23 @@ def _uneven_lanes(recipe: Recipe) -> bool:
     return any(a % recipe.lanes and recipe.lanes % a for a in lanes)
 
 
+def _checkpoint(**values: Any) -> Callable[[Recipe], bool]:
+    return lambda r: r.checkpoint.enable and all(getattr(r.checkpoint, key) == value for key, value in values.items())
+
+
+OF_RUNS: Mapping[str, Callable[[Recipe], bool]] = {
+    "checkpoint": _checkpoint(),
+    "checkpoints beside training": _checkpoint(async_mode="async"),
+    **{f"frozen {how}": _checkpoint(frozen=how) for how in ("each", "reference")},
+    "last save in HF": _checkpoint(last_save_in_hf=True),
+    "timeline": lambda r: r.profiling.timeline,
+    "held-out samples": lambda r: r.validation.samples is not None,
+    "free running": lambda r: r.validation.free_running > 0,
+    "Adam": lambda r: r.optimizer.name != "SGD" and "lr" in r.optimizer.model_fields_set,
+    "SGD": lambda r: r.optimizer.name == "SGD",
+}
+"""Features of whole runs -> whether a recipe uses them."""
+
 FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "identical ranks": _relation(lambda a, b: a == b),
     "disjoint ranks": _relation(lambda a, b: not a & b),
@@ -185,6 +238,7 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     **{f"balance {policy}": _balancer(policy) for policy in sorted(BALANCERS)},
     "deferral": lambda r: r.balance.deferral,
     "microbatches of an encoder's own": lambda r: bool(r.balance.microbatch_sizes),
+    "microbatch shares": lambda r: bool(r.balance.microbatch_shares),
     "free microbatches": lambda r: r.balance.microbatches == "free",
     "accumulation": lambda r: r.batch.global_batch_size > r.batch.local_batch_size * r.lanes,
     "packing": lambda r: r.training.pack_samples,
@@ -216,5 +270,8 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "llama": _models("llama"),
     "experts": _models("qwen3_moe", "qwen3_vl_moe_text"),
     "qwen3_vl": _models("qwen3_vl_vision"),
+    "own models": lambda r: any(module.model.startswith(OWN) for module in r.modules.values()),
+    "image tiles": lambda r: any(Path(m.initial_load_path or "").name in TILED for m in r.modules.values()),
+    **OF_RUNS,
 }
 """Feature -> whether a recipe uses it."""

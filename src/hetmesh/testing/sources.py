@@ -33,6 +33,8 @@ class RandomMedia:
         apart: every item has a text token behind it, as chat templates have it.
         around: kind -> tokens right before and behind each of its items.
         length: samples in the source.
+        held_out: samples of its validation split, which are others; 0: it has none.
+        split: "train" or "validation".
         seed: another seed gives other samples.
 
     Raises:
@@ -56,14 +58,19 @@ class RandomMedia:
         apart: bool = False,
         around: Mapping[str, Sequence[int]] | None = None,
         length: int = 1000,
+        held_out: int = 0,
+        split: str = "train",
         seed: int = 0,
     ) -> None:
+        if split != "train" and not held_out:
+            raise RecipeError(f"[data.options] split = {split!r}: without held_out there is none but 'train'")
         _check_options(kinds, text_only, {"max_items": max_items, "max_text": max_text, "length": length, "seed": seed})
         self.kinds = {name: tuple(shape) for name, shape in kinds.items()}
         self.same = dict(same or {})
         self.largest, self.choices = dict(largest or {}), dict(choices or {})
         self.max_items, self.items, self.text_only, self.max_text = max_items, items, text_only, max_text
-        self.without_targets, self.apart, self.length, self.seed = without_targets, apart, length, seed
+        self.without_targets, self.apart = without_targets, apart
+        self.length, self.seed = (length, str(seed)) if split == "train" else (held_out, f"{split}-{seed}")
         self.placeholders = {name: 1 + i for i, name in enumerate([*self.kinds, *self.same])}
         self.around = {name: tuple(tokens) for name, tokens in (around or {}).items()}
         self.words = 12 + len(self.placeholders)

@@ -5,13 +5,18 @@ Every parameter is random, biases and norms too, or a wrong one would not be see
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import tempfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+TEMPORARY = tempfile.gettempdir()  # looked for now: it draws random numbers, which strategies may not
 VOCAB = 48
 IMAGE, VIDEO, AUDIO = 1, 40, 1
 """Token ids of the placeholders; the first one of `RandomMedia` is 1."""
@@ -257,6 +262,17 @@ def save_inside(name: str, key: str, folder: Path) -> Path:
     prefix = key.removesuffix("_config")
     tensors = {f"{prefix}.{name}": tensor for name, tensor in load_file(path / "model.safetensors").items()}
     save_file({**tensors, "other.weight": torch.zeros(2)}, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def kept(name: str) -> Path:
+    """The directory of the model `name` in this machine's folder of temporary files, made where it is missing."""
+    version = zlib.crc32(Path(__file__).read_bytes())
+    folder = Path(TEMPORARY, f"hetmesh-tiny-vlms-{os.getuid()}-{version:08x}")
+    if not (path := folder / name).exists():
+        made = save(name, folder / str(os.getpid()))
+        with contextlib.suppress(OSError):  # another process was faster
+            made.rename(path)
     return path
 
 

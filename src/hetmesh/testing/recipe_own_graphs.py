@@ -1,0 +1,55 @@
+"""Graphs for drawn recipes whose models hetmesh has no adapter for: users' own classes, and directories."""
+
+from __future__ import annotations
+
+import tomli
+from hypothesis import strategies as st
+
+from hetmesh.recipe.hf_path import expand_hf_path
+from hetmesh.testing import tiny_vlms
+from hetmesh.testing.recipe_draft import SINK, Draft, random_media, wire
+
+OWN = "hetmesh.testing.own_models"
+
+
+def own_models(draw: st.DrawFn, draft: Draft) -> None:
+    """A tower and an LLM that are plain nn.Modules, a third one between them or not."""
+    depths = {"vision": draw(st.integers(1, 3)), SINK: draw(st.integers(1, 4))}
+    width, between = draw(st.sampled_from([8, 16])), draw(st.booleans())
+    modules = draft.table("modules")
+    own = draw(st.sampled_from([8, 12])) if between else width
+    modules["vision"] = {"model": f"{OWN}:Tower", "config": {"out_features": own, "depth": depths["vision"]}}
+    if between:
+        modules["projector"] = {"model": f"{OWN}:Widen", "config": {}}
+    modules[SINK] = {"model": f"{OWN}:Decoder", "config": {"width": width, "depth": depths[SINK]}}
+    ends = {"vision": (["embed"], ["norm"]), SINK: (["embed"], ["norm", "head"])}
+    for name, (first, last) in ends.items():
+        draft.layers[name] = (*first, *(f"blocks.{i}" for i in range(depths[name])), *last)
+    draft.heads = {"vision": 4, "projector": 1, SINK: 4}
+    wire(draft, *modules, at="image")
+    random_media(draw, draft, {"image": [1, 8, 8]})
+    if draft.tables["data"]["options"]["text_only"] == 1.0:  # which tells nobody of what shape images are
+        modules["vision"]["config"]["media_shape"] = [1, 8, 8]
+
+
+TILED = ("llava_onevision", "internvl")
+"""Models of `tiny_vlms` whose images may be cut into tiles."""
+
+
+def tiles(draw: st.DrawFn, draft: Draft) -> None:
+    """A whole model from a directory, whose images are one tile or several."""
+    name = draw(st.sampled_from(TILED))
+    raw = expand_hf_path(
+        {"model": {"hf_path": str(tiny_vlms.kept(name))}, "data": {"source": "hetmesh.testing.sources"}}
+    )
+    draft.tables["modules"] = {name: {**table, "config": {}} for name, table in raw["modules"].items()}
+    draft.tables["boundaries"] = raw["boundaries"]
+    if draw(st.booleans()):
+        draft.tables["modules"]["vision"]["trainable"] = False
+    size = tiny_vlms.SIZES
+    draft.heads = {"vision": size["num_attention_heads"], SINK: tiny_vlms.TEXT["num_key_value_heads"]}
+    prefix = "model.language_model"
+    blocks = (f"{prefix}.layers.{i}" for i in range(size["num_hidden_layers"]))
+    draft.layers[SINK] = (f"{prefix}.embed_tokens", *blocks, f"{prefix}.norm", "lm_head")
+    items = tomli.loads(f"options = {{ {tiny_vlms.ITEMS[name]} }}")["options"]
+    random_media(draw, draft, items.pop("kinds"), **items, apart=True)
