@@ -15,7 +15,7 @@ from hetmesh.data.digits import DigitsSource
 from hetmesh.errors import CheckpointError, OutputError, RecipeError
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.testing import tiny_vlms
-from hetmesh.training import checksums
+from hetmesh.training import checksums, export_files
 from hetmesh.training import export as export_module
 from hetmesh.training.export import export
 from hetmesh.training.export_plan import export_plan
@@ -421,6 +421,6 @@ def test_a_form_of_conversations_that_the_copied_files_do_not_have_is_told(tmp_p
         return parse_recipe(f'[modules.llm]\nmodel = "qwen3"\n[data]\nsource = "conversations"\n{options}')
 
     (tmp_path / file).write_text(text)
-    assert [export_module._has_own_form(given(form), tmp_path) for form in ("{{ a }}", "{{ b }}", "")] == [
+    assert [export_files._has_own_form(given(form), tmp_path) for form in ("{{ a }}", "{{ b }}", "")] == [
         *(False, True, False)
     ]
