@@ -25,6 +25,7 @@ from hetmesh.boundary import World
 from hetmesh.data.loader import Loader
 from hetmesh.data.registry import recipe_source
 from hetmesh.models import pretrained_of
+from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.models.split.whole_forward import all_logits
 from hetmesh.models.split.whole_model import WholeModel, whole_model
 from hetmesh.recipe.recipe import Recipe, parse_recipe
@@ -34,12 +35,16 @@ from hetmesh.training.describe import describe, make_prepare
 from hetmesh.training.evaluate import evaluate
 from hetmesh.training.export import AS_DIRECTORY, DTYPES, export
 from hetmesh.training.saved_run import saved_run
-from hetmesh.training.self_check_bound import TOLERANCE, relative
+from hetmesh.training.self_check_bound import relative
 from hetmesh.training.trainer import Trainer
 
 STEPS = 20
 SAMPLES = 8
 """Held-out ones, which make one batch."""
+
+TOLERANCE = 2e-6
+"""Of a row of logits, 17 units in the last place of fp32: rounding in another order, of kernels and of sums over ranks,
+was measured at 1e-7 to 6e-7. What a wrong section of Qwen3-VL's rotary frequencies changes is 6e-6."""
 
 EP = """
     [parallelism.vision]
@@ -65,6 +70,7 @@ class Case:
         tied: whether the head is the token embedding; None: as in `tiny_vlms`.
         hub: names of tensors are those of the hub; else of the model's own parameters.
         vocabulary: number of tokens; two ranks share 51 unevenly.
+        projector: it is a module of its own.
         largest: file.
     """
 
@@ -74,6 +80,7 @@ class Case:
     hub: bool = True
     vocabulary: int = 48
     largest: str = "1GB"
+    projector: bool = False
 
 
 CASES: Mapping[str, Case] = {
@@ -81,7 +88,7 @@ CASES: Mapping[str, Case] = {
     "llava_granite": Case(CP_PP, "float16", tied=True, largest="30KB"),
     "llava_cohere2": Case(FSDP, tied=False, hub=False),
     "llava_onevision": Case(DP_TP, "bfloat16", vocabulary=51, largest="20KB"),
-    "internvl": Case(FROZEN, tied=False, largest="20KB"),
+    "internvl": Case(FROZEN, tied=False, largest="20KB", projector=True),
     "gemma3": Case(CP_PP, "bfloat16", largest="20KB"),
     "paligemma": Case(DP_TP, hub=False, vocabulary=51),
     "idefics3": Case(SP, hub=False),
@@ -140,7 +147,7 @@ def recipe(path: Path, folder: Path, layout: str, more: str = "") -> Recipe:
     tables = re.sub(OF_VISION, lambda table: "".join(table[0].replace("vision", each) for each in towers), tables)
     frozen = "reference" if layout == FROZEN else "once"
     keys = f"[job]\ndump_folder = '{folder}'\n[checkpoint]\nenable = true\nfrozen = '{frozen}'\n"
-    keys += f"last_save_in_hf = {str(not more).lower()}\n[optimizer]\nlr = 3e-3\n"
+    keys += f"last_save_in_hf = {str('lora' not in more).lower()}\n[optimizer]\nlr = 3e-3\n"
     changes = ["--training.steps", str(STEPS), "--training.dtype", "float32"]
     changes += ["--training.pack_samples", str("pack_samples" in ALL[layout]).lower()]
     return parse_recipe(tiny_vlms.recipe_text(path, keys + tables + more), changes)
@@ -201,7 +208,11 @@ def evaluated(trainer: Trainer) -> tuple[Logits, float]:
 def by_transformers(model: Any, given: Recipe) -> tuple[Tensor, Tensor]:
     """Logits of all targets of the held-out samples by a model's own forward, and the tokens there."""
     _, adapters, graph = describe(given)
-    encoders = {b.at: adapters[b.source] for b in graph.inputs(graph.sink.name) if b.at is not None}
+    encoders = {}
+    for b in graph.inputs(graph.sink.name):
+        before = [b.source, *(each.source for each in graph.inputs(b.source))]
+        if b.at is not None:
+            (encoders[b.at],) = (adapters[n] for n in before if isinstance(adapters[n], HfEncoderAdapter))
     loader = Loader(held_out(given), SAMPLES, make_prepare(given, graph, adapters), shuffle=False)
     drawn = loader.batch(0)
     samples, metas = loader.load(drawn), [each.meta for each in drawn]
@@ -252,9 +263,10 @@ def check_changed(exported: Any, source: Any, given: Recipe) -> None:
     """Those parameters have changed, and only those, that get a gradient in transformers."""
     nn.functional.cross_entropy(*by_transformers(source, given)).backward()
     whole, state = whole_of(given), exported.state_dict()
+    owners = whole.owners_apart if "projector" in given.modules else whole.owners
     declared = dict(whole.model.named_parameters())  # sinusoidal positions are not trained, which loading forgets
     for fqn, p in source.named_parameters():
-        learns = declared[fqn].requires_grad and given.modules[whole.owners[fqn]].trainable
+        learns = declared[fqn].requires_grad and given.modules[owners[fqn]].trainable
         assert torch.equal(state[fqn], p) != (learns and p.grad is not None), fqn
 
 
@@ -270,7 +282,7 @@ def check_logits(exported: Any, ranks: Any, given: Recipe) -> None:
 
 def check(pool4: WorkerPool, folder: Path, name: str, case: Case) -> None:
     path = save(name, case, folder)
-    given = recipe(path, folder / "run", case.layout)
+    given = recipe(path, folder / "run", case.layout, "[modules.projector]\n" * case.projector)
     ranks = pool4.run(trained, given, timeout=200)
 
     export(saved_run(folder / "run", 0), folder / "same", dtype=AS_DIRECTORY, largest=30_000)
