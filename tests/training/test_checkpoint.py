@@ -237,14 +237,6 @@ def test_checkpoints_of_older_versions_are_read(world, tmp_path):
     assert len(checksums.damaged(path, old)) == 1
 
 
-@pytest.mark.parametrize("count", [1, 3, 8])
-def test_each_part_is_verified_by_one_rank(count):
-    parts = [checksums.SavedPart("__0_0.distcp", 10 * i, 10, f"model.llm.{i}") for i in range(100)]
-    shares = [checksums.share(parts, rank, count) for rank in range(count)]
-    assert sorted(part for some in shares for part in some) == parts
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
 def damage_cut(file):
     file.write_bytes(file.read_bytes()[:100])
 
@@ -261,20 +253,21 @@ def damage_cut(file):
         (lambda file: (file.parent / "checksums.json").unlink(), r"has no checksums.json: it was copied in part"),
     ],
 )
-def test_damaged_files_are_one_error_and_nothing_is_loaded(world, tmp_path, damage, says):
+def test_damaged_files_are_one_error_and_an_older_checkpoint_can_be_loaded_then(world, tmp_path, damage, says):
     checkpointer = Checkpointer(world, tmp_path)
     root, optimizers = make()
+    steps(root, optimizers, [True])
+    before = everything(root, optimizers)
     checkpointer.save(1, root, optimizers, {})
     checkpointer.save(2, root, optimizers, {})
     damage(tmp_path / "step-2" / "__0_0.distcp")
     other, others = make()
-    steps(other, others, [True])
-    before = everything(other, others)
+    steps(other, others, [True, True])
     hint = "restore it from a copy, or remove the folder to resume from step-1"
     with pytest.raises(CheckpointError, match=rf"^checkpoint {re.escape(str(tmp_path))}/step-2 {says}.*; {hint}$"):
         checkpointer.load(2, other, others, {})
-    assert different(before, everything(other, others)) == []
     checkpointer.load(1, other, others, {})
+    assert different(before, everything(other, others)) == []
     assert world.timeout == 300  # of a step, as before
 
 

@@ -1,6 +1,6 @@
 """What checkpoints cost: steps with a save beside training and without, and saves and loads beside plain torch.save.
 
-The model of digits at width 512, FSDP over `--ranks` processes. In each round, in turns: `--steps` steps without a
+The model of digits at `--width`, FSDP over `--ranks` processes. In each round, in turns: `--steps` steps without a
 save, as many after an asynchronous one, as many after a synchronous one, and the same bytes with plain torch.save and
 torch.load, each rank its share into a file of its own, all at once. Of every time the slowest rank counts; results are
 medians of the rounds.
@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="default %(default)s")
     parser.add_argument("--steps", type=int, default=20, help="of which one is saved (default %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="processes (default %(default)s)")
-    parser.add_argument("--batch", type=int, default=64, help="samples per step (default %(default)s)")
-    parser.add_argument("--width", type=int, default=512, help="of encoder and LLM (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=16, help="samples per step (default %(default)s)")
+    parser.add_argument("--width", type=int, default=1024, help="of encoder and LLM (default %(default)s)")
     parser.add_argument("--folder", type=Path, help="on the disk to write to; by default that of temporary files")
 
 
@@ -116,11 +116,12 @@ def _measure(rank: int, recipe: Recipe, rounds: int, steps: int) -> dict[str, An
             if kind != "none":
                 seconds.setdefault(f"blocked {kind}", []).append(saving.blocked)
             saving.wait()
-        plain = Plain(trainer.folder / f"plain{rank}.pt", saving.held())
+        plain = Plain(trainer.folder, rank, saving.held())
         timed("torch.save", lambda plain=plain: plain.save(to_disk=True))  # type: ignore[misc]
         timed("torch.save to cache", lambda plain=plain: plain.save(to_disk=False))  # type: ignore[misc]
         timed("torch.load", plain.load)
         timed("load", saving.load)
+        plain.remove()
     trainer.reporter.close()
     trainer.upcoming.close()
     if rank == 0:
@@ -175,20 +176,25 @@ class Saving:
 
 
 class Plain:
-    """The same bytes with torch.save and torch.load."""
+    """The same bytes with torch.save and torch.load; like a checkpoint, each time in a new file."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        self.path, self.tensors = path, {name: t.detach().clone() for name, t in tensors.items()}
+    def __init__(self, folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> None:
+        self.files = [folder / f"plain{rank}_{to_disk}.pt" for to_disk in (False, True)]
+        self.tensors = {name: t.detach().clone() for name, t in tensors.items()}
 
     def save(self, to_disk: bool) -> None:
-        with open(self.path, "wb") as stream:
+        with open(self.files[to_disk], "xb") as stream:
             torch.save(self.tensors, stream)
             if to_disk:
                 stream.flush()
                 os.fsync(stream.fileno())
 
     def load(self) -> None:
-        torch.load(self.path)
+        torch.load(self.files[True])
+
+    def remove(self) -> None:
+        for file in self.files:
+            file.unlink()
 
 
 def table(result: dict[str, Any]) -> str:

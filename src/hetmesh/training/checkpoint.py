@@ -198,7 +198,8 @@ class Checkpointer:
 
         Raises:
             RecipeError: the checkpoint is of other modules or another optimizer; on every rank.
-            CheckpointError: it cannot be read, or bytes have changed since it was written; on every rank.
+            CheckpointError: it cannot be read, or bytes have changed since it was written; on every rank. Tensors may
+                have been overwritten then.
         """
         path = self.folder / f"step-{step}"
         with self.patience():

@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from hetmesh.files import from_json, read_file
 
 MANIFEST = "checksums.json"
 METADATA = ".metadata"  # DCP's index of names, shapes and places in files
-_CHUNK = 1 << 20  # bytes read at once; what fits into a cache is summed up at twice the speed
+CHUNK = 1 << 20  # bytes read at once; what fits into a cache is summed up at twice the speed
 
 Sum = int | str
 """Of bytes: what `xxh3` gives, or, in checkpoints of older versions, their CRC-32 as a number."""
@@ -102,6 +102,11 @@ class SavedPart:
     length: int
     name: str
 
+    @property
+    def changed(self) -> str:
+        """What to say where its bytes are not those that were written."""
+        return f"{self.name} in {self.file}, bytes {self.offset} to {self.offset + self.length}, has changed"
+
 
 def read_metadata(folder: Path) -> Metadata:
     """DCP's index of a checkpoint.
@@ -116,15 +121,23 @@ def read_metadata(folder: Path) -> Metadata:
         raise CheckpointError(f"checkpoint {folder} cannot be read: {METADATA}: {reason}") from error
 
 
-def share(parts: Sequence[SavedPart], rank: int, size: int) -> list[SavedPart]:
-    """The parts that `rank` of `size` verifies: neighbours, about as many bytes on every rank."""
-    total, seen, mine = sum(part.length for part in parts), 0, []
-    for part in parts:
-        middle = seen + part.length // 2
-        if min(size * middle // max(total, 1), size - 1) == rank:
-            mine.append(part)
-        seen += part.length
-    return mine
+class Comparison:
+    """Bytes that come in pieces, compared with the checksum of all of them."""
+
+    def __init__(self, expected: Sum) -> None:
+        self._expected, self._crc = expected, 0
+        self._hash = xxhash.xxh3_64() if isinstance(expected, str) else None
+
+    def update(self, piece: memoryview) -> None:
+        """Take the next bytes."""
+        if self._hash is None:
+            self._crc = zlib.crc32(piece, self._crc)
+        else:
+            self._hash.update(piece)
+
+    def equal(self) -> bool:
+        """Whether the bytes so far are those that were summed up."""
+        return self._expected == (self._crc if self._hash is None else self._hash.hexdigest())
 
 
 def _unequal(folder: Path, sums: Mapping[SavedPart, Sum]) -> list[SavedPart]:
@@ -133,19 +146,16 @@ def _unequal(folder: Path, sums: Mapping[SavedPart, Sum]) -> list[SavedPart]:
     Raises:
         OSError: the file cannot be read.
     """
-    found, buffer = [], memoryview(bytearray(_CHUNK))  # one for all: new memory costs more than what is summed up in it
+    found, buffer = [], memoryview(bytearray(CHUNK))  # one for all: new memory costs more than what is summed up in it
     file = next(iter(sums)).file
     with open(folder / file, "rb", buffering=0) as stream:
         for part, expected in sums.items():
             stream.seek(part.offset)
-            left, crc, hashed = part.length, 0, xxhash.xxh3_64()
-            while left and (count := stream.readinto(buffer[: min(left, _CHUNK)])):
+            left, comparison = part.length, Comparison(expected)
+            while left and (count := stream.readinto(buffer[: min(left, CHUNK)])):
                 left -= count
-                if isinstance(expected, str):
-                    hashed.update(buffer[:count])
-                else:
-                    crc = zlib.crc32(buffer[:count], crc)
-            if left or expected != (hashed.hexdigest() if isinstance(expected, str) else crc):
+                comparison.update(buffer[:count])
+            if left or not comparison.equal():
                 found.append(part)
     return found
 
@@ -217,7 +227,7 @@ def damaged(folder: Path, sums: Mapping[SavedPart, Sum]) -> list[str]:
         except OSError as error:
             found.append(f"{file} cannot be read ({error.strerror})")
         else:
-            found += [f"{p.name} in {file}, bytes {p.offset} to {p.offset + p.length}, has changed" for p in wrong]
+            found += [part.changed for part in wrong]
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import platform
 from collections.abc import Mapping
@@ -42,6 +43,7 @@ def run_state(recipe: Recipe, **found: Any) -> str:
     return json.dumps({"recipe": recipe.model_dump(mode="json", by_alias=True), "versions": versions(), **found})
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Of what computes: results may differ with another one."""
     found = {"python": platform.python_version()}

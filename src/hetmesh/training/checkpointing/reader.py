@@ -1,4 +1,5 @@
-"""DCP's reader of files, into memory that is used again: new memory and unpickling cost more than reading itself."""
+"""DCP's reader of files, which reads each byte once, into the tensors where it can, and sums it up on the way: new
+memory, copies and unpickling cost more than reading itself."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ import io
 import math
 import os
 import struct
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -16,24 +18,33 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from hetmesh.training import checksums
+from hetmesh.training.checksums import SavedPart
 
+_LARGE = 1 << 16  # bytes of a part from which on a copy costs more than another read
+_BEGINNING = 1 << 12  # bytes read to find where the values begin: after some 500
 _RECORD = b"archive/data/0"  # what torch.save calls the values of a tensor in its zip file
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, then lengths of the name and of the extra field
 
 
 class PlainReader(checksums.Reader):
-    """Reads what `writing.write_file` has written; like `checksums.Reader` otherwise.
+    """Reads what `writing.write_file` has written, and compares it with its checksums on the way; like
+    `checksums.Reader` otherwise. Values whose bytes have changed may have been read into tensors, and nowhere else.
 
     Args:
-        plain: whether all tensors are contiguous in their files, as this version writes them. Those of older versions
-            are unpickled.
+        sums: of the parts of the checkpoint. Where these are of an older version (CRC-32), tensors are unpickled: they
+            need not be contiguous in their files.
+
+    Attributes:
+        wrong: what has changed since it was written, in words.
     """
 
-    def __init__(self, folder: Path, plain: bool) -> None:
+    def __init__(self, folder: Path, sums: Mapping[SavedPart, checksums.Sum]) -> None:
         super().__init__(folder)
-        self._plain = plain
+        self._plain = all(isinstance(each, str) for each in sums.values())
+        self._sums = {(part.file, part.offset): (part, each) for part, each in sums.items()}
         self._buffer = bytearray()
         self._saved: dict[str, Any] = {}
+        self.wrong: list[str] = []
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """As DCP's."""
@@ -46,43 +57,92 @@ class PlainReader(checksums.Reader):
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for file, items in by_file.items():
-            with self.fs.create_stream(self.fs.concat_path(self.path, file), "rb") as stream:
-                for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
-                    self._read(stream, item, planner)
+            try:
+                with open(os.path.join(self.path, file), "rb") as stream:
+                    for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
+                        self._read(stream, item, planner)
+            except FileNotFoundError:
+                self.wrong.append(f"{file} is missing")
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read(self, stream: Any, item: ReadItem, planner: LoadPlanner) -> None:
+    def _read(self, stream: BinaryIO, item: ReadItem, planner: LoadPlanner) -> None:
         info = self.storage_data[item.storage_index]
-        if len(self._buffer) < info.length:
-            if info.offset + info.length > stream.seek(0, os.SEEK_END):  # no memory for what is not there
-                raise EOFError(f"{info.relative_path} ends within {item.storage_index.fqn}")
-            self._buffer = bytearray(info.length)
-        content = memoryview(self._buffer)[: info.length]
-        stream.seek(info.offset)
-        if stream.readinto(content) != info.length:
-            raise EOFError(f"{info.relative_path} ends within {item.storage_index.fqn}")
+        part, expected = self._sums[info.relative_path, info.offset]
+        comparison = checksums.Comparison(expected)
         if item.type == LoadItemType.BYTE_IO:
-            planner.load_bytes(item, io.BytesIO(content))
+            content = self._content(stream, part)
+            comparison.update(content)
+            if self._as_written(part, comparison):
+                planner.load_bytes(item, io.BytesIO(content))
             return
-        values = self._values(item, content)
-        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            values = values.narrow(dim, start, length)
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(values)
-        planner.commit_tensor(item, target)
-
-    def _values(self, item: ReadItem, content: memoryview) -> Tensor:
         entry = self._saved[item.storage_index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
         chunk = next(c for c in entry.chunks if item.storage_index.offset in (None, c.offsets))
+        target, dtype = planner.resolve_tensor(item).detach(), entry.properties.dtype
+        in_place = self._plain and item.lengths == chunk.sizes and target.dtype == dtype and _is_plain(target)
+        if not (in_place and self._read_in_place(stream, part, comparison, target)):
+            content = self._content(stream, part)
+            comparison.update(content)
+            if self._as_written(part, comparison):
+                values = self._values(content, chunk.sizes, dtype)
+                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    values = values.narrow(dim, start, length)
+                target.copy_(values)
+        planner.commit_tensor(item, target)
+
+    def _read_in_place(
+        self, stream: BinaryIO, part: SavedPart, comparison: checksums.Comparison, target: Tensor
+    ) -> bool:
+        """Read all values of a part into `target` without a copy between; False where that is not worth it or not
+        possible, and nothing has been done."""
+        if part.length < _LARGE:
+            return False
+        beginning = self._content(stream, part, _BEGINNING)
+        start = _start(self._buffer, _BEGINNING)
+        if start is None or start + target.nbytes > part.length:
+            return False
+        comparison.update(beginning[:start])
+        stream.seek(part.offset + start)
+        values = memoryview(target.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        for begin in range(0, len(values), checksums.CHUNK):  # summed up while in the cache
+            piece = values[begin : begin + checksums.CHUNK]
+            if stream.readinto(piece) != len(piece):  # type: ignore[attr-defined]
+                raise EOFError(f"{part.file} ends within {part.name}")
+            comparison.update(piece)
+        comparison.update(memoryview(stream.read(part.length - start - target.nbytes)))
+        self._as_written(part, comparison)
+        return True
+
+    def _content(self, stream: BinaryIO, part: SavedPart, most: int | None = None) -> memoryview:
+        """The bytes of a part, or the first `most`, in memory that the next call overwrites."""
+        length = part.length if most is None else min(part.length, most)
+        if len(self._buffer) < length:
+            if part.offset + length > stream.seek(0, os.SEEK_END):  # no memory for what is not there
+                return memoryview(b"")
+            self._buffer = bytearray(length)
+        content = memoryview(self._buffer)[:length]
+        stream.seek(part.offset)
+        return content[: stream.readinto(content)]  # type: ignore[attr-defined]
+
+    def _as_written(self, part: SavedPart, comparison: checksums.Comparison) -> bool:
+        equal = comparison.equal()
+        if not equal:
+            self.wrong.append(part.changed)
+        return equal
+
+    def _values(self, content: memoryview, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
         start = _start(self._buffer, len(content)) if self._plain else None
-        numel, dtype = math.prod(chunk.sizes), entry.properties.dtype
+        numel = math.prod(sizes)
         if start is None or not numel or start + numel * dtype.itemsize > len(content):
             found: Tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             return found
-        return torch.frombuffer(content, dtype=dtype, count=numel, offset=start).view(chunk.sizes)
+        return torch.frombuffer(content, dtype=dtype, count=numel, offset=start).view(sizes)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def _start(content: bytearray, length: int) -> int | None:

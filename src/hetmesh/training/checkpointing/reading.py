@@ -1,4 +1,4 @@
-"""Reading a checkpoint: its bytes are compared with their checksums by all ranks before any rank takes anything."""
+"""Reading a checkpoint: each rank what it holds, every byte compared with its checksum; one's error is all's."""
 
 from __future__ import annotations
 
@@ -49,31 +49,30 @@ def opened(world: World, path: Path) -> tuple[dict[str, Any], dict[checksums.Sav
 def read_into(
     world: World, path: Path, state: dict[str, Any], sums: Mapping[checksums.SavedPart, checksums.Sum]
 ) -> None:
-    """Read the values of `state` from the checkpoint at `path`, in place, after all of its bytes have been compared
-    with their checksums, a share on each rank. Collective.
+    """Read the values of `state` from the checkpoint at `path`, tensors in place, and compare what is read with its
+    checksums. Collective.
 
     Raises:
-        CheckpointError: it cannot be read, or has changed; nothing is read then. On every rank.
+        CheckpointError: it cannot be read, or has changed; tensors may have been overwritten then. On every rank.
     """
-    mine = checksums.share(list(sums), world.rank, world.size)
-    wrong = checksums.damaged(path, {part: sums[part] for part in mine})
-    _raise_first(world, path, [f"checkpoint {path} is damaged: {text}" for text in wrong])
-    error = ""
+    error, wrong = "", []
     try:
-        _read(path, state, plain=all(isinstance(each, str) for each in sums.values()))
-    except Exception as problem:  # whatever reading and unpickling make of files that have changed since
+        wrong = _read(path, state, sums)
+    except Exception as problem:  # whatever reading makes of files that are no checkpoint's
         error = f"checkpoint {path} cannot be read: rank {world.rank}: {type(problem).__name__}: {problem}"
-    _raise_first(world, path, [error] if error else [])
+    _raise_first(world, path, [f"checkpoint {path} is damaged: {text}" for text in wrong] + [error] * bool(error))
 
 
-def _read(path: Path, state: dict[str, Any], plain: bool) -> None:
-    """What `dcp.load` does on one rank. What it does between ranks, sending all plans to one of them, changes none."""
-    reader, planner = PlainReader(path, plain), Planner()
+def _read(path: Path, state: dict[str, Any], sums: Mapping[checksums.SavedPart, checksums.Sum]) -> list[str]:
+    """What `dcp.load` does on one rank; what has changed. What it does between ranks, sending all plans to one of them,
+    changes none."""
+    reader, planner = PlainReader(path, sums), Planner()
     metadata = reader.read_metadata()
     planner.set_up_planner(state, metadata, is_coordinator=False)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     reader.read_data(planner.finish_plan(plan), planner).wait()
+    return reader.wrong
 
 
 class Planner(dcp.DefaultLoadPlanner):
