@@ -57,7 +57,7 @@ mode = "full"
 """
 
 
-FAMILIES = ("llava_onevision", "qwen3_vl")  # further ones in test_export_families.py
+FAMILIES = ("llava_onevision", "qwen3_vl", "gemma3")  # with layouts: test_export_families.py
 REST = [name for name in tiny_vlms.MODELS if name not in (*FAMILIES, "paligemma2")]
 
 
