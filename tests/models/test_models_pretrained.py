@@ -389,6 +389,10 @@ SPOILED: dict[str, tuple[Any, str]] = {
         r"none of the module's 21 tensors is in it.*its own are text_model\.",
     ),
     "remote code": (lambda f: edit_config(f, auto_map={"AutoModel": "m.M"}), "hetmesh runs no such code"),
+    "adapter": (
+        lambda f: (f / "adapter_config.json").write_text("{}"),
+        r"there is an adapter in it \(adapter_config\.json\), which transformers loads with the weights",
+    ),
     "quantised": (lambda f: edit_config(f, quantization_config={"bits": 4}), "its weights are quantised"),
     "quantised without a word": (
         lambda f: edit_tensors(f, lambda t: t.update({"model.norm.weight": torch.ones(24, dtype=torch.int8)})),

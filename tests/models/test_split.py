@@ -74,6 +74,21 @@ def test_left_over_and_missing_tensors_are_named(directory, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_tensor_under_two_names_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    path = tiny_vlms.save("llava_relu", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["language_model.lm_head.weight"] + 1
+    save_file(tensors, path / "model.safetensors")
+    says = (
+        r"language_model\.lm_head\.weight and lm_head\.weight are the same tensor of the model, lm_head\.weight; keep"
+    )
+    with pytest.raises(RecipeError, match=says):
+        describe(recipe(path))
+
+
+@pytest.mark.slow
 def test_what_cannot_be_done_is_refused_with_the_reason(directory):
     pp = "[parallelism]\npipeline_parallel_degree = 2"
     with pytest.raises(RecipeError, match=r"hf_encoder cannot be split into stages \(it is called as one"):

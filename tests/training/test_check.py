@@ -289,6 +289,10 @@ def test_attention_dropout_is_refused_where_attention_is_hetmeshs_own(overrides,
     [
         ("modules.llm.lora.target_modules=['nope']", "modules.llm.lora.target_modules: no linear layer is called"),
         (
+            "modules.llm.lora.target_modules=['lm_head']",
+            "modules.llm.lora.target_modules: lm_head has its weight from model.embed_tokens (tie_word_embeddings), to",
+        ),
+        (
             "modules.llm.plan.nope=colwise",
             "modules.llm.plan: tensor parallel plan of Qwen3ForCausalLM: 'nope' matches no",
         ),
@@ -296,7 +300,8 @@ def test_attention_dropout_is_refused_where_attention_is_hetmeshs_own(overrides,
     ],
 )
 def test_what_only_a_worker_would_find_is_refused_before_one_starts(override, message):
-    recipe = load_recipe(DIGITS, (f"--{override}", "--compile.enable", "true"))
+    tied = ("--modules.llm.config.tie_word_embeddings", "true")
+    recipe = load_recipe(DIGITS, (f"--{override}", "--compile.enable", "true", *tied))
     with pytest.raises(RecipeError) as caught:
         describe(recipe)
     assert message in str(caught.value)

@@ -217,7 +217,7 @@ def test_an_llm_that_was_trained_evaluates_in_transformers_as_here(pool4, tmp_pa
     assert len(moved) > 40
 
 
-@slow
+@exhaustive  # test_export_families.py has it, of the other form
 def test_a_multimodal_model_that_was_trained_evaluates_in_transformers_as_here(pool4, tmp_path):
     path = transposed(tiny_vlms.save("qwen3_vl_moe", tmp_path))
     given = multimodal(path, tmp_path / "run", EP_FSDP, "", "--training.dtype", "float32")

@@ -16,7 +16,7 @@ from hetmesh.data.digits import DigitsSource
 from hetmesh.errors import CheckpointError, OutputError, RecipeError
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.testing import tiny_vlms
-from hetmesh.training import checksums
+from hetmesh.training import checksums, export_files
 from hetmesh.training import export as export_module
 from hetmesh.training.export import export
 from hetmesh.training.export_plan import export_plan
@@ -58,7 +58,7 @@ mode = "full"
 """
 
 
-FAMILIES = ("llava_onevision", "qwen3_vl", "gemma3")
+FAMILIES = ("llava_onevision", "qwen3_vl", "gemma3")  # with layouts: test_export_families.py
 REST = [name for name in tiny_vlms.MODELS if name not in (*FAMILIES, "paligemma2")]
 
 
@@ -116,8 +116,9 @@ def test_no_steps_give_the_directory_back_bit_by_bit_and_transformers_loads_it(p
 def test_a_part_of_a_model_goes_back_between_the_other_parts(pool, tmp_path):
     path = tiny_vlms.save_inside("qwen2_5_omni", "thinker_config", tmp_path)
     pool(1).run(save_now, recipe(path, tmp_path / "run"), 1, timeout=120)
-    export(saved_run(tmp_path / "run"), tmp_path / "out", dtype=torch.float32)
+    lines = export(saved_run(tmp_path / "run"), tmp_path / "out", dtype=torch.float32)
 
+    assert "  loads with transformers.Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained" in lines
     before, after = tensors(path), tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     assert torch.equal(before["other.weight"], after["other.weight"])
@@ -177,6 +178,20 @@ def test_logits_of_the_export_are_those_of_what_was_trained(trained, tmp_path):
 
 
 @pytest.mark.slow
+def test_values_that_a_dtype_does_not_hold_are_not_written(pool, tmp_path):
+    path = tiny_vlms.save("llava", tmp_path)
+    given = load_file(path / "model.safetensors")
+    given["language_model.model.norm.weight"][3] = -70_000.0
+    save_file(given, path / "model.safetensors", metadata={"format": "pt"})
+    pool(1).run(save_now, recipe(path, tmp_path / "run"), 0, timeout=120)
+    run = saved_run(tmp_path / "run")
+    with pytest.raises(OutputError, match=r"model\.norm\.weight has values up to 7e\+04, which torch.float16 does not"):
+        export(run, tmp_path / "out", dtype=torch.float16)
+    assert not (tmp_path / "out").exists()
+    export(run, tmp_path / "out", dtype=torch.bfloat16)
+
+
+@pytest.mark.slow
 def test_adapters_are_merged_or_a_directory_for_peft(tmp_path):
     from peft import PeftModel
 
@@ -206,6 +221,8 @@ def test_modules_of_no_one_directory_are_directories_of_their_own_and_can_be_ask
     few = ("--validation.freq", "0", "--checkpoint.enable", "true", "--metrics.enable_tensorboard", "false")
     train(load_recipe(RECIPES / "digits_single.toml", (*small, *few, "--job.dump_folder", str(tmp_path / "run"))))
     capsys.readouterr()
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "directory"]) == 2
+    assert "the run's modules do not all come from one directory; name a dtype" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     assert "loads with transformers.SiglipVisionModel.from_pretrained" in said
@@ -405,6 +422,20 @@ def test_a_form_of_conversations_that_the_copied_files_do_not_have_is_told(tmp_p
         return parse_recipe(f'[modules.llm]\nmodel = "qwen3"\n[data]\nsource = "conversations"\n{options}')
 
     (tmp_path / file).write_text(text)
-    assert [export_module._has_own_form(given(form), tmp_path) for form in ("{{ a }}", "{{ b }}", "")] == [
+    assert [export_files._has_own_form(given(form), tmp_path) for form in ("{{ a }}", "{{ b }}", "")] == [
         *(False, True, False)
     ]
+
+
+def test_files_that_the_run_did_not_go_by_are_told(tmp_path):
+    def told(options, whole=True):
+        text = (
+            f'[modules.llm]\nmodel = "qwen3"\n[data]\nsource = "conversations"\noptions = {{ path = "x", {options} }}'
+        )
+        return list(export_files.prepared_otherwise(parse_recipe(text), tmp_path, whole=whole))
+
+    here, other = f"tokenizer = '{tmp_path}/.'", "tokenizer = '/other', image_processor = '/more'"
+    assert told(here) == told(other, whole=False) == []
+    assert [line.partition(" = ")[0].rpartition(".")[2] for line in told(other)] == ["tokenizer", "image_processor"]
+    (line,) = told(f"{here}, pad_to_square = true")
+    assert "the run's images were padded to squares" in line

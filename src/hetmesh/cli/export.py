@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hetmesh.errors import RecipeError
 
-DTYPES = ("float32", "float64", "bfloat16", "float16")
+DTYPES = ("float32", "float64", "bfloat16", "float16", "directory")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +16,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="the dump folder of a run that kept a checkpoint: outputs/digits")
     parser.add_argument("folder", metavar="DIR", help="the directory to write; it must not exist, or be empty")
     parser.add_argument("--step", type=int, help="the checkpoint of that step (the newest one)")
-    parser.add_argument("--dtype", choices=DTYPES, help="convert the weights (as they were trained)")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="convert the weights (as they were trained); directory: each to what it is in the directory of the recipe",
+    )
     parser.add_argument(
         "--lora",
         choices=("merged", "adapters"),
@@ -35,8 +39,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise RecipeError(f"{overrides[0]}: a run that is over cannot be changed; export takes no recipe keys")
     found = saved_run(Path(args.run), args.step)
     print(f"exporting {found.path}", flush=True)
-    done = export(
-        found, Path(args.folder), dtype=None if args.dtype is None else KNOWN[args.dtype], merge=args.lora == "merged"
-    )
+    done = export(found, Path(args.folder), dtype=KNOWN.get(args.dtype, args.dtype), merge=args.lora == "merged")
     print("\n".join([*done, f"written to {args.folder}"]))
     return 0

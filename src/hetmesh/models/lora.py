@@ -40,7 +40,7 @@ def add_lora(module: nn.Module, lora: LoRALike, name: str, seed: int, layers: Se
             (have children) gets an adapter.
 
     Raises:
-        RecipeError: a name in `target_modules` matches no linear layer.
+        RecipeError: a name in `target_modules` matches no linear layer, or one whose weight is another layer's too.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -57,6 +57,11 @@ def add_lora(module: nn.Module, lora: LoRALike, name: str, seed: int, layers: Se
             raise RecipeError(f"{key}.target_modules: no linear layer is called {sorted(missing)}; there are {known}")
     if not targets:
         raise RecipeError(f"{key}: the module has no linear layer inside its layers {list(layers)}")
+    if tied := _tied(module, targets):
+        raise RecipeError(
+            f"{key}.target_modules: {', '.join(f'{n} has its weight from {other}' for n, other in tied.items())} "
+            "(tie_word_embeddings), to which an adapter beside it could not be added; leave it out"
+        )
     # peft scales by alpha / r and declares alpha as an int, but computes with any number.
     alpha: Any = lora.alpha
     # In a plain module: peft asks a model of transformers for its token embedding, which a part of one does not have.
@@ -72,6 +77,16 @@ def add_lora(module: nn.Module, lora: LoRALike, name: str, seed: int, layers: Se
         if is_adapter(fqn):
             parameter.data = parameter.data.to(dtype)
             parameter.requires_grad_(True)
+
+
+def _tied(module: nn.Module, layers: Sequence[str]) -> dict[str, str]:
+    """Those of `layers` whose weight is that of another layer as well -> that one."""
+    owners: dict[int, list[str]] = {}
+    for name, part in module.named_modules():
+        for parameter in part._parameters.values():
+            owners.setdefault(id(parameter), []).append(name)
+    shared = {name: owners[id(module.get_submodule(name).weight)] for name in layers}
+    return {name: next(n for n in names if n != name) for name, names in shared.items() if len(names) > 1}
 
 
 def is_adapter(parameter: str) -> bool:

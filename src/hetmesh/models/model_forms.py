@@ -47,8 +47,8 @@ def model_forms(
         ignored: whether a tensor of that name, which is none of the model's, does not count.
 
     Raises:
-        RecipeError: tensors of experts are missing or do not fit each other, or what transformers computes of some is
-            not understood.
+        RecipeError: two stored tensors are the same one of the model's, tensors of experts are missing or do not fit
+            each other, or what transformers computes of some is not understood.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
@@ -69,6 +69,8 @@ def model_forms(
             unknown += [] if ignored(ours) else [name]
         elif pattern is not None:
             taken[name] = Taken(apply_renamings(name, renamings), ours, pattern)
+        elif ours in names:
+            raise RecipeError(f"{where}: {names[ours]} and {name} are the same tensor of the model, {ours}; keep one")
         else:
             forms[name], names[ours] = whole(name, shape), name
     made = converted(taken, shapes, converters, expected, where)

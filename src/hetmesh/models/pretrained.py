@@ -18,6 +18,9 @@ Names = tuple[tuple[str, str], ...]
 """One way in which checkpoints name a module's tensors: `(prefix in the module, prefix in the checkpoint)` pairs."""
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+ADAPTER_CONFIG = "adapter_config.json"
+"""Where it is, transformers loads the base model that it names, and the adapter beside it."""
+
 QUANTISED = ("I8", "U8", "F8", "F6", "F4")
 """Begins of safetensors' dtypes whose values are no weights without scales that only their format knows."""
 
@@ -27,10 +30,11 @@ LISTED = 8
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a checkpoint, as its file's header describes it."""
+    """One tensor of a checkpoint, as its file's header describes it; `dtype` as safetensors calls it (`"BF16"`)."""
 
     file: Path
     shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Pretrained:
         """What config.json says.
 
         Raises:
-            RecipeError: there is none, or it asks for code or formats that hetmesh does not run.
+            RecipeError: there is none, it asks for code or formats that hetmesh does not run, or there is an adapter.
         """
         file = self.path / "config.json"
         if not file.is_file():
@@ -70,6 +74,11 @@ class Pretrained:
             raise RecipeError(
                 f"{self}: its config.json asks for code that comes with the weights (auto_map = "
                 f"{config['auto_map']}); hetmesh runs no such code. Use a model that transformers has itself"
+            )
+        if (self.path / ADAPTER_CONFIG).is_file():
+            raise RecipeError(
+                f"{self}: there is an adapter in it ({ADAPTER_CONFIG}), which transformers loads with the weights and "
+                "hetmesh would not; merge it first, or move it elsewhere"
             )
         if "quantization_config" in config:
             raise RecipeError(f"{self}: its weights are quantised (quantization_config); use the full-precision ones")
@@ -143,7 +152,7 @@ class Pretrained:
                                 f"{self}: {name} in {file.name} is quantised (dtype {dtype}); use the full-precision "
                                 "weights"
                             )
-                        found[name] = TensorEntry(file, tuple(described.get_shape()))
+                        found[name] = TensorEntry(file, tuple(described.get_shape()), dtype)
             except (SafetensorError, OSError) as error:
                 raise RecipeError(f"{self}: {file.name} cannot be read as safetensors: {error}") from error
         return found

@@ -125,6 +125,15 @@ def _compare(file: Path, values: Mapping[str, Tensor]) -> None:
         raise OutputError(f"{file} cannot be read again: {error}") from error
 
 
+def as_dtype(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """`value`, a tensor `name`, as `dtype`. Raises OutputError where that makes a finite value infinite."""
+    found = value.to(dtype)
+    if found.dtype != value.dtype and not torch.equal(found.isfinite(), value.isfinite()):
+        largest = float(value.nan_to_num(0, 0, 0).abs().max())
+        raise OutputError(f"{name} has values up to {largest:.3g}, which {dtype} does not hold; choose another dtype")
+    return found
+
+
 def _bits(tensor: Tensor) -> Tensor:
     """Values as integers: equal where every bit is, also of what is no number."""
     return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
@@ -143,11 +152,11 @@ def with_dtype(config: object, dtype: torch.dtype) -> object:
     }
 
 
-def write_config(folder: Path, config: Mapping[str, object], dtype: torch.dtype) -> None:
-    """Write config.json, for weights of `dtype`."""
-    told = dict(config)
-    if not {"dtype", "torch_dtype"} & set(told):
-        told["dtype"] = None
+def write_config(folder: Path, config: Mapping[str, object], dtype: torch.dtype | None) -> None:
+    """Write config.json, for weights of `dtype`; None: as it is."""
+    told: object = dict(config)
+    if dtype is not None:
+        told = with_dtype({**config} if {"dtype", "torch_dtype"} & set(config) else {**config, "dtype": None}, dtype)
     with writing(folder / "config.json"):
-        text = json.dumps(with_dtype(told, dtype), indent=2, ensure_ascii=False)
+        text = json.dumps(told, indent=2, ensure_ascii=False)
         (folder / "config.json").write_text(text + "\n", encoding="utf-8")

@@ -5,20 +5,21 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hetmesh.errors import OutputError
-from hetmesh.files import json_object, place_in, read_file, to_json, writing
-from hetmesh.models.pretrained import PICKLES, Pretrained
-from hetmesh.models.save import LARGEST_FILE, Stored, Written, write_config, write_tensors
+from hetmesh.errors import OutputError, RecipeError
+from hetmesh.files import to_json, writing
+from hetmesh.models.pretrained import TensorEntry
+from hetmesh.models.save import LARGEST_FILE, Stored, Written, as_dtype, write_config, write_tensors
 from hetmesh.models.stored_form import StoredBlock
-from hetmesh.recipe.hf_prompts import PROMPTS
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.checkpointing.folders import PARTIAL
 from hetmesh.training.dump_folder import RECIPE_FILE
 from hetmesh.training.export_adapters import write_adapters
+from hetmesh.training.export_files import copy_files, prepared_otherwise
 from hetmesh.training.export_origins import Origin, Regrouped
 from hetmesh.training.export_plan import Directory, export_plan
 from hetmesh.training.saved_run import SavedRun
@@ -26,33 +27,24 @@ from hetmesh.training.saved_run import SavedRun
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What weights may be converted to."""
 
-NOT_COPIED = (
-    "*.safetensors",
-    "*.index.json",
-    "config.json",
-    "*.h5",
-    "*.msgpack",
-    "*.onnx",
-    "*.gguf",
-    "*.py",
-    "README*",
-    *PICKLES,
-)
-"""Files of a source directory that are its weights, are written anew, or describe another model."""
+AS_DIRECTORY = "directory"
+"""In place of a dtype: each tensor has that of the directory which the modules come from."""
+
+Dtype = torch.dtype | Literal["directory"] | None
 
 
 def export(
     run: SavedRun,
     folder: Path,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: Dtype = None,
     merge: bool = True,
     largest: int = LARGEST_FILE,
 ) -> list[str]:
     """Write what `run` has learned to `folder`, which gets its name when all is there.
 
     Args:
-        dtype: of the weights; None: as trained.
+        dtype: of the weights; `"directory"`: of each as in the directory that all modules come from; None: as trained.
         merge: add LoRA adapters to the weights; else they are written as peft's adapter directory `adapter`, beside the
             weights without them.
         largest: bytes of a file.
@@ -61,13 +53,17 @@ def export(
         What was written, in lines for people.
 
     Raises:
-        OutputError: there is something in `folder` already, it cannot be written, or does not hold what was written.
+        OutputError: there is something in `folder` already, it cannot be written, does not hold what was written, or
+            values are too large for `dtype`.
         CheckpointError: the checkpoint cannot be read, has changed, or has other tensors than the recipe's modules.
-        RecipeError: the recipe's directories or data are not there any more.
+        RecipeError: the recipe's directories or data are not there any more; modules that do not all come from one
+            directory have no dtypes of it.
     """
     folder = folder.expanduser().absolute()
     check_free(folder)
     plan = export_plan(run, merge=merge)
+    if dtype == AS_DIRECTORY and any(each.place for each in plan.directories):
+        raise RecipeError("--dtype directory: the run's modules do not all come from one directory; name a dtype")
     partial = folder.with_name(folder.name + PARTIAL)
     done: list[str] = []
     with writing(partial):
@@ -77,7 +73,7 @@ def export(
         for each in plan.directories:
             _write(run, partial, each, dtype, largest, done)
         if not merge:
-            write_adapters(run, partial, folder, plan, dtype, done)
+            write_adapters(run, partial, folder, plan, dtype if isinstance(dtype, torch.dtype) else None, done)
         if len(plan.directories) > 1 or plan.directories[0].place:
             _write_recipe(run, partial)
         with writing(folder):
@@ -111,13 +107,14 @@ def check_free(folder: Path) -> None:
             raise OutputError(f"{folder} is there already; give a folder that is not, or an empty one")
 
 
-def _write(
-    run: SavedRun, top: Path, directory: Directory, dtype: torch.dtype | None, largest: int, done: list[str]
-) -> None:
+def _write(run: SavedRun, top: Path, directory: Directory, dtype: Dtype, largest: int, done: list[str]) -> None:
     place = top / directory.place
     with writing(place):
         place.mkdir(exist_ok=True)
-    tensors = {name: _stored(run, origin, dtype) for name, origin in directory.tensors.items()}
+    wanted = {name: dtype if isinstance(dtype, torch.dtype) else None for name in directory.tensors}
+    if dtype == AS_DIRECTORY and directory.source is not None:
+        wanted |= {name: _dtype_of(entry) for name, entry in directory.source.tensors.items()}
+    tensors = {name: _stored(run, origin, wanted[name]) for name, origin in directory.tensors.items()}
     read: Callable[[Sequence[str]], Mapping[str, Tensor]] = lambda names: _read(  # noqa: E731
         run, {name: directory.tensors[name] for name in names}, tensors
     )
@@ -125,8 +122,9 @@ def _write(
     if directory.config is not None:
         origins = directory.tensors.items()
         trained = (tensors[name].dtype for name, o in origins if isinstance(o, Regrouped) or o.source is None)
-        write_config(place, directory.config, next((d for d in trained if d.is_floating_point), torch.float32))
-    copied, linked = _copy_files(directory.source, place) if directory.source is not None else (0, [])
+        named = next((d for d in trained if d.is_floating_point), torch.float32)
+        write_config(place, directory.config, None if dtype == AS_DIRECTORY else named)
+    copied, linked = copy_files(directory.source, place) if directory.source is not None else (0, [])
     done += _said(directory, written, copied, run.recipe)
     done += [f"  not copied, as they are links out of the directory: {', '.join(linked)}"] if linked else []
 
@@ -149,11 +147,9 @@ def _said(directory: Directory, written: Written, copied: int, recipe: Recipe) -
     if copied:
         assert directory.source is not None
         yield f"  {copied} file{'s' * (copied > 1)} copied from {directory.source.path}"
-        if _has_own_form(recipe, directory.source.path):
-            yield (
-                "  the run trained on conversations in the form of its own data.options.chat_template; what was copied "
-                "writes another: give the run's to apply_chat_template"
-            )
+        yield from (
+            f"  {line}" for line in prepared_otherwise(recipe, directory.source.path, whole=not directory.place)
+        )
     if directory.left_out:
         yield f"  without {', '.join(directory.left_out)}: nothing in the run reads them, so it has none"
     yield (
@@ -167,20 +163,16 @@ def _stored(run: SavedRun, origin: Origin | Regrouped, dtype: torch.dtype | None
     if isinstance(origin, Regrouped):
         return Stored(origin.shape, _stored(run, origin.parts[0][0], dtype).dtype)
     if origin.source is not None:
-        from safetensors import safe_open
-
         entry = origin.source.tensors[origin.keys[0]]
-        with safe_open(entry.file, "pt") as reader:
-            part = reader.get_slice(origin.keys[0])
-            return Stored(entry.shape, _dtype_of(part.get_dtype()))
+        return Stored(entry.shape, _dtype_of(entry))
     own = run.dtype(origin.keys[0])
     return Stored(run.shape(origin.keys[0]), dtype if dtype is not None and own.is_floating_point else own)
 
 
-def _dtype_of(name: str) -> torch.dtype:
+def _dtype_of(entry: TensorEntry) -> torch.dtype:
     known = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     known |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "BOOL": torch.bool}
-    return known[name]
+    return known[entry.dtype]
 
 
 def _read(run: SavedRun, origins: Mapping[str, Origin | Regrouped], stored: Mapping[str, Stored]) -> dict[str, Tensor]:
@@ -195,7 +187,7 @@ def _read(run: SavedRun, origins: Mapping[str, Origin | Regrouped], stored: Mapp
             with safe_open(origin.source.tensors[origin.keys[0]].file, "pt") as reader:
                 out[name] = reader.get_tensor(origin.keys[0])
             continue
-        value = _trained(origin, found).to(stored[name].dtype)
+        value = as_dtype(_trained(origin, found), stored[name].dtype, name)
         out[name] = value.clone() if origin.keys[0] in used else value  # safetensors takes no two views of one memory
         used.add(origin.keys[0])
     return out | _read_blocks(run, origins, stored)
@@ -216,7 +208,7 @@ def _read_blocks(
         value = _trained(part, run.read(part.keys))
         for name, block in blocks:
             inside = tuple(slice(start, stop) for start, stop in block.place)
-            out[name][block.there(block.place)] = block.as_stored(value[inside])
+            out[name][block.there(block.place)] = as_dtype(block.as_stored(value[inside]), out[name].dtype, name)
     return out
 
 
@@ -227,46 +219,6 @@ def _trained(origin: Origin, found: Mapping[str, Tensor]) -> Tensor:
         a, b = (found[key].double() for key in origin.keys[1:])
         value = (value.double() + origin.scale * (b @ a)).to(value.dtype)
     return value
-
-
-def _has_own_form(recipe: Recipe, source: Path) -> bool:
-    """Whether the recipe writes conversations in a form that neither the files of the directory nor the processor of
-    its model has."""
-    forms = [each.options.get("chat_template") for each in recipe.data.mixture or (recipe.data,)]
-    files = [source / name for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")]
-    known: set[object] = {form for prompt in PROMPTS.values() for form in (prompt.template, prompt.default)}
-    for file in (file for file in files if file.is_file()):
-        if file.suffix == ".json":
-            found = json_object(file, source).get("chat_template")
-            named = found if isinstance(found, list) else [{"template": found}]
-            known |= {str(each.get("template")) for each in named if isinstance(each, dict)}
-        else:
-            known.add(read_file(file).decode("utf-8", errors="replace"))
-    return any(form is not None and form not in known for form in forms)
-
-
-def _copy_files(source: Pretrained, place: Path) -> tuple[int, list[str]]:
-    """Tokenizer, processors, chat templates, generation_config.json and what else there is beside the weights.
-
-    Returns:
-        How many files, and the names of links out of the directory: whose they are it cannot say.
-    """
-    count, linked = 0, []
-    templates = source.path / "additional_chat_templates"
-    for file in (*sorted(source.path.iterdir()), *(sorted(templates.iterdir()) if templates.is_dir() else ())):
-        if not file.is_file() or file.name.startswith(".") or any(file.match(pattern) for pattern in NOT_COPIED):
-            continue
-        name = str(file.relative_to(source.path))
-        try:
-            place_in([source.path], name)
-        except OSError:
-            linked.append(name)
-            continue
-        with writing(place / name):
-            (place / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, place / name)
-        count += 1
-    return count, linked
 
 
 def _write_recipe(run: SavedRun, place: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hetmesh.errors import RecipeError
 from hetmesh.files import writing
-from hetmesh.models.save import Stored, write_tensors
+from hetmesh.models.save import Stored, as_dtype, write_tensors
 from hetmesh.training.export_plan import Adapted, ExportPlan
 from hetmesh.training.saved_run import SavedRun
 
@@ -46,7 +46,7 @@ def write_adapters(
             names: Sequence[str], keys: Mapping[str, str] = keys, stored: Mapping[str, Stored] = stored
         ) -> dict[str, Tensor]:
             found = run.read(keys[name] for name in names)
-            return {name: found[keys[name]].to(stored[name].dtype) for name in names}
+            return {name: as_dtype(found[keys[name]], stored[name].dtype, name) for name in names}
 
         written = write_tensors(folder, stored, read, largest=1 << 62, name="adapter_model")
         with writing(folder / "adapter_config.json"):

@@ -20,6 +20,7 @@ from hetmesh.models.model_forms import saved_forms
 from hetmesh.models.own.adapters import OwnAdapter
 from hetmesh.models.pretrained import Pretrained
 from hetmesh.models.stored_form import StoredForm, refitted
+from hetmesh.recipe.hf_families import class_of
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.describe import adapters_of, describe
 from hetmesh.training.export_origins import Origin, Regrouped, as_stored
@@ -187,7 +188,6 @@ def _as_directory(recipe: Recipe, whole: Pretrained, parts: Mapping[str, _Part])
         fqns[name] = found
     tensors = as_stored(written, forms, whole)
     places = {theirs: tensors.get(theirs) or Origin((theirs,), source=whole) for theirs in whole.tensors}
-    architecture = str((whole.config.get("architectures") or [""])[0])
     adapters: list[Adapted] = []
     if any(part.lora for part in parts.values()):
         from hetmesh.models.split.whole_model import whole_model
@@ -196,7 +196,7 @@ def _as_directory(recipe: Recipe, whole: Pretrained, parts: Mapping[str, _Part])
         for name, part in parts.items():
             in_model = {own: inside[theirs] for own, theirs in fqns[name].items()}
             adapters += part.adapted(name, in_model)
-    directory = Directory("", places, whole.config, whole, f"transformers.{architecture}")
+    directory = Directory("", places, whole.config, whole, f"transformers.{class_of(whole.config)}")
     return ExportPlan((directory,), {"": tuple(adapters)} if adapters else {})
 
 
