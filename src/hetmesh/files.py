@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import tomli
 
@@ -54,7 +54,7 @@ def open_file(path: str | Path, buffering: int = -1) -> BinaryIO:
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(f"{path} is not a regular file")
-    return cast(BinaryIO, open(path, "rb", buffering))
+    return open(path, "rb", buffering)
 
 
 def read_file(path: str | Path) -> bytes:

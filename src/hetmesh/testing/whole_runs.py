@@ -27,7 +27,6 @@ from hetmesh.testing.precision import exact_dtypes
 from hetmesh.testing.recipe_runs import BEHIND
 from hetmesh.testing.recipes import OF_RUNS, RecipeCase
 from hetmesh.training.checkpointing.folders import complete_steps
-from hetmesh.training.evaluate import Evaluation
 from hetmesh.training.held_out import held_out_source
 from hetmesh.training.metrics import StepMetrics
 from hetmesh.training.one_process import OneProcess
@@ -57,10 +56,7 @@ class Ran:
 
 
 class _Watched(Trainer):
-    """Remembers its last evaluation. It exports when it is asked to: `exact_dtypes` changes casts to fp32, which an
-    export means."""
-
-    last: Evaluation | None = None
+    """It exports when it is asked to: `exact_dtypes` changes casts to fp32, which an export means."""
 
     def _export(self) -> None:
         pass
@@ -68,10 +64,6 @@ class _Watched(Trainer):
     def export(self) -> None:
         if self.recipe.checkpoint.last_save_in_hf:
             super()._export()
-
-    def validate(self) -> Evaluation | None:
-        self.last = super().validate()
-        return self.last
 
 
 def run_whole(rank: int, recipe: Recipe, stop: int | None = None) -> Ran:
@@ -90,14 +82,14 @@ def run_whole(rank: int, recipe: Recipe, stop: int | None = None) -> Ran:
         trainer.export()
     job.expert_placement.to_own_places(trainer.optimizers)
     parameters = {name: _full(p.detach()).clone() for name, p in job.root.named_parameters()}
-    last = trainer.last
+    last, answered = trainer.validation.last, trainer.validation.answered
     return Ran(
         first,
         tuple(each.loss for each in steps),
         tuple(each.grad_norm for each in steps),
         parameters,
         None if last is None else (last.loss, last.right, last.predicted),
-        () if trainer.answered is None else trainer.answered.answers,
+        () if answered is None else answered.answers,
     )
 
 

@@ -152,7 +152,7 @@ def _unequal(folder: Path, sums: Mapping[SavedPart, Sum]) -> list[SavedPart]:
         for part, expected in sums.items():
             stream.seek(part.offset)
             left, comparison = part.length, Comparison(expected)
-            while left and (count := stream.readinto(buffer[: min(left, CHUNK)])):
+            while left and (count := stream.readinto(buffer[: min(left, CHUNK)])):  # type: ignore[attr-defined]
                 left -= count
                 comparison.update(buffer[:count])
             if left or not comparison.equal():
