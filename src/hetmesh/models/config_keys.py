@@ -109,6 +109,8 @@ def _as_declared(request: AdapterRequest, key: str, declared: Any) -> Any:
     value, kinds = request.config[key], get_args(declared) or (declared,)
     if get_origin(declared) not in (Union, UnionType):
         kinds = (declared,)
+    if value is None and NoneType in kinds:
+        return value
     # A tuple stands beside a list, and a TypedDict beside a dict.
     valid = [
         kind for kind in kinds if kind is not NoneType and get_origin(kind) is not tuple and not is_typeddict(kind)
