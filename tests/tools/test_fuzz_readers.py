@@ -37,7 +37,7 @@ from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.training.checkpointing.reader import unpacked
 from hetmesh.training.checkpointing.reading import Planner
 from hetmesh.training.checksums import METADATA, Reader, read_metadata
-from hetmesh.training.export import _copy_files
+from hetmesh.training.export_files import copy_files
 
 ROOT = Path(__file__).parents[2]
 
@@ -260,7 +260,7 @@ def test_links_out_of_a_directory_are_not_copied(tmp_path):
     (tmp_path / "secret" / "key").write_text("")
     (tmp_path / "model" / "tokenizer.json").write_text("")
     (tmp_path / "model" / "vocab.txt").symlink_to(tmp_path / "secret" / "key")
-    found = _copy_files(Pretrained(tmp_path / "model", "key"), tmp_path / "out")
+    found = copy_files(Pretrained(tmp_path / "model", "key"), tmp_path / "out")
     assert (found, os.listdir(tmp_path / "out")) == ((1, ["vocab.txt"]), ["tokenizer.json"])
 
 

@@ -1,6 +1,7 @@
 """Which folder a run writes to: never one with results of another run; resumed and finished runs say so in a line."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,18 @@ def test_a_kill_while_the_recipe_is_written_does_not_hide_the_run(world, tmp_pat
     last.release()
     assert json.loads((first.path / "recipe.json").read_text()) == described.model_dump(mode="json", by_alias=True)
     assert (first.path / "recipe.json").stat().st_size < len(whole) - 800
+
+
+def test_a_full_disk_leaves_the_recipe_that_was_there(world, tmp_path, monkeypatch):
+    folder, write = tmp_path / "digits", os.pwrite
+    first = claim_folder(recipe(folder), world)
+    first.begin(recipe(folder))
+    there = (folder / "recipe.json").read_bytes()
+    monkeypatch.setattr("os.pwrite", lambda descriptor, data, at: write(descriptor, data[:5], at))  # room for no more
+    with pytest.raises(OutputError, match="no space left on device"):
+        first.begin(recipe(folder, "--job.description", "x" * 1000))
+    first.release()
+    assert (folder / "recipe.json").read_bytes() == there
 
 
 def test_two_runs_at_once_do_not_share_a_folder(world, tmp_path):

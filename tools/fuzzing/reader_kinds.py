@@ -23,7 +23,7 @@ from hetmesh.data.lengths import read_lengths
 from hetmesh.errors import HetmeshError
 from hetmesh.models.pretrained import Pretrained
 from hetmesh.recipe.recipe import Recipe, load_recipe
-from hetmesh.training import dump_folder, export, generate, self_check_record
+from hetmesh.training import dump_folder, export_files, generate, self_check_record
 from hetmesh.training.describe import describe
 from hetmesh.training.module_shapes import module_shapes
 from hetmesh.training.simulated import simulate_recipe
@@ -140,14 +140,14 @@ def _image(folder: Path, rng: random.Random) -> None:
 def _copied(folder: Path, rng: random.Random) -> None:
     """What an export takes from a directory beside its weights: nothing that is a link out of it."""
     with tempfile.TemporaryDirectory() as place:
-        export._copy_files(Pretrained(folder / "model", "model.hf_path"), Path(place))
+        export_files.copy_files(Pretrained(folder / "model", "model.hf_path"), Path(place))
 
 
 def _beside(folder: Path, rng: random.Random) -> None:
     """What `generate`, `export` and the self-check read of a directory, and beside the folders of runs."""
     generate._configured(folder / "model")
     recipe = _recipe(folder)
-    void(self_check_record.recorded(recipe), export._has_own_form(recipe, folder / "model"))
+    void(self_check_record.recorded(recipe), export_files._has_own_form(recipe, folder / "model"))
 
 
 def _claimed(folder: Path, rng: random.Random) -> None:

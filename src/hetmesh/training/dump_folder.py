@@ -86,10 +86,13 @@ class RunFolder:
 
 def _replace_content(descriptor: int, text: bytes) -> None:
     """Let JSON be what a file holds, which is JSON at every instant: a kill may come at any, and the file is locked, so
-    that another one cannot take its name. Raises OSError."""
-    padded = text.ljust(os.fstat(descriptor).st_size)
-    if os.pwrite(descriptor, padded, 0) < len(padded):
+    that another one cannot take its name. A disk without room for it leaves what was there. Raises OSError."""
+    size = os.fstat(descriptor).st_size
+    more = b" " * (len(text) - size)
+    if more and os.pwrite(descriptor, more, size) < len(more):
+        os.ftruncate(descriptor, size)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.pwrite(descriptor, text.ljust(size), 0)
     os.ftruncate(descriptor, len(text))
 
 

@@ -151,8 +151,8 @@ class Reporter:
             self._events.started(step, steps=self.steps, **values)
 
     def saved(self, step: int, **values: Any) -> None:
-        """Note that the checkpoint of `step` is complete."""
-        if self.active:
+        """Note that the checkpoint of `step` is complete, unless the run is over."""
+        if self.active and not self._file.closed:
             self._events.add(SAVED, step=step, **values)
 
     def ended(self, step: int, how: str, reason: str | None = None) -> None:

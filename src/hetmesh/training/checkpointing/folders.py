@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hetmesh.errors import CheckpointError
 from hetmesh.training import checksums
-from hetmesh.training.checksums import MANIFEST, METADATA
+from hetmesh.training.checksums import MANIFEST
 
 COMPLETE = MANIFEST  # written last, and the folder gets its name after that
 PARTIAL = ".partial"  # what a save adds to the folder's name until all is written
@@ -36,17 +36,17 @@ def newest_step(folder: Path) -> int:
         OSError: the folder cannot be read.
     """
     newest = max(complete_steps(folder), default=-1)
-    for step in _steps_with(folder, METADATA):
-        if step > newest:
+    for step in _steps_with(folder, "*"):
+        if step > newest:  # it had its name when all was there
             raise CheckpointError(f"{checksums.no_manifest(folder / f'step-{step}')}; {RESTORE}, or {GO_ON}")
     return newest
 
 
-def _steps_with(folder: Path, file: str) -> list[int]:
+def _steps_with(folder: Path, files: str) -> list[int]:
     if not folder.is_dir():
         return []
     found = ((_STEP.fullmatch(path.name), path) for path in folder.iterdir())
-    return sorted(int(m.group(1)) for m, path in found if m and (path / file).is_file())
+    return sorted(int(m.group(1)) for m, path in found if m and any(file.is_file() for file in path.glob(files)))
 
 
 def probe(folder: Path) -> Path:
