@@ -239,12 +239,13 @@ class Checkpointer:
         path = self.folder / f"step-{step}"
         with self.patience():
             try:
-                saved, sums = opened(self.world, path)
+                index = opened(self.world, path)
+                saved = index.saved
                 whole = self._state(root, optimizers, extra)
                 state = _without(elsewhere, whole)
                 state = {k: v for k, v in state.items() if k in saved or not optional(k, saved)}
                 check_fit(self.world, path, state, saved)
-                read_into(self.world, path, state, sums)
+                read_into(self.world, path, state, index)
             except CheckpointError as error:
                 others = [s for s in self.steps() if s < step]
                 hint = f"remove the folder to resume from step-{others[-1]}" if others else folders.GO_ON

@@ -44,19 +44,19 @@ def load_initial_weights(world: World, root: Root, path: Path, exclude: Sequence
         CheckpointError: the checkpoint cannot be read, or bytes have changed since it was written; on every rank.
     """
     check_initial_path(path)
-    saved, sums = opened(world, path)
+    index = opened(world, path)
     state: dict[str, Any] = {}
     left_out: set[str] = set()
     for name, tensor in root.state_dict().items():
         key = f"model.{base_name(name)}"
         matching = {e for e in exclude if name == e or name.startswith(f"{e}.")}
         left_out |= matching
-        if not matching and not (is_adapter(name) and key not in saved):
+        if not matching and not (is_adapter(name) and key not in index.saved):
             state[key] = tensor
     everybody: list[Any] = [None] * world.size
     everyone = world.group(range(world.size))
     with world.waiting(f"comparing {path} with the recipe"):
-        dist.all_gather_object(everybody, (left_out, differences(state, saved)), group=everyone)
+        dist.all_gather_object(everybody, (left_out, differences(state, index.saved)), group=everyone)
     unused = sorted(set(exclude).difference(*(names for names, _ in everybody)))
     if unused:
         raise RecipeError(f"checkpoint.exclude_from_loading: {unused} match no module and no parameter of the recipe")
@@ -64,4 +64,4 @@ def load_initial_weights(world: World, root: Root, path: Path, exclude: Sequence
     if wrong:
         more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
         raise RecipeError(f"{KEY} = {str(path)!r} does not fit this recipe: {'; '.join(wrong[:_SHOWN])}{more}")
-    read_into(world, path, state, sums)  # in place: these are the parameters
+    read_into(world, path, state, index)  # in place: these are the parameters

@@ -103,9 +103,9 @@ def saved_run(world: World, path: Path) -> RunState:
     """What `run_state` put into the checkpoint at `path`. Collective."""
     state = {RUN: ""}
     try:
-        saved, sums = opened(world, path)
-        if RUN in saved:
-            read_into(world, path, state, {part: crc for part, crc in sums.items() if part.name == RUN})
+        index = opened(world, path)
+        if RUN in index.saved:
+            read_into(world, path, state, index)
     except CheckpointError:
         return RunState()
     return RunState.of(state[RUN])

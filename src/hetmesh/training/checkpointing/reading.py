@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from hetmesh.boundary import World
@@ -17,6 +21,25 @@ from hetmesh.errors import CheckpointError
 from hetmesh.training import checksums
 from hetmesh.training.checkpointing.reader import PlainReader, unpacked
 from hetmesh.training.checkpointing.staging import is_plain
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a checkpoint holds.
+
+    Attributes:
+        metadata: DCP's: names, shapes and places in files.
+        sums: of the bytes there.
+    """
+
+    metadata: Metadata
+    sums: Mapping[checksums.SavedPart, checksums.Sum]
+
+    @property
+    def saved(self) -> Mapping[str, Any]:
+        """What is saved, by name."""
+        found: Mapping[str, Any] = self.metadata.state_dict_metadata
+        return found
 
 
 def saved_tensors(path: Path) -> dict[str, Any]:
@@ -28,26 +51,38 @@ def saved_tensors(path: Path) -> dict[str, Any]:
     return checksums.read_metadata(path).state_dict_metadata
 
 
-def opened(world: World, path: Path) -> tuple[dict[str, Any], dict[checksums.SavedPart, checksums.Sum]]:
-    """What the checkpoint at `path` holds, by name, and the checksums of its parts, once its index is known to be what
-    was written. Collective.
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """In the body no garbage is looked for: an index is tens of thousands of objects, none of them garbage, and each
+    look goes through all that a run has."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@_uncollected()
+def opened(world: World, path: Path) -> Index:
+    """What the checkpoint at `path` holds, once its index is known to be what was written. Collective.
 
     Raises:
         CheckpointError: it is not; on every rank.
     """
-    error, saved, sums = "", {}, {}
+    error, found = "", Index(Metadata({}), {})
     try:
         sums = checksums.read_manifest(path)
-        saved = saved_tensors(path)
+        found = Index(checksums.read_metadata(path), sums)
     except CheckpointError as problem:
         error = str(problem)
     _raise_first(world, path, [error] if error else [])
-    return saved, sums
+    return found
 
 
-def read_into(
-    world: World, path: Path, state: dict[str, Any], sums: Mapping[checksums.SavedPart, checksums.Sum]
-) -> None:
+@_uncollected()
+def read_into(world: World, path: Path, state: dict[str, Any], index: Index) -> None:
     """Read the values of `state` from the checkpoint at `path`, tensors in place, and compare what is read with its
     checksums. Collective.
 
@@ -56,19 +91,18 @@ def read_into(
     """
     error, wrong = "", []
     try:
-        wrong = _read(path, state, sums)
+        wrong = _read(path, state, index)
     except Exception as problem:  # whatever reading makes of files that are no checkpoint's
         error = f"checkpoint {path} cannot be read: rank {world.rank}: {type(problem).__name__}: {problem}"
     _raise_first(world, path, [f"checkpoint {path} is damaged: {text}" for text in wrong] + [error] * bool(error))
 
 
-def _read(path: Path, state: dict[str, Any], sums: Mapping[checksums.SavedPart, checksums.Sum]) -> list[str]:
+def _read(path: Path, state: dict[str, Any], index: Index) -> list[str]:
     """What `dcp.load` does on one rank; what has changed. What it does between ranks, sending all plans to one of them,
     changes none."""
-    reader, planner = PlainReader(path, sums), Planner()
-    metadata = reader.read_metadata()
-    planner.set_up_planner(state, metadata, is_coordinator=False)
-    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    reader, planner = PlainReader(path, index.sums), Planner()
+    planner.set_up_planner(state, index.metadata, is_coordinator=False)
+    reader.set_up_storage_reader(index.metadata, is_coordinator=False)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     reader.read_data(planner.finish_plan(plan), planner).wait()
     return reader.wrong
