@@ -71,6 +71,7 @@ def test_old_ones_are_deleted_when_the_new_one_is_complete_and_the_next_save_wai
         checkpointer.save(2, root, optimizers, {})
         assert checkpointer.steps()[-1:] != []  # step 1, or step 2 already: at no time none
         checkpointer.wait()
+        checkpointer.close()  # what is no checkpoint any more is gone a little later
         assert names(tmp_path) == ["step-2"]
         gate.open.clear()
         checkpointer.save(3, root, optimizers, {})
@@ -79,6 +80,7 @@ def test_old_ones_are_deleted_when_the_new_one_is_complete_and_the_next_save_wai
         checkpointer.save(4, root, optimizers, {})
         assert checkpointer.steps() in ([3], [4])
         checkpointer.wait()
+        checkpointer.close()
     assert names(tmp_path) == ["step-4"]
 
 

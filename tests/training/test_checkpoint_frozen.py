@@ -46,6 +46,7 @@ def test_checkpoints_share_what_is_frozen(world, tmp_path, asynchronous):
         steps(root, optimizers, [True])
         checkpointer.save(step, root, optimizers, {})
         checkpointer.wait()
+    checkpointer.close()
     found = files(tmp_path)
     assert sorted(found) == [2, 3]  # the one that it was written for is gone
     assert len(set(found.values())) == 1

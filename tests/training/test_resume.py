@@ -48,7 +48,7 @@ ENDS = {
     ),
     "before the rename": (SignalPoint(f"{SAVING}.folders:complete", to="group"), (-signal.SIGKILL, [2])),
     "after the rename, before old ones are deleted": (
-        SignalPoint(f"{SAVING}.folders:delete_old", call=2, to="group"),
+        SignalPoint(f"{SAVING}.folders:retire_old", call=2, to="group"),
         (-signal.SIGKILL, [2, 4, 6]),
     ),
     "during loading": (SignalPoint("hetmesh.training.checkpoint:read_into", rank=1, after=True), (1, [2, 4, 6])),

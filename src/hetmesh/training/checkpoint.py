@@ -87,6 +87,7 @@ class Checkpointer:
         self.plans = SavePlans(world)
         self._staging, self._frozen = Staging(world.accelerator), FrozenFile()
         self._pending: PendingSave | None = None
+        self._last: PendingSave | None = None  # that was waited for; it may still remove older ones
         self._saving, self._saved = Saved(0, 0.0, 0.0), deque[Saved]()  # `time_s` of the one: when it began
 
     def steps(self) -> list[int]:
@@ -200,7 +201,7 @@ class Checkpointer:
             told = self._first_told(pending.wait_named() if self.world.rank == 0 else "")
             if told:
                 self._abandon(pending.place.partial, told)
-        saving, ended = self._saving, time.perf_counter()
+        self._last, saving, ended = pending, self._saving, time.perf_counter()
         self._saved.append(Saved(saving.step, saving.held_s + ended - began, ended - saving.time_s))
 
     def take_saved(self) -> Iterator[Saved]:
@@ -214,6 +215,8 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         if pending is not None and (told := pending.leave(_PARTING)):
             print(told, file=sys.stderr, flush=True)
+        if self._last is not None:
+            self._last.end(_PARTING)
 
     def load(
         self,

@@ -108,13 +108,18 @@ def complete(partial: Path, path: Path, sums: Mapping[checksums.SavedPart, check
     _sync(path.parent)
 
 
-def delete_old(folder: Path, keep_latest: int) -> None:
-    """Delete the checkpoints in `folder` but for the `keep_latest` newest; none if that is 0. Raises OSError."""
+def retire_old(folder: Path, keep_latest: int) -> list[Path]:
+    """Take their names from the checkpoints in `folder` but for the `keep_latest` newest; from none if that is 0.
+    Raises OSError.
+
+    Returns:
+        What they are called now, to be removed: that takes its time, and a folder that is half gone is no checkpoint.
+    """
+    retired = []
     for old in complete_steps(folder)[:-keep_latest] if keep_latest else ():
-        gone = folder / f"step-{old}{PARTIAL}"  # at once: a folder that is half gone is no checkpoint
-        _remove(gone)
-        (folder / f"step-{old}").rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        retired.append(folder / f"step-{old}.{secrets.token_hex(4)}.old{PARTIAL}")
+        (folder / f"step-{old}").rename(retired[-1])
+    return retired
 
 
 def _sync(folder: Path) -> None:

@@ -7,6 +7,7 @@ where training has ended in an error.
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Sequence
@@ -85,7 +86,7 @@ class PendingSave:
     def __init__(self, place: SavePlace, content: Content, ready: Event) -> None:
         self.place = place
         self._deadline = time.monotonic() + place.timeout
-        self._written, self._given_up = threading.Event(), threading.Event()
+        self._written, self._named, self._given_up = threading.Event(), threading.Event(), threading.Event()
         self._error = ""
         self._thread = threading.Thread(
             target=self._run, args=(content, ready), name=f"checkpoint {place.path.name}", daemon=True
@@ -100,7 +101,7 @@ class PendingSave:
     @property
     def running(self) -> bool:
         """Whether this rank is not done: on rank 0, as long as the checkpoint has no name."""
-        return self._thread.is_alive()
+        return not self._named.is_set()
 
     def wait_written(self) -> str:
         """Wait until this rank's part is on the disk; what went wrong, if something did."""
@@ -112,10 +113,13 @@ class PendingSave:
     def wait_named(self) -> str:
         """On rank 0, wait until the checkpoint has its name; what went wrong, if something did. Elsewhere nothing is
         left to wait for once this rank's part is written."""
-        self._thread.join(max(0.0, self._deadline - time.monotonic()) + 1.0)  # it gives up by itself before
-        if self._thread.is_alive():
+        if not self._named.wait(max(0.0, self._deadline - time.monotonic()) + 1.0):  # it gives up by itself before
             return f"{self.place.fails}: rank 0 has not made it complete within {self.place.timeout:g} s"
         return self._error
+
+    def end(self, patience: float) -> None:
+        """Let old checkpoints be removed, at most `patience` seconds: what is left then the next start removes."""
+        self._thread.join(patience)
 
     def give_up(self) -> None:
         """Another rank has failed: wait for no more reports. What this rank is writing is left to end by itself."""
@@ -131,6 +135,7 @@ class PendingSave:
             told = self.wait_named()
             while not told and self.place.partial.exists() and time.monotonic() < self._deadline:
                 self._given_up.wait(_LOOK)
+            self.end(max(0.0, self._deadline - time.monotonic()))
         return told
 
     def _run(self, content: Content, ready: Event) -> None:
@@ -145,28 +150,34 @@ class PendingSave:
             self._error = f"{place.fails}: rank {place.rank}: {type(error).__name__}: {error}"
         finally:
             self._written.set()
+        retired: list[Path] = []
         if place.rank == 0 and not self._error:
             try:
-                self._complete()
+                retired = self._complete()
             except Exception as error:
                 self._error = f"{place.fails}: {type(error).__name__}: {error}"
+        self._named.set()
+        for old in retired:
+            shutil.rmtree(old, ignore_errors=True)
 
-    def _complete(self) -> None:
+    def _complete(self) -> list[Path]:
+        """Name the checkpoint; older ones that are to be removed now."""
         place = self.place
         assert place.metadata is not None
         missing = set(range(place.size))
         while missing := {rank for rank in missing if not (place.partial / report_name(rank)).exists()}:
             if self._given_up.wait(_LOOK):
-                return
+                return []
             if time.monotonic() > self._deadline:
                 raise TimeoutError(f"rank 0 waited {place.timeout:g} s for what ranks {_few(missing)} write")
         written = [w for rank in range(place.size) for w in take_report(place.partial, rank)]
         write_index(place.partial, place.metadata, written)
         folders.complete(place.partial, place.path, {w.part: w.checksum for w in written})
         try:
-            folders.delete_old(place.path.parent, place.keep_latest)
+            return folders.retire_old(place.path.parent, place.keep_latest)
         except OSError as error:
             self._error = f"old checkpoints in {place.path.parent} cannot be deleted: {error}"
+            return []
 
 
 def _few(ranks: set[int], shown: int = 8) -> str:
