@@ -31,7 +31,7 @@ class Row:
         what: what was measured, and where.
         output: name of the kept output, `NAME.json`.
         figures: the second cell, with `{}` for each of `keys`.
-        keys: where the figures are in it: keys and indices joined by dots.
+        keys: where the figures are in it: keys and indices joined by dots; of a list there, how many it has.
         command: what measures it again.
     """
 
@@ -45,6 +45,7 @@ class Row:
         """The cells of the line."""
         kept = json.loads((RESULTS / f"{self.output}.json").read_text(encoding="utf-8"))
         values = [reduce(_inside, key.split("."), kept) for key in self.keys]
+        values = [len(value) if isinstance(value, list) else value for value in values]
         return self.what, self.figures.format(*values), f"`{self.command}`"
 
 
@@ -152,11 +153,25 @@ ROWS = (
         "python tools/bench.py loader",
     ),
     Row(
+        "steps with an asynchronous save in 20 over those without, less 1; bandwidth of saves and loads over torch's own",
+        "checkpoint",
+        "{:+.1%}; {:.2f}, {:.2f}",
+        ("async_overhead", "save_ratio", "load_ratio"),
+        "python tools/bench.py checkpoint",
+    ),
+    Row(
         "kills at drawn moments of runs that are started again; runs that hung or ended with other losses",
         "soak_kills",
         "{}; {}",
         ("n", "failures"),
         "python tools/soak.py kills",
+    ),
+    Row(
+        "spoiled files for every reader; errors that are not the project's own, hangs, paths out of folders, bombs",
+        "fuzz_readers",
+        "{}; {}",
+        ("n", "failures"),
+        "python tools/fuzz.py readers",
     ),
 )
 
