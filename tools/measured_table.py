@@ -153,7 +153,7 @@ ROWS = (
         "python tools/bench.py loader",
     ),
     Row(
-        "steps with an asynchronous save in 20 over those without, less 1; bandwidth of saves and loads over torch's own",
+        "steps with an asynchronous save in 20 over those without, less 1; bandwidth of saves, loads over torch's own",
         "checkpoint",
         "{:+.1%}; {:.2f}, {:.2f}",
         ("async_overhead", "save_ratio", "load_ratio"),

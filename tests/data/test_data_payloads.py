@@ -1,5 +1,6 @@
 """Payloads: workers load what this process would; those that die or hang are errors that name the sample."""
 
+import gc
 import os
 import signal
 import time
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hetmesh.data import DigitsSource, Sample
 from hetmesh.data.payloads import Direct, InWorkers, SplitSources, Unreadable, Wanted, packed, unpacked
@@ -141,3 +143,20 @@ def test_a_worker_that_dies_while_its_answer_is_taken_is_an_error_that_names_the
         with pytest.raises(LoaderError, match="has died while it was at sample 'digits/train/7'"):
             workers.get(wanted(2))
         workers._results = taken
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_while_others_start_is_an_error(monkeypatch):
+    """torch's own handler of SIGCHLD is at work then, and raises this wherever the process is."""
+    before, frozen = signal.getsignal(signal.SIGCHLD), gc.get_freeze_count()
+
+    def handler(self):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_try_put_index", handler)
+    with pytest.raises(
+        LoaderError, match=r"has died while it was started: worker \(pid 7\) is killed by signal: Killed"
+    ):
+        InWorkers(sources(), 2, 2, timeout=30.0)
+    assert signal.getsignal(signal.SIGCHLD) is before
+    assert gc.get_freeze_count() == frozen

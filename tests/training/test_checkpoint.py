@@ -1,5 +1,6 @@
 """Checkpoints hold everything, give it back to the last bit, and refuse what does not fit."""
 
+import errno
 import re
 import resource
 import shutil
@@ -386,6 +387,25 @@ def test_foreign_names_are_no_checkpoints(world, tmp_path):
     (tmp_path / "step-6" / ".metadata").unlink()  # only its tensors are left
     with pytest.raises(CheckpointError, match=r"step-6 has no checksums.json: .*; restore it from a copy, or remove"):
         checkpointer.latest()
+
+
+def test_a_checkpoint_that_cannot_be_looked_into_is_not_passed_over(world, tmp_path, monkeypatch):
+    """Another user's, say; and one that a run retires meanwhile is none."""
+    checkpointer = Checkpointer(world, tmp_path)
+    for step in (1, 2):
+        checkpointer.save(step, *make(), {})
+    looked, problem = Path.iterdir, PermissionError(errno.EACCES, "Permission denied")
+
+    def iterdir(path):
+        if path.name == "step-2":
+            raise problem
+        return looked(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        checkpointer.latest()
+    problem = FileNotFoundError(errno.ENOENT, "gone")
+    assert checkpointer.latest() == 2
 
 
 def test_a_step_that_is_saved_again_replaces_the_old_one(world, tmp_path):

@@ -1,7 +1,9 @@
 """A save beside training holds the state of its step, is complete or invisible, and never fails in silence."""
 
+import json
 import re
 import resource
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,10 @@ from hetmesh.boundary import World
 from hetmesh.errors import CheckpointError
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.training.checkpoint import Checkpointer
+from hetmesh.training.checkpointing import folders, saving
 from hetmesh.training.checkpointing.frozen import FrozenFile
 from hetmesh.training.checkpointing.saving import Content, PendingSave, SavePlace
+from hetmesh.training.checkpointing.writing import write_index
 from hetmesh.training.optimizers import Root
 from hetmesh.training.trainer import Trainer
 
@@ -91,6 +95,42 @@ def test_waiting_ends_and_says_for_whom(world, tmp_path):
         with pytest.raises(CheckpointError, match=r"step-1 cannot be written: rank 0 has not written .* within 0\.2 s"):
             checkpointer.save(2, root, optimizers, {})
     assert checkpointer.steps() == []
+
+
+def test_what_is_named_late_is_whole_and_what_was_given_up_gets_no_name(world, tmp_path, monkeypatch):
+    """Rank 0 makes it a checkpoint, or it is removed: whoever comes second hears of it."""
+    root, optimizers = make()
+    slow, arrived, goes_on = folders.complete, threading.Event(), threading.Event()
+
+    def complete(*args):
+        arrived.set()
+        assert goes_on.wait(60)
+        slow(*args)
+
+    def index(*args):
+        arrived.set()
+        assert goes_on.wait(60)
+        return write_index(*args)
+
+    for where, what, late in ((folders, complete, ["step-1"]), (saving, index, [])):
+        folder = tmp_path / what.__name__
+        checkpointer = Checkpointer(world, folder, asynchronous=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(where, what.__name__ if where is folders else "write_index", what)
+            checkpointer.save(1, root, optimizers, {})
+            pending = checkpointer._pending
+            assert arrived.wait(60)
+            pending._deadline = 0.0
+            with pytest.raises(CheckpointError, match="has not made it complete"):
+                checkpointer.wait()
+            goes_on.set()
+            pending.end(60)
+        assert checkpointer.steps() == [1] * len(late)
+        assert names(folder) == late
+        arrived.clear()
+        goes_on.clear()
+        for step in checkpointer.steps():
+            checkpointer.load(step, root, optimizers, {})
 
 
 def fail_beside_training(rank, folder):
@@ -173,6 +213,8 @@ def test_an_error_of_training_lets_the_save_end(world, tmp_path, capsys):
         with pytest.raises(KeyError, match="a mistake"):
             Trainer(load_recipe(RECIPE, small), world, on_step=on_step).run()
     assert names(tmp_path / "run" / "checkpoint") == ["step-2"]
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [(each["event"], each["step"]) for each in events] == [("started", 0), ("checkpoint", 2), ("ended", 3)]
     summary = Trainer(load_recipe(RECIPE, small), world).run()  # goes on, and waits for its last save
     assert summary["steps"] == 4
     assert names(tmp_path / "run" / "checkpoint") == ["step-2", "step-4"]

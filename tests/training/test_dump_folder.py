@@ -225,6 +225,19 @@ def test_a_full_disk_is_named(tmp_path):
     reporter = Reporter(full(tmp_path / "b", "summary.json.part"), 9, rank=0)
     with pytest.raises(OutputError, match=r"b/summary\.json cannot be written: no space left on device"):
         reporter.summary({"steps": 9})
+    reporter = Reporter(full(tmp_path / "c", "events.jsonl"), 9, rank=0)
+    with pytest.raises(OutputError, match=r"c/events\.jsonl cannot be written: no space left on device"):
+        reporter.saved(1)
+    with pytest.raises(KeyError, match="what came first"):  # closing tries to write the rest
+        close_after_an_error(reporter)
+    assert reporter._file.closed
+
+
+def close_after_an_error(reporter):
+    try:
+        raise KeyError("what came first")
+    finally:
+        reporter.close()
 
 
 def log_some(reporter):

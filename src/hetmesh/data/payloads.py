@@ -150,7 +150,7 @@ class InWorkers:
         timeout: seconds that one sample may take.
 
     Raises:
-        LoaderError: a worker has died, or took too long; from `get`.
+        LoaderError: a worker has died, or took too long; from `get` too.
     """
 
     def __init__(self, sources: SplitSources, count: int, prefetch: int = 2, timeout: float = 100.0) -> None:
@@ -179,8 +179,15 @@ class InWorkers:
         # What is here now stays: collections that go through it take as long as many samples, and unshare its memory.
         self._froze = not gc.get_freeze_count()
         gc.freeze()
-        with _own_sigchld():
-            self._results: Iterator[tuple[Sequence[Wanted], Tensor, list[Any]]] = iter(loader)
+        self._results: Iterator[tuple[Sequence[Wanted], Tensor, list[Any]]]
+        try:
+            with _own_sigchld():
+                self._results = iter(loader)
+        except (RuntimeError, ConnectionError, EOFError) as error:
+            self._unfreeze()
+            if isinstance(error, RuntimeError) and not str(error).startswith(_DIED):
+                raise
+            raise LoaderError(f"a process that loads samples has died while it was started: {_told(error)}") from error
 
     def announce(self, requests: Sequence[Sequence[Wanted]]) -> None:
         """Load these, a request by one worker, as workers have time."""
@@ -254,16 +261,22 @@ class InWorkers:
             return f"number {index} of {split}"
 
     def _dead(self, error: BaseException) -> str:
-        told = str(error).strip().partition("\n")[0].removeprefix("DataLoader ")
-        return f"a process that loads samples has died while it was at {self._loading()}: {told}"
+        return f"a process that loads samples has died while it was at {self._loading()}: {_told(error)}"
 
     def __enter__(self) -> InWorkers:
         return self
 
     def __exit__(self, *_: object) -> None:
         del self._results  # which ends the workers
+        self._unfreeze()
+
+    def _unfreeze(self) -> None:
         if self._froze:
             gc.unfreeze()
+
+
+def _told(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0].removeprefix("DataLoader ")
 
 
 class _Asked:
@@ -326,9 +339,11 @@ def _own_sigchld() -> Iterator[None]:
     """Keep torch from handling SIGCHLD after the body: it raises wherever this process happens to be when a worker
     dies, in the middle of a collective, say. `get` finds out within a second, and knows at which sample it was."""
     before = signal.getsignal(signal.SIGCHLD)
-    yield
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, before)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, before)
 
 
 def _as_it_is(request: Any) -> Any:

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -102,7 +102,8 @@ class Checkpointer:
             CheckpointError: they cannot, or it is not; on every rank.
         """
         told = f"checkpoints cannot be written to {self.folder}"
-        file = self._on_first(told, lambda: folders.probe(self.folder))
+        with self.patience():
+            file = self._on_first(told, lambda: folders.probe(self.folder))
         with self.patience(), self.world.waiting(f"whether all ranks can write to {self.folder}"):
             problem = self._first_told(folders.unusable(file, self.world.rank, min(_APPEARS, self.timeout)))
         if self.world.rank == 0:
@@ -195,12 +196,9 @@ class Checkpointer:
         path, began = pending.place.path, time.perf_counter()
         with self.patience(), self.world.waiting(f"writing {path}"):
             told = self._first_told(pending.wait_written())
+            told = told or self._first_told(pending.wait_named() if self.world.rank == 0 else "")
             if told:
-                pending.give_up()
-                self._abandon(pending.place.partial, told)
-            told = self._first_told(pending.wait_named() if self.world.rank == 0 else "")
-            if told:
-                self._abandon(pending.place.partial, told)
+                self._abandon(pending.place.partial if pending.give_up() else None, told)
         self._last, saving, ended = pending, self._saving, time.perf_counter()
         self._saved.append(Saved(saving.step, saving.held_s + ended - began, ended - saving.time_s))
 
@@ -215,6 +213,8 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         if pending is not None and (told := pending.leave(_PARTING)):
             print(told, file=sys.stderr, flush=True)
+        elif pending is not None:
+            self._saved.append(replace(self._saving, time_s=time.perf_counter() - self._saving.time_s))
         if self._last is not None:
             self._last.end(_PARTING)
 

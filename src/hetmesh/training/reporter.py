@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from hetmesh.errors import OutputError
 from hetmesh.files import to_json, write_json, writing
 from hetmesh.training.dump_folder import METRICS_FILE, SUMMARY_FILE
 from hetmesh.training.loggers import Loggers, require_wandb
@@ -140,7 +143,7 @@ class Reporter:
         named = {**scores, **(by_kind or {})}
         shown = "  ".join(f"{name} {value:.4f}" for name, value in named.items())
         self.print(f"validation at step {step}: {shown}")
-        if self.active:
+        if self.active and not self._file.closed:
             kinds = {"answer_accuracy_by_kind": by_kind} if by_kind else {}
             self._write({"step": step, "validation": {**scores, **kinds, **more}})
             self._loggers.log({f"validation/{k}": v for k, v in named.items()}, step)
@@ -170,12 +173,19 @@ class Reporter:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Flush and close everything."""
-        if self.active:
-            self._progress.stop()
-            with writing(self._path):
-                self._file.close()
-            self._events.close()
-            self._loggers.close()
+        """Flush and close everything.
+
+        Raises:
+            OutputError: not all could be written; where an error is on its way already, that one is told.
+        """
+        if not self.active:
+            return
+        failing = sys.exception() is not None
+        with suppress(OutputError) if failing else nullcontext(), ExitStack() as each:  # from the last one on
             if self._claim is not None:
-                self._claim.close()
+                each.callback(self._claim.close)
+            each.callback(self._loggers.close)
+            each.callback(self._events.close)
+            each.enter_context(writing(self._path))
+            each.callback(self._file.close)
+            each.callback(self._progress.stop)

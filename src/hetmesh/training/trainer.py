@@ -41,7 +41,7 @@ from hetmesh.training.skip import Skipped, leave_out_unreadable
 from hetmesh.training.step_notices import StepNotices
 from hetmesh.training.stopping import Stopped, StopSignals
 from hetmesh.training.validation import RunValidation
-from hetmesh.training.what_next import what_next, when_finished
+from hetmesh.training.what_next import results, what_next, when_finished
 from hetmesh.training.world_of import world_of
 
 OnStep = Callable[[StepMetrics], bool | None]
@@ -187,18 +187,17 @@ class Trainer:
             for text in self.validation.shown():
                 self.reporter.print(text)
             next_ = what_next(recipe, self.folder, self.step, self.validation.source)
-            self.reporter.print("\n".join([self._results(), *next_]))
+            self.reporter.print("\n".join([results(recipe, self.folder), *next_]))
             if recipe.checkpoint.last_save_in_hf:
                 self._export()
             self.reporter.summary(summary)  # with it the run is finished: started again, it does nothing
             self.reporter.ended(self.step, FINISHED)
             return summary
         except Stopped as stopped:
-            self.reporter.ended(self.step, STOPPED, stopped.name)
+            self._tell_end(STOPPED, stopped.name)
             raise
         except BaseException as error:
-            with suppress(OutputError):  # of a full disk, `error` has told
-                self.reporter.ended(self.step, FAILED, str(error) or type(error).__name__)
+            self._tell_end(FAILED, str(error) or type(error).__name__)
             raise
         finally:
             self.checkpointer.close()
@@ -333,6 +332,13 @@ class Trainer:
             times = {"held_s": round(each.held_s, 3), "time_s": round(each.time_s, 3)}
             self.reporter.saved(each.step, **times, asynchronous=self.checkpointer.asynchronous)
 
+    def _tell_end(self, how: str, reason: str) -> None:
+        """Note why the run ends before its last step, behind the save that may still go on."""
+        with suppress(OutputError):  # of a full disk, say, the error that ends it has told
+            self.checkpointer.close()
+            self._tell_saved()
+            self.reporter.ended(self.step, how, reason)
+
     def _export(self) -> None:
         """Write the last checkpoint once more, as a directory that transformers loads."""
         from hetmesh.training.export import export_last
@@ -407,8 +413,3 @@ class Trainer:
         if self.skipped.samples:
             summary["samples_skipped"] = self.skipped.samples
         return summary | self.validation.summary()
-
-    def _results(self) -> str:
-        files = "summary.json, metrics.jsonl" + (", tensorboard/" if self.recipe.metrics.enable_tensorboard else "")
-        saved = f", {self.recipe.checkpoint.folder}/" if self.recipe.checkpoint.enable else ""
-        return f"results are in {self.folder}: {files}{saved}"

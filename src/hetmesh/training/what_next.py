@@ -11,6 +11,13 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.dump_folder import SUMMARY_FILE, RunFolder
 
 
+def results(recipe: Recipe, folder: Path) -> str:
+    """Where what a run has written is."""
+    files = "summary.json, metrics.jsonl" + (", tensorboard/" if recipe.metrics.enable_tensorboard else "")
+    saved = f", {recipe.checkpoint.folder}/" if recipe.checkpoint.enable else ""
+    return f"results are in {folder}: {files}{saved}"
+
+
 def what_next(recipe: Recipe, folder: Path, step: int | None, held_out: Source | None = None) -> list[str]:
     """Lines for people; commands as they can be typed.
 

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hetmesh.errors import CheckpointError
@@ -25,7 +25,7 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 def complete_steps(folder: Path) -> list[int]:
     """Steps with a complete checkpoint in `folder`, ascending. Raises OSError if the folder cannot be read."""
-    return _steps_with(folder, COMPLETE)
+    return _steps(folder, lambda path: (path / COMPLETE).is_file())
 
 
 def newest_step(folder: Path) -> int:
@@ -35,18 +35,23 @@ def newest_step(folder: Path) -> int:
         CheckpointError: a newer one has lost its checksums.
         OSError: the folder cannot be read.
     """
-    newest = max(complete_steps(folder), default=-1)
-    for step in _steps_with(folder, "*"):
+    named = _steps(folder, lambda path: any(file.is_file() for file in path.iterdir()))
+    newest = max(complete_steps(folder), default=-1)  # after that: a run may go on there meanwhile
+    for step in named:
         if step > newest:  # it had its name when all was there
             raise CheckpointError(f"{checksums.no_manifest(folder / f'step-{step}')}; {RESTORE}, or {GO_ON}")
     return newest
 
 
-def _steps_with(folder: Path, files: str) -> list[int]:
+def _steps(folder: Path, holds: Callable[[Path], bool]) -> list[int]:
     if not folder.is_dir():
         return []
-    found = ((_STEP.fullmatch(path.name), path) for path in folder.iterdir())
-    return sorted(int(m.group(1)) for m, path in found if m and any(file.is_file() for file in path.glob(files)))
+    found = []
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a run that goes on there has retired it
+            if (name := _STEP.fullmatch(path.name)) and path.is_dir() and holds(path):
+                found.append(int(name.group(1)))
+    return sorted(found)
 
 
 def probe(folder: Path) -> Path:
@@ -71,15 +76,15 @@ def unusable(file: Path, rank: int, patience: float) -> str:
         patience: seconds that it may take until `file` is seen.
     """
     here, deadline = f"rank {rank} on {socket.gethostname()}", time.monotonic() + patience
-    while not file.exists():
-        if time.monotonic() > deadline:
-            return (
-                f"{here} does not see what rank 0 writes there: all machines need the same job.dump_folder, on a file "
-                "system that they share"
-            )
-        time.sleep(_LOOK)
     own = file.with_name(f"{file.name}.{rank}{PARTIAL}")
     try:
+        while not file.exists():
+            if time.monotonic() > deadline:
+                return (
+                    f"{here} does not see what rank 0 writes there: all machines need the same job.dump_folder, on a "
+                    "file system that they share"
+                )
+            time.sleep(_LOOK)
         own.write_bytes(b"x")
         own.unlink()
     except OSError as error:

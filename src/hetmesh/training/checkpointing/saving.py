@@ -87,6 +87,7 @@ class PendingSave:
         self.place = place
         self._deadline = time.monotonic() + place.timeout
         self._written, self._named, self._given_up = threading.Event(), threading.Event(), threading.Event()
+        self._deciding, self._naming = threading.Lock(), False  # either named or given up, never both
         self._error = ""
         self._thread = threading.Thread(
             target=self._run, args=(content, ready), name=f"checkpoint {place.path.name}", daemon=True
@@ -121,9 +122,15 @@ class PendingSave:
         """Let old checkpoints be removed, at most `patience` seconds: what is left then the next start removes."""
         self._thread.join(patience)
 
-    def give_up(self) -> None:
-        """Another rank has failed: wait for no more reports. What this rank is writing is left to end by itself."""
-        self._given_up.set()
+    def give_up(self) -> bool:
+        """A rank has failed, or is late: wait for no more reports. What this rank is writing is left to end by itself.
+
+        Returns:
+            Whether what is written may be removed; False while it is being made a checkpoint after all.
+        """
+        with self._deciding:
+            self._given_up.set()
+            return self._named.is_set() or not self._naming
 
     def leave(self, patience: float) -> str:
         """Wait for this save without other ranks, which may be gone: for as long as writing may take, and `patience`
@@ -172,6 +179,10 @@ class PendingSave:
                 raise TimeoutError(f"rank 0 waited {place.timeout:g} s for what ranks {_few(missing)} write")
         written = [w for rank in range(place.size) for w in take_report(place.partial, rank)]
         write_index(place.partial, place.metadata, written)
+        with self._deciding:
+            if self._given_up.is_set():
+                return []
+            self._naming = True
         folders.complete(place.partial, place.path, {w.part: w.checksum for w in written})
         try:
             return folders.retire_old(place.path.parent, place.keep_latest)
