@@ -154,9 +154,7 @@ def test_a_worker_that_dies_while_others_start_is_an_error(monkeypatch):
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
 
     monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_try_put_index", handler)
-    with pytest.raises(
-        LoaderError, match=r"has died while it was started: worker \(pid 7\) is killed by signal: Killed"
-    ):
+    with pytest.raises(LoaderError, match=r"died while it was started: worker \(pid 7\) is killed by signal: Killed"):
         InWorkers(sources(), 2, 2, timeout=30.0)
     assert signal.getsignal(signal.SIGCHLD) is before
     assert gc.get_freeze_count() == frozen
