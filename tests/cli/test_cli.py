@@ -1,5 +1,6 @@
 """The command line without workers: verbs, overrides, exit statuses, errors in one line, and what is imported when."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -181,3 +182,14 @@ def test_fewer_gpus_than_workers_is_an_error_and_not_the_cpu(devices, monkeypatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     with pytest.raises(LaunchError, match=rf"the recipe has 4 ranks, and this machine {devices} CUDA devices?: "):
         start_method(4)
+
+
+def test_a_reader_that_is_gone_and_a_full_disk_are_no_tracebacks(monkeypatch, capsys):
+    reading, writing = os.pipe()
+    os.close(reading)
+    for target, status, says in ((writing, 141, ""), ("/dev/full", 1, "no space left")):
+        with contextlib.suppress(OSError), open(target, "w") as out, monkeypatch.context() as patch:
+            patch.setattr("sys.stdout", out)
+            found = main(["check", str(RECIPES / "digits_single.toml")])
+        assert found == status
+        assert says in capsys.readouterr().err

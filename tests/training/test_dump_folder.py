@@ -233,6 +233,17 @@ def test_a_full_disk_is_named(tmp_path):
     assert reporter._file.closed
 
 
+def test_a_run_goes_on_without_a_log_that_cannot_be_written(tmp_path, monkeypatch, capfd):
+    reporter = Reporter(tmp_path / "run", 9, rank=0, log_freq=1)
+    with open("/dev/full", "w") as full_disk:
+        monkeypatch.setattr("sys.stdout", full_disk)
+        log_some(reporter)
+        monkeypatch.undo()
+    told = "note: standard output takes no more (No space left on device): the run goes on without its log"
+    assert capfd.readouterr().err.splitlines() == [told]
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 9
+
+
 def close_after_an_error(reporter):
     try:
         raise KeyError("what came first")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hetmesh.boundary import init
-from hetmesh.errors import RecipeError
+from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.training import resume
 from hetmesh.training.resume import changes, check_changes, described
@@ -143,7 +143,15 @@ def test_changes_of_what_is_not_trained_are_no_changes(tmp_path):
     assert changes(None, recipe(tmp_path)) == {}
     found = changes(old, recipe(tmp_path, "--parallelism.llm.ranks", "[0]", "--optimizer.name", "Adam"))
     check_changes(found, tmp_path)  # Adam's state is AdamW's
-    assert 'optimizer.name "AdamW" -> "Adam"' in described(found)
+    told = 'optimizer.name "AdamW" -> "Adam", parallelism.llm.ranks nothing -> [0]'
+    assert described(found) == told  # no table of parallelism is one of defaults
+
+
+@pytest.mark.slow
+def test_a_checkpoint_under_another_ones_name_is_refused(saved, world):
+    (saved / "checkpoint" / "step-2").rename(saved / "checkpoint" / "step-3")
+    with pytest.raises(CheckpointError, match=r"step-3 holds the state after step 2: .*; call it step-2 again"):
+        Trainer(recipe(saved), world)
 
 
 @pytest.mark.slow

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -30,13 +33,15 @@ VERBS: Mapping[str, str] = {
 USAGE_ERROR = 2  # exit status where the recipe or the command line is wrong, as argparse's
 FAILURE = 1
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
+UNREAD = 141  # and where who read what was printed is gone (SIGPIPE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `hetmesh VERB RECIPE [--section.key value ...]`.
 
     Returns:
-        The exit status: 0; 1: the run failed; 2: the recipe or the command line is wrong; 130: SIGINT; 143: SIGTERM.
+        The exit status: 0; 1: the run failed; 2: the recipe or the command line is wrong; 130: SIGINT; 143: SIGTERM;
+        141: nobody reads standard output any more.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
@@ -57,13 +62,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     module.add_arguments(parser)
     arguments, overrides = split_overrides(arguments)
     try:
-        return module.run(parser.parse_args(arguments), overrides)
+        status = module.run(parser.parse_args(arguments), overrides)
+        sys.stdout.flush()
+        return status
     except HetmeshError as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR if isinstance(error, RecipeError) else FAILURE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # of `hetmesh report RUN | head`
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would try once more at its end
+        return UNREAD
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        print(f"error: standard output cannot be written: {str(error.strerror).lower()}", file=sys.stderr)
+        return FAILURE
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

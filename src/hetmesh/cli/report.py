@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Read the run's folder."""
-    from hetmesh.errors import RecipeError
+    from hetmesh.errors import HetmeshError, RecipeError
     from hetmesh.files import to_json
     from hetmesh.report.by_action import action_json, action_table
     from hetmesh.report.gantt import save_gantt
@@ -58,6 +58,13 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             _write_page(found, args.run, args.html)
         print(to_json({"last": found.last, "summary": found.summary, "step": found.step, **figures}, indent=2))
         return 0
+    path = None if args.no_html else args.html or Path(args.run) / "report.html"
+    problem: HetmeshError | None = None
+    if path is not None:
+        try:
+            _write_page(found, args.run, path)  # first: who reads what is printed may stop at any line
+        except HetmeshError as error:
+            problem = error
     print(state(found, None).text)
     print(found.as_text())
     width = shutil.get_terminal_size((120, 24)).columns
@@ -66,9 +73,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(f"{gantt_text(timeline, width)}\n\n{bubble_table(timeline)}")
     if found.timelines:
         print(f"\nstep {found.step}, predicted beside measured\n\n{action_table(found.timelines)}")
-    if not args.no_html:
-        path = args.html or Path(args.run) / "report.html"
-        _write_page(found, args.run, path)
+    if problem is not None:
+        raise problem
+    if path is not None:
         print(f"\nthe page is {path}")
     return 0
 

@@ -53,7 +53,11 @@ def model_forms(
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
 
-    transforms = get_model_conversion_mapping(model)
+    try:
+        transforms = get_model_conversion_mapping(model)
+    except Exception as error:  # of a model_type that is none, say
+        reason = f"{type(error).__name__}: {error}"
+        raise RecipeError(f"{where}: transformers does not say how its tensors are stored: {reason}") from error
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     state, prefix = model.state_dict(), model.base_model_prefix

@@ -67,7 +67,7 @@ def _line(timeline: Timeline, track: int, columns: int) -> str:
             pieces.append((_MARKS[kind][m % len(_MARKS[kind])], start, stop))
     most, mark = np.zeros(columns), [" "] * columns
     for text, start, stop in pieces:
-        for i in range(int(start / share), min(int(stop / share) + 1, columns)):
+        for i in range(max(int(start / share), 0), min(int(stop / share) + 1, columns)):
             covered = min(stop, (i + 1) * share) - max(start, i * share)
             if covered > most[i] + 1e-9 * share:
                 most[i], mark[i] = covered, text

@@ -12,7 +12,7 @@ from hetmesh.boundary import World
 from hetmesh.errors import RecipeError
 from hetmesh.models.lora import base_name, is_adapter
 from hetmesh.training.checkpointing.fit import differences
-from hetmesh.training.checkpointing.folders import COMPLETE
+from hetmesh.training.checkpointing.folders import COMPLETE, complete_steps
 from hetmesh.training.checkpointing.reading import opened, read_into
 from hetmesh.training.checksums import METADATA, no_manifest
 from hetmesh.training.optimizers import Root
@@ -27,7 +27,14 @@ def check_initial_path(path: Path) -> None:
         return
     if (path / METADATA).is_file():
         raise RecipeError(f"{KEY} = {str(path)!r}: {no_manifest(path)}")
-    raise RecipeError(f"{KEY} = {str(path)!r}: no complete checkpoint there; name a folder such as .../step-800")
+    try:
+        there = ", ".join(f"step-{step}" for step in complete_steps(path.parent))
+    except OSError:
+        there = ""
+    raise RecipeError(
+        f"{KEY} = {str(path)!r}: no complete checkpoint there; {path.parent} has {there or 'none'}: train the recipe "
+        "that is to leave it, or name another folder"
+    )
 
 
 def load_initial_weights(world: World, root: Root, path: Path, exclude: Sequence[str] = ()) -> None:

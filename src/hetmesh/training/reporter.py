@@ -22,6 +22,25 @@ from hetmesh.training.run_events import SAVED, RunEvents, now
 _MEMORY = 0.9  # of the pace that the time left is worked out from: about the last ten steps
 
 
+class _Log(Console):
+    """Standard output, for as long as it takes what is printed: a run goes on without it, and says so."""
+
+    def on_broken_pipe(self) -> None:
+        """Who read is gone (rich would end the process)."""
+        self.lost("its reader is gone")
+
+    def lost(self, why: str) -> None:
+        """Print no more."""
+        if self.quiet:
+            return
+        self.quiet = True
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its end
+        with suppress(OSError):
+            told = f"note: standard output takes no more ({why}): the run goes on without its log\n"
+            os.write(2, told.encode())
+
+
 class Reporter:
     """Writes metrics on rank 0 and does nothing on the others.
 
@@ -58,7 +77,7 @@ class Reporter:
             require_wandb()  # on every rank: no one waits for a rank 0 that has failed
         self.folder, self.steps, self.log_freq, self.verbose = folder, steps, log_freq, verbose
         self.active = rank == 0
-        self.console = Console(quiet=not self.active, highlight=False)
+        self.console = _Log(quiet=not self.active, highlight=False)
         self._pace: float | None = None
         self._warned: set[str] = set()
         self._claim = claim
@@ -170,7 +189,10 @@ class Reporter:
 
     def print(self, text: str) -> None:
         """Print lines on rank 0, each as it is, however long."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        try:
+            self.console.print(text, markup=False, soft_wrap=True)
+        except OSError as error:
+            self.console.lost(error.strerror or type(error).__name__)
 
     def close(self) -> None:
         """Flush and close everything.

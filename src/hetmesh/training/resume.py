@@ -16,6 +16,7 @@ from hetmesh.boundary import World
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.files import from_json
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.recipe.sections import ModuleParallelism
 from hetmesh.training.checkpointing.reading import opened, read_into
 from hetmesh.training.checkpointing.references import References
 
@@ -59,6 +60,7 @@ class RunState:
 
     Attributes:
         recipe: as it was; None in an older or damaged checkpoint (loading it says what is damaged).
+        step: it holds the state after so many; None in an older one.
         loss: of its last step; None in an older one.
         skipped_steps, samples_skipped: so far; skipped_in_a_row: the last ones.
         versions: of libraries, by name; empty in an older one.
@@ -67,6 +69,7 @@ class RunState:
     """
 
     recipe: Mapping[str, Any] | None = None
+    step: int | None = None
     loss: float | None = None
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
@@ -99,8 +102,12 @@ class RunState:
         return ", ".join(f"{name} {old} -> {new}" for name, old, new in pairs if old != new)
 
 
-def saved_run(world: World, path: Path) -> RunState:
-    """What `run_state` put into the checkpoint at `path`. Collective."""
+def saved_run(world: World, path: Path, step: int) -> RunState:
+    """What `run_state` put into the checkpoint at `path`. Collective.
+
+    Raises:
+        CheckpointError: it holds the state after another step than `step`, which its name says.
+    """
     state = {RUN: ""}
     try:
         index = opened(world, path)
@@ -108,15 +115,34 @@ def saved_run(world: World, path: Path) -> RunState:
             read_into(world, path, state, index)
     except CheckpointError:
         return RunState()
-    return RunState.of(state[RUN])
+    found = RunState.of(state[RUN])
+    if found.step not in (None, step):
+        raise CheckpointError(
+            f"checkpoint {path} holds the state after step {found.step}: somebody has renamed it; call it "
+            f"step-{found.step} again"
+        )
+    return found
 
 
 def changes(saved: Mapping[str, Any] | None, recipe: Recipe) -> Changes:
     """The keys in which `recipe` differs from the one that was saved; empty if none was."""
     if saved is None:
         return {}
-    old, new = _flat(saved), _flat(recipe.model_dump(mode="json", by_alias=True))
+    old, new = (_flat(_with_tables(each)) for each in (saved, recipe.model_dump(mode="json", by_alias=True)))
     return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
+
+
+def _with_tables(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe with a table of parallelism for each of its modules: what no table says is as in an empty one."""
+    empty = ModuleParallelism().model_dump(mode="json", by_alias=True)
+    layout = _table(recipe.get("parallelism"))
+    given = _table(layout.get("modules"))
+    tables = {name: empty | _table(given.get(name)) for name in _table(recipe.get("modules"))}
+    return {**recipe, "parallelism": {**layout, "modules": tables}}
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else {}
 
 
 def check_changes(found: Changes, checkpoint: Path) -> None:

@@ -144,7 +144,9 @@ class Trainer:
             self.checkpointer.prepare()
             with self.checkpointer.patience():
                 self.references = references(world, recipe, referenced(recipe))
-        self.step = 0 if self.claimed.step is None else self._resume()
+        self.step = self.claimed.step or 0
+        if self.claimed.step is not None:
+            self._resume()
         self.upcoming = self.job.upcoming
         self.meter = Meter(self.job)
         self.recorder = StepRecorder(self.job, self.folder)
@@ -350,11 +352,12 @@ class Trainer:
         )
         self.reporter.print("\n".join(lines))
 
-    def _resume(self) -> int:
+    def _resume(self) -> None:
         step = self.checkpointer.latest()
         assert step is not None
+        self.step = step
         path = self.checkpointer.folder / f"step-{step}"
-        saved = saved_run(self.world, path)
+        saved = saved_run(self.world, path, step)
         changed = changes(saved.recipe, self.recipe)
         check_changes(changed, path)
         with self.checkpointer.patience():
@@ -381,11 +384,11 @@ class Trainer:
             self.notes.append(f"changed since, and taken from step {step + 1} on: {self.changed}")
         if others := saved.other_versions():
             self.notes.append(f"other libraries than those that it was saved with: {others}")
-        return step
 
     def _position(self) -> dict[str, Any]:
         run = run_state(
             self.recipe,
+            step=self.step,
             loss=self.loss,
             skipped_steps=self.job.non_finite.count,
             skipped_in_a_row=self.job.non_finite.in_a_row,

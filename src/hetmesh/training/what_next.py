@@ -42,5 +42,13 @@ def when_finished(recipe: Recipe, folder: RunFolder) -> list[str]:
     return [
         f"the run in {folder.path} is finished: step {folder.step} of {recipe.training.steps}, results in "
         f"{folder.path / SUMMARY_FILE}; raise training.steps to go on, or give another job.dump_folder to start anew",
+        *_not_exported(recipe, folder),
         *what_next(recipe, folder.path, folder.step),
     ]
+
+
+def _not_exported(recipe: Recipe, folder: RunFolder) -> list[str]:
+    exported = folder.path / recipe.checkpoint.folder / f"step-{folder.step}-hf"
+    if not recipe.checkpoint.last_save_in_hf or exported.exists():
+        return []
+    return ["checkpoint.last_save_in_hf was not set when it ended, and exports nothing now; hetmesh export does"]
