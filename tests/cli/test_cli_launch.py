@@ -90,7 +90,7 @@ def test_a_bug_shows_its_traceback_once():
     assert_gone(out)
 
 
-@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_ending_the_command_ends_its_workers(kill):
     process = start("time.sleep(600)")
     assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT are noted, and the step that runs is ended and saved; a second SIGINT ends the process at once."""
+"""SIGTERM, SIGINT and SIGHUP are noted, and the step that runs is ended and saved; a second SIGINT ends all at once."""
 
 import os
 import signal
@@ -16,8 +16,9 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "digits_single.toml"
 
 @pytest.fixture
 def usual():
-    """Both signals as they are in a process of its own, and afterwards as they were."""
-    handlers = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    """All signals as they are in a process of its own, and afterwards as they were."""
+    handlers = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
+    handlers[signal.SIGINT] = signal.default_int_handler
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield handlers
     for number, handler in before.items():
@@ -33,7 +34,7 @@ def recipe(folder, *overrides):
     return load_recipe(RECIPE, (*small, "--job.dump_folder", str(folder), *overrides))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_first_is_noted_and_a_second_interrupt_ends_the_process(usual, number, capfd):
     with StopSignals(announce=True) as signals:
         assert signals.number == 0

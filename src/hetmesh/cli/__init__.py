@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `hetmesh VERB RECIPE [--section.key value ...]`.
 
     Returns:
-        The exit status: 0; 1: the run failed; 2: the recipe or the command line is wrong; 130: SIGINT; 143: SIGTERM;
+        The exit status: 0; 1: the run failed; 2: the recipe or the command line is wrong; 129: SIGHUP; 130: SIGINT;
+        143: SIGTERM;
         141: nobody reads standard output any more.
     """
     argv = list(sys.argv[1:] if argv is None else argv)

@@ -27,7 +27,8 @@ GRACE = 0.3  # s; after a failure: time for what caused it to be reported
 PATIENCE = 5.0  # s; the same where all that is known is that a connection was lost: a large process dies slowly
 LOOK = 1.0  # s between two looks at who has ended: a sentinel may be held by what a worker started
 MOST = 20_000  # characters of a message or a traceback: a report fits into the buffer of a pipe
-_STOPPED = tuple(128 + number for number in (signal.SIGTERM, signal.SIGINT))  # exit statuses: `training.stopping`
+_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # `training.stopping`
+_STOPPED = tuple(128 + number for number in _STOPPING)  # exit statuses
 LOST_PEER = re.compile(
     r"connection (was )?(reset|closed|refused)|broken pipe|socket closed|socket timeout|lost rank \d+", re.I
 )
@@ -78,8 +79,8 @@ class Workers:
         with Workers("fork", 4, function, args) as workers:
             failure = workers.join()
 
-    After the body no worker is left. It may raise `Interrupted`: a SIGTERM, and a first SIGINT, are handed on to the
-    workers as SIGTERM, so that they can save; a second SIGINT, SIGHUP and SIGQUIT end them at once.
+    After the body no worker is left. It may raise `Interrupted`: SIGTERM, SIGHUP and a first SIGINT are handed on to
+    the workers as SIGTERM, so that they can save; a second SIGINT and SIGQUIT end them at once.
 
     Args:
         method: `"fork"` shares what this process has imported, and needs it to have one thread; `"spawn"` starts anew.
@@ -165,7 +166,7 @@ class Workers:
         return True
 
     def _interrupt(self, number: int, _: object) -> None:
-        if number != signal.SIGTERM and (number != signal.SIGINT or self._asked):
+        if number not in _STOPPING or (number == signal.SIGINT and self._asked):
             raise Interrupted(number)
         self._asked = self._asked or number
         for process, _connection in list(self._running.values()):
@@ -211,7 +212,7 @@ def how_it_ended(exit_status: int) -> str:
     return f"ended by signal {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
 
-_TERMINATED = tuple(how_it_ended(-number) for number in (signal.SIGTERM, signal.SIGINT))
+_TERMINATED = tuple(how_it_ended(-number) for number in _STOPPING)
 
 
 def _worker(rank: int, parent: int, report: Connection, function: Callable[..., None], args: tuple[Any, ...]) -> None:

@@ -1,4 +1,5 @@
-"""SIGTERM and SIGINT end a run behind its present step, with a checkpoint: what schedulers and people send."""
+"""SIGTERM, SIGINT and SIGHUP end a run behind its present step, with a checkpoint: what schedulers, people and lost
+connections send."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ import threading
 from types import FrameType
 from typing import Any
 
-STOPPING = (signal.SIGTERM, signal.SIGINT)
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Stopped(SystemExit):
     """A signal has ended a run behind a step, on all ranks. Where nobody catches it the process ends with the exit
-    status that shells report for the signal: 143 for SIGTERM, 130 for SIGINT."""
+    status that shells report for the signal: 143 for SIGTERM, 130 for SIGINT, 129 for SIGHUP."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -21,7 +22,7 @@ class Stopped(SystemExit):
 
 
 class StopSignals:
-    """In its body SIGTERM and SIGINT are noted and do not end this process, but for a SIGINT behind another of them.
+    """In its body they are noted and do not end this process, but for a SIGINT behind another of them.
 
     Signals that somebody else handles, or ignores (nohup), are left alone, and so are all outside the main thread.
 
