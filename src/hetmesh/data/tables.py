@@ -9,7 +9,7 @@ from typing import Any
 
 from hetmesh.data.stores import Blob, Held, Record
 from hetmesh.errors import RecipeError, SampleError
-from hetmesh.files import from_json, place_in, read_file
+from hetmesh.files import from_json, open_file, place_in, read_file
 
 TABLES = (".parquet", ".arrow")
 """Extensions of tables."""
@@ -30,9 +30,12 @@ class Tables:
 
         self.files = tuple(files)
         try:
+            for file in () if files[0].is_dir() else files:
+                open_file(file).close()
             if files[0].is_dir():
-                for each in from_json(read_file(files[0] / "state.json"))["_data_files"]:
-                    place_in([files[0]], each["filename"])
+                parts = [each["filename"] for each in from_json(read_file(files[0] / "state.json"))["_data_files"]]
+                for name in ("dataset_info.json", *parts):
+                    open_file(place_in([files[0]], name)).close()  # a pipe would never open
                 table = datasets.load_from_disk(str(files[0]))
             elif files[0].suffix == ".arrow":
                 table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
