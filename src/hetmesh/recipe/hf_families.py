@@ -80,7 +80,8 @@ def part_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def class_of(config: Mapping[str, Any]) -> str:
     """The class of the model, or of the part of it, that a config.json names; empty without one."""
     inside = family_of(str(config.get("model_type"))).inside
-    return inside[1] if inside else str((config.get("architectures") or [""])[0])
+    given = config.get("architectures")
+    return inside[1] if inside else str(given[0]) if isinstance(given, list) and given else ""
 
 
 def family_of(model_type: str) -> Family:
