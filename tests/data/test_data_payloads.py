@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hetmesh.data import DigitsSource, Sample
-from hetmesh.data.payloads import Direct, InWorkers, SplitSources, Unreadable, Wanted, packed, unpacked
+from hetmesh.data.payloads import Direct, SplitSources, Unreadable, Wanted
+from hetmesh.data.workers import InWorkers, packed, unpacked
 from hetmesh.errors import LoaderError, SampleError
 from hetmesh.models.collate import stacked
 

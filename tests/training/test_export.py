@@ -298,6 +298,12 @@ def test_what_cannot_be_exported_is_said(trained, tmp_path, capsys):
     assert "has no complete checkpoint of step 7; there are [2]" in capsys.readouterr().err
     assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
     assert "there is no run in it (recipe.json cannot be read" in capsys.readouterr().err
+    assert main(["export", str(run.path), str(tmp_path / "out")]) == 2
+    assert f"it is a checkpoint of the run {top}: give that, and --step 2" in capsys.readouterr().err
+    shutil.copytree(top, tmp_path / "renamed")
+    (tmp_path / "renamed" / "checkpoint" / "step-2").rename(tmp_path / "renamed" / "checkpoint" / "step-3")
+    assert main(["export", str(tmp_path / "renamed"), str(tmp_path / "out")]) == 1
+    assert "step-3 holds the state after step 2: somebody has renamed it" in capsys.readouterr().err
     assert main(["export", str(top), str(tmp_path / "out"), "--lora", "adapters"]) == 2
     assert "none of the run's modules has LoRA adapters" in capsys.readouterr().err
     (tmp_path / "recipe.json").write_bytes((top / "recipe.json").read_bytes())

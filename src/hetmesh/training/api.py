@@ -20,9 +20,10 @@ from hetmesh.training.job import Job
 from hetmesh.training.kernels import choose_kernels
 from hetmesh.training.loading import open_payloads
 from hetmesh.training.loss import OwnLoss
+from hetmesh.training.on_step import OnStep
 from hetmesh.training.refusals import check_run
 from hetmesh.training.self_check_record import needs_self_check
-from hetmesh.training.trainer import OnStep, train_in
+from hetmesh.training.trainer import train_in
 from hetmesh.training.world_of import world_of
 
 

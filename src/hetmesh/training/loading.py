@@ -7,8 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from hetmesh.data.loader import TRAIN, VALIDATION
-from hetmesh.data.payloads import Direct, InWorkers, Payloads, SplitSources
+from hetmesh.data.payloads import Direct, Payloads, SplitSources
 from hetmesh.data.registry import recipe_source
+from hetmesh.data.workers import InWorkers
 from hetmesh.errors import RecipeError
 
 if TYPE_CHECKING:

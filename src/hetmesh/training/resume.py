@@ -95,6 +95,14 @@ class RunState:
             raise CheckpointError(f"a checkpoint's {RUN} is not as training writes it: {state.references!r}")
         return state
 
+    def check_name(self, path: Path) -> None:
+        """Raise CheckpointError where the folder of this checkpoint, `path`, is named after another step."""
+        if self.step is not None and path.name != f"step-{self.step}":
+            raise CheckpointError(
+                f"checkpoint {path} holds the state after step {self.step}: somebody has renamed it; call it "
+                f"step-{self.step} again"
+            )
+
     def other_versions(self) -> str:
         """Libraries that are others now, as text; empty if none is known to be."""
         now = versions()
@@ -102,11 +110,11 @@ class RunState:
         return ", ".join(f"{name} {old} -> {new}" for name, old, new in pairs if old != new)
 
 
-def saved_run(world: World, path: Path, step: int) -> RunState:
+def saved_run(world: World, path: Path) -> RunState:
     """What `run_state` put into the checkpoint at `path`. Collective.
 
     Raises:
-        CheckpointError: it holds the state after another step than `step`, which its name says.
+        CheckpointError: it holds the state after another step than its name says.
     """
     state = {RUN: ""}
     try:
@@ -116,11 +124,7 @@ def saved_run(world: World, path: Path, step: int) -> RunState:
     except CheckpointError:
         return RunState()
     found = RunState.of(state[RUN])
-    if found.step not in (None, step):
-        raise CheckpointError(
-            f"checkpoint {path} holds the state after step {found.step}: somebody has renamed it; call it "
-            f"step-{found.step} again"
-        )
+    found.check_name(path)
     return found
 
 

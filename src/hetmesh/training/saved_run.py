@@ -26,7 +26,7 @@ from hetmesh.models.pretrained import Pretrained
 from hetmesh.recipe.recipe import Recipe, place_beside
 from hetmesh.recipe.sections import freeze
 from hetmesh.training import checksums
-from hetmesh.training.checkpointing.folders import complete_steps, newest_step
+from hetmesh.training.checkpointing.folders import complete_steps, newest_step, step_of
 from hetmesh.training.checkpointing.reading import Planner, first_cause, saved_tensors
 from hetmesh.training.checkpointing.references import check_references, references_alone
 from hetmesh.training.describe import describe
@@ -67,14 +67,25 @@ class SavedRun:
         return found
 
     @cached_property
-    def _referred(self) -> Mapping[str, Referred]:
-        """Modules that the checkpoint only refers to, by name."""
+    def state(self) -> RunState:
+        """What the checkpoint says about its run.
+
+        Raises:
+            CheckpointError: it cannot be read, or is that of another step than its folder's name says.
+        """
         if RUN not in saved_tensors(self.path):
-            return {}
+            return RunState()
         state = {RUN: ""}
         self._verified(RUN)
         self._load(state)
-        saved = RunState.of(state[RUN]).references
+        found = RunState.of(state[RUN])
+        found.check_name(self.path)
+        return found
+
+    @cached_property
+    def _referred(self) -> Mapping[str, Referred]:
+        """Modules that the checkpoint only refers to, by name."""
+        saved = self.state.references
         if not saved:
             return {}
         check_references(self.path, saved, references_alone(self.recipe, saved))
@@ -218,9 +229,12 @@ def run_recipe(folder: Path) -> Recipe:
     try:
         raw: Any = from_json(read_file(file))
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason, advice = (error.strerror or str(error)).lower(), "give the dump_folder of a run"
+        top, step = next((each for each in folder.parents if (each / RECIPE_FILE).is_file()), None), step_of(folder)
+        if top is not None and step is not None:
+            advice = f"it is a checkpoint of the run {top}: give that, and --step {step}"
         raise RecipeError(
-            f"{folder}: there is no run in it ({RECIPE_FILE} cannot be read: {reason}); give the dump_folder of a run"
+            f"{folder}: there is no run in it ({RECIPE_FILE} cannot be read: {reason}); {advice}"
         ) from error
     except ValueError as error:
         raise RecipeError(f"{file} is no JSON: {error}") from error

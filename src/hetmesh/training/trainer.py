@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from hetmesh.training.checkpoint import Checkpointer
 from hetmesh.training.checkpointing.references import References, check_references, referenced, references
 from hetmesh.training.dump_folder import RunFolder, claim_folder
 from hetmesh.training.evaluate import Evaluation
-from hetmesh.training.gradients import clip_factor, reduce_over_ranks, scale
+from hetmesh.training.gradients import clip_factor, scale
 from hetmesh.training.held_out import held_out_source
 from hetmesh.training.initial_load import load_initial_weights
 from hetmesh.training.job import Job
@@ -30,8 +29,9 @@ from hetmesh.training.kernels import choose_kernels
 from hetmesh.training.loading import open_payloads
 from hetmesh.training.loss import OwnLoss
 from hetmesh.training.meter import Meter, StepCost, device_name
-from hetmesh.training.metrics import StepMetrics
+from hetmesh.training.metrics import StepMetrics, run_summary
 from hetmesh.training.non_finite import describe_non_finite
+from hetmesh.training.on_step import OnStep, says_stop
 from hetmesh.training.optimizers import keeping_options, learning_rate, make_optimizers, take_step
 from hetmesh.training.recorder import StepRecorder
 from hetmesh.training.reporter import Reporter
@@ -43,9 +43,6 @@ from hetmesh.training.stopping import Stopped, StopSignals
 from hetmesh.training.validation import RunValidation
 from hetmesh.training.what_next import results, what_next, when_finished
 from hetmesh.training.world_of import world_of
-
-OnStep = Callable[[StepMetrics], bool | None]
-"""Called on every rank after each step, with equal losses and norms; True, on any rank, ends the run after it."""
 
 
 def train(recipe: Recipe, *, loss: OwnLoss | None = None, on_step: OnStep | None = None) -> dict[str, Any]:
@@ -123,14 +120,13 @@ class Trainer:
     def _build(self, payloads: Payloads | None, loss: OwnLoss | None) -> None:
         recipe, world = self.recipe, self.world
         self.job = Job.assemble(recipe, world, payloads, loss)
-        if recipe.checkpoint.initial_load_path and self.claimed.step is None:  # a resumed run has its own weights
-            source = Path(recipe.checkpoint.initial_load_path)
-            load_initial_weights(world, self.job.root, source, recipe.checkpoint.exclude_from_loading)
+        kept = recipe.checkpoint
+        if kept.initial_load_path and self.claimed.step is None:  # a resumed run has its own weights
+            load_initial_weights(world, self.job.root, Path(kept.initial_load_path), kept.exclude_from_loading)
         self.parameters = list(self.job.root.parameters())
         self.optimizers = make_optimizers(recipe, self.job.root)
         self.lr = learning_rate(recipe)
         held_out = held_out_source(recipe, None if payloads is None else payloads.sources)
-        kept = recipe.checkpoint
         self.checkpointer = Checkpointer(
             world,
             self.folder / kept.folder,
@@ -148,8 +144,7 @@ class Trainer:
         if self.claimed.step is not None:
             self._resume()
         self.upcoming = self.job.upcoming
-        self.meter = Meter(self.job)
-        self.recorder = StepRecorder(self.job, self.folder)
+        self.meter, self.recorder = Meter(self.job), StepRecorder(self.job, self.folder)
         redone = self.claimed.begin(recipe)
         self.reporter = Reporter(
             self.folder,
@@ -185,7 +180,16 @@ class Trainer:
                 self.validate()
                 self.checkpointer.wait()
                 self._tell_saved()
-            summary = self._summary(seconds)
+            summary = run_summary(
+                self.step,
+                self.world.size,
+                seconds,
+                loss=self.loss,
+                cut_short=self.stopped and self.step < recipe.training.steps,
+                skipped_steps=self.job.non_finite.count,
+                samples_skipped=self.skipped.samples,
+                evaluated=self.validation.summary(),
+            )
             for text in self.validation.shown():
                 self.reporter.print(text)
             next_ = what_next(recipe, self.folder, self.step, self.validation.source)
@@ -207,14 +211,14 @@ class Trainer:
             self.reporter.close()
 
     def _steps(self) -> None:
-        recipe, first = self.recipe, True
+        recipe, world, first = self.recipe, self.world, True
         while not self._done:
             metrics = self.train_step()
             if first:  # connections stand and libraries are warm: from now on a slow rank is a stalled one
-                self.world.set_timeout(recipe.comm.train_timeout_seconds)
+                world.set_timeout(recipe.comm.train_timeout_seconds)
                 first = False
             self.reporter.step(metrics)
-            self._ask_to_go_on(metrics)
+            self.stopped = says_stop(self.on_step, metrics, world)
             self.checkpointer.check()
             self._tell_saved()
             if recipe.checkpoint.enable and self._due(recipe.checkpoint.interval):
@@ -234,15 +238,6 @@ class Trainer:
         )  # fmt: skip
         self.reporter.print(f"stopped by {signal.Signals(number).name} after step {self.step}, which is {saved}")
         raise Stopped(number)
-
-    def _ask_to_go_on(self, metrics: StepMetrics) -> None:
-        """Call `on_step`; whoever says stop stops all ranks. Collective where there is an `on_step`."""
-        if self.on_step is None:
-            return
-        answer = self.on_step(metrics)
-        if answer is not None and not isinstance(answer, bool):
-            raise TypeError(f"on_step must return None, or True to end the run, got {answer!r}")
-        self.stopped = reduce_over_ranks([bool(answer)], self.world)[0] > 0
 
     def train_step(self) -> StepMetrics:
         """One optimizer step over one global batch."""
@@ -342,11 +337,10 @@ class Trainer:
             self.reporter.ended(self.step, how, reason)
 
     def _export(self) -> None:
-        """Write the last checkpoint once more, as a directory that transformers loads."""
+        """Write the last checkpoint once more, as a directory that transformers loads. Collective."""
         from hetmesh.training.export import export_last
 
-        path = self.checkpointer.folder / f"step-{self.step}"
-        lines: list[str] = []
+        path, lines = self.checkpointer.folder / f"step-{self.step}", list[str]()
         self.checkpointer.on_first_rank(
             f"{path} cannot be exported", lambda: lines.extend(export_last(self.recipe, path))
         )
@@ -357,7 +351,7 @@ class Trainer:
         assert step is not None
         self.step = step
         path = self.checkpointer.folder / f"step-{step}"
-        saved = saved_run(self.world, path, step)
+        saved = saved_run(self.world, path)
         changed = changes(saved.recipe, self.recipe)
         check_changes(changed, path)
         with self.checkpointer.patience():
@@ -404,15 +398,3 @@ class Trainer:
     @property
     def _done(self) -> bool:
         return self.stopped or self.step >= self.recipe.training.steps
-
-    def _summary(self, seconds: float) -> dict[str, Any]:
-        summary: dict[str, Any] = {"steps": self.step, "ranks": self.world.size, "train_seconds": round(seconds, 3)}
-        if self.loss is not None:
-            summary["loss"] = self.loss
-        if self.stopped and self.step < self.recipe.training.steps:
-            summary["stopped_by_on_step"] = True
-        if skipped := self.job.non_finite.count:
-            summary["skipped_steps"] = skipped
-        if self.skipped.samples:
-            summary["samples_skipped"] = self.skipped.samples
-        return summary | self.validation.summary()

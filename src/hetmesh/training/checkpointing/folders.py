@@ -43,14 +43,20 @@ def newest_step(folder: Path) -> int:
     return newest
 
 
+def step_of(path: Path) -> int | None:
+    """The step after which the folder `path` is named; None for other names."""
+    name = _STEP.fullmatch(path.name)
+    return int(name.group(1)) if name else None
+
+
 def _steps(folder: Path, holds: Callable[[Path], bool]) -> list[int]:
     if not folder.is_dir():
         return []
     found = []
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # a run that goes on there has retired it
-            if (name := _STEP.fullmatch(path.name)) and path.is_dir() and holds(path):
-                found.append(int(name.group(1)))
+            if (step := step_of(path)) is not None and path.is_dir() and holds(path):
+                found.append(step)
     return sorted(found)
 
 

@@ -1,0 +1,303 @@
+"""Payloads loaded by worker processes ahead of need, and handed over in shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from hetmesh._processes import die_with_parent, threads
+from hetmesh._torch_compat import shared_buffer
+from hetmesh.data.payloads import Payload, SplitSources, Unreadable, Wanted
+from hetmesh.data.source import Sample
+from hetmesh.errors import LoaderError
+
+LOOK = 1.0
+"""Seconds between two looks at whether a worker still lives, or has been at one sample for too long."""
+
+START = 60.0
+"""Seconds that worker processes may take to begin with a first sample."""
+
+IDLE = -1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_DIED, _SLOW = "DataLoader worker", "DataLoader timed out"  # how torch's messages begin
+
+
+class InWorkers:
+    """Loads in `count` worker processes of a torch DataLoader, each with up to `prefetch` requests ahead of need.
+
+    Workers are forked from this process if it has but one thread (so they share what it has imported and its sources),
+    else from a fork server, which never had any: no lock of another thread is ever copied.
+
+    Args:
+        timeout: seconds that one sample may take.
+
+    Raises:
+        LoaderError: a worker has died, or took too long; from `get` too.
+    """
+
+    def __init__(self, sources: SplitSources, count: int, prefetch: int = 2, timeout: float = 100.0) -> None:
+        self.sources, self.timeout = sources, timeout
+        self._more: Callable[[], None] = lambda: None
+        self._waiting: deque[Sequence[Wanted]] = deque()  # for a worker
+        self._known: Counter[Wanted] = Counter()  # announced and not yet handed out -> how often
+        self._ready: dict[Wanted, list[Payload]] = {}
+        method = "fork" if threads() == 1 and sys.platform == "linux" else "forkserver"
+        if method == "forkserver":
+            torch.multiprocessing.get_context(method).set_forkserver_preload([__name__])
+        # What each worker is at: number of the split, index of the sample, IDLE between two.
+        self._at = torch.full((count, 2), IDLE, dtype=torch.int64).share_memory_()
+        loader: DataLoader[Any] = DataLoader(
+            _Requests(sources, self._at),
+            batch_size=None,
+            sampler=_Asked(self._next),
+            num_workers=count,
+            prefetch_factor=prefetch,
+            collate_fn=_as_it_is,
+            timeout=LOOK,
+            worker_init_fn=partial(_begin, os.getpid() if method == "fork" else None),
+            multiprocessing_context=method,
+            generator=torch.Generator(),  # its own: what is random in training shall not depend on workers
+        )
+        # What is here now stays: collections that go through it take as long as many samples, and unshare its memory.
+        self._froze = not gc.get_freeze_count()
+        gc.freeze()
+        self._results: Iterator[tuple[Sequence[Wanted], Tensor, list[Any]]]
+        try:
+            with _own_sigchld():
+                self._results = iter(loader)
+        except (RuntimeError, ConnectionError, EOFError) as error:
+            self._unfreeze()
+            if isinstance(error, RuntimeError) and not str(error).startswith(_DIED):
+                raise
+            raise LoaderError(f"a process that loads samples has died while it was started: {_told(error)}") from error
+
+    def announce(self, requests: Sequence[Sequence[Wanted]]) -> None:
+        """Load these, a request by one worker, as workers have time."""
+        for request in requests:
+            self._waiting.append(tuple(request))
+            self._known.update(request)
+
+    def when_idle(self, more: Callable[[], None]) -> None:
+        """Call `more` when nothing waits for a worker."""
+        self._more = more
+
+    def get(self, wanted: Sequence[Wanted]) -> list[Payload]:
+        """Wait until all of these are loaded. What was not announced is loaded next."""
+        # (not Counter's -, which goes through all that is known)
+        missing = tuple(each for each, n in Counter(wanted).items() for _ in range(n - self._known[each]))
+        if missing:
+            self._waiting.appendleft(missing)
+            self._known.update(missing)
+        return [self._take(each) for each in wanted]
+
+    def _next(self) -> Sequence[Wanted]:
+        """What the DataLoader sends to a worker next; nothing if there is nothing to load yet."""
+        if not self._waiting:
+            self._more()
+        return self._waiting.popleft() if self._waiting else ()
+
+    def _take(self, wanted: Wanted) -> Payload:
+        since, seen = time.monotonic(), self._at.clone()
+        while wanted not in self._ready:
+            try:
+                request, buffer, parts = next(self._results)
+            except RuntimeError as error:
+                if str(error).startswith(_DIED):
+                    raise LoaderError(self._dead(error)) from error
+                if not str(error).startswith(_SLOW):
+                    raise
+                if not torch.equal(seen, self._at):
+                    since, seen = time.monotonic(), self._at.clone()
+                elif time.monotonic() - since >= (patience := self._patience()):
+                    raise LoaderError(
+                        f"loading {self._loading()} did not finish within {patience:g} s (worker processes of "
+                        "[data] num_workers)"
+                    ) from error
+                continue
+            except (ConnectionError, EOFError) as error:  # it had answered, and died before its memory was handed over
+                raise LoaderError(self._dead(error)) from error
+            since, seen = time.monotonic(), self._at.clone()
+            for each, payload in zip(request, unpacked(buffer, parts), strict=True):
+                self._ready.setdefault(each, []).append(payload)
+        found = self._ready[wanted].pop()
+        if not self._ready[wanted]:
+            del self._ready[wanted]
+        self._known[wanted] -= 1
+        if not self._known[wanted]:
+            del self._known[wanted]
+        return found
+
+    def _patience(self) -> float:
+        """Seconds that workers may be at what they are at; a process that starts on a busy machine may take longer."""
+        return self.timeout if torch.any(self._at != IDLE) else max(self.timeout, START)
+
+    def _loading(self) -> str:
+        """The samples at which workers are."""
+        busy = [(self.sources.splits[split], index) for split, index in self._at.tolist() if index != IDLE]
+        return ", ".join(f"sample {self._name(split, index)!r}" for split, index in busy) or "nothing"
+
+    def _name(self, split: str, index: int) -> str:
+        try:
+            return self.sources[split].meta(index).id
+        except Exception:  # that the sample is broken may be why
+            return f"number {index} of {split}"
+
+    def _dead(self, error: BaseException) -> str:
+        return f"a process that loads samples has died while it was at {self._loading()}: {_told(error)}"
+
+    def __enter__(self) -> InWorkers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._results  # which ends the workers
+        self._unfreeze()
+
+    def _unfreeze(self) -> None:
+        if self._froze:
+            gc.unfreeze()
+
+
+def _told(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0].removeprefix("DataLoader ")
+
+
+class _Asked:
+    """An endless sampler of requests."""
+
+    def __init__(self, ask: Callable[[], Sequence[Wanted]]) -> None:
+        self._ask = ask
+
+    def __iter__(self) -> Iterator[Sequence[Wanted]]:
+        while True:
+            yield self._ask()
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+
+class _Requests(Dataset[Any]):
+    """What a worker does with a request: load its samples and lay them into one buffer of shared memory."""
+
+    def __init__(self, sources: SplitSources, at: Tensor) -> None:
+        self.sources, self.at = sources, at
+
+    def __getitem__(self, request: Sequence[Wanted]) -> tuple[Sequence[Wanted], Tensor, list[Any]]:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        mine, found = self.at[info.id], []
+        for wanted in request:
+            if self.sources.made(wanted.split) is None:
+                self.sources[wanted.split]
+                gc.freeze()  # as in the main process
+            mine[0] = self.sources.splits.index(wanted.split)
+            mine[1] = wanted.index
+            found.append(self.sources.load(wanted))
+        mine[1] = IDLE
+        return request, *packed(found)
+
+
+def _begin(parent: int | None, worker: int) -> None:
+    """Before a worker's first request; `parent` is the process that forked it, None if a fork server did."""
+    if parent is not None:  # else torch looks now and then whether the server is still there, which ends with us
+        die_with_parent(parent)
+    # What is sent to the whole group (Ctrl-C, SIGTERM by torchrun and Slurm) is the trainer's to handle: it ends its
+    # step, for which it may need another sample, saves, and ends its workers.
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _keep_memory()
+
+
+def _keep_memory() -> None:
+    """Let this process's allocator keep what one image needed for the next, instead of taking new pages each time."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; mallopt(3) has the numbers
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest that it takes
+        mallopt(_M_TRIM_THRESHOLD, 256 << 20)
+
+
+@contextlib.contextmanager
+def _own_sigchld() -> Iterator[None]:
+    """Keep torch from handling SIGCHLD after the body: it raises wherever this process happens to be when a worker
+    dies, in the middle of a collective, say. `get` finds out within a second, and knows at which sample it was."""
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, before)
+
+
+def _as_it_is(request: Any) -> Any:
+    return request
+
+
+_ALIGNMENT = 64
+
+
+def packed(payloads: Sequence[Payload]) -> tuple[Tensor, list[Any]]:
+    """Payloads as one buffer, uint8 `[bytes]`, and what lies where: a file descriptor per request, not per tensor.
+
+    Items of a kind lie one right behind the other, so that a batch of them can be a view.
+    """
+    pieces: list[tuple[int, Tensor]] = []
+    size, last = 0, None
+
+    def lay(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], int]:
+        nonlocal size, last
+        start = size if tensor.dtype == last else -(-size // _ALIGNMENT) * _ALIGNMENT
+        size, last = start + tensor.nbytes, tensor.dtype
+        pieces.append((start, tensor))
+        return tensor.dtype, tuple(tensor.shape), start
+
+    samples = [each for each in payloads if not isinstance(each, Unreadable)]
+    tokens = [lay(each.tokens) for each in samples]
+    media: list[dict[str, list[Any]]] = [{} for _ in samples]
+    for kind in dict.fromkeys(kind for each in samples for kind in each.media):
+        for each, found in zip(samples, media, strict=True):
+            if kind in each.media:
+                found[kind] = [lay(item) for item in each.media[kind]]
+    laid = zip(samples, tokens, media, strict=True)
+    parts: list[Any] = [
+        each if isinstance(each, Unreadable) else (each.id, *next(laid)[1:], each.bytes_read, each.bytes_needed)
+        for each in payloads
+    ]
+    buffer = shared_buffer(size)
+    for start, tensor in pieces:
+        if tensor.nbytes:
+            buffer[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+    return buffer, parts
+
+
+def unpacked(buffer: Tensor, parts: Sequence[Any]) -> list[Payload]:
+    """The payloads of `packed`; their tensors lie in the buffer."""
+
+    def at(dtype: torch.dtype, shape: tuple[int, ...], start: int) -> Tensor:
+        count = torch.Size(shape).numel() * dtype.itemsize
+        return buffer[start : start + count].view(dtype).view(shape)
+
+    return [
+        part
+        if isinstance(part, Unreadable)
+        else Sample(
+            part[0],
+            at(*part[1]),
+            {kind: tuple(at(*item) for item in items) for kind, items in part[2].items()},
+            *part[3:],
+        )
+        for part in parts
+    ]
