@@ -39,6 +39,7 @@ def left_behind() -> dict[str, object]:
     """What is not as it was before a dry run."""
 
     def state() -> dict[str, object]:
+        gc.collect()
         return {
             "default device": torch.get_default_device(),
             "random state": torch.get_rng_state().tolist(),
@@ -50,7 +51,7 @@ def left_behind() -> dict[str, object]:
             "threads": torch.get_num_threads(),
             "environment": dict(os.environ),
             "resize": torch.UntypedStorage.resize_,
-            "exits": gc.collect() and sum(isinstance(each, World) for each in gc.get_objects()),
+            "exits": sum(isinstance(each, World) for each in gc.get_objects()),
         }
 
     import torch.distributed.tensor._random

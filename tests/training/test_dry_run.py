@@ -22,7 +22,9 @@ def test_a_step_leaves_parameters_and_optimizer_state(apart, name):
     # Masks of attention are kept for the microbatches to come; nothing else is left.
     assert run.live - run.state <= block_masks
     assert run.live == run.state or block_masks
-    assert run.state > run.built >= run.built_peak / 1.2
+    frozen = name in ("digits_frozen", "digits_lora")  # all that rank 0 has
+    assert run.state == run.built if frozen else run.state > run.built
+    assert run.built >= run.built_peak / 1.2
     assert run.peak >= max(span.peak for span in run.actions)
     assert run.timed_waits == 0
     assert waits_within(run) == []

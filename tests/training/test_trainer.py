@@ -14,6 +14,7 @@ from torch import nn
 from hetmesh.boundary import World
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.simulate import Timeline
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.describe import describe, make_prepare
 from hetmesh.training.dump_folder import trim_metrics
@@ -227,3 +228,16 @@ def test_a_workspace_that_is_set_stays(kernels, tmp_path):
     recipe = small("digits_single", tmp_path, "--debug.deterministic=true")
     choose_kernels(recipe, SimpleNamespace(device=torch.device("cpu")))
     assert os.environ[WORKSPACE] == ":16:8"
+
+
+def recorded_step(rank, recipe):
+    Trainer(recipe, World.current()).run()
+
+
+@pytest.mark.slow
+def test_in_a_recorded_step_ranks_of_a_frozen_tower_wait_for_the_others(pool4, tmp_path):
+    keys = ("--modules.vision.trainable=false", "--profiling.timeline=true", "--training.steps=2")
+    pool4.run(recorded_step, small("digits", tmp_path, *keys, "--checkpoint.enable=false"))
+    timeline = Timeline.from_json(json.loads((tmp_path / "timeline.json").read_text())["measured"])
+    spent = {(span.track, span.kind): span.stop - span.start for span in timeline.spans()}  # one track per rank
+    assert spent[0, "OPTIMIZER"] < spent[3, "B"]  # which it waits for, and has nothing to do itself

@@ -49,9 +49,14 @@ Counted = tuple[Literal["sent", "received"], int | None, int]
 
 
 class CommunicationLog:
-    """The newest messages of this rank and running totals. Cheap enough to be always on."""
+    """The newest messages of this rank and running totals. Cheap enough to be always on.
+
+    Attributes:
+        agreeing_s: seconds since the last `clear` in which this rank waited until scalars were summed over all ranks.
+    """
 
     def __init__(self, keep: int = 65536) -> None:
+        self.agreeing_s = 0.0
         # By transfer, as `add_messages` got them: making a Message of each costs as much as posting it.
         self._transfers: deque[tuple[Label, tuple[Counted, ...], int, str]] = deque(maxlen=keep)
         self._received: dict[tuple[str, str], int] = {}
@@ -100,3 +105,4 @@ class CommunicationLog:
         self._transfers.clear()
         self._received.clear()
         self._waited.clear()
+        self.agreeing_s = 0.0

@@ -76,7 +76,8 @@ class ExpertPlacement:
         tables = job.recipe.parallelism.modules
         steps = {name: tables[name].expert_placement_interval for name in self.loads.layers if name in tables}
         self.every = {name: interval for name, interval in steps.items() if interval and self.loads.ranks(name) > 1}
-        self._noted = torch.zeros(self.loads.width, dtype=torch.float64, device=job.world.device)
+        width = self.loads.width if self.every else 0
+        self._noted = torch.zeros(width, dtype=torch.float64, device=job.world.device)
 
     def behind_step(self, step: int, optimizers: Optimizers) -> dict[str, Moved]:
         """Note what experts got in step `step`, which has just been taken, and move those of modules that are due.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Iterable
 
 import torch
@@ -68,9 +69,12 @@ def reduce_over_ranks(values: Iterable[Tensor | float], world: World) -> list[fl
     """Sum some scalars over all ranks of the job, in float64. Collective; the host waits for the device, once."""
     stacked = torch.stack([_scalar(value, world.device) for value in values])
     group = world.group(range(world.size))
+    began = time.perf_counter()
     with world.waiting("sum of losses and norms over all ranks"):
         dist.all_reduce(stacked, group=group)
-        return stacked.tolist()
+        sums = stacked.tolist()
+    world.log.agreeing_s += time.perf_counter() - began
+    return sums
 
 
 def _scalar(value: Tensor | float, device: torch.device) -> Tensor:

@@ -49,9 +49,11 @@ class StepRecorder:
         """Gather what all ranks recorded and write it. Collective.
 
         Args:
-            computed: when this rank's last action was over (`time.perf_counter`); the rest is the optimizer's.
+            computed: when this rank's last action was over (`time.perf_counter`). The rest is the optimizer's, but for
+                the wait until all ranks have summed losses and norms, which is shown before all of it.
         """
         runtime, world = self.job.runtime, self.job.world
+        computed += world.log.agreeing_s
         world.accelerator.synchronize()  # the optimizer's work is queued by now, and not done
         recording, runtime.recording = runtime.recording or [], None
         mine = (_by_index(recording, schedule, self.zero), (computed - self.zero, time.perf_counter() - self.zero))
