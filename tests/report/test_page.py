@@ -18,6 +18,7 @@ from hetmesh.report.page import recipe_text
 from hetmesh.report.page_sections import sections
 from hetmesh.report.run_folder import RunView, read_run
 from hetmesh.report.run_series import Series, series
+from hetmesh.simulate import Spans, Timeline
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -190,6 +191,14 @@ def test_advice_follows_from_figures():
     assert "wait for samples during 40% of a step: raise [data] num_workers" in advised(waits)
     recipe = load_recipe(RECIPES / "digits_single.toml")
     assert "checkpoint] enable = true" in advised(calm, recipe)
+    work = Spans.of([(0, 1, 1), (0, 0, 0), (0, 1, 2), (0, 0, 0), (0.0, 1.0, 2.0), (1.0, 2.0, 9.0)])
+    holds, targets = (("vision.0",), ("projector.0", "llm.0")), ("vision.0", "projector.0", "llm.0")
+    none = Spans.of([()] * 7)
+    step = Timeline(
+        ((0,), (1,)), holds, targets, work, none, makespan=10.0, collectives=(0.0,) * 2, peak_bytes=(0,) * 2
+    )
+    idle = dataclasses.replace(calm, timelines={"measured": step})
+    assert "rank 1 (llm.0 and 1 more) computes 80% of the recorded step, rank 0 (vision.0) 10%" in advised(idle)
 
 
 def test_the_recipe_on_a_page_is_the_run_s():

@@ -169,8 +169,14 @@ def _idle(timeline: Timeline, recipe: Recipe | None) -> Iterator[Advice]:
 
 
 def _who(timeline: Timeline, track: int) -> str:
-    ranks = timeline.tracks[track]
-    return f"rank {ranks_text(ranks)} ({', '.join(timeline.holds[track][:2])})"
+    """The ranks of a track, and which of its stages keeps them busiest."""
+    busy = dict.fromkeys(timeline.holds[track], 0.0)
+    for span in timeline.spans(track):
+        if span.target in busy:
+            busy[span.target] += span.stop - span.start
+    most = max(busy, key=lambda stage: busy[stage])
+    more = f" and {len(busy) - 1} more" if len(busy) > 1 else ""
+    return f"rank {ranks_text(timeline.tracks[track])} ({most}{more})"
 
 
 def _predicted(timelines: Mapping[str, Timeline]) -> Iterator[Advice]:
