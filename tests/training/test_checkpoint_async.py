@@ -16,7 +16,6 @@ from hetmesh.errors import CheckpointError
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.training.checkpoint import Checkpointer
 from hetmesh.training.checkpointing import folders, saving
-from hetmesh.training.checkpointing.frozen import FrozenFile
 from hetmesh.training.checkpointing.saving import Content, PendingSave, SavePlace
 from hetmesh.training.checkpointing.writing import write_index
 from hetmesh.training.optimizers import Root
@@ -171,7 +170,7 @@ def test_who_leaves_lets_rank_0_name_the_checkpoint(world, tmp_path):
     place = SavePlace(tmp_path / "step-1", partial, rank=1, size=2, metadata=None, keep_latest=0, timeout=60.0)
     ready = world.accelerator.event()
     ready.record()
-    pending, looks = PendingSave(place, Content((), (), None, FrozenFile()), ready), []
+    pending, looks = PendingSave(place, Content(()), ready), []
     pending._given_up.wait = lambda seconds: (looks.append(seconds), len(looks) > 2 and partial.rename(place.path))
     assert pending.leave(60.0) == ""
     assert len(looks) == 3

@@ -7,12 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_pieces import Gate, different, everything, make, steps
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from hetmesh.errors import CheckpointError, RecipeError
+from hetmesh.parallel.gradients import local_part
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.training.checkpoint import Checkpointer
 from hetmesh.training.checkpointing import frozen
+from hetmesh.training.checkpointing.plan import SavedEntry
 from hetmesh.training.checkpointing.reading import saved_tensors
 from hetmesh.training.one_process import OneProcess
 from hetmesh.training.optimizers import make_optimizers
@@ -31,6 +35,10 @@ def half_frozen():
     root, _ = make()
     root.llm.unused.requires_grad_(False)
     return root, make_optimizers(parse_recipe('[modules.llm]\nmodel = "qwen3"', ("--training.steps", "6")), root)
+
+
+def no_links(source, target):
+    raise PermissionError("this file system knows no links")
 
 
 def files(folder):
@@ -57,12 +65,28 @@ def test_checkpoints_share_what_is_frozen(world, tmp_path, asynchronous):
     assert different(everything(root, optimizers), everything(other, resumed)) == []
 
 
-def test_what_has_changed_all_the_same_is_written_again(world, tmp_path):
+def add_in_place(parameter):
+    with torch.no_grad():
+        parameter.add_(1)
+
+
+def assign_data_twice(parameter):
+    """Where its values lie may be where they lay."""
+    parameter.data = parameter.data + 0.5
+    parameter.data = parameter.data + 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "sharded"), [(add_in_place, False), (assign_data_twice, False), (add_in_place, True)]
+)
+def test_what_has_changed_all_the_same_is_written_again(world, tmp_path, change, sharded):
     checkpointer = Checkpointer(world, tmp_path)
     root, optimizers = half_frozen()
+    if sharded:
+        weight = distribute_tensor(root.llm.unused.weight, init_device_mesh("cpu", (1,)), [Shard(0)])
+        root.llm.unused.weight = torch.nn.Parameter(weight, requires_grad=False)
     checkpointer.save(1, root, optimizers, {})
-    with torch.no_grad():
-        root.llm.unused.weight.add_(1)
+    change(root.llm.unused.weight)
     checkpointer.save(2, root, optimizers, {})
     root.llm.unused.bias.requires_grad_(True)  # no longer frozen: in the file of what changes
     checkpointer.save(3, root, optimizers, {})
@@ -70,11 +94,35 @@ def test_what_has_changed_all_the_same_is_written_again(world, tmp_path):
     for step in (2, 3):
         other, resumed = half_frozen()
         checkpointer.load(step, other, resumed, {})
-        assert torch.equal(other.llm.unused.weight, root.llm.unused.weight)
+        assert torch.equal(other.llm.unused.weight, local_part(root.llm.unused.weight))
 
 
-def test_what_is_frozen_may_move_while_it_is_written(world, tmp_path):
+def printed(*tensors):
+    return frozen.fingerprint_of([SavedEntry(MetadataIndex("a"), tensor) for tensor in tensors])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("count", [0, 1, 3, 64, 3 << 18])
+def test_other_bytes_have_another_fingerprint(dtype, count):
+    tensor = torch.arange(count).remainder(2).to(dtype)
+    assert printed(tensor, tensor) == printed(tensor.clone(), tensor.clone())
+    for place in {0, count // 2, count - 1} if count else ():
+        other = tensor.clone()
+        other[place] = 1 - other[place].int()
+        assert printed(other) != printed(tensor)
+        assert printed(tensor, other) != printed(other, tensor)
+    if count > 1:
+        assert printed(tensor.flip(0)) != printed(tensor) or torch.equal(tensor.flip(0), tensor)
+        assert printed(tensor[1:]) == printed(tensor[1:].clone())
+        constant = torch.ones_like(tensor)
+        assert printed(constant) != printed(torch.zeros_like(tensor))
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_what_is_frozen_may_move_while_it_is_written(world, tmp_path, monkeypatch, links):
     """As experts do that go to their own places to be saved, and back."""
+    if not links:
+        monkeypatch.setattr(frozen.os, "link", no_links)
     checkpointer = Checkpointer(world, tmp_path, asynchronous=True)
     root, optimizers = half_frozen()
     for step in (1, 2):
@@ -85,6 +133,7 @@ def test_what_is_frozen_may_move_while_it_is_written(world, tmp_path):
             root.llm.unused.weight.add_(1)
             gate.open.set()
             checkpointer.wait()
+            root.llm.unused.weight.sub_(1)
         other, resumed = half_frozen()
         checkpointer.load(step, other, resumed, {})
         assert different(before, everything(other, resumed)) == []
@@ -92,9 +141,6 @@ def test_what_is_frozen_may_move_while_it_is_written(world, tmp_path):
 
 @pytest.mark.parametrize("reason", ["each", "no links", "deleted"])
 def test_without_a_link_there_is_a_copy(world, tmp_path, monkeypatch, reason):
-    def no_links(source, target):
-        raise PermissionError("this file system knows no links")
-
     checkpointer = Checkpointer(world, tmp_path, frozen_once=reason != "each")
     root, optimizers = half_frozen()
     checkpointer.save(1, root, optimizers, {})

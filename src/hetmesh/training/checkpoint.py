@@ -20,10 +20,10 @@ from hetmesh.boundary import World
 from hetmesh.errors import CheckpointError, HetmeshError
 from hetmesh.training.checkpointing import folders
 from hetmesh.training.checkpointing.fit import check_fit, optional
-from hetmesh.training.checkpointing.frozen import FrozenFile, frozen_names, state_of
+from hetmesh.training.checkpointing.frozen import FrozenFile, fingerprint_of, frozen_names
 from hetmesh.training.checkpointing.plan import SavePlans
 from hetmesh.training.checkpointing.reading import opened, read_into
-from hetmesh.training.checkpointing.saving import Content, PendingSave, SavePlace, cannot_write
+from hetmesh.training.checkpointing.saving import Content, PendingSave, SavePlace, cannot_write, file_names
 from hetmesh.training.checkpointing.staging import Staging, as_bytes
 from hetmesh.training.gradients import reduce_over_ranks
 from hetmesh.training.optimizers import Root
@@ -156,16 +156,20 @@ class Checkpointer:
         fixed = {f"model.{name}" for name in frozen_names(root)} if self.frozen_once else set()
         changing = [entry for entry in entries if entry.index.fqn not in fixed]
         frozen = [entry for entry in entries if entry.index.fqn in fixed]
-        unchanged = state_of(frozen)
+        fingerprint = fingerprint_of(frozen)
+        # Now, for who would write them later cannot: frozen experts are on their way to other ranks then.
+        linked = self._frozen.link(partial, path, file_names(self.world.rank)[1], fingerprint)
+        if linked:
+            frozen = []
         if self.asynchronous:
-            if not self._frozen.has(unchanged):  # once, and whenever frozen experts move to other ranks and back
+            if frozen:  # once, and where there are no links
                 frozen = Staging(self.world.accelerator).copy(frozen)[0]
             copies, ready = self._staging.copy(changing)
         else:
             self.world.accelerator.synchronize()  # another thread reads what is computed here
             copies, ready = as_bytes(changing), self.world.accelerator.event()
             ready.record()
-        self._pending = PendingSave(place, Content(copies, frozen, unchanged, self._frozen), ready)
+        self._pending = PendingSave(place, Content(copies, frozen, linked, fingerprint, self._frozen), ready)
         self._saving = Saved(step, time.perf_counter() - began, began)
         if not self.asynchronous:
             self.wait()

@@ -11,19 +11,30 @@ import shutil
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hetmesh.boundary.accelerator import Event
 from hetmesh.training.checkpointing import folders
-from hetmesh.training.checkpointing.frozen import FrozenFile
+from hetmesh.training.checkpointing.frozen import Fingerprint, FrozenFile
 from hetmesh.training.checkpointing.plan import SavedEntry
-from hetmesh.training.checkpointing.writing import report_name, take_report, write_file, write_index, write_report
+from hetmesh.training.checkpointing.writing import (
+    WrittenPart,
+    report_name,
+    take_report,
+    write_file,
+    write_index,
+    write_report,
+)
 
 _LOOK = 0.02  # seconds between two looks at what other ranks have written
+
+
+def file_names(rank: int) -> tuple[str, str]:
+    """Of a rank's tensors that training changes, and of those that are frozen."""
+    return f"__{rank}_0.distcp", f"__{rank}_1.distcp"
 
 
 def cannot_write(path: Path) -> str:
@@ -64,15 +75,17 @@ class Content:
 
     Attributes:
         entries: they must not change before the save is written.
-        frozen: those that no step changes.
-        unchanged: `frozen.state_of` these.
-        file: where the frozen ones were written before, or are kept for later saves.
+        frozen: those that no step changes, where they must be written.
+        linked: those that no step changes, where an earlier checkpoint's file is in this one's folder.
+        fingerprint: of what no step changes.
+        file: keeps for later saves where it was written.
     """
 
     entries: Sequence[SavedEntry]
-    frozen: Sequence[SavedEntry]
-    unchanged: Any
-    file: FrozenFile
+    frozen: Sequence[SavedEntry] = ()
+    linked: Sequence[WrittenPart] = ()
+    fingerprint: Fingerprint = ()
+    file: FrozenFile = field(default_factory=FrozenFile)
 
 
 class PendingSave:
@@ -149,9 +162,10 @@ class PendingSave:
         place = self.place
         try:
             ready.synchronize()
-            changing, frozen = (f"__{place.rank}_{number}.distcp" for number in range(2))
+            changing, frozen = file_names(place.rank)
             written = write_file(place.partial / changing, content.entries) if content.entries else []
-            written += content.file.put(place.partial, place.path, frozen, content.frozen, content.unchanged)
+            written += content.linked
+            written += content.file.write(place.partial, place.path, frozen, content.frozen, content.fingerprint)
             write_report(place.partial, place.rank, written)
         except Exception as error:
             self._error = f"{place.fails}: rank {place.rank}: {type(error).__name__}: {error}"
