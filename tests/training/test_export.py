@@ -315,6 +315,27 @@ def test_what_cannot_be_exported_is_said(trained, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_a_directory_that_describes_another_model_now_is_refused(trained, tmp_path, capsys):
+    path, run = trained
+    config, top = path / "config.json", run.path.parents[1]
+    before = config.read_text()
+    told = "text_config.rms_norm_eps = 0.5 in its config.json; the checkpoint "
+    try:
+        value = json.loads(before)
+        value["text_config"]["rms_norm_eps"] = 0.5
+        config.write_text(json.dumps(value))
+        assert main(["export", str(top), str(tmp_path / "out")]) == 2
+        assert told in capsys.readouterr().err
+        again = tmp_path / "again"
+        shutil.copytree(top, again)
+        with pytest.raises(RecipeError, match=told):
+            train(recipe(path, again, steps=3))
+    finally:
+        config.write_text(before)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
 def test_a_run_exports_its_last_checkpoint_if_the_recipe_says_so(tmp_path, monkeypatch):
     """Also one whose export was interrupted: it is not finished before."""
     path = tiny_vlms.save("llava", tmp_path)

@@ -64,7 +64,7 @@ ASYNC = {
     "after the rename, before old ones are deleted",
     "by SIGTERM to one rank",
 }
-LOADER = r"error: rank 1: a process that loads samples has died while it was at sample 'digits/\w+/\d+': worker .*\n"
+LOADER = r"error: rank 1: a process that loads samples has died while it was at sample 'digits/\w+/\d+': .*\n"
 
 
 def curve(folder: Path) -> list[tuple]:

@@ -11,7 +11,7 @@ from hetmesh.boundary import init
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.training import resume
-from hetmesh.training.resume import changes, check_changes, described
+from hetmesh.training.resume import changes, check_changes, check_configs, check_model, described
 from hetmesh.training.trainer import Trainer
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_single.toml"
@@ -106,8 +106,12 @@ def test_a_resumed_run_says_so_and_what_has_changed(saved, world, capsys):
             r"does not fit .*; keys that have changed: modules\.llm\.config\.head_dim 24 -> 48",
         ),
         (("--modules.llm.config.rms_norm_eps", "0.1"), r"rms_norm_eps = 0\.1: .* is of a model with nothing; restore"),
+        (
+            ("--modules.llm.attention_mask", "bidirectional_media"),
+            r'attention_mask = "bidirectional_media": .* is of a model with "causal"; restore',
+        ),
     ],
-    ids=["optimizer", "dtype", "seed", "source", "shapes", "heads", "eps"],
+    ids=["optimizer", "dtype", "seed", "source", "shapes", "heads", "eps", "mask"],
 )
 def test_what_cannot_change_is_refused_by_name(saved, world, override, message):
     other = recipe(saved, *override)
@@ -145,6 +149,40 @@ def test_changes_of_what_is_not_trained_are_no_changes(tmp_path):
     check_changes(found, tmp_path)  # Adam's state is AdamW's
     told = 'optimizer.name "AdamW" -> "Adam", parallelism.llm.ranks nothing -> [0]'
     assert described(found) == told  # no table of parallelism is one of defaults
+
+
+def test_what_of_a_model_cannot_change():
+    """Where the checkpoint fits all the same."""
+    boundaries = [{"from": "vision", "to": "llm", "at": "<image>"}, {"from": "audio", "to": "llm", "at": "<audio>"}]
+    for same in (
+        {"modules.llm.lora.dropout": (0.0, 0.1), "modules.llm.config.attention_dropout": (0.0, 0.1)},
+        {
+            "modules.llm.trainable": (True, False),
+            "modules.llm.lr": (None, 0.1),
+            "modules.vision.media": (None, "image"),
+        },
+        {"boundaries": (boundaries, boundaries[::-1])},
+    ):
+        check_model(same, Path("step-2"))
+    for key, old, new in (
+        ("modules.llm.lora.alpha", 16, 64),
+        ("modules.llm.model", "qwen3", "llama"),
+        ("modules.vision.media", "image", "video"),
+        ("boundaries", boundaries, boundaries[:1]),
+    ):
+        with pytest.raises(RecipeError, match=rf"^{key} = .* step-2 is of a model with "):
+            check_model({key: (old, new)}, Path("step-2"))
+
+
+def test_a_directory_whose_config_has_changed_is_another_model():
+    saved = {"llm": {"text_config": {"rope_theta": 1e4, "attention_dropout": 0.1}, "transformers_version": "5.1"}}
+    check_configs(
+        saved, {"llm": {"text_config": {"rope_theta": 1e4}, "dtype": "float32"}, "vision": {}}, Path("step-2")
+    )
+    check_configs({}, saved, Path("step-2"))
+    told = r"modules\.llm\.initial_load_path: text_config\.rope_theta = 5\.0 in its config\.json; .* with 10000\.0"
+    with pytest.raises(RecipeError, match=told):
+        check_configs(saved, {"llm": {"text_config": {"rope_theta": 5.0}}}, Path("step-2"))
 
 
 @pytest.mark.slow

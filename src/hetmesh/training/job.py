@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
@@ -48,6 +48,7 @@ from hetmesh.training.optimizers import Root
 from hetmesh.training.own_loop import StepResult, forward_backward
 from hetmesh.training.own_plans import uncompared_plans
 from hetmesh.training.recipe_schedule import StepSchedules
+from hetmesh.training.resume import Configs, configs
 from hetmesh.training.upcoming import Upcoming
 
 
@@ -65,6 +66,7 @@ class Job:
     runtime: Runtime
     balance: BalanceOptions
     tied: tuple[TiedParameter, ...] = ()  # parameters of which another pipeline stage holds a copy
+    configs: Configs = field(default_factory=dict)  # of the directories that its modules were built from
 
     @classmethod
     def assemble(
@@ -138,7 +140,8 @@ class Job:
         loader = make_loader(recipe, source, graph, adapters, payloads)
         root = Root((name, each.module) for name, each in modules.items())
         balance = recipe_balance(recipe, graph, adapters)
-        return cls(recipe, world, graph, adapters, loader, root, modules, runtime, balance, tuple(tied))
+        parts = graph, adapters, loader, root, modules, runtime, balance, tuple(tied)
+        return cls(recipe, world, *parts, configs(recipe))
 
     def plan(self, samples: Sequence[SampleMeta]) -> BatchPlan:
         """The batch plan of a global batch; equal on every rank."""

@@ -15,6 +15,7 @@ from typing import Any
 from hetmesh.boundary import World
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.files import from_json
+from hetmesh.models import pretrained_of
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.sections import ModuleParallelism
 from hetmesh.training.checkpointing.reading import opened, read_into
@@ -29,14 +30,19 @@ REFUSED = frozenset({"data.source", "data.mixture", "training.dtype", "debug.see
 RUN = "extra.run"
 """What `run_state` is called in a checkpoint."""
 
-ADVICE = (
-    "restore it, or start a new run from the saved weights: checkpoint.initial_load_path and another job.dump_folder"
-)
+ELSE = "start a new run from the saved weights: checkpoint.initial_load_path and another job.dump_folder"
+ADVICE = f"restore it, or {ELSE}"
+
+UNTRAINED = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"})
+"""Keys of a config.json that say nothing about the trained model."""
 
 _SHOWN = 8  # changes that a message names
 
 Changes = dict[str, tuple[Any, Any]]
 """Dotted key -> its value in the checkpoint and in the recipe."""
+
+Configs = Mapping[str, Mapping[str, Any]]
+"""Module -> what the config.json of its directory says."""
 
 
 def run_state(recipe: Recipe, **found: Any) -> str:
@@ -66,6 +72,7 @@ class RunState:
         versions: of libraries, by name; empty in an older one.
         references: where the modules are that the checkpoint does not hold.
         experts: where experts lay (`ExpertPlacement.state`).
+        configs: of the directories that modules come from; empty in an older one.
     """
 
     recipe: Mapping[str, Any] | None = None
@@ -77,6 +84,7 @@ class RunState:
     versions: Mapping[str, str] = field(default_factory=dict)
     references: References = field(default_factory=dict)
     experts: Mapping[str, Any] = field(default_factory=dict)
+    configs: Configs = field(default_factory=dict)
 
     @classmethod
     def of(cls, text: str) -> RunState:
@@ -102,6 +110,18 @@ class RunState:
                 f"checkpoint {path} holds the state after step {self.step}: somebody has renamed it; call it "
                 f"step-{self.step} again"
             )
+
+    def check_model(self, recipe: Recipe, now: Configs, path: Path) -> None:
+        """Refuse a model that this checkpoint, at `path`, fits and that is another one.
+
+        Args:
+            now: `configs` of `recipe`.
+
+        Raises:
+            RecipeError: names the key, both values and what to do.
+        """
+        check_model(changes(self.recipe, recipe), path)
+        check_configs(self.configs, now, path)
 
     def other_versions(self) -> str:
         """Libraries that are others now, as text; empty if none is known to be."""
@@ -164,19 +184,54 @@ def check_changes(found: Changes, checkpoint: Path) -> None:
 
 
 def check_model(found: Changes, checkpoint: Path) -> None:
-    """Refuse a model that its checkpoint fits and that is another one: what `modules.<name>.model` and its config say,
-    but for dropout, which is a matter of training.
+    """Refuse a model that its checkpoint fits and that is another one: other modules, configs, adapters, masks or
+    boundaries, but for dropout, which is a matter of training.
 
     Raises:
         RecipeError: names the key, both values and what to do.
     """
     for key, (old, new) in found.items():
-        table, _, rest = key.removeprefix("modules.").partition(".")
-        of_model = key == f"modules.{table}.model" or (rest.startswith("config.") and "drop" not in rest)
-        if of_model:
+        if _of_model(key, old, new):
             raise RecipeError(
                 f"{key} = {_shown(new)}: the checkpoint {checkpoint} is of a model with {_shown(old)}; {ADVICE}"
             )
+
+
+def _of_model(key: str, old: Any, new: Any) -> bool:
+    top, _, rest = key.partition(".")
+    key = rest.partition(".")[2]
+    if top == "boundaries":
+        return sorted(map(json.dumps, old or ())) != sorted(map(json.dumps, new or ()))
+    if top != "modules" or "drop" in key:
+        return False
+    given = key == "media" and None not in (old, new)  # without it, it is what the boundary says
+    return given or key in ("model", "attention_mask") or key.startswith(("config.", "lora."))
+
+
+def configs(recipe: Recipe) -> Configs:
+    """What config.json says, of each module of `recipe` that comes from a directory.
+
+    Raises:
+        RecipeError: it cannot be read.
+    """
+    found = {name: pretrained_of(name, module) for name, module in recipe.modules.items()}
+    return {name: each.config for name, each in found.items() if each is not None}
+
+
+def check_configs(saved: Configs, now: Configs, checkpoint: Path) -> None:
+    """Refuse directories whose config.json describes another model than it did when the run was started.
+
+    Raises:
+        RecipeError: names the module, the key, both values and what to do.
+    """
+    for name, config in now.items():
+        old, new = _flat(saved.get(name, config)), _flat(config)
+        for key in sorted(old | new):
+            if old.get(key) != new.get(key) and "drop" not in key and key.rpartition(".")[2] not in UNTRAINED:
+                raise RecipeError(
+                    f"modules.{name}.initial_load_path: {key} = {_shown(new.get(key))} in its config.json; the "
+                    f"checkpoint {checkpoint} is of a model with {_shown(old.get(key))}; restore the file, or {ELSE}"
+                )
 
 
 def described(found: Changes) -> str:

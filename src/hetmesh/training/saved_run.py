@@ -32,7 +32,7 @@ from hetmesh.training.checkpointing.references import check_references, referenc
 from hetmesh.training.describe import describe
 from hetmesh.training.dump_folder import CODE_FOLDER, RECIPE_FILE
 from hetmesh.training.modules import empty_module
-from hetmesh.training.resume import RUN, RunState
+from hetmesh.training.resume import RUN, RunState, configs
 
 MODEL = "model."
 """What names of parameters and buffers begin with in a checkpoint."""
@@ -72,6 +72,7 @@ class SavedRun:
 
         Raises:
             CheckpointError: it cannot be read, or is that of another step than its folder's name says.
+            RecipeError: it is of another model than the run's recipe and directories are now.
         """
         if RUN not in saved_tensors(self.path):
             return RunState()
@@ -80,6 +81,7 @@ class SavedRun:
         self._load(state)
         found = RunState.of(state[RUN])
         found.check_name(self.path)
+        found.check_model(self.recipe, configs(self.recipe), self.path)
         return found
 
     @cached_property

@@ -35,7 +35,7 @@ from hetmesh.training.on_step import OnStep, says_stop
 from hetmesh.training.optimizers import keeping_options, learning_rate, make_optimizers, take_step
 from hetmesh.training.recorder import StepRecorder
 from hetmesh.training.reporter import Reporter
-from hetmesh.training.resume import ADVICE, changes, check_changes, check_model, described, run_state, saved_run
+from hetmesh.training.resume import ADVICE, changes, check_changes, described, run_state, saved_run
 from hetmesh.training.run_events import FAILED, FINISHED, STOPPED
 from hetmesh.training.skip import Skipped, leave_out_unreadable
 from hetmesh.training.step_notices import StepNotices
@@ -124,8 +124,7 @@ class Trainer:
         if kept.initial_load_path and self.claimed.step is None:  # a resumed run has its own weights
             load_initial_weights(world, self.job.root, Path(kept.initial_load_path), kept.exclude_from_loading)
         self.parameters = list(self.job.root.parameters())
-        self.optimizers = make_optimizers(recipe, self.job.root)
-        self.lr = learning_rate(recipe)
+        self.optimizers, self.lr = make_optimizers(recipe, self.job.root), learning_rate(recipe)
         held_out = held_out_source(recipe, None if payloads is None else payloads.sources)
         self.checkpointer = Checkpointer(
             world,
@@ -365,7 +364,7 @@ class Trainer:
             except RecipeError as error:
                 told = f"; keys that have changed: {described(changed)}; {ADVICE}" if changed else ""
                 raise RecipeError(f"{error}{told}") from error
-        check_model(changed, path)
+        saved.check_model(self.recipe, self.job.configs, path)
         self.job.loader.load_state_dict(position)
         if held := sorted(self.references.keys() - saved.references.keys()):  # maybe other weights than the directory
             self.references = {k: v for k, v in self.references.items() if k in saved.references}
@@ -389,6 +388,7 @@ class Trainer:
             samples_skipped=self.skipped.samples,
             references=self.references,
             experts=self.job.expert_placement.state(),
+            configs=self.job.configs,
         )
         return {**self.job.loader.state_dict(), "run": run}
 

@@ -68,9 +68,9 @@ class FrozenFile:
 
 @torch.no_grad()
 def fingerprint_of(entries: Sequence[SavedEntry]) -> Fingerprint:
-    """A number of 64 bits for the bytes of each tensor: the sum of its words, each mixed with its place much as splitmix64
-    mixes its state (Steele, Lea and Flood, 2014). Made where the tensors lie, several times faster than a copy; the
-    host waits for it."""
+    """A number of 64 bits for the bytes of each tensor: the sum of its words, each mixed with its place, much as
+    splitmix64 mixes its state (Steele, Lea and Flood, 2014). Made where the tensors lie, several times faster than a
+    copy; the host waits for it."""
     tensors = [entry.value for entry in entries if isinstance(entry.value, Tensor)]
     places: dict[torch.device, Tensor] = {}
     sums: dict[torch.device, list[Tensor]] = {}
