@@ -97,6 +97,25 @@ def test_what_has_changed_all_the_same_is_written_again(world, tmp_path, change,
         assert torch.equal(other.llm.unused.weight, local_part(root.llm.unused.weight))
 
 
+def test_damage_of_what_checkpoints_share_is_told_of_all(world, tmp_path):
+    checkpointer = Checkpointer(world, tmp_path)
+    root, optimizers = half_frozen()
+    for step in (1, 2, 3):
+        if step == 2:
+            add_in_place(root.llm.unused.weight)
+        checkpointer.save(step, root, optimizers, {})
+    file = tmp_path / "step-3" / "__0_1.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)  # in place, as disks do it
+    told = r"restore it from a copy, or remove the folder to resume from step-1; it is in step-2 too, by a link$"
+    with pytest.raises(CheckpointError, match=told):
+        checkpointer.load(3, root, optimizers, {})
+    (tmp_path / "step-1").rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"; restore it from a copy; it is in step-2 too, by a link$"):
+        checkpointer.load(3, root, optimizers, {})
+
+
 def printed(*tensors):
     return frozen.fingerprint_of([SavedEntry(MetadataIndex("a"), tensor) for tensor in tensors])
 

@@ -10,7 +10,7 @@ import torch
 from hetmesh.boundary import init
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.training import resume
+from hetmesh.training import checksums, resume
 from hetmesh.training.resume import changes, check_changes, check_configs, check_model, described
 from hetmesh.training.trainer import Trainer
 
@@ -189,6 +189,17 @@ def test_a_directory_whose_config_has_changed_is_another_model():
 def test_a_checkpoint_under_another_ones_name_is_refused(saved, world):
     (saved / "checkpoint" / "step-2").rename(saved / "checkpoint" / "step-3")
     with pytest.raises(CheckpointError, match=r"step-3 holds the state after step 2: .*; call it step-2 again"):
+        Trainer(recipe(saved), world)
+
+
+@pytest.mark.slow
+def test_damage_of_what_a_checkpoint_says_of_its_run_is_told(saved, world):
+    path = saved / "checkpoint" / "step-2"
+    part = next(each for each in checksums.read_manifest(path) if each.name == resume.RUN)
+    with open(path / part.file, "r+b") as stream:
+        stream.seek(part.offset + part.length // 2)
+        stream.write(b"\0")
+    with pytest.raises(CheckpointError, match=r"is damaged: extra\.run in .* has changed; restore it"):
         Trainer(recipe(saved), world)
 
 

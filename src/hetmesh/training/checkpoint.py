@@ -27,6 +27,7 @@ from hetmesh.training.checkpointing.saving import Content, PendingSave, SavePlac
 from hetmesh.training.checkpointing.staging import Staging, as_bytes
 from hetmesh.training.gradients import reduce_over_ranks
 from hetmesh.training.optimizers import Root
+from hetmesh.training.resume import RunState, saved_run
 
 T = TypeVar("T")
 
@@ -222,6 +223,26 @@ class Checkpointer:
         if self._last is not None:
             self._last.end(_PARTING)
 
+    def saved_run(self, step: int) -> RunState:
+        """What the checkpoint of `step` says about its run. Collective.
+
+        Raises:
+            CheckpointError: it cannot be read, or holds the state after another step.
+        """
+        path = self.folder / f"step-{step}"
+        with self.patience(), self._advising(step):
+            found = saved_run(self.world, path)
+        found.check_name(path)
+        return found
+
+    @contextlib.contextmanager
+    def _advising(self, step: int) -> Iterator[None]:
+        """For the body, which reads the checkpoint of `step`: its errors say how to go on."""
+        try:
+            yield
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {folders.advice(self.folder, step, str(error))}") from error
+
     def load(
         self,
         step: int,
@@ -244,19 +265,14 @@ class Checkpointer:
                 have been overwritten then.
         """
         path = self.folder / f"step-{step}"
-        with self.patience():
-            try:
-                index = opened(self.world, path)
-                saved = index.saved
-                whole = self._state(root, optimizers, extra)
-                state = _without(elsewhere, whole)
-                state = {k: v for k, v in state.items() if k in saved or not optional(k, saved)}
-                check_fit(self.world, path, state, saved)
-                read_into(self.world, path, state, index)
-            except CheckpointError as error:
-                others = [s for s in self.steps() if s < step]
-                hint = f"remove the folder to resume from step-{others[-1]}" if others else folders.GO_ON
-                raise CheckpointError(f"{error}; {folders.RESTORE}, or {hint}") from error
+        with self.patience(), self._advising(step):
+            index = opened(self.world, path)
+            saved = index.saved
+            whole = self._state(root, optimizers, extra)
+            state = _without(elsewhere, whole)
+            state = {k: v for k, v in state.items() if k in saved or not optional(k, saved)}
+            check_fit(self.world, path, state, saved)
+            read_into(self.world, path, state, index)
         root.load_state_dict(_under(whole | state, "model."))  # tensors are read in place
         if optimizers is not None:
             optimizers[0].load_state_dict(_under(state, "optimizer."))

@@ -65,7 +65,7 @@ class RunState:
     """What a checkpoint says about its run.
 
     Attributes:
-        recipe: as it was; None in an older or damaged checkpoint (loading it says what is damaged).
+        recipe: as it was; None in an older checkpoint.
         step: it holds the state after so many; None in an older one.
         loss: of its last step; None in an older one.
         skipped_steps, samples_skipped: so far; skipped_in_a_row: the last ones.
@@ -134,18 +134,13 @@ def saved_run(world: World, path: Path) -> RunState:
     """What `run_state` put into the checkpoint at `path`. Collective.
 
     Raises:
-        CheckpointError: it holds the state after another step than its name says.
+        CheckpointError: it cannot be read.
     """
     state = {RUN: ""}
-    try:
-        index = opened(world, path)
-        if RUN in index.saved:
-            read_into(world, path, state, index)
-    except CheckpointError:
-        return RunState()
-    found = RunState.of(state[RUN])
-    found.check_name(path)
-    return found
+    index = opened(world, path)
+    if RUN in index.saved:
+        read_into(world, path, state, index)
+    return RunState.of(state[RUN])
 
 
 def changes(saved: Mapping[str, Any] | None, recipe: Recipe) -> Changes:

@@ -35,7 +35,7 @@ from hetmesh.training.on_step import OnStep, says_stop
 from hetmesh.training.optimizers import keeping_options, learning_rate, make_optimizers, take_step
 from hetmesh.training.recorder import StepRecorder
 from hetmesh.training.reporter import Reporter
-from hetmesh.training.resume import ADVICE, changes, check_changes, described, run_state, saved_run
+from hetmesh.training.resume import ADVICE, changes, check_changes, described, run_state
 from hetmesh.training.run_events import FAILED, FINISHED, STOPPED
 from hetmesh.training.skip import Skipped, leave_out_unreadable
 from hetmesh.training.step_notices import StepNotices
@@ -350,7 +350,7 @@ class Trainer:
         assert step is not None
         self.step = step
         path = self.checkpointer.folder / f"step-{step}"
-        saved = saved_run(self.world, path)
+        saved = self.checkpointer.saved_run(step)
         changed = changes(saved.recipe, self.recipe)
         check_changes(changed, path)
         with self.checkpointer.patience():

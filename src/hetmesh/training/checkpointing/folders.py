@@ -43,6 +43,22 @@ def newest_step(folder: Path) -> int:
     return newest
 
 
+def advice(folder: Path, step: int, told: str) -> str:
+    """What to do about the checkpoint of `step` in `folder`, which cannot be read for the reason `told`. Earlier ones
+    are no help where they are linked to the damaged file."""
+    earlier = [each for each in complete_steps(folder) if each < step]
+    files = [file for file in (folder / f"step-{step}").glob("*.distcp") if file.name in told]
+    linked = [s for s in earlier for f in files if _same(f, folder / f"step-{s}" / f.name)]
+    whole = [s for s in earlier if s not in linked]
+    also = f"; it is in {', '.join(f'step-{s}' for s in linked)} too, by a link" if linked else ""
+    go_on = f"remove the folder to resume from step-{whole[-1]}" if whole else "" if linked else GO_ON
+    return f"{RESTORE}, or {go_on}{also}" if go_on else f"{RESTORE}{also}"
+
+
+def _same(file: Path, other: Path) -> bool:
+    return other.is_file() and os.path.samefile(file, other)
+
+
 def step_of(path: Path) -> int | None:
     """The step after which the folder `path` is named; None for other names."""
     name = _STEP.fullmatch(path.name)
