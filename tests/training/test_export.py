@@ -19,6 +19,7 @@ from hetmesh.testing import tiny_vlms
 from hetmesh.training import checksums, export_files
 from hetmesh.training import export as export_module
 from hetmesh.training.export import export
+from hetmesh.training.export_made_from import MADE_FROM
 from hetmesh.training.export_plan import export_plan
 from hetmesh.training.refusals import check_run
 from hetmesh.training.saved_run import SavedRun, saved_run
@@ -356,6 +357,36 @@ def test_a_run_exports_its_last_checkpoint_if_the_recipe_says_so(tmp_path, monke
     alone = given.model_copy(update={"checkpoint": keys.model_copy(update={"last_save_in_hf": False})})
     with pytest.raises(RecipeError, match=r"checkpoint.export_dtype = 'bfloat16'.*set checkpoint.last_save_in_hf"):
         check_run(alone)
+
+
+@pytest.mark.slow
+def test_an_export_of_another_checkpoint_is_put_aside_and_not_taken_for_this_one(tmp_path, capsys, monkeypatch):
+    """A run that is finished, taken back a step and trained on otherwise has other weights under the same names."""
+    given = recipe(tiny_vlms.save("llava", tmp_path), tmp_path / "run")
+    keys = given.checkpoint.model_copy(update={"last_save_in_hf": True, "interval": 1})
+    given = given.model_copy(update={"checkpoint": keys})
+    train(given)
+    step = tmp_path / "run" / "checkpoint" / "step-2"
+    exported, aside = step.with_name("step-2-hf"), step.with_name("step-2-hf.old-1")
+    first = tensors(exported)
+    (told,) = export_module.export_last(given, step)
+    assert told == f"{exported} is there already, of this checkpoint, and stays as it is"
+
+    shutil.rmtree(step)
+    capsys.readouterr()
+    train(given.model_copy(update={"optimizer": given.optimizer.model_copy(update={"lr": 1.0})}))
+    assert f"made from another checkpoint, or otherwise; it is {aside} now" in capsys.readouterr().out.replace("\n", "")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    second, by_hand, kept = tensors(exported), tensors(tmp_path / "out"), tensors(aside)
+    assert all(torch.equal(second[name], by_hand[name]) and torch.equal(kept[name], first[name]) for name in first)
+    assert any(not torch.equal(second[name], first[name]) for name in first)
+    assert (exported / MADE_FROM).read_bytes() == (tmp_path / "out" / MADE_FROM).read_bytes()
+
+    (exported / MADE_FROM).unlink()  # as an older version left it; and the disk is full
+    monkeypatch.setattr(export_module, "write_config", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export_module.export_last(given, step)
+    assert sorted(each.name for each in step.parent.glob("*-hf*")) == [exported.name, aside.name]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -204,6 +205,20 @@ def read_manifest(folder: Path) -> dict[SavedPart, Sum]:
     if zlib.crc32(metadata) != known:
         raise CheckpointError(f"checkpoint {folder} is damaged: {METADATA} has changed since it was written")
     return sums
+
+
+def manifest_sum(folder: Path) -> str:
+    """SHA-256 of a checkpoint's manifest, and so of all that it holds.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return hashlib.sha256(read_file(folder / MANIFEST)).hexdigest()
+    except FileNotFoundError as error:
+        raise CheckpointError(no_manifest(folder)) from error
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be read: {error}") from error
 
 
 def no_manifest(folder: Path) -> str:

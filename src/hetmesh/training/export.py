@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,7 @@ from hetmesh.training.checkpointing.folders import PARTIAL
 from hetmesh.training.dump_folder import RECIPE_FILE
 from hetmesh.training.export_adapters import write_adapters
 from hetmesh.training.export_files import copy_files, prepared_otherwise
+from hetmesh.training.export_made_from import is_made_from, made_from, put_aside, write_made_from
 from hetmesh.training.export_origins import Origin, Regrouped
 from hetmesh.training.export_plan import Directory, export_plan
 from hetmesh.training.saved_run import SavedRun
@@ -62,6 +64,7 @@ def export(
     folder = folder.expanduser().absolute()
     check_free(folder)
     plan = export_plan(run, merge=merge)
+    origin = made_from(run, dtype, merge=merge)
     if dtype == AS_DIRECTORY and any(each.place for each in plan.directories):
         raise RecipeError("--dtype directory: the run's modules do not all come from one directory; name a dtype")
     partial = folder.with_name(folder.name + PARTIAL)
@@ -76,6 +79,7 @@ def export(
             write_adapters(run, partial, folder, plan, dtype if isinstance(dtype, torch.dtype) else None, done)
         if len(plan.directories) > 1 or plan.directories[0].place:
             _write_recipe(run, partial)
+        write_made_from(partial, origin)
         with writing(folder):
             if folder.is_dir():
                 folder.rmdir()  # empty, or this is an error
@@ -90,14 +94,26 @@ def export_last(recipe: Recipe, path: Path) -> list[str]:
     """Export the checkpoint at `path`, a run's last one, to `path` with `-hf` behind it, as `[checkpoint]` says.
 
     Returns:
-        What to tell. Where an export is there already, of the run before it was resumed, it stays.
+        What to tell. Where an export of just that is there already, of the run before it was resumed, it stays; one of
+        anything else keeps all that it has under another name.
     """
     folder = path.with_name(f"{path.name}-hf")
-    if folder.is_dir() and any(folder.iterdir()):
-        return [f"{folder} is there already and stays as it is"]
     name = recipe.checkpoint.export_dtype
-    done = export(SavedRun(recipe, path), folder, dtype=None if name is None else DTYPES[name])
-    return [*done, f"exported to {folder}"]
+    run, dtype = SavedRun(recipe, path), None if name is None else DTYPES[name]
+    aside, told = None, list[str]()
+    if folder.is_dir() and any(folder.iterdir()):
+        if is_made_from(folder, made_from(run, dtype, merge=True)):
+            return [f"{folder} is there already, of this checkpoint, and stays as it is"]
+        aside = put_aside(folder)
+        told = [f"{folder} was made from another checkpoint, or otherwise; it is {aside} now"]
+    try:
+        done = export(run, folder, dtype=dtype)
+    except BaseException:
+        if aside is not None and not folder.exists():
+            with suppress(OSError):
+                aside.rename(folder)
+        raise
+    return [*told, *done, f"exported to {folder}"]
 
 
 def check_free(folder: Path) -> None:

@@ -12,6 +12,7 @@ from hetmesh.models.pretrained import PICKLES, Pretrained
 from hetmesh.recipe.hf_path import prompt_note
 from hetmesh.recipe.hf_prompts import PROMPTS
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.training.export_made_from import MADE_FROM
 
 NOT_COPIED = (
     "*.safetensors",
@@ -24,6 +25,7 @@ NOT_COPIED = (
     "*.py",
     "README*",
     "adapter_*",
+    MADE_FROM,
     *PICKLES,
 )
 """Files of a source directory that are its weights, are written anew, or describe another model."""
