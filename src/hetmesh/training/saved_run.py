@@ -71,18 +71,14 @@ class SavedRun:
         """What the checkpoint says about its run.
 
         Raises:
-            CheckpointError: it cannot be read, or is that of another step than its folder's name says.
-            RecipeError: it is of another model than the run's recipe and directories are now.
+            CheckpointError: it cannot be read.
         """
         if RUN not in saved_tensors(self.path):
             return RunState()
         state = {RUN: ""}
         self._verified(RUN)
         self._load(state)
-        found = RunState.of(state[RUN])
-        found.check_name(self.path)
-        found.check_model(self.recipe, configs(self.recipe), self.path)
-        return found
+        return RunState.of(state[RUN])
 
     @cached_property
     def _referred(self) -> Mapping[str, Referred]:
@@ -199,8 +195,10 @@ def saved_run(folder: Path, step: int | None = None) -> SavedRun:
     """The run in a dump folder and its newest complete checkpoint, or that of `step`.
 
     Raises:
-        RecipeError: there is no run in the folder, it kept no checkpoint, or not that one.
-        CheckpointError: the newest checkpoint has lost its checksums.
+        RecipeError: there is no run in the folder, it kept no checkpoint, or not that one, or the checkpoint is of
+            another model than the run's recipe and directories are now.
+        CheckpointError: the checkpoint cannot be read, or is that of another step than its folder's name says; the
+            newest one has lost its checksums.
     """
     recipe = run_recipe(folder)
     checkpoints = folder / recipe.checkpoint.folder
@@ -218,7 +216,10 @@ def saved_run(folder: Path, step: int | None = None) -> SavedRun:
         )
     if newest not in steps:
         raise RecipeError(f"{checkpoints} has no complete checkpoint of step {newest}; there are {steps}")
-    return SavedRun(recipe, checkpoints / f"step-{newest}")
+    found = SavedRun(recipe, checkpoints / f"step-{newest}")
+    found.state.check_name(found.path)
+    found.state.check_model(recipe, configs(recipe), found.path)
+    return found
 
 
 def run_recipe(folder: Path) -> Recipe:
