@@ -156,6 +156,17 @@ def test_a_checkpoint_is_resumed_wherever_the_run_went(world, tmp_path):
     assert (tmp_path / "digits-2" / "metrics.jsonl").read_text() == "".join(f'{{"step": {i}}}\n' for i in (1, 2, 3))
 
 
+def test_a_number_that_was_tidied_away_hides_no_run(world, tmp_path):
+    folder, other = tmp_path / "digits", tmp_path / "digits-10"
+    for path, step in ((folder, 2), (other, 4), (tmp_path / "digits-9", 3), (tmp_path / "digits-20261123", 9)):
+        saved(path, step)
+        (path / "recipe.json").write_text(json.dumps({"job": {"dump_folder": str(folder)}}))
+    enabled = recipe(folder, "--checkpoint.enable", "true", "--training.steps", "9")
+    resumed = claim_folder(enabled, world)
+    assert (resumed.path, resumed.step) == (other, 4)
+    resumed.release()
+
+
 def test_steps_below_the_checkpoint_are_refused(world, tmp_path):
     saved(tmp_path / "run", 3)
     with pytest.raises(RecipeError, match=r"training\.steps = 2: the run in .*run is at step 3 already; raise it"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,14 +127,9 @@ def claim_folder(recipe: Recipe, world: World) -> RunFolder:
 
 
 def _claim(recipe: Recipe) -> RunFolder:
-    asked, keys = Path(recipe.job.dump_folder), recipe.checkpoint
-    asked = asked if asked.name not in ("", "..") else asked.resolve()
-    if not asked.name:
-        raise RecipeError(f"job.dump_folder = {recipe.job.dump_folder!r}: give a folder of the run's own")
-    if keys.enable:
-        for folder in reversed([asked, *_followers(asked)]):
-            if (step := newest_step(folder / keys.folder)) >= 0:
-                return _resumed(recipe, folder, step)
+    asked, keys = _asked(recipe), recipe.checkpoint
+    if (found := resumable(recipe)) is not None:
+        return _resumed(recipe, *found)
     for folder in _numbered(asked):
         if holds_results(folder, keys.folder) or (claim := _locked(folder)) is None:
             continue
@@ -141,6 +137,31 @@ def _claim(recipe: Recipe) -> RunFolder:
             return RunFolder(folder, occupied=None if folder == asked else asked, claim=claim)
         claim.close()
     raise AssertionError("there are always more numbers")
+
+
+def resumable(recipe: Recipe) -> tuple[Path, int] | None:
+    """The folder and the step of the checkpoint that a run of `recipe` goes on from; None: it starts anew.
+
+    Raises:
+        OutputError: a folder cannot be read.
+        CheckpointError: the newest checkpoint has lost its checksums.
+    """
+    if not recipe.checkpoint.enable:
+        return None
+    asked = _asked(recipe)
+    with writing(asked, _HINT):
+        for folder in reversed([asked, *_followers(asked)]):
+            if (step := newest_step(folder / recipe.checkpoint.folder)) >= 0:
+                return folder, step
+    return None
+
+
+def _asked(recipe: Recipe) -> Path:
+    asked = Path(recipe.job.dump_folder)
+    asked = asked if asked.name not in ("", "..") else asked.resolve()
+    if not asked.name:
+        raise RecipeError(f"job.dump_folder = {recipe.job.dump_folder!r}: give a folder of the run's own")
+    return asked
 
 
 def _resumed(recipe: Recipe, folder: Path, step: int) -> RunFolder:
@@ -241,14 +262,16 @@ def _numbered(asked: Path) -> Iterator[Path]:
 
 
 def _followers(asked: Path) -> list[Path]:
-    """Folders beside `asked` that earlier runs took because there were results in `asked`."""
-    found: list[Path] = []
-    for folder in _numbered(asked):
-        if not folder.is_dir():
-            return found
-        if folder != asked and _asked_for(folder) == asked.name:
-            found.append(folder)
-    return found
+    """Folders beside `asked` that earlier runs took because there were results in `asked`, by their numbers: some may
+    have been removed since. Raises OSError."""
+    try:
+        beside = os.listdir(asked.parent)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # nor can a run make folders there then
+        return []
+    numbered = rf"{re.escape(asked.name)}-([2-9]|[1-9][0-9]{{1,3}})"  # more digits are the date of somebody's copy
+    numbers = [re.fullmatch(numbered, name) for name in beside]
+    folders = [asked.with_name(f"{asked.name}-{n}") for n in sorted(int(name[1]) for name in numbers if name)]
+    return [folder for folder in folders if _asked_for(folder) == asked.name]
 
 
 def _asked_for(folder: Path) -> str | None:
