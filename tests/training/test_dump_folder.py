@@ -167,6 +167,21 @@ def test_a_number_that_was_tidied_away_hides_no_run(world, tmp_path):
     resumed.release()
 
 
+def test_the_evaluation_of_the_last_step_stands_once_and_an_earlier_one_is_known(world, tmp_path):
+    saved(tmp_path / "run", 3)
+    path, lines = tmp_path / "run" / "metrics.jsonl", [f'{{"step": {i}}}\n' for i in (1, 2, 3)]
+    evaluation = '{"step": 3, "validation": {"loss": 1.5}}\n'
+    for steps, left in ((9, [*lines, evaluation]), (3, lines)):  # the last one comes again, for the summary
+        enabled = recipe(tmp_path / "run", "--checkpoint.enable", "true", "--training.steps", str(steps))
+        for behind in (evaluation, '{"step": 4, "validation": {"loss": 1}}\n'):
+            path.write_text("".join([*lines, behind]))
+            resumed = claim_folder(enabled, world)
+            assert (resumed.step, resumed.evaluated) == (3, behind == evaluation)
+            resumed.begin(enabled)
+            resumed.release()
+            assert path.read_text() == "".join(left if behind == evaluation else lines)
+
+
 def test_steps_below_the_checkpoint_are_refused(world, tmp_path):
     saved(tmp_path / "run", 3)
     with pytest.raises(RecipeError, match=r"training\.steps = 2: the run in .*run is at step 3 already; raise it"):

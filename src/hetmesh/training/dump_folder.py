@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -37,6 +37,7 @@ class RunFolder:
     Attributes:
         path: the folder.
         step: the checkpoint to resume from; None for a run that starts anew.
+        evaluated: whether an evaluation after `step` is in its metrics.jsonl; the last start may have ended before it.
         occupied: the recipe's dump_folder, where another run's results are in it; None where `path` is that folder.
         summary: of a run that is finished and has nothing left to do; None otherwise.
         claim: rank 0's open recipe.json, whose lock says that a run is writing here; None on other ranks.
@@ -46,6 +47,7 @@ class RunFolder:
     step: int | None = None
     occupied: Path | None = None
     summary: dict[str, Any] | None = None
+    evaluated: bool = False
     claim: IO[str] | None = field(default=None, compare=False, repr=False)
 
     def describe(self) -> list[str]:
@@ -63,9 +65,9 @@ class RunFolder:
             self.claim.close()
 
     def begin(self, recipe: Recipe) -> dict[str, Any] | None:
-        """Write down the recipe; drop an earlier summary and the metrics of steps that will come again. Nothing is
-        changed before this: a resume that is refused leaves everything as it was. Does nothing on ranks without the
-        claim.
+        """Write down the recipe; drop an earlier summary and the metrics of steps that will come again, and of the last
+        step's evaluation, which does too. Nothing is changed before this: a resume that is refused leaves everything as
+        it was. Does nothing on ranks without the claim.
 
         Returns:
             What `trim_metrics` dropped.
@@ -79,7 +81,8 @@ class RunFolder:
             _replace_content(self.claim.fileno(), (to_json(told, indent=2) + "\n").encode())
         dropped = None
         if self.step is not None:
-            dropped = trim_metrics(self.path / METRICS_FILE, self.step)
+            again = self.step == recipe.training.steps and recipe.validation.enable
+            dropped = trim_metrics(self.path / METRICS_FILE, self.step, evaluates=again)
             with writing(self.path / SUMMARY_FILE):  # of a run that had fewer steps; not of this one before its end
                 (self.path / SUMMARY_FILE).unlink(missing_ok=True)
         return dropped
@@ -115,15 +118,15 @@ def claim_folder(recipe: Recipe, world: World) -> RunFolder:
         try:
             with writing(recipe.job.dump_folder, _HINT):
                 chosen = _claim(recipe)
-            message = [(str(chosen.path), chosen.step, chosen.occupied, chosen.summary)]
+            message = [(str(chosen.path), chosen.step, chosen.occupied, chosen.summary, chosen.evaluated)]
         except HetmeshError as error:
             message = [error]
     with world.waiting("choice of the run's folder", "rank 0"):
         dist.broadcast_object_list(message, src=0, group=world.group(range(world.size)), device=world.device)
     if isinstance(message[0], HetmeshError):
         raise message[0]
-    path, step, occupied, summary = message[0]
-    return chosen or RunFolder(Path(path), step, occupied, summary)
+    path, *rest = message[0]
+    return chosen or RunFolder(Path(path), *rest)
 
 
 def _claim(recipe: Recipe) -> RunFolder:
@@ -182,8 +185,8 @@ def _resumed(recipe: Recipe, folder: Path, step: int) -> RunFolder:
     if (newest_step(folder / recipe.checkpoint.folder), _summary(folder) if steps == step else {}) != (step, summary):
         claim.close()  # the run that had the lock until now went on meanwhile
         return _claim(recipe)
-    _kept_lines(folder / METRICS_FILE, step)
-    return RunFolder(folder, step, claim=claim)
+    kept, _ = _kept_lines(folder / METRICS_FILE, step)
+    return RunFolder(folder, step, claim=claim, evaluated=any(_is_evaluation(each, step) for _, each in kept))
 
 
 def holds_results(folder: Path, checkpoints: str = "checkpoint") -> bool:
@@ -199,8 +202,11 @@ def holds_results(folder: Path, checkpoints: str = "checkpoint") -> bool:
         return (events.is_dir() and any(events.iterdir())) or bool(complete_steps(folder / checkpoints))
 
 
-def trim_metrics(path: Path, step: int) -> dict[str, Any] | None:
+def trim_metrics(path: Path, step: int, *, evaluates: bool = False) -> dict[str, Any] | None:
     """Drop the lines of metrics.jsonl after `step`, which will come again, and a last one that a kill cut short.
+
+    Args:
+        evaluates: the evaluation after `step` will come again too.
 
     Returns:
         Of the steps that are dropped: the `last`, its `timestamp`, and the `seconds` that they took; None: none is.
@@ -213,7 +219,8 @@ def trim_metrics(path: Path, step: int) -> dict[str, Any] | None:
     kept, later = _kept_lines(path, step)
     with writing(path):
         temporary = path.with_suffix(".part")
-        temporary.write_text("".join(kept), encoding="utf-8")
+        lines = (line for line, record in kept if not (evaluates and _is_evaluation(record, step)))
+        temporary.write_text("".join(lines), encoding="utf-8")
         temporary.replace(path)  # a kill right here loses nothing
     if not later:
         return None
@@ -221,9 +228,9 @@ def trim_metrics(path: Path, step: int) -> dict[str, Any] | None:
     return {"last": later[-1]["step"], "timestamp": later[-1].get("timestamp"), "seconds": round(seconds, 3)}
 
 
-def _kept_lines(path: Path, step: int) -> tuple[list[str], list[dict[str, Any]]]:
-    """The lines up to `step`, and what later ones hold."""
-    kept: list[str] = []
+def _kept_lines(path: Path, step: int) -> tuple[list[tuple[str, dict[str, Any]]], list[dict[str, Any]]]:
+    """The lines up to `step` and what they hold, and what later ones hold."""
+    kept: list[tuple[str, dict[str, Any]]] = []
     later: list[dict[str, Any]] = []
     if not path.exists():
         return kept, later
@@ -239,7 +246,7 @@ def _kept_lines(path: Path, step: int) -> tuple[list[str], list[dict[str, Any]]]
                     "job.dump_folder"
                 )
             if found["step"] <= step:
-                kept.append(line + "\n")
+                kept.append((line + "\n", found))
             else:
                 later.append(found)
     return kept, later
@@ -251,6 +258,10 @@ def _record(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def _is_evaluation(record: Mapping[str, Any], step: int) -> bool:
+    return record["step"] == step and "validation" in record
 
 
 def _numbered(asked: Path) -> Iterator[Path]:
