@@ -1,5 +1,6 @@
 """Which folder a run writes to: never one with results of another run; resumed and finished runs say so in a line."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -102,7 +103,15 @@ def test_a_full_disk_leaves_the_recipe_that_was_there(world, tmp_path, monkeypat
     assert (folder / "recipe.json").read_bytes() == there
 
 
-def test_two_runs_at_once_do_not_share_a_folder(world, tmp_path):
+def no_locks(*_):
+    raise OSError(errno.ENOTSUP, "Operation not supported")
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_two_runs_at_once_do_not_share_a_folder(world, tmp_path, monkeypatch, locks):
+    """With a file system's locks or, of one machine, without them."""
+    if not locks:
+        monkeypatch.setattr("fcntl.flock", no_locks)
     first, second = (claim_folder(recipe(tmp_path / "digits"), world) for _ in range(2))
     assert (first.path.name, second.path.name) == ("digits", "digits-2")
     saved(tmp_path / "saved", 1)
@@ -111,7 +120,12 @@ def test_two_runs_at_once_do_not_share_a_folder(world, tmp_path):
     with pytest.raises(OutputError, match="saved: another process is training there; wait for it, or give another"):
         claim_folder(enabled, world)
     resumed.claim.close()
-    assert claim_folder(enabled, world).step == 1
+    again = claim_folder(enabled, world)
+    assert again.step == 1
+    note = "without file locks: while this run writes there, one of another machine would not be noticed"
+    assert [note in line for line in again.describe()] == [False] + [True] * (not locks)
+    for each in (first, second, again):
+        each.release()
 
 
 def test_what_a_run_did_until_its_folder_was_free_is_not_lost(world, tmp_path, monkeypatch):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -18,6 +17,8 @@ from hetmesh.errors import HetmeshError, OutputError, RecipeError
 from hetmesh.files import from_json, read_file, to_json, writing
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.checkpointing.folders import complete_steps, newest_step
+from hetmesh.training.folder_claim import Claim, claim_by
+from hetmesh.training.metrics_file import is_evaluation, kept_lines, trim_metrics
 
 RECIPE_FILE = "recipe.json"
 """In a run's folder: the recipe with all defaults, as it was last started. Locked while the run writes there."""
@@ -40,7 +41,7 @@ class RunFolder:
         evaluated: whether an evaluation after `step` is in its metrics.jsonl; the last start may have ended before it.
         occupied: the recipe's dump_folder, where another run's results are in it; None where `path` is that folder.
         summary: of a run that is finished and has nothing left to do; None otherwise.
-        claim: rank 0's open recipe.json, whose lock says that a run is writing here; None on other ranks.
+        claim: rank 0's, of recipe.json, by which others know that a run is writing here; None on other ranks.
     """
 
     path: Path
@@ -48,7 +49,7 @@ class RunFolder:
     occupied: Path | None = None
     summary: dict[str, Any] | None = None
     evaluated: bool = False
-    claim: IO[str] | None = field(default=None, compare=False, repr=False)
+    claim: Claim | None = field(default=None, compare=False, repr=False)
 
     def describe(self) -> list[str]:
         """What a user should know before the run starts, a line each."""
@@ -57,6 +58,9 @@ class RunFolder:
             lines.append(f"results of another run are in {self.occupied}: this one writes to {self.path}")
         if self.step is not None:
             lines.append(f"resuming at step {self.step} of {self.path}")
+        if self.claim is not None and self.claim.unnoticed:
+            unnoticed = f"while this run writes there, {self.claim.unnoticed} would not be noticed"
+            lines.append(f"note: {self.path} is on a file system without file locks: {unnoticed}")
         return lines
 
     def release(self) -> None:
@@ -185,8 +189,8 @@ def _resumed(recipe: Recipe, folder: Path, step: int) -> RunFolder:
     if (newest_step(folder / recipe.checkpoint.folder), _summary(folder) if steps == step else {}) != (step, summary):
         claim.close()  # the run that had the lock until now went on meanwhile
         return _claim(recipe)
-    kept, _ = _kept_lines(folder / METRICS_FILE, step)
-    return RunFolder(folder, step, claim=claim, evaluated=any(_is_evaluation(each, step) for _, each in kept))
+    kept, _ = kept_lines(folder / METRICS_FILE, step)
+    return RunFolder(folder, step, claim=claim, evaluated=any(is_evaluation(each, step) for _, each in kept))
 
 
 def holds_results(folder: Path, checkpoints: str = "checkpoint") -> bool:
@@ -200,68 +204,6 @@ def holds_results(folder: Path, checkpoints: str = "checkpoint") -> bool:
         if any((folder / name).exists() for name in (SUMMARY_FILE, "timeline.json")):
             return True
         return (events.is_dir() and any(events.iterdir())) or bool(complete_steps(folder / checkpoints))
-
-
-def trim_metrics(path: Path, step: int, *, evaluates: bool = False) -> dict[str, Any] | None:
-    """Drop the lines of metrics.jsonl after `step`, which will come again, and a last one that a kill cut short.
-
-    Args:
-        evaluates: the evaluation after `step` will come again too.
-
-    Returns:
-        Of the steps that are dropped: the `last`, its `timestamp`, and the `seconds` that they took; None: none is.
-
-    Raises:
-        OutputError: the file holds anything but a run's lines, or cannot be written.
-    """
-    if not path.exists():
-        return None
-    kept, later = _kept_lines(path, step)
-    with writing(path):
-        temporary = path.with_suffix(".part")
-        lines = (line for line, record in kept if not (evaluates and _is_evaluation(record, step)))
-        temporary.write_text("".join(lines), encoding="utf-8")
-        temporary.replace(path)  # a kill right here loses nothing
-    if not later:
-        return None
-    seconds = sum(each.get("time_s") or 0.0 for each in later)
-    return {"last": later[-1]["step"], "timestamp": later[-1].get("timestamp"), "seconds": round(seconds, 3)}
-
-
-def _kept_lines(path: Path, step: int) -> tuple[list[tuple[str, dict[str, Any]]], list[dict[str, Any]]]:
-    """The lines up to `step` and what they hold, and what later ones hold."""
-    kept: list[tuple[str, dict[str, Any]]] = []
-    later: list[dict[str, Any]] = []
-    if not path.exists():
-        return kept, later
-    with writing(path):
-        lines = read_file(path).decode("utf-8", errors="replace").splitlines()
-        for number, line in enumerate(lines, 1):
-            found = _record(line)
-            if found is None and number == len(lines):
-                break  # what a kill cut short
-            if found is None:
-                raise OutputError(
-                    f"{path}, line {number}: {line[:60]!r} is not a step of a run; move the file away, or give another "
-                    "job.dump_folder"
-                )
-            if found["step"] <= step:
-                kept.append((line + "\n", found))
-            else:
-                later.append(found)
-    return kept, later
-
-
-def _record(line: str) -> dict[str, Any] | None:
-    try:
-        record = from_json(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
-
-
-def _is_evaluation(record: Mapping[str, Any], step: int) -> bool:
-    return record["step"] == step and "validation" in record
 
 
 def _numbered(asked: Path) -> Iterator[Path]:
@@ -301,17 +243,8 @@ def _summary(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _locked(folder: Path) -> IO[str] | None:
-    """The folder's recipe.json, locked; None where another process has it."""
+def _locked(folder: Path) -> Claim | None:
+    """The claim of the folder, by its recipe.json; None where another process has it."""
     with writing(folder, _HINT):
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / RECIPE_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        file = os.fdopen(descriptor, "r+", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            return None
-        except OSError:
-            pass  # a file system that knows no locks
-    return file
+        return claim_by(folder / RECIPE_FILE)
