@@ -1,6 +1,7 @@
 """What is found wrong with a recipe that parsed, with a small stand-in for adapters; and its summary."""
 
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -321,15 +322,21 @@ def test_what_a_run_needs_beside_its_modules_is_checked_all_at_once(tmp_path):
 
 
 def test_weights_to_start_from_must_be_there(tmp_path):
-    """As training refuses it; a run that goes on has its own weights and does not look for them."""
+    """As training refuses it; a run that goes on has its own weights and does not look for them, wherever it went."""
     gone = ("--checkpoint.initial_load_path", str(tmp_path / "gone"), "--job.dump_folder", str(tmp_path / "run"))
-    recipe = load_recipe(DIGITS, gone)
-    with pytest.raises(RecipeError, match=r"checkpoint\.initial_load_path = '.*gone': no complete checkpoint there"):
+    said = r"checkpoint\.initial_load_path = '.*gone': no complete checkpoint there"
+    for name in ("run-2", "run"):
+        recipe = load_recipe(DIGITS, (*gone, "--checkpoint.enable", "true"))
+        with pytest.raises(RecipeError, match=said):
+            check_run(recipe)
+        step = tmp_path / name / recipe.checkpoint.folder / "step-3"
+        step.mkdir(parents=True)
+        (step / COMPLETE).touch()
+        (tmp_path / name / "recipe.json").write_text(recipe.model_dump_json())
         check_run(recipe)
-    step = tmp_path / "run" / recipe.checkpoint.folder / "step-3"
-    step.mkdir(parents=True)
-    (step / COMPLETE).touch()
-    check_run(recipe)
+        with pytest.raises(RecipeError, match=said):  # it would start anew
+            check_run(load_recipe(DIGITS, (*gone, "--checkpoint.enable", "false")))
+        shutil.rmtree(tmp_path / name)
 
 
 class FirstBroken(DigitsSource):

@@ -1,5 +1,6 @@
 """Which folder a run writes to: never one with results of another run; resumed and finished runs say so in a line."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -102,7 +103,15 @@ def test_a_full_disk_leaves_the_recipe_that_was_there(world, tmp_path, monkeypat
     assert (folder / "recipe.json").read_bytes() == there
 
 
-def test_two_runs_at_once_do_not_share_a_folder(world, tmp_path):
+def no_locks(*_):
+    raise OSError(errno.ENOTSUP, "Operation not supported")
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_two_runs_at_once_do_not_share_a_folder(world, tmp_path, monkeypatch, locks):
+    """With a file system's locks or, of one machine, without them."""
+    if not locks:
+        monkeypatch.setattr("fcntl.flock", no_locks)
     first, second = (claim_folder(recipe(tmp_path / "digits"), world) for _ in range(2))
     assert (first.path.name, second.path.name) == ("digits", "digits-2")
     saved(tmp_path / "saved", 1)
@@ -111,7 +120,12 @@ def test_two_runs_at_once_do_not_share_a_folder(world, tmp_path):
     with pytest.raises(OutputError, match="saved: another process is training there; wait for it, or give another"):
         claim_folder(enabled, world)
     resumed.claim.close()
-    assert claim_folder(enabled, world).step == 1
+    again = claim_folder(enabled, world)
+    assert again.step == 1
+    note = "without file locks: while this run writes there, one of another machine would not be noticed"
+    assert [note in line for line in again.describe()] == [False] + [True] * (not locks)
+    for each in (first, second, again):
+        each.release()
 
 
 def test_what_a_run_did_until_its_folder_was_free_is_not_lost(world, tmp_path, monkeypatch):
@@ -154,6 +168,32 @@ def test_a_checkpoint_is_resumed_wherever_the_run_went(world, tmp_path):
     resumed.begin(enabled)
     assert resumed.describe() == [f"resuming at step 3 of {tmp_path / 'digits-2'}"]
     assert (tmp_path / "digits-2" / "metrics.jsonl").read_text() == "".join(f'{{"step": {i}}}\n' for i in (1, 2, 3))
+
+
+def test_a_number_that_was_tidied_away_hides_no_run(world, tmp_path):
+    folder, other = tmp_path / "digits", tmp_path / "digits-10"
+    for path, step in ((folder, 2), (other, 4), (tmp_path / "digits-9", 3), (tmp_path / "digits-20261123", 9)):
+        saved(path, step)
+        (path / "recipe.json").write_text(json.dumps({"job": {"dump_folder": str(folder)}}))
+    enabled = recipe(folder, "--checkpoint.enable", "true", "--training.steps", "9")
+    resumed = claim_folder(enabled, world)
+    assert (resumed.path, resumed.step) == (other, 4)
+    resumed.release()
+
+
+def test_the_evaluation_of_the_last_step_stands_once_and_an_earlier_one_is_known(world, tmp_path):
+    saved(tmp_path / "run", 3)
+    path, lines = tmp_path / "run" / "metrics.jsonl", [f'{{"step": {i}}}\n' for i in (1, 2, 3)]
+    evaluation = '{"step": 3, "validation": {"loss": 1.5}}\n'
+    for steps, left in ((9, [*lines, evaluation]), (3, lines)):  # the last one comes again, for the summary
+        enabled = recipe(tmp_path / "run", "--checkpoint.enable", "true", "--training.steps", str(steps))
+        for behind in (evaluation, '{"step": 4, "validation": {"loss": 1}}\n'):
+            path.write_text("".join([*lines, behind]))
+            resumed = claim_folder(enabled, world)
+            assert (resumed.step, resumed.evaluated) == (3, behind == evaluation)
+            resumed.begin(enabled)
+            resumed.release()
+            assert path.read_text() == "".join(left if behind == evaluation else lines)
 
 
 def test_steps_below_the_checkpoint_are_refused(world, tmp_path):

@@ -15,11 +15,12 @@ from hetmesh.errors import SampleError
 from hetmesh.graph import MediaItem, SampleMeta
 from hetmesh.models.split.whole_forward import _media_tokens, load_whole
 from hetmesh.models.split.whole_model import whole_model
-from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.testing import tiny_vlms
 from hetmesh.testing.sources import RandomMedia
 from hetmesh.training.generate import answer_tokens, end_tokens
-from hetmesh.training.one_process import OneProcess
+from hetmesh.training.one_process import OneProcess, on_one_rank
+from hetmesh.training.refusals import check_recipe
 from hetmesh.training.whole_directory import directory_of
 
 RECIPES = tiny_vlms.Path(__file__).parents[2] / "recipes"
@@ -89,6 +90,14 @@ def test_a_continued_sample_is_cut_at_its_last_answer():
     assert (meta.tokens, meta.targets[-1]) == (start + 3, (start, start + 3))
     assert sample.tokens.tolist() == [*source.load(index).tokens[:start].tolist(), 3, 4, source.pad_id]
     assert [len(items) for items in sample.media.values()] == [meta.num_items("image")]
+
+
+def test_a_run_with_a_schedule_of_its_own_length_can_be_asked():
+    """[training] is another one then, and its steps are the recipe's."""
+    keys = ("--training.steps", "5", "--lr_scheduler.total_steps", "9", "--training.pack_samples", "true")
+    alone = on_one_rank(load_recipe(RECIPES / "digits_single.toml", keys))
+    check_recipe(alone)
+    assert (alone.training.local_batch_size, alone.training.pack_samples) == (1, False)
 
 
 @pytest.mark.slow

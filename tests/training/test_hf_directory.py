@@ -120,5 +120,6 @@ def test_questions_that_cannot_be_asked(recipe, capsys):
     assert "there is no such file" in says(recipe, "what", "--image", "nowhere.png")
     assert "give a question, or --sample N" in says(recipe)
     assert "have no validation split" in says(recipe, "--sample", 0)
+    assert "validation.enable = false" in says(recipe, "--sample", 0, "--validation.enable", "false")
     assert "--max-new-tokens 0: must be at least 1" in says(recipe, "what", "--max-new-tokens", 0)
     assert "its text contains" in says(recipe, "what is <|image_pad|>")

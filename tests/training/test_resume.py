@@ -67,6 +67,11 @@ ASYNC = {
 LOADER = r"error: rank 1: a process that loads samples has died while it was at sample 'digits/\w+/\d+': .*\n"
 
 
+def evaluations(folder: Path) -> list[tuple]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["validation"]["loss"]) for line in lines if "validation" in line]
+
+
 def curve(folder: Path) -> list[tuple]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [tuple(line[key] for key in EXACT) for line in map(json.loads, lines) if "loss" in line]
@@ -105,6 +110,8 @@ def test_a_run_that_is_ended_anywhere_equals_an_uninterrupted_one(start_training
         assert (process.returncode, err) == (0, ""), out + err
     assert curve(ended) == curve(whole)
     assert len(curve(whole)) == STEPS
+    assert evaluations(ended) == evaluations(whole)  # that of step 6 too, between which and its save all were killed
+    assert [step for step, _ in evaluations(whole)] == [3, 6, 8]
     story = read_run(ended).story  # what a rank still says that others end is chance
     done = [(start.step, start.last) for start in story.starts]
     assert {(6, 7), (7, 8), (8, 8)} <= set(done)

@@ -17,9 +17,9 @@ from hetmesh.recipe.recipe import load_recipe
 from hetmesh.simulate import Timeline
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.describe import describe, make_prepare
-from hetmesh.training.dump_folder import trim_metrics
 from hetmesh.training.kernels import choose_kernels
 from hetmesh.training.metrics import StepMetrics
+from hetmesh.training.metrics_file import trim_metrics
 from hetmesh.training.modules import loaded_module
 from hetmesh.training.reporter import Reporter
 from hetmesh.training.run_events import is_writing

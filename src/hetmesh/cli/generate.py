@@ -90,6 +90,8 @@ def _held_out(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
     from hetmesh.data.source import QuestionSource
     from hetmesh.training.held_out import held_out_source
 
+    if not model.recipe.validation.enable:
+        raise RecipeError("--sample: validation.enable = false, so the recipe has no held-out samples; ask a question")
     source = held_out_source(model.recipe)
     if source is None:
         raise RecipeError("--sample: the recipe's data have no validation split; ask a question")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,6 +17,8 @@ from hetmesh.errors import HetmeshError, OutputError, RecipeError
 from hetmesh.files import from_json, read_file, to_json, writing
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.checkpointing.folders import complete_steps, newest_step
+from hetmesh.training.folder_claim import Claim, claim_by
+from hetmesh.training.metrics_file import is_evaluation, kept_lines, trim_metrics
 
 RECIPE_FILE = "recipe.json"
 """In a run's folder: the recipe with all defaults, as it was last started. Locked while the run writes there."""
@@ -36,16 +38,18 @@ class RunFolder:
     Attributes:
         path: the folder.
         step: the checkpoint to resume from; None for a run that starts anew.
+        evaluated: whether an evaluation after `step` is in its metrics.jsonl; the last start may have ended before it.
         occupied: the recipe's dump_folder, where another run's results are in it; None where `path` is that folder.
         summary: of a run that is finished and has nothing left to do; None otherwise.
-        claim: rank 0's open recipe.json, whose lock says that a run is writing here; None on other ranks.
+        claim: rank 0's, of recipe.json, by which others know that a run is writing here; None on other ranks.
     """
 
     path: Path
     step: int | None = None
     occupied: Path | None = None
     summary: dict[str, Any] | None = None
-    claim: IO[str] | None = field(default=None, compare=False, repr=False)
+    evaluated: bool = False
+    claim: Claim | None = field(default=None, compare=False, repr=False)
 
     def describe(self) -> list[str]:
         """What a user should know before the run starts, a line each."""
@@ -54,6 +58,9 @@ class RunFolder:
             lines.append(f"results of another run are in {self.occupied}: this one writes to {self.path}")
         if self.step is not None:
             lines.append(f"resuming at step {self.step} of {self.path}")
+        if self.claim is not None and self.claim.unnoticed:
+            unnoticed = f"while this run writes there, {self.claim.unnoticed} would not be noticed"
+            lines.append(f"note: {self.path} is on a file system without file locks: {unnoticed}")
         return lines
 
     def release(self) -> None:
@@ -62,9 +69,9 @@ class RunFolder:
             self.claim.close()
 
     def begin(self, recipe: Recipe) -> dict[str, Any] | None:
-        """Write down the recipe; drop an earlier summary and the metrics of steps that will come again. Nothing is
-        changed before this: a resume that is refused leaves everything as it was. Does nothing on ranks without the
-        claim.
+        """Write down the recipe; drop an earlier summary and the metrics of steps that will come again, and of the last
+        step's evaluation, which does too. Nothing is changed before this: a resume that is refused leaves everything as
+        it was. Does nothing on ranks without the claim.
 
         Returns:
             What `trim_metrics` dropped.
@@ -78,7 +85,8 @@ class RunFolder:
             _replace_content(self.claim.fileno(), (to_json(told, indent=2) + "\n").encode())
         dropped = None
         if self.step is not None:
-            dropped = trim_metrics(self.path / METRICS_FILE, self.step)
+            again = self.step == recipe.training.steps and recipe.validation.enable
+            dropped = trim_metrics(self.path / METRICS_FILE, self.step, evaluates=again)
             with writing(self.path / SUMMARY_FILE):  # of a run that had fewer steps; not of this one before its end
                 (self.path / SUMMARY_FILE).unlink(missing_ok=True)
         return dropped
@@ -114,26 +122,21 @@ def claim_folder(recipe: Recipe, world: World) -> RunFolder:
         try:
             with writing(recipe.job.dump_folder, _HINT):
                 chosen = _claim(recipe)
-            message = [(str(chosen.path), chosen.step, chosen.occupied, chosen.summary)]
+            message = [(str(chosen.path), chosen.step, chosen.occupied, chosen.summary, chosen.evaluated)]
         except HetmeshError as error:
             message = [error]
     with world.waiting("choice of the run's folder", "rank 0"):
         dist.broadcast_object_list(message, src=0, group=world.group(range(world.size)), device=world.device)
     if isinstance(message[0], HetmeshError):
         raise message[0]
-    path, step, occupied, summary = message[0]
-    return chosen or RunFolder(Path(path), step, occupied, summary)
+    path, *rest = message[0]
+    return chosen or RunFolder(Path(path), *rest)
 
 
 def _claim(recipe: Recipe) -> RunFolder:
-    asked, keys = Path(recipe.job.dump_folder), recipe.checkpoint
-    asked = asked if asked.name not in ("", "..") else asked.resolve()
-    if not asked.name:
-        raise RecipeError(f"job.dump_folder = {recipe.job.dump_folder!r}: give a folder of the run's own")
-    if keys.enable:
-        for folder in reversed([asked, *_followers(asked)]):
-            if (step := newest_step(folder / keys.folder)) >= 0:
-                return _resumed(recipe, folder, step)
+    asked, keys = _asked(recipe), recipe.checkpoint
+    if (found := resumable(recipe)) is not None:
+        return _resumed(recipe, *found)
     for folder in _numbered(asked):
         if holds_results(folder, keys.folder) or (claim := _locked(folder)) is None:
             continue
@@ -141,6 +144,31 @@ def _claim(recipe: Recipe) -> RunFolder:
             return RunFolder(folder, occupied=None if folder == asked else asked, claim=claim)
         claim.close()
     raise AssertionError("there are always more numbers")
+
+
+def resumable(recipe: Recipe) -> tuple[Path, int] | None:
+    """The folder and the step of the checkpoint that a run of `recipe` goes on from; None: it starts anew.
+
+    Raises:
+        OutputError: a folder cannot be read.
+        CheckpointError: the newest checkpoint has lost its checksums.
+    """
+    if not recipe.checkpoint.enable:
+        return None
+    asked = _asked(recipe)
+    with writing(asked, _HINT):
+        for folder in reversed([asked, *_followers(asked)]):
+            if (step := newest_step(folder / recipe.checkpoint.folder)) >= 0:
+                return folder, step
+    return None
+
+
+def _asked(recipe: Recipe) -> Path:
+    asked = Path(recipe.job.dump_folder)
+    asked = asked if asked.name not in ("", "..") else asked.resolve()
+    if not asked.name:
+        raise RecipeError(f"job.dump_folder = {recipe.job.dump_folder!r}: give a folder of the run's own")
+    return asked
 
 
 def _resumed(recipe: Recipe, folder: Path, step: int) -> RunFolder:
@@ -161,8 +189,8 @@ def _resumed(recipe: Recipe, folder: Path, step: int) -> RunFolder:
     if (newest_step(folder / recipe.checkpoint.folder), _summary(folder) if steps == step else {}) != (step, summary):
         claim.close()  # the run that had the lock until now went on meanwhile
         return _claim(recipe)
-    _kept_lines(folder / METRICS_FILE, step)
-    return RunFolder(folder, step, claim=claim)
+    kept, _ = kept_lines(folder / METRICS_FILE, step)
+    return RunFolder(folder, step, claim=claim, evaluated=any(is_evaluation(each, step) for _, each in kept))
 
 
 def holds_results(folder: Path, checkpoints: str = "checkpoint") -> bool:
@@ -178,60 +206,6 @@ def holds_results(folder: Path, checkpoints: str = "checkpoint") -> bool:
         return (events.is_dir() and any(events.iterdir())) or bool(complete_steps(folder / checkpoints))
 
 
-def trim_metrics(path: Path, step: int) -> dict[str, Any] | None:
-    """Drop the lines of metrics.jsonl after `step`, which will come again, and a last one that a kill cut short.
-
-    Returns:
-        Of the steps that are dropped: the `last`, its `timestamp`, and the `seconds` that they took; None: none is.
-
-    Raises:
-        OutputError: the file holds anything but a run's lines, or cannot be written.
-    """
-    if not path.exists():
-        return None
-    kept, later = _kept_lines(path, step)
-    with writing(path):
-        temporary = path.with_suffix(".part")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        temporary.replace(path)  # a kill right here loses nothing
-    if not later:
-        return None
-    seconds = sum(each.get("time_s") or 0.0 for each in later)
-    return {"last": later[-1]["step"], "timestamp": later[-1].get("timestamp"), "seconds": round(seconds, 3)}
-
-
-def _kept_lines(path: Path, step: int) -> tuple[list[str], list[dict[str, Any]]]:
-    """The lines up to `step`, and what later ones hold."""
-    kept: list[str] = []
-    later: list[dict[str, Any]] = []
-    if not path.exists():
-        return kept, later
-    with writing(path):
-        lines = read_file(path).decode("utf-8", errors="replace").splitlines()
-        for number, line in enumerate(lines, 1):
-            found = _record(line)
-            if found is None and number == len(lines):
-                break  # what a kill cut short
-            if found is None:
-                raise OutputError(
-                    f"{path}, line {number}: {line[:60]!r} is not a step of a run; move the file away, or give another "
-                    "job.dump_folder"
-                )
-            if found["step"] <= step:
-                kept.append(line + "\n")
-            else:
-                later.append(found)
-    return kept, later
-
-
-def _record(line: str) -> dict[str, Any] | None:
-    try:
-        record = from_json(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
-
-
 def _numbered(asked: Path) -> Iterator[Path]:
     yield asked
     number = 2
@@ -241,14 +215,16 @@ def _numbered(asked: Path) -> Iterator[Path]:
 
 
 def _followers(asked: Path) -> list[Path]:
-    """Folders beside `asked` that earlier runs took because there were results in `asked`."""
-    found: list[Path] = []
-    for folder in _numbered(asked):
-        if not folder.is_dir():
-            return found
-        if folder != asked and _asked_for(folder) == asked.name:
-            found.append(folder)
-    return found
+    """Folders beside `asked` that earlier runs took because there were results in `asked`, by their numbers: some may
+    have been removed since. Raises OSError."""
+    try:
+        beside = os.listdir(asked.parent)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # nor can a run make folders there then
+        return []
+    numbered = rf"{re.escape(asked.name)}-([2-9]|[1-9][0-9]{{1,3}})"  # more digits are the date of somebody's copy
+    numbers = [re.fullmatch(numbered, name) for name in beside]
+    folders = [asked.with_name(f"{asked.name}-{n}") for n in sorted(int(name[1]) for name in numbers if name)]
+    return [folder for folder in folders if _asked_for(folder) == asked.name]
 
 
 def _asked_for(folder: Path) -> str | None:
@@ -267,17 +243,8 @@ def _summary(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _locked(folder: Path) -> IO[str] | None:
-    """The folder's recipe.json, locked; None where another process has it."""
+def _locked(folder: Path) -> Claim | None:
+    """The claim of the folder, by its recipe.json; None where another process has it."""
     with writing(folder, _HINT):
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / RECIPE_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        file = os.fdopen(descriptor, "r+", encoding="utf-8")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            return None
-        except OSError:
-            pass  # a file system that knows no locks
-    return file
+        return claim_by(folder / RECIPE_FILE)

@@ -133,7 +133,10 @@ def on_one_rank(recipe: Recipe) -> Recipe:
     kept["balance"] = sections.Balance(policy="none")
     kept["activation_checkpoint"] = sections.ActivationCheckpoint()
     kept["compile"] = sections.Compile()
-    kept["training"] = sections.Training(local_batch_size=1, seq_len=LONGEST, dtype=recipe.training.dtype)
+    training = recipe.training
+    kept["training"] = sections.Training(  # of as many steps: a schedule of learning rates must not end before them
+        local_batch_size=1, seq_len=LONGEST, dtype=training.dtype, steps=training.steps
+    )
     return Recipe.model_validate(kept)
 
 

@@ -13,8 +13,8 @@ from hetmesh.models import Adapter
 from hetmesh.parallel.compile import unknown_backend
 from hetmesh.recipe.module_options import token_axes
 from hetmesh.recipe.sections import ScheduleKeys
-from hetmesh.training.checkpointing.folders import COMPLETE
 from hetmesh.training.checkpointing.references import referenced
+from hetmesh.training.dump_folder import resumable
 from hetmesh.training.initial_load import check_initial_path
 from hetmesh.training.loggers import require_wandb
 from hetmesh.training.module_refusals import check_module
@@ -83,8 +83,7 @@ def check_run(recipe: Recipe) -> None:
         )
     if keys.enable and keys.frozen == "reference":
         _references(recipe, refusals)
-    saved = Path(recipe.job.dump_folder, keys.folder)
-    if keys.initial_load_path and not any(saved.glob(f"step-*/{COMPLETE}")):  # a run that goes on has its own weights
+    if keys.initial_load_path and resumable(recipe) is None:  # a run that goes on has its own weights
         with refusals.collect():
             check_initial_path(Path(keys.initial_load_path))
     if recipe.metrics.enable_wandb:

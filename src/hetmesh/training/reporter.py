@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hetmesh.errors import OutputError
 from hetmesh.files import to_json, write_json, writing
 from hetmesh.training.dump_folder import METRICS_FILE, SUMMARY_FILE
+from hetmesh.training.folder_claim import Claim
 from hetmesh.training.loggers import Loggers, require_wandb
 from hetmesh.training.metrics import StepMetrics, flat
 from hetmesh.training.run_events import SAVED, RunEvents, now
@@ -71,7 +72,7 @@ class Reporter:
         tensorboard: bool = False,
         wandb: bool = False,
         config: Mapping[str, Any] | None = None,
-        claim: IO[str] | None = None,
+        claim: Claim | None = None,
     ) -> None:
         if wandb:
             require_wandb()  # on every rank: no one waits for a rank 0 that has failed

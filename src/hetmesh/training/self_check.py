@@ -115,8 +115,9 @@ def _on_one_rank(recipe: Recipe, samples: int) -> Recipe:
     kept = {name: getattr(recipe, name) for name in Recipe.model_fields}
     kept["parallelism"] = sections.Parallelism()
     kept["balance"] = sections.Balance(policy="none")
-    kept["training"] = sections.Training(
-        local_batch_size=samples, seq_len=1 << 20, pack_samples=recipe.training.pack_samples
+    training = recipe.training
+    kept["training"] = sections.Training(  # of as many steps: a schedule of learning rates must not end before them
+        local_batch_size=samples, seq_len=1 << 20, pack_samples=training.pack_samples, steps=training.steps
     )
     return Recipe.model_validate(kept)
 

@@ -212,6 +212,8 @@ class Trainer:
     def _steps(self) -> None:
         recipe, world, first = self.recipe, self.world, True
         while not self._done:
+            if self.validation.due(self.step) and not (first and self.claimed.evaluated):
+                self.validate()  # the last start may have ended between a step and its evaluation
             metrics = self.train_step()
             if first:  # connections stand and libraries are warm: from now on a slow rank is a stalled one
                 world.set_timeout(recipe.comm.train_timeout_seconds)
@@ -224,8 +226,6 @@ class Trainer:
                 self.save()
             if self.signalled:
                 self._leave()
-            if recipe.validation.freq and self.step % recipe.validation.freq == 0 and not self._done:
-                self.validate()
 
     def _leave(self) -> None:
         """End the run here, with what is saved. Collective."""

@@ -30,6 +30,11 @@ class RunValidation:
         self.last: Evaluation | None = None
         self.answered: FreeRunning | None = None
 
+    def due(self, step: int) -> bool:
+        """Whether `[validation] freq` asks for an evaluation after `step`, which is not the last one."""
+        freq = self.job.recipe.validation.freq
+        return freq > 0 and step > 0 and step % freq == 0
+
     def run(self, step: int) -> Evaluation | None:
         """Evaluate after `step`, and report it. Collective."""
         if self.source is None:
