@@ -14,6 +14,8 @@ from hetmesh.errors import RecipeError
 from hetmesh.models.lora import is_adapter
 from hetmesh.parallel.gradients import local_part
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.training.describe import describe
+from hetmesh.training.initial_check import check_initial_weights
 from hetmesh.training.initial_fit import Needs, left_out, unused, verdict
 from hetmesh.training.initial_load import load_initial_weights
 from hetmesh.training.job import Job
@@ -61,6 +63,25 @@ def loaded(world, path, *overrides, exclude=()):
     return local(root)
 
 
+def checked(path, *overrides):
+    """What one process says, which reads no weights."""
+    recipe = recipe_of(f"--checkpoint.initial_load_path={path}", *overrides)
+    try:
+        return check_initial_weights(recipe, describe(recipe)[1])
+    except RecipeError as error:
+        return str(error)
+
+
+def checks(found, plain, lora):
+    """It refuses what training has refused, in its words."""
+    fewer = "--modules.llm.config.num_hidden_layers=1"
+    assert checked(plain, fewer) == found["a layer less"]
+    assert checked(plain, fewer, '--checkpoint.exclude_from_loading=["llm.model.layers.1"]') == []
+    assert checked(lora) == found["LoRA lost"]
+    assert checked(lora, "--modules.llm.lora.rank=2", "--modules.llm.lora.alpha=9") == found["other adapters"]
+    assert checked(lora, *LORA) == checked(plain, *LORA) == []
+
+
 def cases(rank, folder):
     world = World.current()
     plain, _ = save(world, f"{folder}/plain")
@@ -74,6 +95,8 @@ def cases(rank, folder):
         "fewer adapters": loaded(world, lora, *LORA, '--modules.llm.lora.target_modules=["q_proj"]'),
         "other adapters": loaded(world, lora, "--modules.llm.lora.rank=2", "--modules.llm.lora.alpha=9"),
     }
+    if rank == 0:
+        checks(found, plain, lora)
     again = loaded(world, lora, *LORA)
     assert not isinstance(again, str), again
     assert again.keys() == trained.keys()

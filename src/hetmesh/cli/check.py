@@ -59,7 +59,9 @@ def checked(recipe: Recipe, files: bool = True) -> list[str]:
     """
     from hetmesh.errors import Refusals
     from hetmesh.training.describe import describe
+    from hetmesh.training.dump_folder import resumable
     from hetmesh.training.held_out import held_out_source
+    from hetmesh.training.initial_check import check_initial_weights
     from hetmesh.training.media_files import check_media_files, in_order_of_training
     from hetmesh.training.own_plans import uncompared_plans
     from hetmesh.training.refusals import check_run
@@ -74,6 +76,9 @@ def checked(recipe: Recipe, files: bool = True) -> list[str]:
     if adapters is not None:  # without a source there are no splits either
         with refusals.collect():
             held_out = held_out_source(recipe)
+    if adapters is not None and recipe.checkpoint.initial_load_path and resumable(recipe) is None and not refusals.said:
+        with refusals.collect():
+            notes += check_initial_weights(recipe, adapters)
     if source is not None and files:
         with refusals.collect():
             notes += check_media_files(recipe, source, in_order_of_training(recipe, source))

@@ -65,19 +65,32 @@ def load_initial_weights(world: World, root: Root, path: Path, exclude: Sequence
     run = RunState.of(about[RUN])
     needs = Needs.of(root, exclude, index.saved, run.references)
     ranks = _gathered(world, needs.without_tensors(), f"comparing {path} with the recipe")
-    if free := unused(ranks, exclude, index.saved):
-        raise RecipeError(
-            f"checkpoint.exclude_from_loading: {free} match no module and no parameter, of the recipe or of {path}"
-        )
-    _refuse(path, verdict(ranks, exclude, index.saved, run))
-    if (names := left_out(ranks, exclude, index.saved)) and world.rank == 0:
-        print(f"{KEY}: {path} also holds {', '.join(names)}, which this recipe does not have", flush=True)
+    for note in judged(path, ranks, exclude, index.saved, run):
+        if world.rank == 0:
+            print(note, flush=True)
     state = dict(needs.state)  # in place: these are the parameters
     copies = _second_names(state)
     read_into(world, path, state | {second: copy for _, second, copy in copies}, index)
     apart = [_untied(first, second) for first, second, copy in copies if not _equal(state[first], copy)]
     told_by = _gathered(world, apart, f"weights of {path} with two names")
     _refuse(path, [*dict.fromkeys(text for some in told_by for text in some)])
+
+
+def judged(
+    path: Path, ranks: Sequence[Needs], exclude: Sequence[str], saved: Mapping[str, Any], run: RunState
+) -> list[str]:
+    """What is worth a note of a checkpoint that holds `saved` and fits what all `ranks` need.
+
+    Raises:
+        RecipeError: it does not, or `exclude` matches nothing.
+    """
+    if free := unused(ranks, exclude, saved):
+        raise RecipeError(
+            f"checkpoint.exclude_from_loading: {free} match no module and no parameter, of the recipe or of {path}"
+        )
+    _refuse(path, verdict(ranks, exclude, saved, run))
+    names = left_out(ranks, exclude, saved)
+    return [f"{KEY}: {path} also holds {', '.join(names)}, which this recipe does not have"] if names else []
 
 
 def _gathered(world: World, value: T, doing: str) -> list[T]:

@@ -22,6 +22,7 @@ from hetmesh.recipe import sections as sections
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.describe import describe, make_prepare
 from hetmesh.training.feed import Feed
+from hetmesh.training.initial_check import check_initial_weights
 from hetmesh.training.initial_load import KEY, check_initial_path
 from hetmesh.training.modules import empty_module, loaded_module
 from hetmesh.training.saved_run import SavedRun
@@ -69,6 +70,7 @@ class OneProcess:
                 )
             path = Path(recipe.checkpoint.initial_load_path)
             check_initial_path(path)
+            check_initial_weights(alone, adapters)
             run = SavedRun(alone, path)
         modules: dict[str, nn.Module] = {}
         for name in graph.order:
