@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -239,5 +240,7 @@ def test_in_a_recorded_step_ranks_of_a_frozen_tower_wait_for_the_others(pool4, t
     keys = ("--modules.vision.trainable=false", "--profiling.timeline=true", "--training.steps=2")
     pool4.run(recorded_step, small("digits", tmp_path, *keys, "--checkpoint.enable=false"))
     timeline = Timeline.from_json(json.loads((tmp_path / "timeline.json").read_text())["measured"])
-    spent = {(span.track, span.kind): span.stop - span.start for span in timeline.spans()}  # one track per rank
-    assert spent[0, "OPTIMIZER"] < spent[3, "B"]  # which it waits for, and has nothing to do itself
+    spent = Counter()  # one track per rank
+    for span in timeline.spans():
+        spent[span.track, span.kind == "OPTIMIZER"] += span.stop - span.start
+    assert spent[0, True] < spent[3, False] / 2  # which it waits for, and has nothing to do itself
