@@ -23,7 +23,7 @@ def made_from(run: SavedRun, dtype: object, *, merge: bool) -> dict[str, Any]:
     """
     modules = {name: each.model_dump(mode="json", by_alias=True) for name, each in run.recipe.modules.items()}
     return {
-        "checkpoint": str(run.path),
+        "checkpoint": run.path.name,  # no path: exports are given to others
         "checksums_sha256": manifest_sum(run.path),
         "modules_sha256": hashlib.sha256(to_json(modules).encode()).hexdigest(),
         "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
@@ -37,14 +37,13 @@ def write_made_from(folder: Path, told: Mapping[str, Any]) -> None:
 
 
 def is_made_from(folder: Path, told: Mapping[str, Any]) -> bool:
-    """Whether the directory was made from just that, wherever the checkpoint lay then; one that does not say it, of an
-    older version or another program's, was not."""
+    """Whether the directory was made from just that; one that does not say it, of an older version or another
+    program's, was not."""
     try:
         found = from_json(read_file(folder / MADE_FROM))
     except (OSError, ValueError):
         return False
-    elsewhere = {"checkpoint": told["checkpoint"]}
-    return isinstance(found, dict) and found | elsewhere == told
+    return bool(found == told)
 
 
 def put_aside(folder: Path) -> Path:
