@@ -40,7 +40,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 def start(how: str) -> subprocess.Popen:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
     heard = (
-        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # also if we run in the background
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # also if we run in the background
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # or under nohup
     )
     return subprocess.Popen(
         [sys.executable, "-c", heard + SCRIPT.replace("HOW", how)],
