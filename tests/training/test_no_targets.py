@@ -1,5 +1,6 @@
 """U14: samples without a target are named and counted; a batch, or a validation split, of nothing else is an error."""
 
+import contextlib
 import json
 import re
 from dataclasses import replace
@@ -13,6 +14,7 @@ from hetmesh.recipe.recipe import load_recipe
 from hetmesh.testing.sources import RandomMedia
 from hetmesh.training.evaluate import evaluate
 from hetmesh.training.held_out import held_out_source
+from hetmesh.training.job import Job
 from hetmesh.training.trainer import Trainer
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_single.toml"
@@ -93,6 +95,37 @@ def test_an_evaluation_without_any_target_is_an_error(world, text):
     trainer.reporter.close()
     with pytest.raises(SampleError, match="evaluation: no held-out sample has a target token: samples 'random-0-0', "):
         evaluate(trainer.job, RandomMedia({"image": (1, 8, 8)}, length=5, without_targets=1.0))
+
+
+class Unreadable(RandomMedia):
+    """Samples from `first` on have no metadata; none of the others has a target."""
+
+    def __init__(self, *args, first=0, **options):
+        super().__init__(*args, without_targets=1.0, **options)
+        self.first = first
+
+    def meta(self, index):
+        meta = super().meta(index)
+        if index >= self.first:
+            raise SampleError(f"sample {meta.id!r}: its header is broken.")
+        return meta
+
+
+def test_a_step_or_an_evaluation_of_which_nothing_can_be_read_says_so_and_what_to_do(world, text):
+    recipe = small(text, "--data.source", "test_no_targets:Unreadable", "--data.on_bad_sample", "skip")
+    named = r"(sample 'random-\d+-\d+': its header is broken; ){3}and \d more; mend or remove such samples"
+    message = f"step 1: no sample of the global batch can be read: {named}, or take a larger batch: "
+    with pytest.raises(SampleError, match=message + r"training\.global_batch_size is 6$"):
+        Trainer(recipe, world).run()
+    job = Job.assemble(recipe, world)
+    with pytest.raises(SampleError, match=message), contextlib.closing(job.upcoming):
+        job.forward_backward()
+    with pytest.raises(SampleError, match=f"^evaluation: no held-out sample can be read: {named}$"):
+        evaluate(job, Unreadable({"image": (1, 8, 8)}, length=8))
+    told = r"has a target token: samples .* and 3 more \(the data source gives them none\); nor have the other 1; 2 "
+    told += r"cannot be read, the first: sample 'random-\d-7': its header is broken\."
+    with pytest.raises(SampleError, match=told):
+        evaluate(job, Unreadable({"image": (1, 8, 8)}, length=9, first=7))
 
 
 @pytest.mark.parametrize("key", [("--validation.freq", "2"), ("--validation.samples", "2")])

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hetmesh.data.loader import VALIDATION, Loader, describe_without_targets
+from hetmesh.boundary import World
+from hetmesh.data.loader import VALIDATION, DrawnBatch, Loader, describe_without_targets
 from hetmesh.data.source import QuestionSource, Source
 from hetmesh.errors import SampleError
 from hetmesh.parallel import VocabularyShards
-from hetmesh.training.skip import leave_out_unreadable
+from hetmesh.training.skip import describe_unreadable, leave_out_unreadable
 
 if TYPE_CHECKING:
     from hetmesh.training.job import Job
@@ -90,18 +92,17 @@ def _evaluate(job: Job, source: Source, limit: int | None, silent: Collection[in
         source, batch, job.loader.prepare, shuffle=False, payloads=payloads, split=VALIDATION, skip=job.loader.skip
     )
     count = min(len(source), limit or len(source))
-    drawn = loader.drawn(range(count))
-    targets = int(drawn.metas.num_targets.sum())
+    drawn = draw_held_out(job.world, loader, count)
+    num_targets = np.concatenate([part.metas.num_targets for part in drawn])
+    targets = int(num_targets.sum())
     if not targets:
-        text = describe_without_targets(drawn, range(count), job.recipe.training.seq_len)
-        raise SampleError(f"evaluation: no held-out sample has a target token: {text}")
-    width = int(drawn.metas.num_targets.max())
+        raise SampleError(f"evaluation: {_nothing_to_score(drawn, job.recipe.training.seq_len)}")
+    width = int(num_targets.max())
     # The line of a sample is written by one rank; the sum over ranks hands it to all.
     results = torch.zeros(count, width + 1, dtype=torch.int64)
     loss = torch.zeros((), dtype=torch.float64, device=job.world.device)
     skipped: dict[int, str] = {}
-    parts = [(start, drawn[start : start + batch]) for start in range(0, count, batch)]
-    planned = [(start, part, job.plan(part.metas)) for start, part in parts]
+    planned = [(i * batch, part, job.plan(part.metas)) for i, part in enumerate(drawn)]
     feeds = [job.feed(part, plan, loader) for _, part, plan in planned]
     for feed, (_, _, plan) in zip(feeds, planned, strict=True):
         feed.announce(job.schedule(plan, training=False))
@@ -142,12 +143,43 @@ def _evaluate(job: Job, source: Source, limit: int | None, silent: Collection[in
         dist.all_reduce(results, group=everyone)
         dist.all_reduce(loss, group=everyone)
     results = results.cpu()
-    kinds = tuple(source.kind(i) for i in range(count)) if isinstance(source, QuestionSource) else ()
-    targets -= sum(drawn[i].meta.num_targets for i in skipped)
-    whole = torch.tensor([d.given.num_targets for d in drawn])  # also what `seq_len` cut off
+    kinds = tuple(_kinds(job.world, source, count)) if isinstance(source, QuestionSource) else ()
+    targets -= int(num_targets[list(skipped)].sum())
+    whole = torch.from_numpy(np.concatenate([part.given.num_targets for part in drawn]))  # also what `seq_len` cut off
     right = (results[:, 0] == whole) & (whole > 0)
     mean = float(loss) / targets if targets else math.nan
     return Evaluation(mean, right, results[:, 1:] - 1, kinds, tuple(skipped.values()))
+
+
+def draw_held_out(world: World, loader: Loader, count: int) -> list[DrawnBatch]:
+    """The first `count` samples of `loader` by global batches, of which each may take as long as that of a step."""
+    drawn = []
+    for start in range(0, count, loader.global_batch_size):
+        part = range(start, min(start + loader.global_batch_size, count))
+        with world.watchdog.watching(f"metadata of the held-out samples {part[0]} to {part[-1]}"):
+            drawn.append(loader.drawn(part))
+    return drawn
+
+
+def _kinds(world: World, source: QuestionSource, count: int) -> Iterator[str]:
+    for i in range(count):
+        with world.watchdog.watching(f"kind of the held-out sample {i}"):
+            kind = source.kind(i)
+        yield kind
+
+
+def _nothing_to_score(drawn: Sequence[DrawnBatch], seq_len: int) -> str:
+    """Why no sample of `drawn` has a target token."""
+    unreadable = [reason for part in drawn for reason in part.unreadable.values()]
+    others = sum(map(len, drawn)) - len(unreadable)
+    if not others:
+        return f"no held-out sample can be read: {describe_unreadable(unreadable)}"
+    readable = [(part, [i for i in range(len(part)) if i not in part.unreadable]) for part in drawn]
+    part, which = next((part, which) for part, which in readable if which)
+    text = describe_without_targets(part, which, seq_len)
+    more = f"; nor have the other {others - len(which)}" if others > len(which) else ""
+    bad = f"; {len(unreadable)} cannot be read, the first: {unreadable[0]}" if unreadable else ""
+    return f"no held-out sample has a target token: {text}{more}{bad}"
 
 
 def _most_likely(logits: Tensor, silent: Collection[int], vocabulary: VocabularyShards | None) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hetmesh.balance import BatchPlan
+from hetmesh.boundary.watchdog import Watchdog
 from hetmesh.data.loader import DrawnBatch, Loader
 from hetmesh.data.payloads import Unreadable, Wanted
 from hetmesh.data.source import Sample
@@ -155,13 +156,20 @@ class Feed:
                         kinds.add(spec.media)
         return wanted
 
-    def load_all(self) -> dict[int, str]:
+    def load_all(self, watchdog: Watchdog) -> dict[int, str]:
         """Load all that this rank will ask for. What cannot be read gets a blank payload of the planned shapes.
+
+        Args:
+            watchdog: watches each sample.
 
         Returns:
             Why not, by index in the batch.
         """
-        return self._load(sorted(self._mine), blanks=True)
+        wrong: dict[int, str] = {}
+        for i in sorted(self._mine):
+            with watchdog.watching(f"loading sample {self.drawn.given.ids[i]!r} on rank {self.rank}"):
+                wrong |= self._load([i], blanks=True)
+        return wrong
 
     def _load(self, missing: Sequence[int], blanks: bool = False) -> dict[int, str]:
         started = time.perf_counter()

@@ -13,6 +13,7 @@ from hetmesh.errors import SampleError
 from hetmesh.training.gradients import clip_factor, scale
 from hetmesh.training.non_finite import describe_non_finite
 from hetmesh.training.skip import leave_out_unreadable
+from hetmesh.training.step_notices import none_readable
 
 if TYPE_CHECKING:
     from hetmesh.training.job import Job
@@ -54,6 +55,8 @@ def forward_backward(job: Job, max_norm: float) -> StepResult:
     left_out: dict[int, str] = {}
     if job.recipe.data.on_bad_sample == "skip":
         plan, left_out = leave_out_unreadable(planned.feed, job.world)
+    if len(left_out) == len(drawn):
+        raise none_readable(step + 1, left_out)
     targets = plan.num_targets
     if not targets:
         told = describe_without_targets(drawn, range(len(drawn)), job.recipe.training.seq_len)

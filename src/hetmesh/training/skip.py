@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,8 @@ from hetmesh.training.feed import Feed
 
 SHOWN = 10
 """Samples that a run names in its log; all are counted."""
+
+_NAMED = 3  # samples that an error names
 
 
 @dataclass
@@ -37,6 +39,13 @@ class Skipped:
         return said
 
 
+def describe_unreadable(reasons: Sequence[str]) -> str:
+    """Why none of some samples can be read, and what to do."""
+    shown = "; ".join(reason.rstrip(".") for reason in reasons[:_NAMED])
+    more = f"; and {len(reasons) - _NAMED} more" if len(reasons) > _NAMED else ""
+    return f"{shown}{more}; mend or remove such samples"
+
+
 def leave_out_unreadable(feed: Feed, world: World) -> tuple[BatchPlan, dict[int, str]]:
     """Load what this rank needs of a step, and agree with all others on the samples that any of them cannot read.
 
@@ -51,7 +60,7 @@ def leave_out_unreadable(feed: Feed, world: World) -> tuple[BatchPlan, dict[int,
         SampleError: the metadata of a sample could be read on some ranks only, so that their plans differ. On all.
     """
     drawn = feed.drawn
-    mine = feed.load_all()
+    mine = feed.load_all(world.watchdog)
     known, here = torch.zeros(2, len(drawn), dtype=torch.bool)
     known[list(drawn.unreadable)] = True
     here[list(mine)] = True

@@ -14,6 +14,19 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.schedule import Schedule
 from hetmesh.training.recipe_schedule import over_in_flight
 from hetmesh.training.reporter import Reporter
+from hetmesh.training.skip import describe_unreadable
+
+
+def none_readable(step: int, left_out: Mapping[int, str]) -> SampleError:
+    """That a step has nothing to learn from.
+
+    Args:
+        left_out: why each sample of its global batch cannot be read.
+    """
+    return SampleError(
+        f"step {step}: no sample of the global batch can be read: {describe_unreadable(list(left_out.values()))}, or "
+        f"take a larger batch: training.global_batch_size is {len(left_out)}"
+    )
 
 
 @dataclass(frozen=True)
@@ -33,8 +46,7 @@ class StepNotices:
             SampleError: no sample of the batch is left, or none has a target; or `[data] on_no_target` says stop.
         """
         if len(left_out) == len(drawn):
-            first = next(iter(left_out.values()))
-            raise SampleError(f"step {step}: no sample of the global batch can be read; the first: {first}")
+            raise none_readable(step, left_out)
         without = [i for i in np.flatnonzero(drawn.metas.num_targets == 0).tolist() if i not in left_out]
         seq_len = self.recipe.training.seq_len
         if without:

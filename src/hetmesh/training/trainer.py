@@ -106,8 +106,7 @@ class Trainer:
         self.signals, self.signalled = StopSignals(announce=world.rank == 0), False
         self.recipe, self.world = recipe, world
         self.claimed = folder or claim_folder(recipe, world)
-        self.folder = self.claimed.path
-        self.notes = self.claimed.describe()
+        self.folder, self.notes = self.claimed.path, self.claimed.describe()
         self.loss: float | None = None  # of the last step
         self.skipped = Skipped()
         self.changed = ""  # since the checkpoint that this run goes on from
@@ -390,7 +389,8 @@ class Trainer:
             experts=self.job.expert_placement.state(),
             configs=self.job.configs,
         )
-        return {**self.job.loader.state_dict(), "run": run}
+        with self.world.watchdog.watching("a look at samples all over the data source", self.checkpointer.timeout):
+            return {**self.job.loader.state_dict(), "run": run}
 
     def _due(self, interval: int) -> bool:
         return self.step % interval == 0 or self._done or self.signalled
