@@ -8,7 +8,7 @@ import pytest
 
 from hetmesh.boundary import World
 from hetmesh.data.digits import DigitsSource
-from hetmesh.errors import RecipeError
+from hetmesh.errors import RecipeError, SampleError
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.testing.sources import RandomMedia
 from hetmesh.training.checkpoint import Checkpointer
@@ -25,11 +25,11 @@ SAMPLES = 30
 LONGEST = 48  # tokens of a sequence
 
 
-def small(name):
+def small(name, *more):
     local = {"digits_colocated": "4", "digits_cp_pp": "16"}.get(name, "8")
     keys = ("--training.dtype", "float64", "--training.local_batch_size", local, "--training.seq_len", str(LONGEST))
     media = ("--data.source", "hetmesh.testing.sources:RandomMedia", "--data.options.kinds", "{image = [1, 8, 8]}")
-    return load_recipe(RECIPES / f"{name}.toml", (*keys, *media))
+    return load_recipe(RECIPES / f"{name}.toml", (*keys, *media, *more))
 
 
 def held_out():
@@ -70,3 +70,41 @@ def test_more_questions_than_there_are_held_out_are_refused():
     with pytest.raises(RecipeError, match=r"validation.free_running = 999: the validation split has 384 samples"):
         held_out_source(load_recipe(RECIPES / "digits.toml", keys))
     assert isinstance(held_out_source(load_recipe(RECIPES / "digits.toml")), DigitsSource)
+
+
+class Broken(RandomMedia):
+    """The metadata of two samples cannot be read by rank `rank`."""
+
+    def __init__(self, rank):
+        super().__init__({"image": (1, 8, 8)}, length=SAMPLES, seed=1)
+        self.rank = rank
+
+    def meta(self, index):
+        meta = super().meta(index)
+        if index in (1, 4) and World.current().rank == self.rank:
+            raise SampleError(f"sample {meta.id!r}: its header is broken")
+        return meta
+
+
+def answered(rank, recipe, bad_rank):
+    job = Job.assemble(recipe, World.current())
+    return [free_running(job, source, 6, 3, ends) for source in (held_out(), Broken(bad_rank)) for ends in ((), {3, 9})]
+
+
+def test_held_out_samples_that_cannot_be_read_count_as_wrong_or_end_the_run(world):
+    keys = ("--data.on_bad_sample", "skip")
+    found = answered(0, small("digits_single", *keys), bad_rank=0)
+    for whole, broken in zip(found[:2], found[2:], strict=True):
+        assert [a for i, a in enumerate(whole.answers) if i not in (1, 4)] == [a for a in broken.answers if a]
+        assert broken.answers[1] == broken.answers[4] == ()
+        assert broken.right[1] is broken.right[4] is False
+        assert broken.unended >= 2
+    with pytest.raises(SampleError, match="its header is broken"):
+        answered(0, small("digits_single"), bad_rank=0)
+
+
+@pytest.mark.slow
+def test_what_one_rank_cannot_read_is_wrong_for_all(pool4):
+    found = pool4.run(answered, small("digits", "--data.on_bad_sample", "skip"), 1, timeout=120)
+    assert all(each == found[0] for each in found)
+    assert found[0][2].answers[1] == found[0][2].answers[4] == () != found[0][2].answers[0]

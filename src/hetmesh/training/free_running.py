@@ -8,14 +8,19 @@ is a forward of everything per token.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+
 from hetmesh.data.continued import Continued, answer_start
 from hetmesh.data.loader import Loader
 from hetmesh.data.source import Source
-from hetmesh.training.evaluate import evaluate
+from hetmesh.errors import SampleError
+from hetmesh.training.evaluate import draw_held_out, evaluate
 
 if TYPE_CHECKING:
     from hetmesh.training.job import Job
@@ -49,8 +54,8 @@ def free_running(job: Job, source: Source, samples: int, most: int, ends: Collec
         ends: tokens that end one. Where there are none, an answer has as many tokens as the data's.
     """
     count = min(samples, len(source))
-    truths = [_truth(source, index) for index in range(count)]
-    longest = [most if ends else min(most, len(truth)) for truth in truths]
+    truths = _truths(job, source, count)
+    longest = [(most if ends else min(most, len(truth.answer))) * truth.readable for truth in truths]
     answers: list[list[int]] = [[] for _ in range(count)]
     stopped = {index for index in range(count) if not longest[index]}
     open_ = [index for index in range(count) if index not in stopped]
@@ -65,7 +70,7 @@ def free_running(job: Job, source: Source, samples: int, most: int, ends: Collec
         predicted = evaluate(job, continued, silent=silent).predicted
         still = []
         for at, index in enumerate(open_):
-            token = int(predicted[at, continued.meta(at).num_targets - 1])
+            token = int(predicted[at, truths[index].targets_before + len(answers[index])])
             if token < 0:  # the sample could not be read
                 stopped.add(index)
                 continue
@@ -77,23 +82,59 @@ def free_running(job: Job, source: Source, samples: int, most: int, ends: Collec
             elif ends:
                 stopped.add(index)
         open_ = still
-    right = tuple(_same(source, answer, truth) for answer, truth in zip(answers, truths, strict=True))
+    right = tuple(_same(source, answer, truth.answer) for answer, truth in zip(answers, truths, strict=True))
     return FreeRunning(tuple(map(tuple, answers)), right, len(stopped))
 
 
 def _cut(job: Job, source: Continued) -> set[int]:
     """Samples of which `seq_len` cuts the place of the next token."""
-    loader = Loader(source, len(source), job.loader.prepare, shuffle=False, skip=job.loader.skip)
-    drawn = loader.drawn(range(len(source)))
+    loader = Loader(source, job.recipe.batch.global_batch_size, job.loader.prepare, shuffle=False, skip=job.loader.skip)
+    drawn = itertools.chain.from_iterable(draw_held_out(job.world, loader, len(source)))
     return {i for i, each in enumerate(drawn) if each.meta.num_targets < each.given.num_targets}
 
 
-def _truth(source: Source, index: int) -> list[int]:
+@dataclass(frozen=True)
+class _Truth:
+    """The tokens of the last answer of a sample, how many target tokens lie before it, and whether it can be read."""
+
+    answer: list[int]
+    targets_before: int
+    readable: bool = True
+
+
+_UNREADABLE = _Truth([], 0, readable=False)
+
+
+def _truths(job: Job, source: Source, count: int) -> list[_Truth]:
+    """Those of the first samples. With `[data] on_bad_sample = "skip"`, what any rank cannot read is not `readable`.
+    Collective.
+
+    Raises:
+        SampleError: a sample cannot be read, and shall not be skipped.
+    """
+    world, found = job.world, list[_Truth]()
+    for index in range(count):
+        with world.watchdog.watching(f"the right answer of the held-out sample {index}"):
+            try:
+                found.append(_truth(source, index))
+            except SampleError:
+                if not job.loader.skip:
+                    raise
+                found.append(_UNREADABLE)
+    if job.loader.skip:  # what is asked next has to be the same on all ranks
+        readable = torch.tensor([truth.readable for truth in found], dtype=torch.int32, device=world.device)
+        with world.waiting("which held-out samples any rank cannot read"):
+            dist.all_reduce(readable, dist.ReduceOp.MIN, group=world.group(range(world.size)))
+        found = [truth if here else _UNREADABLE for truth, here in zip(found, readable.tolist(), strict=True)]
+    return found
+
+
+def _truth(source: Source, index: int) -> _Truth:
     meta = source.meta(index)
     if not meta.targets:
-        return []
+        return _Truth([], 0)
     start, stop = answer_start(meta), meta.targets[-1][1]
-    return source.load(index, ()).tokens[start:stop].tolist()
+    return _Truth(source.load(index, ()).tokens[start:stop].tolist(), meta.num_targets - (stop - start))
 
 
 def _same(source: Source, answer: list[int], truth: list[int]) -> bool:
