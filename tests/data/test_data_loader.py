@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hetmesh.balance import plan_batch
 from hetmesh.data import DigitsSource, Expander, Loader, Sample
+from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.payloads import Unreadable
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import ModuleGraph, ModuleSpec
@@ -175,6 +176,28 @@ def test_u27_samples_in_another_order_are_refused_and_mended_ones_are_not():
         Loader(Named([1, *range(1, size)]), 3).load_state_dict(state)  # the first is another one
         del state["source"]  # as older checkpoints lack it
         Loader(Named(range(size)[::-1]), 3).load_state_dict(state)
+
+
+def mixed(*orders):
+    return Loader(MixtureSource({name: Named(order) for name, order in zip("ab", orders, strict=False)}, WEIGHTS), 3)
+
+
+WEIGHTS = {"a": 0.8, "b": 0.2}
+
+
+@pytest.mark.parametrize("b", [range(5, 13), range(8)[::-1], range(6)])
+def test_u27_each_source_of_a_mixture_is_looked_at(b):
+    """The longest one for its share says how long an epoch is, so others may change unnoticed."""
+    state = mixed(range(500), range(8)).state_dict()
+    told = r"number of samples of each source of data\.mixture was a 500, b 8 and is a 500, b 6" if len(b) == 6 else (
+        r"of 8 samples of \[\[data\.mixture\]\] 'b' looked at, 8 are others .*, the first at place 500: it"
+    )  # fmt: skip
+    with pytest.raises(RecipeError, match=told):
+        mixed(range(500), b).load_state_dict(state)
+    (mended,) = mixed(range(500), [9, *range(1, 8)]).load_state_dict(state)
+    assert mended.startswith("of 8 samples of [[data.mixture]] 'b' looked at, 1 are others")
+    del state["parts"], state["part_lengths"]  # as older checkpoints lack them
+    assert mixed(range(500), b).load_state_dict(state) == []
 
 
 class Retokenized(Tiny):

@@ -69,6 +69,22 @@ def plain(step):
     return step.drawn.indices, step.plan.lanes, list(step.schedule.of_rank(1))
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_steps_begin_where_the_loader_was_brought(workers):
+    """By somebody's own loop, when later steps were planned already."""
+    job, other = job_of(workers=workers), job_of()
+    position = Loader(job.loader.source, 5).state_dict() | {"step": 1, "sample": 5}
+    upcoming = Upcoming(job, 9)
+    try:
+        upcoming.take()
+        upcoming.settle()
+        for loader in (job.loader, other.loader):
+            loader.load_state_dict(position)
+        assert [plain(upcoming.take()) for _ in range(3)] == [plain(plan_step(other, number)) for number in (1, 2, 3)]
+    finally:
+        upcoming.close()
+
+
 def test_steps_come_in_order_and_are_planned_by_another_thread():
     job = job_of()
     expected = [plain(plan_step(job, number)) for number in range(4)]

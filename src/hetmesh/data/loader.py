@@ -9,13 +9,13 @@ twice in one batch.)
 
 from __future__ import annotations
 
-import contextlib
-import zlib
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, overload
 
+from hetmesh.data import probes
 from hetmesh.data.expand import blank, expand_tokens
 from hetmesh.data.expand_arrays import AsGiven, ExpandedArrays, Expander
 from hetmesh.data.metas import metas_of
@@ -28,16 +28,15 @@ from hetmesh.graph import MetaArrays, SampleMeta
 _KEYS = {
     "seed": "debug.seed",
     "source_length": "the number of samples of data.source",
+    "part_lengths": "the number of samples of each source of data.mixture",
     "shuffle": "the loader's shuffle",
 }
 """What the values that a position depends on are called in a recipe."""
 
 
-PROBES = "source"
-"""What a position calls the checksums of some samples: of the metadata and of the tokens of each."""
-
-_LOOKED_AT = 64  # samples: of another order, hardly one is where it was
-_MENDED = 0.25  # of these, so many may differ: whoever mends a sample that ended a run goes on with it
+PROBES, PART_PROBES, PART_LENGTHS = "source", "parts", "part_lengths"
+"""What a position calls the checksums of some samples, those of a mixture's sources, and how many samples these have.
+Older positions do not have them."""
 
 _ELSEWHERE = "the checkpoint's place in the data means other samples now"
 _RESTORE = (
@@ -292,60 +291,57 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, what it depends on, and a few samples by their checksums."""
-        return {"step": self.step, "sample": self.place(self.step), **self._identity(), PROBES: self._probes}
+        return {"step": self.step, "sample": self.place(self.step), **self._identity(), self._probes_key: self._probes}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Continue where the loader that gave `state` was: the samples that come next are those that it would have
         drawn, however many make a batch now.
 
+        Returns:
+            Which of the samples looked at are others, a line for each source; few enough to have been mended.
+
         Raises:
-            RecipeError: seed, order or source length differ, or the source has other samples at the same places (more
-                than a few, which may have been mended), so that the samples would not be the same ones.
+            RecipeError: seed, order or lengths of sources differ, or a source has other samples at the same places
+                (more than a few), so that the samples would not be the same ones.
         """
         identity = self._identity()
-        missing = {"step", "sample", *identity} - set(state)
+        missing = {"step", "sample", *identity} - set(state) - {PART_LENGTHS}
         if missing:
             raise RecipeError(f"checkpoint: the data position lacks {sorted(missing)}; it has {sorted(state)}")
-        differs = {k: (state[k], v) for k, v in identity.items() if state[k] != v}
+        differs = {k: (state[k], v) for k, v in identity.items() if k in state and state[k] != v}
         if differs:
             told = ", ".join(f"{_KEYS[k]} was {old} and is {new}" for k, (old, new) in differs.items())
             raise RecipeError(f"{_ELSEWHERE}: {told}; {_RESTORE}")
-        before = state.get(PROBES)  # older checkpoints have none
+        mended: list[str] = []
+        before = state.get(self._probes_key)
         if before is not None and before != self._probes:
-            pairs = zip(before.split(), self._probes.split(), strict=False)  # of older checkpoints, metadata alone
-            changed = [i for i, (old, new) in zip(self._probed, pairs, strict=False) if old != new[: len(old)]]
-            if len(changed) > _MENDED * len(self._probed):
+            others, mended = probes.compared(self._looked_at, before, self._probes)
+            if others:
                 raise RecipeError(
-                    f"{_ELSEWHERE}: of {len(self._probed)} samples of data.source looked at, {len(changed)} are others "
-                    f"than those that were there, the first at place {changed[0]}: it was sorted, its text becomes "
-                    f"other tokens, or it is another one; {_RESTORE}"
+                    f"{_ELSEWHERE}: {others[0]}: it was sorted, its text becomes other tokens, or it is another one; "
+                    f"{_RESTORE}"
                 )
         self.step = int(state["step"])
         self._since = (self.step, int(state["sample"]))
+        return mended
 
     @property
-    def _probed(self) -> list[int]:
-        """Source indices of the samples that stand for all."""
-        size = len(self.source)
-        return [size * i // min(_LOOKED_AT, size) for i in range(min(_LOOKED_AT, size))]
+    def _probes_key(self) -> str:
+        return PART_PROBES if probes.lengths(self.source) else PROBES
+
+    @cached_property
+    def _looked_at(self) -> probes.Groups:
+        return probes.looked_at(self.source)
 
     @cached_property
     def _probes(self) -> str:
-        found = []
-        for index in self._probed:
-            facts, tokens = "unreadable", b""
-            with self.payloads.sources.reading, contextlib.suppress(SampleError):
-                facts = repr(self.source.meta(index))
-                tokens = self.source.load(index, ()).tokens.numpy().tobytes()
-            found.append(f"{zlib.crc32(facts.encode()):08x}{zlib.crc32(tokens):08x}")
-        return " ".join(found)
+        indices = itertools.chain(*self._looked_at.values())
+        return probes.checksums(self.source, indices, self.payloads.sources.reading)
 
-    def _identity(self) -> dict[str, int]:
-        return {
-            "seed": self.seed,
-            "source_length": len(self.source),
-            "shuffle": int(self.shuffle),
-        }
+    def _identity(self) -> dict[str, Any]:
+        parts = probes.lengths(self.source)
+        own = {"seed": self.seed, "source_length": len(self.source), "shuffle": int(self.shuffle)}
+        return own | ({PART_LENGTHS: parts} if parts else {})
 
 
 def describe_without_targets(drawn: DrawnBatch, which: Sequence[int], seq_len: int) -> str:

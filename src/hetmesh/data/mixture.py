@@ -70,6 +70,11 @@ class MixtureSource:
     def __len__(self) -> int:
         return self._ends[-1]
 
+    @property
+    def starts(self) -> dict[str, int]:
+        """The index of each source's first sample."""
+        return dict(zip(self.names, [0, *self._ends], strict=False))
+
     def place(self, index: int) -> tuple[str, int]:
         """The source that sample `index` comes from, and its index there."""
         if not 0 <= index < len(self):

@@ -364,7 +364,7 @@ class Trainer:
                 told = f"; keys that have changed: {described(changed)}; {ADVICE}" if changed else ""
                 raise RecipeError(f"{error}{told}") from error
         saved.check_model(self.recipe, self.job.configs, path)
-        self.job.loader.load_state_dict(position)
+        self.notes += [f"note: {each}" for each in self.job.loader.load_state_dict(position)]
         if held := sorted(self.references.keys() - saved.references.keys()):  # maybe other weights than the directory
             self.references = {k: v for k, v in self.references.items() if k in saved.references}
             self.notes.append(f'checkpoint.frozen = "reference": {path} holds {", ".join(held)}, and so do later ones')

@@ -29,9 +29,10 @@ it, and one more, whose samples workers may start with. The transfers of a step 
 
 @dataclass(frozen=True, eq=False)
 class PlannedStep:
-    """One step before it runs: its samples, which lane and microbatch handles each, the order of its actions, what this
-    rank moves, and the feed that gives its modules their inputs."""
+    """One step before it runs: where its samples begin in the row of all, which they are, which lane and microbatch
+    handles each, the order of its actions, what this rank moves, and the feed that gives its modules their inputs."""
 
+    place: int
     drawn: DrawnBatch
     plan: BatchPlan
     schedule: Schedule
@@ -46,12 +47,12 @@ def plan_step(job: Job, number: int) -> PlannedStep:
         SampleError: a sample's metadata is malformed or does not suit the modules.
         GraphError: the batch cannot be balanced as the recipe says.
     """
-    drawn = job.loader.batch(number)
+    place, drawn = job.loader.place(number), job.loader.batch(number)
     plan = job.plan(drawn.metas)
     schedule = job.schedule(plan)
     transfers = StepTransfers(plan, schedule, job.world.rank, job.world.ranks_per_node)
     transfers.prepare()
-    return PlannedStep(drawn, plan, schedule, transfers, job.feed(drawn, plan))
+    return PlannedStep(place, drawn, plan, schedule, transfers, job.feed(drawn, plan))
 
 
 class Upcoming:
@@ -88,6 +89,10 @@ class Upcoming:
         if number not in self._planned:  # beyond the last step, by somebody's own loop
             self._plan(number)
         step = self._planned.pop(number).result()
+        if step.place != loader.place(number):  # somebody's own loop has brought the loader elsewhere
+            self._planned.clear()
+            self._plan(number)
+            step, self._announced = self._planned.pop(number).result(), number
         if self._announced <= number:
             step.feed.announce(step.schedule)
             self._announced = number + 1

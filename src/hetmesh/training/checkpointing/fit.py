@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hetmesh.boundary import World
-from hetmesh.data.loader import PROBES
+from hetmesh.data.loader import PART_LENGTHS, PART_PROBES, PROBES
 from hetmesh.errors import RecipeError
 
 _SHOWN = 3  # differences that an error names
@@ -48,7 +48,8 @@ def optional(key: str, saved: Iterable[str]) -> bool:
     """Whether a checkpoint may lack `key`: the random state of a rank that did not exist; the recipe and the samples
     looked at, which older ones do not hold; the optimizer's state of a parameter that never had a gradient (and none
     must be made up, for it would begin with another step count)."""
-    if key.startswith("random.") or key in ("extra.run", f"extra.{PROBES}"):
+    newer = ("run", PROBES, PART_PROBES, PART_LENGTHS)
+    if key.startswith("random.") or key in [f"extra.{each}" for each in newer]:
         return True
     prefix = "optimizer.state."
     parameter = key.removeprefix(prefix).rpartition(".")[0]
