@@ -82,7 +82,7 @@ def varied(cases: list[RecipeCase], count: int) -> Iterator[RecipeCase]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "count", "seed"), [(4, 8, 100), (8, 4, 101)])
+@pytest.mark.parametrize(("world", "count", "seed"), [(4, 6, 100), (8, 3, 101)])
 def test_drawn_recipes_equal_one_process(pool, fuzz, world, count, seed):
     """Also a plain loop over transformers modules where the recipe trains the digits model."""
     pools = fuzz.Pools(pool(4), pool(8))
