@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -90,7 +91,7 @@ def test_a_page_says_what_was_not_recorded(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": null}\n{"st')
     text = Outline(shown(tmp_path, capsys)).text
-    assert "not finished: step 1; its last line was written 0 s ago, and no end is recorded" in text
+    assert re.search(r"not finished: step 1; its last line was written \d+ s ago, and no end is recorded", text)
     assert "there is no recipe.json" in text
     assert "train with --profiling.timeline true" in text
     assert "1 line of metrics.jsonl cannot be read" in text

@@ -1,6 +1,7 @@
 """What became of a run: whether it lives, how it ended, and what its time was spent on."""
 
 import json
+import re
 import socket
 import time
 
@@ -12,7 +13,7 @@ from hetmesh.report.run_folder import read_run
 from hetmesh.report.run_series import series
 from hetmesh.training.run_events import RunEvents, is_writing
 
-HOUR = 3600.0
+HOUR = 3615.0  # and a bit: the clock of a line is rounded
 
 
 def written(folder, *events, steps=3, age=HOUR, here=True):
@@ -63,7 +64,7 @@ def test_a_run_that_lives_holds_its_events(tmp_path):
     running = RunEvents(tmp_path, anew=False)
     running.started(3, steps=9)
     text, mood = told(tmp_path)
-    assert text.startswith("still running: step 3 of 9, last sign of life 0 s ago")
+    assert re.match(r"still running: step 3 of 9, last sign of life \d+ s ago", text)
     assert mood == "good"
     written(tmp_path)  # the same file, still locked
     text, mood = told(tmp_path)
