@@ -9,7 +9,7 @@ from hetmesh.parallel.gradient_axes import ParameterAxes, gradient_axes
 from hetmesh.parallel.gradient_sums import sum_gradients
 from hetmesh.parallel.gradients import local_gradient, local_part
 from hetmesh.parallel.linear import Colwise, Rowwise
-from hetmesh.parallel.own_module import own_parallel_module
+from hetmesh.parallel.own_module import SumsApart, own_parallel_module, sums_apart
 from hetmesh.parallel.random_state import RandomPlace, entering, seed_by_place
 from hetmesh.parallel.reduction import Reduction, reduce_gradients
 from hetmesh.parallel.replicas import check_replicas
@@ -29,6 +29,7 @@ __all__ = [
     "RandomPlace",
     "Reduction",
     "Rowwise",
+    "SumsApart",
     "TiedParameter",
     "VocabularyShards",
     "apply_activation_checkpoint",
@@ -48,5 +49,6 @@ __all__ = [
     "sum_gradients",
     "sum_over_shards",
     "sum_tied_parameters",
+    "sums_apart",
     "tied_parameters",
 ]

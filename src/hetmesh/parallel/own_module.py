@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import combinations
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hetmesh._torch_compat import fsdp_groups
-from hetmesh.errors import GradientError, LayoutError
+from hetmesh.errors import GradientError, GraphError, LayoutError
 from hetmesh.graph.module_graph import LANE_AXES
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.parallel.apply import AdaptedModule, ParallelModule
@@ -52,6 +54,44 @@ def own_parallel_module(
         summed = tuple(sorted(lanes, key=SUM_ORDER.index))
         axes[fqn] = ParameterAxes(summed, by_fsdp.get(id(parameter), ()), sharded_axes(parameter, spec))
     return ParallelModule(module, (stage,), spec, device_mesh, axes)
+
+
+SumsApart = list[tuple[list[nn.Parameter], list[dist.ProcessGroup]]]
+"""Parameters that several parts on one mesh have, and the groups over which their gradients are summed."""
+
+
+def sums_apart(parts: Mapping[str, ParallelModule]) -> tuple[dict[str, ParallelModule], SumsApart]:
+    """The parts of this rank without the sums of what several of them have; and these, for `sum_gradients` when the
+    backwards of all parts are over.
+
+    Raises:
+        GraphError: parts on different meshes share a parameter, or FSDP has it, which would sum it part by part.
+    """
+    owners: dict[int, str] = {}
+    shared: dict[str, dict[int, nn.Parameter]] = {}
+    for name, part in parts.items():
+        for fqn, parameter in part.module.named_parameters():
+            if (first := owners.setdefault(id(parameter), name)) == name:
+                continue
+            where = f"part {name!r}: {fqn} is a parameter of part {first!r} too"
+            if part.spec != parts[first].spec:
+                raise GraphError(
+                    f"{where}, whose mesh is {parts[first].spec}, not {part.spec}: nobody would sum its gradient over "
+                    "both; give these parts one mesh, or a copy each"
+                )
+            if part.axes[fqn].in_backward:
+                raise GraphError(f"{where}, and fully_shard sums its gradient for one part alone: leave that out there")
+            shared.setdefault(first, {})[id(parameter)] = parameter
+    several = {at for parameters in shared.values() for at in parameters}
+    for name, part in parts.items():
+        own = {fqn for fqn, p in part.module.named_parameters() if id(p) in several}
+        axes = {fqn: replace(each, summed=()) if fqn in own else each for fqn, each in part.axes.items()}
+        parts = {**parts, name: replace(part, axes=axes)}
+    sums = SumsApart()
+    for name, parameters in shared.items():
+        lanes = [axis for axis in LANE_AXES if parts[name].spec.axis_size(axis) > 1]
+        sums.append(([*parameters.values()], [parts[name].device_mesh.get_group(axis) for axis in lanes]))
+    return dict(parts), sums
 
 
 def _by_fsdp(name: str, module: nn.Module, spec: MeshSpec) -> Iterator[tuple[int, tuple[str, ...]]]:

@@ -28,7 +28,16 @@ from hetmesh.graph import (
     stage_graph,
 )
 from hetmesh.layout import MeshSpec
-from hetmesh.parallel import AdaptedModule, ParallelModule, Reduction, check_replicas, own_parallel_module
+from hetmesh.parallel import (
+    AdaptedModule,
+    ParallelModule,
+    Reduction,
+    SumsApart,
+    check_replicas,
+    own_parallel_module,
+    sum_gradients,
+    sums_apart,
+)
 from hetmesh.parallel.fully_shard import sharded_modules
 from hetmesh.recipe.schedule_names import schedule_name
 from hetmesh.runtime import Runtime
@@ -54,6 +63,10 @@ computes, a row per sample in that order; `{}` for a part that reads nothing. Of
 @dataclass(frozen=True)
 class Part:
     """A module of one's own, parallelised over its mesh.
+
+    Parts with equal meshes may share parameters (a tied head) or be one module, without `fully_shard`. Tie them after
+    `parallelize_module`, which makes new parameters. Parts on other ranks cannot share any: each rank has a copy, and
+    nobody would sum the gradients.
 
     Attributes:
         module: as `parallelize_module` and `fully_shard` left it; None on ranks outside its mesh.
@@ -121,7 +134,7 @@ class Pipeline:
         self.graph = _graph(self.parts, boundaries)
         self.checked: dict[str, float | None] | None = None if check else {}
         self.steps = 0
-        self.parallel = self._parallel_modules()
+        self.parallel, self._shared = self._parallel_modules()
         if schedule == "zero_bubble" and any(
             each.in_backward for module in self.parallel.values() for each in module.axes.values()
         ):
@@ -142,13 +155,14 @@ class Pipeline:
             loss=CheckedSum(loss),
             seed=seed,
         )
-        self._counted = counted(self.parallel.values(), self.world.rank)
+        self._counted = list(dict.fromkeys(counted(self.parallel.values(), self.world.rank)))
         self.plan = lru_cache(maxsize=8)(self._plan)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those of this rank's parts; an optimizer of torch takes them with `foreach=False`, as they lie on several
-        meshes."""
-        return [p for each in self.parallel.values() for p in each.module.parameters()]
+        """Those of this rank's parts, each once; none on a rank outside all parts. An optimizer of torch takes them as
+        `[{"params": pipeline.parameters()}]`, which may be empty, with `foreach=False`, as they lie on several meshes.
+        """
+        return list(dict.fromkeys(p for each in self.parallel.values() for p in each.module.parameters()))
 
     def step(self, load: Load, samples: int, *, divide_by: float = 1.0, max_norm: float = 0.0) -> float:
         """Forward and backward of a batch; leaves gradients in `.grad`, in place of those of before. Collective.
@@ -207,6 +221,9 @@ class Pipeline:
             return checked_batch(stage.module, samples, load(stage.module, samples))
 
         mine = self.runtime.run(schedule, plan, load_batch, step=self.steps, settled=False)
+        if training:
+            for shared, lanes in self._shared:
+                sum_gradients(shared, lanes)
         for module in self.parallel.values():  # where no backward came, nothing else lets go of what was gathered
             for each in sharded_modules(module.module):
                 each.reshard()
@@ -228,21 +245,21 @@ class Pipeline:
         plan = plan_batch(self.graph, metas, self.microbatch)
         return plan, POLICIES[self.schedule](stage_graph(self.graph), plan.routes, training)
 
-    def _parallel_modules(self) -> dict[str, ParallelModule]:
+    def _parallel_modules(self) -> tuple[dict[str, ParallelModule], SumsApart]:
         meshes = {name: self.world.device_mesh(self.parts[name].mesh) for name in self.graph.order}
-        found, error = dict[str, ParallelModule](), None
+        found, sums, error = dict[str, ParallelModule](), SumsApart(), None
         try:
-            found = self._own_modules(meshes)
+            found, sums = sums_apart(self._own_modules(meshes))
         except HetmeshError as own:
             error = own
-        described = {name: described_parameters(each.module) for name, each in found.items()}
+        described = {name: described_parameters(each.module, sums) for name, each in found.items()}
         told: list[Any] = [None] * self.world.size
         with self.world.waiting("whether every rank has its parts"):
             dist.all_gather_object(told, (error, described), group=self.world.group(range(self.world.size)))
         if first := next((each for each, _ in told if each is not None), None):
             raise first
         check_equal_parameters([each for _, each in told])
-        return found
+        return found, sums
 
     def _own_modules(self, meshes: Mapping[str, DeviceMesh | None]) -> dict[str, ParallelModule]:
         found: dict[str, ParallelModule] = {}

@@ -11,16 +11,23 @@ from torch import Tensor, nn
 
 from hetmesh.errors import GraphError, LossError
 from hetmesh.models.batch_statistics import batch_dependent_layers
+from hetmesh.parallel import SumsApart
 from hetmesh.training.loss import rounding
 
 Parameters = tuple[tuple[str, str], ...]
 """Of a part on a rank: each parameter, with what of it is equal on all of them."""
 
 
-def described_parameters(module: nn.Module) -> Parameters:
-    """What `check_equal_parameters` compares: names, shapes of whole parameters, dtypes, and which are trained."""
+def described_parameters(module: nn.Module, sums: SumsApart) -> Parameters:
+    """What `check_equal_parameters` compares: names, shapes of whole parameters, dtypes, which are shared with other
+    parts, and which are trained."""
+    shared = {id(p) for parameters, _ in sums for p in parameters}
     return tuple(
-        (name, f"{tuple(p.shape)} {p.dtype}, requires_grad = {p.requires_grad}")
+        (
+            name,
+            f"{tuple(p.shape)} {p.dtype}{', shared with another part' * (id(p) in shared)}, "
+            f"requires_grad = {p.requires_grad}",
+        )
         for name, p in module.named_parameters()
     )
 
