@@ -12,7 +12,9 @@ import torch
 from hetmesh.data.source import Sample
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import MediaItem, SampleMeta
+from hetmesh.models.can_do import can_do
 from hetmesh.models.pretrained import Pretrained
+from hetmesh.models.split.text_plan import text_plan
 from hetmesh.models.split.whole_model import whole_model
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import tiny_vlms
@@ -199,6 +201,40 @@ def test_what_depends_on_other_tokens_at_hand_is_not_shared(tmp_path, monkeypatc
     abilities = adapters_of(tiny_vlms.save("llava", tmp_path))["llm"].abilities
     assert not getattr(abilities, ability)
     assert says in abilities.because(ability)
+
+
+SP = "[parallelism.llm]\ntensor_parallel_degree = 2\nenable_sequence_parallel = true"
+
+
+@pytest.mark.slow
+def test_sequence_parallelism_of_layers_that_need_all_tokens_is_refused(directory):
+    """It was once computed, and wrong: a linear attention began anew in the middle of samples."""
+    path = directory("qwen3_5")
+    says = r"parallelism.llm.enable_sequence_parallel: .* layers of kind \['linear_attention'\] need all tokens"
+    with pytest.raises(RecipeError, match=says):
+        describe(recipe(path, SP))
+    found = adapters_of(path, SP.partition("enable")[0])
+    assert can_do(found, "llm")["SP"] == "no"
+    assert can_do(found, "llm")["TP"] != "no"
+
+
+@pytest.mark.slow
+def test_sequence_parallelism_of_eager_attention_is_refused(tmp_path, monkeypatch):
+    """It was once computed, and wrong: without a mask, which is left out where all tokens are gathered, not causal."""
+    monkeypatch.setattr("transformers.LlavaPreTrainedModel._supports_sdpa", False)
+    with pytest.raises(RecipeError, match="its attention is eager, which only a mask of all tokens makes causal"):
+        describe(recipe(tiny_vlms.save("llava", tmp_path), SP))
+
+
+@pytest.mark.slow
+def test_tokens_are_not_split_where_a_layer_has_no_attention_that_is_split(directory, monkeypatch):
+    whole = whole_model_of(directory("internvl"))
+    plan = whole.text_config.base_model_tp_plan
+    assert text_plan(whole, whole.model).token_sharded
+    some = {name.replace("*", "1"): style for name, style in plan.items()}
+    monkeypatch.setattr(whole.text_config, "base_model_tp_plan", some)
+    assert text_plan(whole, whole.model).plan
+    assert not text_plan(whole, whole.model).token_sharded
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import contextlib
 import re
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +24,11 @@ NAMES = re.compile("tensors are none of|save_original_format")
 """Refusals of tensors by their names: saved in transformers' own form the model may be taken."""
 
 
-def survey(model_type: str, class_name: str) -> dict[str, Any]:
+Judge = Callable[[str], dict[str, Any]]
+"""(text of a recipe of a tiny model's directory) -> what the row says of its training; may raise HetmeshError."""
+
+
+def survey(model_type: str, class_name: str, judge: Judge | None = None) -> dict[str, Any]:
     """What becomes of a class: a row of the survey's table.
 
     `result` is `not_buildable`, `refused` (by what `hetmesh check` finds without weights), `refused_by_self_check`
@@ -32,17 +36,26 @@ def survey(model_type: str, class_name: str) -> dict[str, Any]:
     `silently_wrong`: the self-check passes, and losses, gradients or parameters of two steps of training differ from
     transformers' own. `split` is whether it comes apart into its parts, which a model does whose items cannot be handed
     over.
+
+    Args:
+        judge: in place of the self-check and two steps in one process.
     """
-    row = _surveyed(model_type, class_name, True, True)
+
+    def surveyed(small_images: bool, original_form: bool) -> dict[str, Any]:
+        return _surveyed(model_type, class_name, small_images, original_form, judge or _judged)
+
+    row = surveyed(True, True)
     if row["result"] == "refused" and NAMES.search(row["reason"]):
-        row = _surveyed(model_type, class_name, True, False)
+        row = surveyed(True, False)
     if row["result"] == "not_buildable" or (row["result"] == "refused" and row["split"] and "items" not in row):
-        other = _surveyed(model_type, class_name, False, "saved_with" not in row)
+        other = surveyed(False, "saved_with" not in row)
         row = other if other["result"] not in ("not_buildable", "refused") else row
     return row
 
 
-def _surveyed(model_type: str, class_name: str, small_images: bool, original_form: bool) -> dict[str, Any]:
+def _surveyed(
+    model_type: str, class_name: str, small_images: bool, original_form: bool, judge: Judge
+) -> dict[str, Any]:
     row: dict[str, Any] = {"model_type": model_type, "class": class_name, "split": False}
     if not original_form:
         row["saved_with"] = "save_original_format=False"
@@ -52,7 +65,7 @@ def _surveyed(model_type: str, class_name: str, small_images: bool, original_for
             path = _saved(model_type, class_name, small_images, original_form, Path(folder) / "model")
         except Exception as error:  # whatever transformers makes of a config that it did not write
             return row | {"result": "not_buildable", "reason": _said(error)}
-        row |= _tried(path, row)
+        row |= _tried(path, row, judge)
         return row | ({"reason": row["reason"].replace(f"{path}", "DIR")[:500]} if "reason" in row else {})
 
 
@@ -82,13 +95,13 @@ def _saved(model_type: str, class_name: str, small_images: bool, original_form: 
     return path
 
 
-def _tried(path: Path, row: dict[str, Any]) -> dict[str, Any]:
+def _tried(path: Path, row: dict[str, Any], judge: Judge) -> dict[str, Any]:
     from hetmesh.models.pretrained import Pretrained
     from hetmesh.models.split.item_calls import apart
     from hetmesh.models.split.whole_model import whole_model
     from hetmesh.recipe.recipe import parse_recipe
     from hetmesh.training.describe import describe
-    from hetmesh.training.self_check import _encoders, self_check
+    from hetmesh.training.self_check import _encoders
 
     try:
         recipe = parse_recipe(_recipe(path, {}))
@@ -103,8 +116,8 @@ def _tried(path: Path, row: dict[str, Any]) -> dict[str, Any]:
         calls = {at: each.call for at, each in _encoders(recipe, whole).items()}
         row["items"] = {at: type(call).__name__ for at, call in calls.items()}
         items = {at: apart(call, call.blank) for at, call in calls.items()}
-        recipe = parse_recipe(_recipe(path, items, whole.around))
-        adapters = describe(recipe)[1]
+        text = _recipe(path, items, whole.around)
+        adapters = describe(parse_recipe(text))[1]
         row["abilities"] = {
             key: adapters["llm"].abilities.because(key) if not getattr(adapters["llm"].abilities, key) else True
             for key in ("activation", "token_sharded", "use_packed")
@@ -112,12 +125,19 @@ def _tried(path: Path, row: dict[str, Any]) -> dict[str, Any]:
     except HetmeshError as error:
         return row | {"result": "refused", "reason": _said(error)}
     try:
-        row["max_difference"] = self_check(recipe)
+        return row | judge(text)
     except SelfCheckError as error:
         return row | {"result": "refused_by_self_check", "reason": _said(error)}
     except HetmeshError as error:
         return row | {"result": "refused", "reason": _said(error)}
-    return row | _trained(recipe)
+
+
+def _judged(text: str) -> dict[str, Any]:
+    from hetmesh.recipe.recipe import parse_recipe
+    from hetmesh.training.self_check import self_check
+
+    recipe = parse_recipe(text)
+    return {"max_difference": self_check(recipe), **_trained(recipe)}
 
 
 def _trained(recipe: Any) -> dict[str, Any]:

@@ -175,6 +175,17 @@ def _qwen3_vl_moe() -> Any:
     return t.Qwen3VLMoeForConditionalGeneration(config)
 
 
+def _qwen3_5() -> Any:
+    import transformers as t
+
+    vision = {**QWEN_TOWER, "num_position_embeddings": 16}
+    text = {**TEXT, "head_dim": 12, "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}}
+    text |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2}
+    text |= {"linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 6}
+    config = t.Qwen3_5Config(vision_config=vision, text_config=text, **_vision_ids())
+    return t.Qwen3_5ForConditionalGeneration(config)
+
+
 def _glm4v() -> Any:
     import transformers as t
 
@@ -243,6 +254,7 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl_moe,
+    "qwen3_5": _qwen3_5,
     "glm4v": _glm4v,
     "qwen2_audio": _qwen2_audio,
     "qwen2_5_omni": _qwen2_5_omni,
@@ -283,7 +295,7 @@ TILES = (
     "choices = { image = [[[3, 8, 8], []], [[5, 3, 8, 8], [16, 11]], [[3, 3, 8, 8], [7, 30]]] }"
 )
 ITEMS: Mapping[str, str] = {
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v"), CELLS),
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v"), CELLS),
     **dict.fromkeys(("llava_onevision", "llava_onevision_few"), TILES),
     "internvl": "kinds = { image = [3, 8, 8] }, choices = { image = [[[3, 8, 8], []], [[3, 3, 8, 8], []]] }",
     "mistral3": "kinds = { image = [3, 4, 8] }, largest = { image = [3, 12, 16] }",

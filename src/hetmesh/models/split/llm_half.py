@@ -131,11 +131,16 @@ class HfLlmAdapter(CausalLMAdapter):
             )
         if self._experts is not None and not (self.packed or self.balance):  # which transformers' own blocks compute
             found["experts"] = "its samples are padded; set training.pack_samples = true"
-        if not self._text_plan.token_sharded:
-            found["token_sharded"] = "tensor parallelism does not split its attention"
-        elif self._windows and self.whole.family.mask == "causal":  # built from the shape of a share, unless packed
-            found["token_sharded"] = "it has layers with a sliding window"
         kinds = set(getattr(self.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if kinds:
+            found["token_sharded"] = f"its layers of kind {sorted(kinds)} need all tokens, and would get a share of them"
+        elif not self._text_plan.token_sharded:
+            found["token_sharded"] = "tensor parallelism does not split the attention of all of its layers"
+        elif self.whole.family.mask == "causal":  # masks are built from the shape of a share, unless packed
+            if self._windows:
+                found["token_sharded"] = "it has layers with a sliding window"
+            elif self.decoder_of(self.whole.model).config._attn_implementation == "eager":
+                found["token_sharded"] = "its attention is eager, which only a mask of all tokens makes causal"
         decoder = self.decoder_of(self.whole.model)
         if (cap := getattr(self.config, "attn_logit_softcapping", None)) is not None:
             found["use_packed"] = f"its attention caps its logits, attn_logit_softcapping = {cap}"

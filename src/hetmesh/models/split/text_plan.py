@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from torch import nn
 
-from hetmesh.models.split.tower_plan import PAIRS
+from hetmesh.models.split.tower_plan import PAIRS, repeated_blocks
 from hetmesh.models.split.whole_model import WholeModel
 from hetmesh.parallel.tensor_parallel import GRAD_ALLREDUCE, STYLES, matching
 
@@ -23,8 +23,8 @@ class TextPlan:
     Attributes:
         plan: FQN pattern -> style.
         sizes: what the degree must divide.
-        token_sharded: FQNs of the submodules that sequence parallelism splits the tokens of; none where an attention is
-            not split, as it would see a share of the tokens alone.
+        token_sharded: FQNs of the submodules that sequence parallelism splits the tokens of; none where a layer has no
+            attention that is split, as whatever it has instead would see a share of the tokens alone.
     """
 
     plan: Mapping[str, str]
@@ -49,10 +49,12 @@ def text_plan(whole: WholeModel, module: nn.Module) -> TextPlan:
         if getattr(config, key, None)
     }
     rows = {pattern.rpartition(".")[0] for pattern, style in plan.items() if style == "rowwise"}
-    attention = [holder for holder in rows if "attn" in holder or "attention" in holder]
+    attention = {m for r in rows if "attn" in r or "attention" in r for m in matching(module, r)}
+    blocks = [name for name in repeated_blocks(module) if name.startswith(f"{decoder}.")]
+    everywhere = blocks and all(any(_in(holder, block) for holder in attention) for block in blocks)
     children = [name for name, child in module.get_submodule(decoder).named_children() if list(child.parameters())]
     shared = tuple(f"{decoder}.{name}" for name in children if f"{decoder}.{name}" != whole.embedding)
-    return TextPlan(MappingProxyType(plan), MappingProxyType(sizes if plan else {}), shared if attention else ())
+    return TextPlan(MappingProxyType(plan), MappingProxyType(sizes if plan else {}), shared if everywhere else ())
 
 
 def _known(plan: Mapping[str, str], module: nn.Module) -> dict[str, str]:
