@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetmesh._torch_compat import has_gradient_hooks
+from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Adapter
-from hetmesh.models.unfilled import Unfilled, built_really, recorded
+from hetmesh.models.unfilled import Unfilled, built_really, random_state, recorded
 
 
 def build_module(adapter: Adapter, name: str, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -35,7 +37,7 @@ def build_unfilled(adapter: Adapter, name: str, seed: int, dtype: torch.dtype = 
     """
 
     def build() -> nn.Module:
-        return _build(adapter).to(dtype)
+        return _build(adapter, name).to(dtype)
 
     found = recorded(build, name, seed)
     return built_really(build, name, seed, found) if isinstance(found, str) else found
@@ -47,17 +49,18 @@ def why_whole(adapter: Adapter, name: str) -> str | None:
     Raises:
         RecipeError: nothing initialises one of its parameters.
     """
-    found = recorded(lambda: _build(adapter), name, 0)
+    found = recorded(lambda: _build(adapter, name), name, 0)
     return found if isinstance(found, str) else None
 
 
-def build_empty(adapter: Adapter, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The full module without weights: parameters on the meta device, buffers as `build_module` makes them.
+def build_empty(adapter: Adapter, dtype: torch.dtype = torch.float32, name: str = "") -> nn.Module:
+    """The full module without weights: parameters on the meta device, buffers as `build_module` makes them, but for
+    those with random values, which are the same on every rank.
 
     (A parameter has memory while its layer is constructed, and it is never written to: the peak is one of them.)
     """
-    with torch.random.fork_rng(devices=[]), _parameters_on_meta():
-        return _build(adapter).to(dtype)
+    with random_state(name, 0), _parameters_on_meta():
+        return _build(adapter, name).to(dtype)
 
 
 def build_on_meta(adapter: Adapter) -> nn.Module | None:
@@ -69,13 +72,29 @@ def build_on_meta(adapter: Adapter) -> nn.Module | None:
         return None
 
 
-def _build(adapter: Adapter) -> nn.Module:
+def _build(adapter: Adapter, name: str) -> nn.Module:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        return adapter.build()
+        module = adapter.build()
     finally:
         torch.set_default_dtype(default)
+    where = f"modules.{name}" if name else type(module).__name__
+    for fqn, parameter in module.named_parameters():
+        if has_gradient_hooks(parameter):
+            raise RecipeError(
+                f"{where}: parameter {fqn} has a gradient hook, which would be lost when it is sharded, and would see "
+                "a share of one microbatch's gradient: scale or clip in forward (a torch.autograd.Function), or by "
+                "[training] max_norm and [optimizer]"
+            )
+    tensors = [("parameter", *each) for each in module.named_parameters()]
+    for kind, fqn, tensor in (*tensors, *(("buffer", *each) for each in module.named_buffers())):
+        if tensor.is_complex():
+            raise RecipeError(
+                f"{where}: {kind} {fqn} is complex, and would lose its imaginary part when the module gets its dtype: "
+                "keep torch.view_as_real of it, and compute with torch.view_as_complex in forward"
+            )
+    return module
 
 
 @contextmanager
