@@ -1,5 +1,5 @@
-"""Layers whose result, or gradient, depends on which samples are computed together. What a lane or a microbatch happens
-to hold differs from layout to layout, so they would train something else in each of them, silently: they are refused."""
+"""Layers whose result or gradient depends on which samples are computed together. What a lane or a microbatch holds
+differs from layout to layout, so they would train something else in each of them, silently: they are refused."""
 
 from __future__ import annotations
 
@@ -25,16 +25,13 @@ def batch_dependent_layers(module: nn.Module) -> list[str]:
 
 def embedding_options(module: nn.Module) -> list[str]:
     """What is wrong with the options of embeddings in `module`, a clause each."""
-    told = []
-    for name, part in module.named_modules():
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag):
-            if part.max_norm is not None:
-                told.append(f"{name!r} has max_norm: each lane rescales the rows that it looks up, and replicas drift")
-            if part.scale_grad_by_freq and part.weight.requires_grad:
-                told.append(f"{name!r} has scale_grad_by_freq: gradients depend on what a microbatch of a lane holds")
-            if part.sparse and part.weight.requires_grad:
-                told.append(f"{name!r} has sparse: sparse gradients are not summed over lanes and microbatches")
-    return told
+    whys = {
+        "max_norm": "each lane rescales the rows that it looks up, and replicas drift",
+        "scale_grad_by_freq": "gradients depend on what a microbatch of a lane holds",
+        "sparse": "sparse gradients are not summed over lanes",
+    }
+    parts = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    return [f"{name!r} has {key}: {why}" for name, part in parts for key, why in whys.items() if getattr(part, key)]
 
 
 def check_batch_statistics(name: str, model: str, module: nn.Module) -> None:
@@ -49,6 +46,5 @@ def check_batch_statistics(name: str, model: str, module: nn.Module) -> None:
         )
     if told := embedding_options(module):
         raise RecipeError(
-            f"modules.{name}.model = {model!r}: its embedding {'; '.join(told[:4])}. Leave the option out, or normalise "
-            "in forward"
+            f"modules.{name}.model = {model!r}: its embedding {'; '.join(told[:4])}. Leave the option out"
         )

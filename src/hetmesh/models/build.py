@@ -53,14 +53,14 @@ def why_whole(adapter: Adapter, name: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def build_empty(adapter: Adapter, dtype: torch.dtype = torch.float32, name: str = "") -> nn.Module:
-    """The full module without weights: parameters on the meta device, buffers as `build_module` makes them, but for
-    those with random values, which are the same on every rank.
+def build_empty(adapter: Adapter, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The full module without weights: parameters on the meta device, buffers as `build_module` makes them, or as
+    random, the same on every rank.
 
     (A parameter has memory while its layer is constructed, and it is never written to: the peak is one of them.)
     """
-    with random_state(name, 0), _parameters_on_meta():
-        return _build(adapter, name).to(dtype)
+    with random_state("", 0), _parameters_on_meta():
+        return _build(adapter).to(dtype)
 
 
 def build_on_meta(adapter: Adapter) -> nn.Module | None:
@@ -72,27 +72,25 @@ def build_on_meta(adapter: Adapter) -> nn.Module | None:
         return None
 
 
-def _build(adapter: Adapter, name: str) -> nn.Module:
+def _build(adapter: Adapter, name: str = "") -> nn.Module:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
         module = adapter.build()
     finally:
         torch.set_default_dtype(default)
-    where = f"modules.{name}" if name else type(module).__name__
-    for fqn, parameter in module.named_parameters():
-        if has_gradient_hooks(parameter):
+    for fqn, tensor in (*module.named_parameters(), *module.named_buffers()):
+        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+        where = f"{f'modules.{name}' if name else type(module).__name__}: {kind} {fqn}"
+        if has_gradient_hooks(tensor):
             raise RecipeError(
-                f"{where}: parameter {fqn} has a gradient hook, which would be lost when it is sharded, and would see "
-                "a share of one microbatch's gradient: scale or clip in forward (a torch.autograd.Function), or by "
-                "[training] max_norm and [optimizer]"
+                f"{where} has a gradient hook, which would be lost, or see a share of a microbatch's gradient, when it "
+                "is sharded: change the gradient in forward, by a torch.autograd.Function"
             )
-    tensors = [("parameter", *each) for each in module.named_parameters()]
-    for kind, fqn, tensor in (*tensors, *(("buffer", *each) for each in module.named_buffers())):
         if tensor.is_complex():
             raise RecipeError(
-                f"{where}: {kind} {fqn} is complex, and would lose its imaginary part when the module gets its dtype: "
-                "keep torch.view_as_real of it, and compute with torch.view_as_complex in forward"
+                f"{where} is complex, and would lose its imaginary part when the module gets its dtype: keep "
+                "torch.view_as_real of it, and take torch.view_as_complex in forward"
             )
     return module
 

@@ -109,8 +109,7 @@ def built_really(build: Callable[[], nn.Module], name: str, seed: int, why: str)
 
 @contextmanager
 def random_state(name: str, seed: int) -> Iterator[None]:
-    """The random state of a module while its constructor runs, of torch, numpy and Python; that of before comes back.
-    """
+    """Random state of a module while its constructor runs: torch's, numpy's and Python's. Those of before come back."""
     place = zlib.crc32(f"{seed}:{name}".encode())  # 32 bits: torch's CPU generator and numpy's take no more
     python, legacy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
@@ -182,7 +181,7 @@ def _check_values(where: str, parameter: nn.Parameter, recorder: Recorder) -> No
 
 def _as_new(value: Tensor) -> bool:
     """Whether it looks as `_nan_in_new_memory` leaves it. Of booleans nobody can tell."""
-    if value.is_floating_point() or value.is_complex():
+    if value.is_floating_point():
         return bool(value.isnan().any())
     return value.dtype != torch.bool and bool((value == torch.iinfo(value.dtype).max).all())
 

@@ -100,4 +100,6 @@ def _message(wrong: list[str], world: World, step: int) -> str:
     more = f"; and {len(everything) - _NAMED} more" if len(everything) > _NAMED else ""
     when = f"debug.check_replicas: after step {step}" if step else "before the first step"
     hint = "" if step else ". Do ranks draw them from generators without a common seed?"
-    return f"{when} replicas of {len(everything)} parameters are not equal: {'; '.join(everything[:_NAMED])}{more}{hint}"
+    return (
+        f"{when} replicas of {len(everything)} parameters are not equal: {'; '.join(everything[:_NAMED])}{more}{hint}"
+    )

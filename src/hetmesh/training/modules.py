@@ -37,7 +37,7 @@ def unfilled_module(recipe: Recipe, adapter: Adapter, name: str) -> Unfilled:
 
 def empty_module(recipe: Recipe, adapter: Adapter, name: str) -> Unfilled:
     """`unfilled_module` without values but those of adapters, wherever the others are to come from."""
-    return _adapted(recipe, adapter, name, Unfilled(build_empty(adapter, DTYPES[recipe.training.dtype], name)))
+    return _adapted(recipe, adapter, name, Unfilled(build_empty(adapter, DTYPES[recipe.training.dtype])))
 
 
 def _adapted(recipe: Recipe, adapter: Adapter, name: str, unfilled: Unfilled) -> Unfilled:

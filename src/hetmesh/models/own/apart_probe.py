@@ -33,99 +33,60 @@ def check_apart(adapter: OwnAdapter, example: nn.Module, request: AdapterRequest
         Why it could not be tried, in training or in evaluation; None if it was.
 
     Raises:
-        RecipeError: they differ; or two constructions do; or a forward writes into its rows, or changes buffers each
-            time.
+        RecipeError: they differ, or two constructions do, or a forward writes into its rows.
     """
     if sum(p.numel() for p in example.parameters()) > LARGEST:
         return f"it has more than {LARGEST:,} parameters; try a small one of the class"
     if isinstance(adapter, OwnSink) and request.vocab_size < 2:
         return "its data has no tokens"
-    module, second = (build_module(adapter, request.name, 0, torch.float64) for _ in range(2))
-    probe = _Probe(adapter, type(example).__name__, request)
-    for (kind, name, one), (_, _, other) in zip(_tensors(module), _tensors(second), strict=True):
-        if not _equal(one, other):
-            raise probe.built_otherwise(f"in {kind} {name}")
-    with torch.random.fork_rng(devices=[]):
-        found = [probe.run(module, second, training) for training in (True, False)]
-    return next((why for why in found if why is not None), None)
+    modules = [build_module(adapter, request.name, 0, torch.float64) for _ in range(2)]
+    where = f"{request.key}: {type(example).__name__}"
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        found = [_try(adapter, modules, training, request.vocab_size, where) for training in (True, False)]
+    return found[0] or found[1]
 
 
-class _Probe:
-    def __init__(self, adapter: OwnAdapter, kind: str, request: AdapterRequest) -> None:
-        self.adapter, self.kind, self.request, self.key = adapter, kind, request, request.key
+def _try(adapter: OwnAdapter, modules: list[nn.Module], training: bool, vocab_size: int, where: str) -> str | None:
+    """`check_apart` in one of the modes, of two modules that should be equal."""
 
-    def run(self, module: nn.Module, second: nn.Module, training: bool) -> str | None:
-        """Why it could not be tried in this mode; None if it was."""
-        module.train(training)
-        second.train(training)
-        together, apart = _calls(self.adapter, self.request.vocab_size)
-        sink, mode = isinstance(self.adapter, OwnSink), "training" if training else "evaluation"
-        rows = {source: each.clone() for source, each in together[1].items()}
-        try:
-            of_both = self._forward(module, together)
-            if any(not torch.equal(each, together[1][source]) for source, each in rows.items()):
-                raise RecipeError(
-                    f"{self.key}: {self.kind} writes into the rows that it gets, which are another module's output and "
-                    "may be read again: work on a copy (rows * 2, not rows.mul_(2))"
-                )
-            before = [(name, each.clone()) for name, each in module.named_buffers()]
-            again, other = self._forward(module, together), self._forward(second, together)
-        except RecipeError:
-            raise
-        except Exception as error:  # training says what is wrong with it, of what it really gets
-            return f"in {mode} its forward of random inputs failed: {type(error).__name__}: {error!s:.200}"
-        now = dict(module.named_buffers())
-        changed = [name for name, each in before if name not in now or not _equal(each, now[name])]
-        if training and changed:
-            raise RecipeError(
-                f"{self.key}: every forward of {self.kind} in training changes its buffer {changed[0]}. Lanes and "
-                "microbatches hold other samples in every layout, so each would compute with other ones: leave it "
-                "constant, or make it a parameter"
-            )
-        if not _equal(of_both, again):
-            return f"in {mode} two forwards of the same input differ: it draws numbers that are not torch's, or counts"
-        if not _equal(of_both, other):
-            raise self.built_otherwise("in what they compute")
-        try:
-            of_each = torch.cat([self._forward(module, call) for call in apart])
-        except Exception as error:
-            if sink:  # the samples have other lengths then
-                return f"in {mode} its forward of one sample failed: {type(error).__name__}: {error!s:.200}"
-            raise RecipeError(
-                f"{self.key}: {self.kind} fails on one sample, in {mode}, and not on two: {type(error).__name__}: "
-                f"{error!s:.200}. A lane may have one alone"
-            ) from error
-        difference = float((of_both - of_each).abs().max())
-        if not difference <= _TOLERANCE * max(float(of_both.abs().max()), 1.0):
-            what = "logits of a sample" if sink else "rows of an item"
-            beside = "a longer one, or padding" if sink else "another"
-            raise RecipeError(
-                f"{self.key}: what {self.kind} computes in {mode} is no matter of each sample alone: the {what} "
-                f"differ by {difference:.2g} where {beside} is computed beside it. Lanes and microbatches hold other "
-                "samples together in every layout, so each would train something else: does it take a mean or a "
-                "maximum over the batch, or attend to padding?"
-            )
-        return None
-
-    def built_otherwise(self, where: str) -> RecipeError:
-        return RecipeError(
-            f"{self.key}: two constructions of {self.kind} with the same seeds differ {where}, and so would replicas: "
-            "draw from torch, numpy.random or random, which are seeded, or from generators with a seed"
-        )
-
-    def _forward(self, module: nn.Module, call: Call) -> Tensor:
+    def forward(module: nn.Module, call: Call) -> Tensor:
         torch.manual_seed(0)
-        with torch.no_grad(), SameDraws():
-            return self.adapter.forward(module, *call)
+        with SameDraws():
+            return adapter.forward(module.train(training), *call)
 
-
-def _tensors(module: nn.Module) -> list[tuple[str, str, Tensor]]:
-    parameters = [("parameter", *each) for each in module.named_parameters()]
-    return parameters + [("buffer", *each) for each in module.named_buffers()]
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and bool(((one == other) | (one != one)).all())
+    (together, apart), (unwritten, _) = (_calls(adapter, vocab_size) for _ in range(2))
+    sink, mode = isinstance(adapter, OwnSink), "training" if training else "evaluation"
+    try:
+        of_both, again, other = (forward(module, together) for module in (modules[0], *modules))
+    except Exception as error:  # training says what is wrong with it, of what it really gets
+        return f"in {mode} its forward of random inputs failed: {type(error).__name__}: {error!s:.200}"
+    if any(not torch.equal(rows, unwritten[1][source]) for source, rows in together[1].items()):
+        raise RecipeError(f"{where} writes into the rows that it gets, which others read too: take rows * 2, not mul_")
+    if not torch.equal(of_both, again):
+        return f"in {mode} two forwards of the same input differ: it draws numbers that are not torch's, or counts"
+    if training and not torch.equal(of_both, other):
+        raise RecipeError(
+            f"{where}, constructed twice with the same seeds, computes something else, so replicas would: draw from "
+            "torch, numpy.random or random, which are seeded, or give a generator a seed"
+        )
+    try:
+        of_each = torch.cat([forward(modules[0], call) for call in apart])
+    except Exception as error:
+        told = f"{type(error).__name__}: {error!s:.200}"
+        if sink:  # the samples have other lengths then
+            return f"in {mode} its forward of one sample failed: {told}"
+        raise RecipeError(f"{where} fails on one sample, in {mode}, and not on two: {told}") from error
+    difference = float((of_both - of_each).abs().max())
+    if not difference <= _TOLERANCE * max(float(of_both.abs().max()), 1.0):
+        what = "logits of a sample" if sink else "rows of an item"
+        beside = "a longer one, or padding" if sink else "another"
+        raise RecipeError(
+            f"{where} computes in {mode} what is no matter of each sample alone: the {what} differ by "
+            f"{difference:.2g} where {beside} is computed beside it. Lanes and microbatches hold other samples "
+            "together in every layout, so each would train something else: does it take a mean or a maximum over the "
+            "batch, or attend to padding?"
+        )
+    return None
 
 
 def two_of_its_inputs(adapter: Adapter, vocab_size: int) -> Call | None:

@@ -6,14 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hetmesh._torch_compat import TorchDispatchMode
 
-_DRAWS = {
-    *("rand", "rand_like", "randn", "randn_like", "normal", "normal_", "uniform", "uniform_", "exponential_"),
-    *("log_normal_", "cauchy_", "bernoulli", "bernoulli_", "randint", "randint_like", "random_", "geometric_"),
-}
+_DRAWS = {"rand", "randn", "randint", "normal", "uniform", "exponential", "log_normal", "cauchy", "random", "geometric"}
 
 
 class SameDraws(TorchDispatchMode):
@@ -24,13 +20,14 @@ class SameDraws(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name = func.overloadpacket.__name__
+        name = func.overloadpacket.__name__.removesuffix("_").removesuffix("_like")
         if name == "native_dropout":
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         out = func(*args, **(kwargs or {}))
         if name == "randperm":
             return out.sort(descending=True).values
-        if name in _DRAWS and isinstance(out, Tensor) and out.numel():
-            numbers = out.is_floating_point() and not name.startswith("bernoulli")
-            out.fill_(0.5 if numbers else 1 if name.startswith("bernoulli") else out.flatten()[0])
+        if name == "bernoulli":
+            return out.fill_(1)
+        if name in _DRAWS and out.numel():
+            out.fill_(0.5 if out.is_floating_point() else out.flatten()[0])
         return out
