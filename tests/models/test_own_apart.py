@@ -13,6 +13,7 @@ import hetmesh
 from hetmesh.cli.check import checked
 from hetmesh.errors import GradientError, RecipeError
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.testing import own_models
 from hetmesh.training.describe import describe
 
 
@@ -265,6 +266,21 @@ def test_what_other_layouts_would_change_is_refused(own, message):
 @pytest.mark.parametrize("own", [{}, {"llm": "Causal"}, {"vision": "Noisy"}, {"vision": "DropsInTraining"}])
 def test_what_each_sample_alone_decides_is_taken(own):
     assert not [line for line in checked(recipe(**own)) if "was not tried" in line]
+
+
+@pytest.mark.parametrize("branch", own_models.BRANCHES)
+def test_a_branch_of_training_is_refused_where_it_mixes_samples(branch):
+    made = recipe()
+    place = {"projector": {"model": "hetmesh.testing.own_models:Widen", "config": {"branch": branch}}}
+    edges = [{"from": "vision", "to": "projector"}, {"from": "projector", "to": "llm", "at": "image"}]
+    modules = {name: {"model": each.model} for name, each in made.modules.items()} | place
+    text = {"modules": modules, "boundaries": edges, "data": {"source": "digits"}}
+    found = parse_recipe(text | {"parallelism": {"ranks": [0]}, "training": {"local_batch_size": 4}})
+    if branch in own_models.MIXING:
+        with pytest.raises(RecipeError, match=r"modules\.projector: Widen (computes|fails)"):
+            describe(found)
+    else:
+        describe(found)
 
 
 @pytest.mark.parametrize(
