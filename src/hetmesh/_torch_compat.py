@@ -292,3 +292,8 @@ def trunc_normal_calls(instead: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         owner._no_grad_trunc_normal_ = original
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether `register_hook` or `register_post_accumulate_grad_hook` was called on it."""
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))

@@ -3,13 +3,17 @@
 import re
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import hetmesh
+from hetmesh.cli.check import checked
 from hetmesh.errors import GradientError, RecipeError
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.testing import own_models
 from hetmesh.training.describe import describe
 
 
@@ -47,6 +51,82 @@ class Noisy(Encoder):
 
     def forward(self, images):
         return super().forward(images) + torch.randn(len(images), 1, 1).to(images)
+
+
+class CentredInTraining(Encoder):
+    """Drops, and takes a mean over the batch where it trains alone."""
+
+    def __init__(self, media_shape, out_features=8):
+        super().__init__(media_shape, out_features)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, images):
+        rows = functional.dropout(self.drop(super().forward(images)), 0.3, self.training)
+        return rows - rows.mean(0) if self.training else rows
+
+
+class NormalisedInTraining(Encoder):
+    """Of one sample alone it cannot be computed."""
+
+    def forward(self, images):
+        rows = super().forward(images).squeeze(1)
+        return functional.batch_norm(rows, None, None, training=True).unsqueeze(1) if self.training else rows
+
+
+class Mixup(Encoder):
+    def forward(self, images):
+        rows = super().forward(images)
+        return rows + 0.1 * rows[torch.randperm(len(rows))] if self.training else rows
+
+
+class SeesBatch(Encoder):
+    """Has no eval()."""
+
+    def forward(self, images):
+        if not self.training:
+            raise NotImplementedError("for training alone")
+        rows = super().forward(images)
+        return rows - rows.mean(0)
+
+
+class DropsInTraining(Encoder):
+    """Everything that draws for each sample by itself."""
+
+    def __init__(self, media_shape, out_features=8):
+        super().__init__(media_shape, out_features)
+        self.drop, self.leaky = nn.Dropout(0.5), nn.AlphaDropout(0.2)
+
+    def forward(self, images):
+        rows = self.leaky(self.drop(super().forward(images)))
+        if self.training:
+            rows = rows * (0.9 + torch.rand(len(rows), 1, 1)).floor().to(rows) / 0.9
+            rows = rows + torch.randn_like(rows) + torch.bernoulli(torch.full_like(rows, 0.5))
+            rows = functional.scaled_dot_product_attention(rows, rows, rows, dropout_p=0.1)
+        return rows
+
+
+class Numbers(Encoder):
+    """Reads whole numbers."""
+
+    def __init__(self, media_shape, out_features=8):
+        super().__init__(media_shape, out_features)
+        self.embed = nn.Embedding(17, out_features)
+
+    def forward(self, images):
+        if images.is_floating_point() and bool((images != images.round()).any()):
+            raise ValueError("not whole numbers")
+        return self.embed(images.long().flatten(1)[:, :1])
+
+
+class NumpyNoise(Encoder):
+    def forward(self, images):
+        return super().forward(images) + float(np.random.rand())
+
+
+class Large(Encoder):
+    def __init__(self, media_shape, out_features=8):
+        super().__init__(media_shape, out_features)
+        self.table = nn.Parameter(torch.zeros(20_000_001), requires_grad=False)
 
 
 class Lazy(Encoder):
@@ -153,21 +233,28 @@ def recipe(vision="Encoder", projector=None, llm="Language"):
     [
         (
             {"vision": "Centred"},
-            r"modules\.vision: what Centred computes .* the rows of an item differ by [\d.]+ where",
+            r"modules\.vision: Centred computes in training what .* the rows of an item differ by [\d.]+ where",
         ),
-        ({"vision": "CentredItems"}, r"modules\.vision: what CentredItems computes .* the rows of an item differ by"),
+        (
+            {"vision": "CentredItems"},
+            r"modules\.vision: CentredItems computes in training what .* the rows of an item differ by",
+        ),
         (
             {"projector": "CentredRows"},
-            r"modules\.projector: what CentredRows computes .* the rows of an item differ by",
+            r"modules\.projector: CentredRows computes in training what .* the rows of an item differ by",
         ),
         (
             {"llm": "SeesPadding"},
-            r"modules\.llm: what SeesPadding computes .* differ by [\d.]+ where a longer one, or pad",
+            r"modules\.llm: SeesPadding computes in training what .* differ by [\d.]+ where a longer one, or pad",
         ),
         (
             {"llm": "Heads"},
             r"another gradient of scale\.weight, .* in the plan it needs replicated_with_grad_allreduce",
         ),
+        ({"vision": "CentredInTraining"}, r"modules\.vision: CentredInTraining computes in training what .* differ by"),
+        ({"vision": "NormalisedInTraining"}, r"modules\.vision: NormalisedInTraining fails on one sample, in training"),
+        ({"vision": "Mixup"}, r"modules\.vision: Mixup computes in training what .* differ by"),
+        ({"vision": "SeesBatch"}, r"modules\.vision: SeesBatch computes in training what .* differ by"),
         ({"vision": "Lazy"}, r"modules\.vision: Lazy makes its parameters \['linear\.weight', 'linear\.bias'\] lazily"),
     ],
 )
@@ -176,9 +263,40 @@ def test_what_other_layouts_would_change_is_refused(own, message):
         describe(recipe(**own))
 
 
-@pytest.mark.parametrize("own", [{}, {"llm": "Causal"}, {"vision": "Noisy"}])
+@pytest.mark.parametrize("own", [{}, {"llm": "Causal"}, {"vision": "Noisy"}, {"vision": "DropsInTraining"}])
 def test_what_each_sample_alone_decides_is_taken(own):
-    describe(recipe(**own))
+    assert not [line for line in checked(recipe(**own)) if "was not tried" in line]
+
+
+@pytest.mark.parametrize("branch", own_models.BRANCHES)
+def test_a_branch_of_training_is_refused_where_it_mixes_samples(branch):
+    made = recipe()
+    place = {"projector": {"model": "hetmesh.testing.own_models:Widen", "config": {"branch": branch}}}
+    edges = [{"from": "vision", "to": "projector"}, {"from": "projector", "to": "llm", "at": "image"}]
+    modules = {name: {"model": each.model} for name, each in made.modules.items()} | place
+    text = {"modules": modules, "boundaries": edges, "data": {"source": "digits"}}
+    found = parse_recipe(text | {"parallelism": {"ranks": [0]}, "training": {"local_batch_size": 4}})
+    if branch in own_models.MIXING:
+        with pytest.raises(RecipeError, match=r"modules\.projector: Widen (computes|fails)"):
+            describe(found)
+    else:
+        describe(found)
+
+
+@pytest.mark.parametrize(
+    ("vision", "message"),
+    [
+        ("Numbers", r"in training its forward of random inputs failed: ValueError: not whole numbers"),
+        ("NumpyNoise", r"in training two forwards of the same input differ: it draws"),
+        ("Large", r"it has more than 20,000,000 parameters; try a small one of the class"),
+    ],
+)
+def test_what_could_not_be_tried_is_said(vision, message):
+    lines = [line for line in checked(recipe(vision=vision)) if "was not tried" in line]
+    assert len(lines) == 1
+    assert re.search(
+        rf"note: modules\.vision: whether its samples matter to each other was not tried: {message}", lines[0]
+    )
 
 
 def two_steps(rank, own):

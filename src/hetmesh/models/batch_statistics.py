@@ -1,4 +1,4 @@
-"""Layers whose result depends on which samples are computed together. What a lane or a microbatch happens to hold
+"""Layers whose result or gradient depends on which samples are computed together. What a lane or a microbatch holds
 differs from layout to layout, so they would train something else in each of them, silently: they are refused."""
 
 from __future__ import annotations
@@ -23,8 +23,19 @@ def batch_dependent_layers(module: nn.Module) -> list[str]:
     ]
 
 
+def embedding_options(module: nn.Module) -> list[str]:
+    """What is wrong with the options of embeddings in `module`, a clause each."""
+    whys = {
+        "max_norm": "each lane rescales the rows that it looks up, and replicas drift",
+        "scale_grad_by_freq": "gradients depend on what a microbatch of a lane holds",
+        "sparse": "sparse gradients are not summed over lanes",
+    }
+    parts = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    return [f"{name!r} has {key}: {why}" for name, part in parts for key, why in whys.items() if getattr(part, key)]
+
+
 def check_batch_statistics(name: str, model: str, module: nn.Module) -> None:
-    """Raise RecipeError if the module `name` of a recipe has layers that depend on the batch of a lane."""
+    """Raise RecipeError if layers of the module `name` of a recipe depend on the batch of a lane."""
     if found := batch_dependent_layers(module):
         kinds = sorted({type(module.get_submodule(fqn)).__name__ for fqn in found})
         raise RecipeError(
@@ -32,4 +43,8 @@ def check_batch_statistics(name: str, model: str, module: nn.Module) -> None:
             f"{', '.join(kinds)}, whose result depends on the samples that are computed together and would change with "
             "lanes and microbatches; use LayerNorm, GroupNorm or RMSNorm, or, where they are frozen, fold the running "
             "statistics into a layer that keeps none"
+        )
+    if told := embedding_options(module):
+        raise RecipeError(
+            f"modules.{name}.model = {model!r}: its embedding {'; '.join(told[:4])}. Leave the option out"
         )

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from hetmesh._torch_compat import has_gradient_hooks
+from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Adapter
-from hetmesh.models.unfilled import Unfilled, built_really, recorded
+from hetmesh.models.unfilled import Unfilled, built_really, random_state, recorded
 
 
 def build_module(adapter: Adapter, name: str, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -35,7 +37,7 @@ def build_unfilled(adapter: Adapter, name: str, seed: int, dtype: torch.dtype = 
     """
 
     def build() -> nn.Module:
-        return _build(adapter).to(dtype)
+        return _build(adapter, name).to(dtype)
 
     found = recorded(build, name, seed)
     return built_really(build, name, seed, found) if isinstance(found, str) else found
@@ -47,16 +49,17 @@ def why_whole(adapter: Adapter, name: str) -> str | None:
     Raises:
         RecipeError: nothing initialises one of its parameters.
     """
-    found = recorded(lambda: _build(adapter), name, 0)
+    found = recorded(lambda: _build(adapter, name), name, 0)
     return found if isinstance(found, str) else None
 
 
 def build_empty(adapter: Adapter, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The full module without weights: parameters on the meta device, buffers as `build_module` makes them.
+    """The full module without weights: parameters on the meta device, buffers as `build_module` makes them, or as
+    random, the same on every rank.
 
     (A parameter has memory while its layer is constructed, and it is never written to: the peak is one of them.)
     """
-    with torch.random.fork_rng(devices=[]), _parameters_on_meta():
+    with random_state("", 0), _parameters_on_meta():
         return _build(adapter).to(dtype)
 
 
@@ -69,13 +72,27 @@ def build_on_meta(adapter: Adapter) -> nn.Module | None:
         return None
 
 
-def _build(adapter: Adapter) -> nn.Module:
+def _build(adapter: Adapter, name: str = "") -> nn.Module:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        return adapter.build()
+        module = adapter.build()
     finally:
         torch.set_default_dtype(default)
+    for fqn, tensor in (*module.named_parameters(), *module.named_buffers()):
+        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+        where = f"{f'modules.{name}' if name else type(module).__name__}: {kind} {fqn}"
+        if has_gradient_hooks(tensor):
+            raise RecipeError(
+                f"{where} has a gradient hook, which would be lost, or see a share of a microbatch's gradient, when it "
+                "is sharded: change the gradient in forward, by a torch.autograd.Function"
+            )
+        if tensor.is_complex():
+            raise RecipeError(
+                f"{where} is complex, and would lose its imaginary part when the module gets its dtype: keep "
+                "torch.view_as_real of it, and take torch.view_as_complex in forward"
+            )
+    return module
 
 
 @contextmanager

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import random
 import zlib
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -45,7 +47,7 @@ class Unfilled:
     def extend(self, name: str, seed: int, change: Callable[[], None]) -> None:
         """Run `change`, which puts further parameters into the module; their values are kept beside the others."""
         recorder, before = Recorder(f"{seed}:{name}"), {id(p) for p in self.module.parameters()}
-        with _random_state(name, seed), recorder:
+        with random_state(name, seed), recorder:
             change()
         recorder.name(self.module)
         self.initial |= _take_values(self.module, name, recorder, before)
@@ -59,7 +61,7 @@ def recorded(build: Callable[[], nn.Module], name: str, seed: int) -> Unfilled |
     """
     recorder = Recorder(f"{seed}:{name}")
     try:
-        with _random_state(name, seed), _nan_in_new_memory(), recorder:
+        with random_state(name, seed), _nan_in_new_memory(), recorder:
             module = build()
         if recorder.failed:
             return recorder.failed
@@ -94,7 +96,7 @@ def built_really(build: Callable[[], nn.Module], name: str, seed: int, why: str)
     logger.info(
         f"modules.{name} is built whole before it is sharded: its constructor computes with its weights ({why})"
     )
-    with _random_state(name, seed), _nan_in_new_memory():
+    with random_state(name, seed), _nan_in_new_memory():
         module = build()
     _check_apart(module, name)
     for owner in module.modules():
@@ -106,11 +108,19 @@ def built_really(build: Callable[[], nn.Module], name: str, seed: int, why: str)
 
 
 @contextmanager
-def _random_state(name: str, seed: int) -> Iterator[None]:
-    """torch's random state of a module while its constructor runs; that of before comes back."""
+def random_state(name: str, seed: int) -> Iterator[None]:
+    """Random state of a module while its constructor runs: torch's, numpy's and Python's. Those of before come back."""
+    place = zlib.crc32(f"{seed}:{name}".encode())  # 32 bits: torch's CPU generator and numpy's take no more
+    python, legacy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))  # 32 bits: the CPU generator ignores higher ones
-        yield
+        torch.manual_seed(place)
+        np.random.seed(place)
+        random.seed(place)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(legacy)
 
 
 @contextmanager
@@ -171,7 +181,7 @@ def _check_values(where: str, parameter: nn.Parameter, recorder: Recorder) -> No
 
 def _as_new(value: Tensor) -> bool:
     """Whether it looks as `_nan_in_new_memory` leaves it. Of booleans nobody can tell."""
-    if value.is_floating_point() or value.is_complex():
+    if value.is_floating_point():
         return bool(value.isnan().any())
     return value.dtype != torch.bool and bool((value == torch.iinfo(value.dtype).max).all())
 

@@ -182,7 +182,7 @@ def parallelize(
     if runs is not None:
         prune(module, adapter.layers(), [layer for run in runs for layer in run])
     sharded = bool(fully_shard_axes(spec))
-    dtype = next((p.dtype for p in module.parameters()), torch.get_default_dtype())
+    dtype = next((p.dtype for p in module.parameters()), options.parameter_dtype)
     compute_dtype = options.compute_dtype or dtype
     casts = compute_dtype != dtype and not sharded
     layers = blocks(module, map(module.get_submodule, adapter.layers()))

@@ -24,7 +24,12 @@ _NAMED = 8  # differing parameters that an error names
 
 
 def check_replicas(
-    modules: Mapping[str, ParallelModule], tied: Sequence[TiedParameter], world: World, step: int
+    modules: Mapping[str, ParallelModule],
+    tied: Sequence[TiedParameter],
+    world: World,
+    step: int,
+    *,
+    buffers: bool = False,
 ) -> None:
     """Compare all replicas of all parameters, bit by bit as far as 64-bit sums can tell.
 
@@ -34,16 +39,17 @@ def check_replicas(
         modules: those of this rank, in the order of the graph.
         tied: parameters of which another pipeline stage holds a copy.
         step: steps taken so far; in the message.
+        buffers: compare these too, along all axes.
 
     Raises:
         ReplicaError: on all ranks, if any differ; names parameters, modules, ranks and the step.
     """
     wrong: list[str] = []
     for name, each in modules.items():
-        parameters = dict(each.module.named_parameters())
-        hashes = {fqn: _hash(local_part(p)) for fqn, p in parameters.items()}
+        hashes = {fqn: _hash(local_part(p)) for fqn, p in each.module.named_parameters()}
+        hashes |= {fqn: _hash(b) for fqn, b in each.module.named_buffers()} if buffers else {}
         for axis in each.spec.axes:
-            compared = [fqn for fqn in parameters if axis not in each.axes[fqn].sharded]
+            compared = [fqn for fqn in hashes if fqn not in each.axes or axis not in each.axes[fqn].sharded]
             if compared and each.spec.axis_size(axis) > 1:
                 group = each.device_mesh.get_group(axis)
                 found = _differing([hashes[fqn] for fqn in compared], group, world)
@@ -92,8 +98,8 @@ def _message(wrong: list[str], world: World, step: int) -> str:
         dist.all_gather_object(found, wrong, group=world.group(range(world.size)))
     everything = list(dict.fromkeys(text for each in found for text in each or ()))
     more = f"; and {len(everything) - _NAMED} more" if len(everything) > _NAMED else ""
+    when = f"debug.check_replicas: after step {step}" if step else "before the first step"
+    hint = "" if step else ". Do ranks draw them from generators without a common seed?"
     return (
-        f"debug.check_replicas: after step {step} replicas of {len(everything)} parameters are not equal: "
-        + "; ".join(everything[:_NAMED])
-        + more
+        f"{when} replicas of {len(everything)} parameters are not equal: {'; '.join(everything[:_NAMED])}{more}{hint}"
     )

@@ -3,11 +3,12 @@ all that such classes can."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from hetmesh.attention import attend
@@ -102,18 +103,32 @@ class Tower(nn.Module):
         return out
 
 
-class Widen(nn.Module):
-    """A projector."""
+BRANCHES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda rows: rows,
+    "gated": lambda rows: rows * rows.mean(-1, keepdim=True).sigmoid(),
+    "normalised": lambda rows: functional.layer_norm(rows, rows.shape[-1:]),
+    "centred": lambda rows: rows - rows.mean(0),
+    "batch norm": lambda rows: functional.batch_norm(rows, None, None, training=True),
+    "mixed": lambda rows: rows + 0.1 * rows[torch.randperm(len(rows))],
+}
+"""What a module may do to its rows while it trains."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
+MIXING = ("centred", "batch norm", "mixed")
+"""Those that no layout has alike; they are refused."""
+
+
+class Widen(nn.Module):
+    """A projector, with one of `BRANCHES` in training alone."""
+
+    def __init__(self, in_features: int, out_features: int, branch: str = "none") -> None:
         super().__init__()
-        self.out_features = out_features
+        self.out_features, self.branch = out_features, branch
         self.first, self.second = nn.Linear(in_features, 2 * out_features), nn.Linear(2 * out_features, out_features)
 
     def forward(self, rows: Tensor) -> Tensor:
         """`[n, in_features]` -> `[n, out_features]`."""
         out: Tensor = self.second(gelu(self.first(rows)))
-        return out
+        return BRANCHES[self.branch](out) if self.training else out
 
 
 class Embedding(nn.Module):

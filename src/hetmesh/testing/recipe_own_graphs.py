@@ -20,7 +20,10 @@ def own_models(draw: st.DrawFn, draft: Draft) -> None:
     own = draw(st.sampled_from([8, 12])) if between else width
     modules["vision"] = {"model": f"{OWN}:Tower", "config": {"out_features": own, "depth": depths["vision"]}}
     if between:
-        modules["projector"] = {"model": f"{OWN}:Widen", "config": {}}
+        modules["projector"] = {
+            "model": f"{OWN}:Widen",
+            "config": {"branch": draw(st.sampled_from(["none", "gated", "normalised"]))},
+        }
     modules[SINK] = {"model": f"{OWN}:Decoder", "config": {"width": width, "depth": depths[SINK]}}
     ends = {"vision": (["embed"], ["norm"]), SINK: (["embed"], ["norm", "head"])}
     for name, (first, last) in ends.items():

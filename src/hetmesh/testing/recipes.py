@@ -271,6 +271,7 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "experts": _models("qwen3_moe", "qwen3_vl_moe_text"),
     "qwen3_vl": _models("qwen3_vl_vision"),
     "own models": lambda r: any(module.model.startswith(OWN) for module in r.modules.values()),
+    "branch of training": lambda r: any(m.config.get("branch", "none") != "none" for m in r.modules.values()),
     "image tiles": lambda r: any(Path(m.initial_load_path or "").name in TILED for m in r.modules.values()),
     **OF_RUNS,
 }

@@ -140,6 +140,8 @@ class Job:
         loader = make_loader(recipe, source, graph, adapters, payloads)
         root = Root((name, each.module) for name, each in modules.items())
         balance = recipe_balance(recipe, graph, adapters)
+        if world.accelerator.computes:
+            check_replicas(modules, tied, world, 0, buffers=True)
         parts = graph, adapters, loader, root, modules, runtime, balance, tuple(tied)
         return cls(recipe, world, *parts, configs(recipe))
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetmesh.errors import Refusals
 from hetmesh.models import Adapter
+from hetmesh.models.own.adapters import OwnAdapter
 from hetmesh.models.own.plan_probe import why_no_probe
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ def uncompared_plans(recipe: Recipe, adapters: Mapping[str, Adapter], vocab_size
     """
     notes, refusals = list[str](), Refusals()
     for name, adapter in adapters.items():
+        if isinstance(adapter, OwnAdapter) and adapter.untried:
+            notes.append(f"modules.{name}: whether its samples matter to each other was not tried: {adapter.untried}")
         degree, added = recipe.wiring.meshes[name].axis_size("tp"), recipe.modules[name].plan
         plan = {**adapter.tensor_parallel_plan(), **added}
         if degree == 1 or not plan or (":" not in recipe.modules[name].model and not added):

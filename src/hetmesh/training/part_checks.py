@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hetmesh.errors import GraphError, LossError
-from hetmesh.models.batch_statistics import batch_dependent_layers
+from hetmesh.models.batch_statistics import batch_dependent_layers, embedding_options
 from hetmesh.parallel import SumsApart
 from hetmesh.training.loss import rounding
 
@@ -59,6 +59,8 @@ def check_own_layers(name: str, module: nn.Module) -> None:
             f"{', '.join(kinds)}, whose result depends on the samples that are computed together and would "
             "change with lanes and microbatches; use LayerNorm, GroupNorm or RMSNorm, or put these layers into eval()"
         )
+    if told := embedding_options(module):
+        raise GraphError(f"part {name!r}: its embedding {'; '.join(told[:4])}. Leave the option out")
 
 
 def checked_batch(part: str, samples: tuple[int, ...], given: Any) -> Mapping[str, Tensor]:

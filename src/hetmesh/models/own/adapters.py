@@ -33,6 +33,7 @@ class OwnAdapter(RowWise):
     abilities: Abilities = NONE
     in_features: int | None = None
     out_features: int | None = None
+    untried: str = ""  # why nobody tried whether samples matter to each other
     checkpoint_names: ClassVar = prefixes("")
     checkpoint_unused: ClassVar = ()
 

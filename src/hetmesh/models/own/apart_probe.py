@@ -1,4 +1,5 @@
-"""Whether what a user's module makes of a sample depends on those beside it: called with two, and with each alone.
+"""Whether what a user's module makes of a sample depends on those beside it: called with two, and with each alone, in
+training and in evaluation.
 
 Lanes and microbatches hold other samples together in every layout, so a mean over the batch, or attention that sees
 padding, would train something else in each of them. Layers that are known to do so are refused by their class
@@ -17,6 +18,7 @@ from hetmesh.models.adapter import Adapter, AdapterRequest
 from hetmesh.models.build import build_module
 from hetmesh.models.own.adapters import OwnAdapter, OwnEncoder, OwnItemsEncoder, OwnSink
 from hetmesh.models.own.packing_probe import LARGEST, two_samples
+from hetmesh.models.own.same_draws import SameDraws
 
 _TOLERANCE = 1e-9
 
@@ -24,39 +26,67 @@ Call = tuple[dict[str, Tensor], dict[str, Tensor]]
 """Of `adapter.forward`: a batch, and rows by source."""
 
 
-def check_apart(adapter: OwnAdapter, example: nn.Module, request: AdapterRequest) -> None:
-    """Compare both, in float64, with random weights and without dropout.
+def check_apart(adapter: OwnAdapter, example: nn.Module, request: AdapterRequest) -> str | None:
+    """Compare both, in float64, with random weights; what is drawn is the same for every sample.
 
-    Not tried: modules of more than `LARGEST` parameters, those that are random without dropout too, and those that
-    cannot read random numbers (an encoder of ids, say).
+    Returns:
+        Why it could not be tried, in training or in evaluation; None if it was.
 
     Raises:
-        RecipeError: they differ.
+        RecipeError: they differ, or two constructions do, or a forward writes into its rows.
     """
     if sum(p.numel() for p in example.parameters()) > LARGEST:
-        return
+        return f"it has more than {LARGEST:,} parameters; try a small one of the class"
     if isinstance(adapter, OwnSink) and request.vocab_size < 2:
-        return
-    module = build_module(adapter, request.name, 0, torch.float64).eval()
-    together, apart = _calls(adapter, request.vocab_size)
+        return "its data has no tokens"
+    modules = [build_module(adapter, request.name, 0, torch.float64) for _ in range(2)]
+    where = f"{request.key}: {type(example).__name__}"
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        found = [_try(adapter, modules, training, request.vocab_size, where) for training in (True, False)]
+    return found[0] or found[1]
+
+
+def _try(adapter: OwnAdapter, modules: list[nn.Module], training: bool, vocab_size: int, where: str) -> str | None:
+    """`check_apart` in one of the modes, of two modules that should be equal."""
+
+    def forward(module: nn.Module, call: Call) -> Tensor:
+        torch.manual_seed(0)
+        with SameDraws():
+            return adapter.forward(module.train(training), *call)
+
+    (together, apart), (unwritten, _) = (_calls(adapter, vocab_size) for _ in range(2))
+    sink, mode = isinstance(adapter, OwnSink), "training" if training else "evaluation"
     try:
-        with torch.no_grad():
-            of_both, again = adapter.forward(module, *together), adapter.forward(module, *together)
-            of_each = torch.cat([adapter.forward(module, *call) for call in apart])
-    except Exception:  # training says what is wrong with it, of what it really gets
-        return
+        of_both, again, other = (forward(module, together) for module in (modules[0], *modules))
+    except Exception as error:  # training says what is wrong with it, of what it really gets
+        return f"in {mode} its forward of random inputs failed: {type(error).__name__}: {error!s:.200}"
+    if any(not torch.equal(rows, unwritten[1][source]) for source, rows in together[1].items()):
+        raise RecipeError(f"{where} writes into the rows that it gets, which others read too: take rows * 2, not mul_")
     if not torch.equal(of_both, again):
-        return
+        return f"in {mode} two forwards of the same input differ: it draws numbers that are not torch's, or counts"
+    if training and not torch.equal(of_both, other):
+        raise RecipeError(
+            f"{where}, constructed twice with the same seeds, computes something else, so replicas would: draw from "
+            "torch, numpy.random or random, which are seeded, or give a generator a seed"
+        )
+    try:
+        of_each = torch.cat([forward(modules[0], call) for call in apart])
+    except Exception as error:
+        told = f"{type(error).__name__}: {error!s:.200}"
+        if sink:  # the samples have other lengths then
+            return f"in {mode} its forward of one sample failed: {told}"
+        raise RecipeError(f"{where} fails on one sample, in {mode}, and not on two: {told}") from error
     difference = float((of_both - of_each).abs().max())
     if not difference <= _TOLERANCE * max(float(of_both.abs().max()), 1.0):
-        what = "logits of a sample" if isinstance(adapter, OwnSink) else "rows of an item"
-        beside = "a longer one, or padding" if isinstance(adapter, OwnSink) else "another"
+        what = "logits of a sample" if sink else "rows of an item"
+        beside = "a longer one, or padding" if sink else "another"
         raise RecipeError(
-            f"{request.key}: what {type(example).__name__} computes is no matter of each sample alone: the {what} "
-            f"differ by {difference:.2g} where {beside} is computed beside it. Lanes and microbatches hold other "
-            "samples together in every layout, so each would train something else: does it take a mean or a maximum "
-            "over the batch, or attend to padding?"
+            f"{where} computes in {mode} what is no matter of each sample alone: the {what} differ by "
+            f"{difference:.2g} where {beside} is computed beside it. Lanes and microbatches hold other samples "
+            "together in every layout, so each would train something else: does it take a mean or a maximum over the "
+            "batch, or attend to padding?"
         )
+    return None
 
 
 def two_of_its_inputs(adapter: Adapter, vocab_size: int) -> Call | None:

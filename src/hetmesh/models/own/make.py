@@ -20,6 +20,8 @@ from hetmesh.models.own.declared import declared_abilities, declared_layers
 from hetmesh.models.own.packing_probe import check_packing
 from hetmesh.models.own.stage_probe import first_layers
 from hetmesh.models.own.token_probe import check_tokenwise
+from hetmesh.models.own.unregistered import check_registered
+from hetmesh.models.unfilled import random_state
 
 _PROTOCOL = frozenset(name for name in dir(Adapter) if not name.startswith("_"))
 
@@ -66,6 +68,7 @@ def _of_module(model_class: type[nn.Module], request: AdapterRequest) -> OwnAdap
     if missing:
         raise RecipeError(f"{request.key}.config: the constructor of {model_class.__name__} also needs {missing}")
     example = _example(model_class, arguments, request)
+    check_registered(example, request)
     adapter = _adapter(model_class, arguments, example, request)
     if adapter is None:
         return None
@@ -74,7 +77,7 @@ def _of_module(model_class: type[nn.Module], request: AdapterRequest) -> OwnAdap
         check_tokenwise(adapter, example, request)
     if isinstance(adapter, OwnSink) and abilities.use_packed is not None:
         check_packing(adapter, example, request)
-    check_apart(adapter, example, request)
+    adapter = dataclasses.replace(adapter, untried=check_apart(adapter, example, request) or "")
     if abilities.activation is not None:  # last: it takes the example apart
         abilities = dataclasses.replace(abilities, first_layers=first_layers(adapter, example, request))
         adapter = dataclasses.replace(adapter, abilities=abilities)
@@ -153,7 +156,7 @@ def _import(path: str, request: AdapterRequest) -> type:
 def _example(model_class: type[nn.Module], arguments: Mapping[str, Any], request: AdapterRequest) -> nn.Module:
     """An instance without memory, to read attributes from."""
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        with random_state(request.name, 0), torch.device("meta"):
             example = model_class(**arguments)
     except Exception as error:
         raise RecipeError(
