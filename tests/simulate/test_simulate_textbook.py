@@ -164,7 +164,7 @@ def test_overhead_is_no_computation():
     assert only.compute == 2 * 3
     assert only.pp_other == 3 * 0.5  # between four actions; after the last one gradients are summed
     assert only.fraction == pytest.approx((4 * 0.5 + 0.5) / timeline.makespan)
-    assert [span.stop for span in timeline.spans(0) if span.kind == "F"][0] == 1.0
+    assert next(span.stop for span in timeline.spans(0) if span.kind == "F") == 1.0
 
 
 def test_memory_holds_as_many_activations_as_are_in_flight():
