@@ -262,7 +262,7 @@ def test_a_machine_is_quiet_if_plain_code_has_its_core_and_always_takes_as_long(
     assert quiet.of([alone, together], [0.0, 0.02]).load == 0.01
     assert quiet.of([alone, together], [0.0] * 3).noise == pytest.approx(0.02)
     assert not quiet.of([alone, together], [0.0, 0.2]), "something else had the core"
-    assert not quiet.of([[0.8, 1.3, 1.0, 0.7, 1.2], together], [0.0]), "times scatter"
+    assert not quiet.of([[0.8, 1.3, 1.0, 0.9, 1.2]] * 2, [0.0]), "times scatter"
     assert quiet.of([[*alone, 3.0], together], [0.0]), "one bad moment does not move a median"
 
 
