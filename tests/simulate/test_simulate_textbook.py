@@ -155,6 +155,18 @@ def test_overhead_comes_with_every_action_and_recomputation_with_the_backward():
     assert simulate(again, equal_costs(both, 2, ONE_TWO)).makespan == 2 * (3 + 4)
 
 
+def test_overhead_is_no_computation():
+    """As in a recording, where a span ends with its computation: 2 microbatches of 1 + 2 s, 0.5 s after each action and
+    0.5 s more with the sum of gradients."""
+    stages = pipeline(1)
+    timeline = simulate(one_f_one_b(stages, 2), equal_costs(stages, 2, ONE_TWO, action_overhead=0.5))
+    (only,) = bubbles(timeline)
+    assert only.compute == 2 * 3
+    assert only.pp_other == 3 * 0.5  # between four actions; after the last one gradients are summed
+    assert only.fraction == pytest.approx((4 * 0.5 + 0.5) / timeline.makespan)
+    assert next(span.stop for span in timeline.spans(0) if span.kind == "F") == 1.0
+
+
 def test_memory_holds_as_many_activations_as_are_in_flight():
     stages = pipeline(4)
     costs = equal_costs(stages, 8, StageCost(1.0, 1.0, 1.0, activation_bytes=10), static_bytes={0: 1000, 3: 500})

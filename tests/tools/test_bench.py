@@ -175,6 +175,14 @@ def test_schedules_are_predicted_and_measured(load):
     for case in result["configurations"]:
         assert case["error"] == pytest.approx(abs(case["predicted_ms"] / case["measured_ms"] - 1))
         assert 0 < case["measured_bubbles"] < 1
+        assert case["bubbles_of_steps"] == [case["measured_bubbles"]] == [case["median_bubbles"]]  # there is one step
+        assert case["bubble_error"] == case["predicted_bubbles"] - case["measured_bubbles"]
+        predicted, measured = zip(*case["bubbles_by_class"].values(), strict=True)
+        assert sum(predicted) == pytest.approx(case["predicted_bubbles"])
+        assert sum(measured) == pytest.approx(case["measured_bubbles"])
+        assert 0 <= case["background_load"] <= 1
+    assert result["max_bubble_error"] == max(abs(c["bubble_error"]) for c in result["configurations"])
+    assert type(result["quiet"]) is bool
     assert result["max_prediction_error"] == max(c["error"] for c in result["configurations"])
     json.dumps(result, allow_nan=False)
     assert all(case["busy_slowdown"] >= 1 for case in result["configurations"])
@@ -244,6 +252,37 @@ def test_charts_are_as_long_as_their_law_divided(load):
         assert (sample.tokens == charts.placeholders["image"]).sum() == 1
         assert sample.media["image"][0].shape == meta.media[0].shape
         assert not charts.load(index, ()).media
+
+
+def test_a_machine_is_quiet_if_plain_code_has_its_core_and_always_takes_as_long(load):
+    """What it takes may differ from rank to rank, and between alone and together."""
+    quiet = load("benchmarks.busy").Quiet
+    alone, together = [0.98, 0.99, 1.0, 1.01, 1.02], [2.04, 2.02, 2.0, 1.98, 1.96]
+    assert quiet.of([alone, together], [0.0, 0.02])
+    assert quiet.of([alone, together], [0.0, 0.02]).load == 0.01
+    assert quiet.of([alone, together], [0.0] * 3).noise == pytest.approx(0.02)
+    assert not quiet.of([alone, together], [0.0, 0.2]), "something else had the core"
+    assert not quiet.of([[0.8, 1.3, 1.0, 0.9, 1.2]] * 2, [0.0]), "times scatter"
+    assert quiet.of([[*alone, 3.0], together], [0.0]), "one bad moment does not move a median"
+
+
+def test_time_without_the_core_is_no_time_of_the_plain_code(load, monkeypatch):
+    """The clock goes on for 4 s, in which the process runs for 3."""
+    busy = load("benchmarks.busy")
+    clocks = {"wall": 0.0, "own": 0.0}
+
+    def work():
+        clocks["wall"], clocks["own"] = clocks["wall"] + 4.0, clocks["own"] + 3.0
+
+    monkeypatch.setattr(busy.time, "perf_counter", lambda: clocks["wall"])
+    monkeypatch.setattr(busy.time, "process_time", lambda: clocks["own"])
+    meter = busy.BusyMeter(work, 8.0)
+    assert meter.kept_off == [], "the first turn warms up"
+    monkeypatch.setattr(busy.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(busy.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(busy.dist, "barrier", lambda: None)
+    meter.round()
+    assert (meter.alone, meter.together, meter.kept_off) == ([4.0], [4.0], [0.25, 0.25])
 
 
 @pytest.mark.exhaustive

@@ -129,13 +129,16 @@ class BusyMeter:
 
     Attributes:
         alone, together: per round, seconds of `work`.
+        kept_off: per turn of this rank, the share of it in which the process did not have its core.
     """
 
     def __init__(self, work: Callable[[], None], seconds: float = 0.4) -> None:
         self.work, self.seconds = work, seconds
         self.alone: list[float] = []
         self.together: list[float] = []
+        self.kept_off: list[float] = []
         self._run()
+        self.kept_off.clear()
 
     def round(self) -> None:
         """Each rank alone, then all together; every other round begins at the end."""
@@ -150,10 +153,11 @@ class BusyMeter:
         dist.barrier()
 
     def _run(self) -> float:
-        count, spent, started = 0, 0.0, time.perf_counter()
+        count, spent, started, ran = 0, 0.0, time.perf_counter(), time.process_time()
         while not count or spent < self.seconds:
             self.work()
             count, spent = count + 1, time.perf_counter() - started
+        self.kept_off.append(max(1.0 - (time.process_time() - ran) / spent, 0.0))
         return spent / count
 
 
@@ -174,6 +178,34 @@ def busy_slowdown(
         ratios = [[max(turn) for turn in zip(*ratios, strict=True)]]
     factor, others = max(statistics.mean(map(statistics.mean, ratios)), 1.0), max(len(each) - 1, 1)
     return tuple(1.0 + (factor - 1.0) * k / others for k in range(len(each)))
+
+
+MOST_LOAD, MOST_NOISE = 0.05, 0.10
+"""Up to which a machine counts as quiet; see `Quiet`."""
+
+
+@dataclass(frozen=True)
+class Quiet:
+    """Whether times of a run can be judged, by the plain code that ran in turns with what was timed.
+
+    Attributes:
+        load: the share of the time of the plain code in which something else had its core; the mean over turns.
+        noise: how far the turns of the plain code scatter: the middle half of them, each in medians of its kind, lies
+            within this.
+    """
+
+    load: float
+    noise: float
+
+    @classmethod
+    def of(cls, series: Iterable[Sequence[float]], kept_off: Iterable[float]) -> Quiet:
+        """From repeated seconds of the same work, a series per rank and kind of turn, and `BusyMeter.kept_off`."""
+        turns = [seconds / statistics.median(same) for same in series for seconds in same]
+        low, _, high = statistics.quantiles(turns, n=4, method="inclusive")
+        return cls(statistics.mean(kept_off), high - low)
+
+    def __bool__(self) -> bool:
+        return self.load <= MOST_LOAD and self.noise <= MOST_NOISE
 
 
 def apart(costs: StepCosts, slowdown: tuple[float, ...]) -> StepCosts:

@@ -129,7 +129,7 @@ class StepCosts:
         reduce: per stage, seconds of summing its gradients over its lanes after its last backward.
         optimizer: per rank, seconds of normalising, clipping and the optimizer step.
         static_bytes: per rank, parameters, gradients and optimizer state.
-        action_overhead: seconds that the runtime itself spends on each action.
+        action_overhead: seconds that the runtime itself spends on each action, in which nothing is computed.
         lanes: which ranks of a stage act apart; None: all ranks of a stage act as one.
         parts: per stage and microbatch what its actions consist of, where that was asked for.
         busy_slowdown, ranks_per_node: see `Machine`. All other seconds are of ranks that have their node to themselves.

@@ -12,11 +12,10 @@ from hetmesh.cost.step_costs import StepCosts
 from hetmesh.schedule import Schedule
 from hetmesh.simulate.program import RECEIVE, program
 from hetmesh.simulate.timeline import (
-    BACKWARD,
-    BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
     GATHER,
+    LAYERS,
     OPTIMIZER,
     REDUCE,
     TRANSFER,
@@ -26,7 +25,6 @@ from hetmesh.simulate.timeline import (
 
 CLASSES = ("dp_gather", "dp_scatter", "pp_warmup", "pp_cooldown", "pp_other", "tp")
 """Classes of bubbles, as in Optimus (arXiv 2408.03505, table 1)."""
-_LAYERS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ class Bubbles:
         dp_scatter: gradients are reduced, and nothing is computed.
         pp_warmup: waiting for the first forward.
         pp_cooldown: after the last backward, waiting for other ranks.
-        pp_other: waiting in between: dependencies, imbalance.
+        pp_other: in between: waiting (dependencies, imbalance), and what the runtime itself takes around actions.
         tp: collectives inside layers.
     """
 
@@ -108,7 +106,7 @@ _COMPUTE = len(CLASSES) - 1  # in the place of tp, which is no interval
 def _classified(timeline: Timeline, track: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The elementary intervals between all starts and stops of a track: class, start, stop."""
     spans = timeline.work.select(timeline.work.track == track)
-    layers = spans.select(np.isin(spans.kind, _LAYERS))
+    layers = spans.select(np.isin(spans.kind, LAYERS))
     first = layers.start.min() if len(layers) else timeline.makespan
     last = layers.stop.max() if len(layers) else timeline.makespan
     points = np.unique(np.concatenate([spans.start, spans.stop, [0.0, first, last, timeline.makespan]]))
@@ -116,7 +114,7 @@ def _classified(timeline: Timeline, track: int) -> tuple[np.ndarray, np.ndarray,
     codes = np.full(len(starts), CLASSES.index("pp_other"))
     codes[stops <= first] = CLASSES.index("pp_warmup")
     codes[starts >= last] = CLASSES.index("pp_cooldown")
-    for kinds, code in (((REDUCE,), 1), ((GATHER,), 0), ((*_LAYERS, OPTIMIZER), _COMPUTE)):
+    for kinds, code in (((REDUCE,), 1), ((GATHER,), 0), ((*LAYERS, OPTIMIZER), _COMPUTE)):
         codes[_covered(starts, spans.select(np.isin(spans.kind, kinds)))] = code
     return codes, starts, stops
 
@@ -136,7 +134,7 @@ def busiest_rank(schedule: Schedule, costs: StepCosts) -> float:
         for track in p.stage_tracks[stage]:
             busy[track] += p.gather[stage]
     for kind, target, seconds, each in zip(p.kinds, p.targets, p.seconds, p.each, strict=True):
-        if kind in _LAYERS:
+        if kind in LAYERS:
             for g, tracks in enumerate(p.groups[target]):
                 for track in tracks:
                     busy[track] += each[g][0] if each else seconds

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
+
+import numpy as np
 
 from hetmesh.cost.step_costs import StepCosts
 from hetmesh.errors import GraphError
@@ -10,7 +13,7 @@ from hetmesh.schedule import Schedule
 from hetmesh.simulate.beside import BesideRun
 from hetmesh.simulate.busy import slowed_program
 from hetmesh.simulate.memory import peak_bytes
-from hetmesh.simulate.timeline import Spans, Timeline
+from hetmesh.simulate.timeline import LAYERS, Spans, Timeline
 from hetmesh.simulate.walk import Run
 
 
@@ -25,7 +28,8 @@ def simulate(schedule: Schedule, costs: StepCosts, *, overlap: bool = True, besi
     waits for the arrival. The parameters of a stage are gathered before its first forward, beside the wait for its
     input. Gradients are reduced beside later work of the same ranks. The optimizer starts on all ranks when the last of
     them has its gradients, because the gradient's norm is over all. Ranks of one node that compute at the same time
-    slow each other down by `costs.busy_slowdown` (`hetmesh.simulate.busy`).
+    slow each other down by `costs.busy_slowdown` (`hetmesh.simulate.busy`). The runtime's own `costs.action_overhead`
+    follows each forward and backward; it keeps the rank, and no span covers it, because nothing is computed.
 
     Args:
         overlap: False: a transfer takes the time of the ranks on both its sides, as a blocking send would.
@@ -48,10 +52,16 @@ def simulate(schedule: Schedule, costs: StepCosts, *, overlap: bool = True, besi
         columns.tracks,
         held,
         columns.names,
-        Spans.of(run.work),
+        _computing(Spans.of(run.work), costs.action_overhead),
         Spans.of(run.transfers),
         run.end,
         tuple(run.collectives),
         peak_bytes(schedule, costs, columns),
         tuple(run.hidden),
     )
+
+
+def _computing(work: Spans, overhead: float) -> Spans:
+    """Spans whose forwards and backwards end where computing does, as recorded ones end."""
+    stops = np.where(np.isin(work.kind, LAYERS), np.maximum(work.start, work.stop - overhead), work.stop)
+    return replace(work, stop=stops)

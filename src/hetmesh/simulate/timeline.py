@@ -17,6 +17,7 @@ from hetmesh.schedule import Action, Kind, Schedule
 KINDS = ("F", "B", "I", "W", "REDUCE", "GATHER", "OPTIMIZER", "SEND")
 """Kinds of spans; `Spans.kind` holds indices into it. SEND is a transfer from its start to its arrival."""
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, REDUCE, GATHER, OPTIMIZER, TRANSFER = range(len(KINDS))
+LAYERS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 
 Record = tuple[Action, float, float]
 """An action that a rank took part in, its start and stop in seconds since the step's common zero."""

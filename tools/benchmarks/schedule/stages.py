@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,7 @@ class Measured:
         overheads: seconds per compute action that the runtime itself took, per step of other shapes.
         steps: per step, what was recorded, and the end.
         busy: seconds of plain code alone and beside the other rank (`benchmarks.busy`).
+        kept_off: shares of the plain code's turns in which it did not have its core.
     """
 
     stages: dict[tuple[Stage, str, int, int], list[float]] = field(default_factory=dict)
@@ -56,6 +57,7 @@ class Measured:
     overheads: list[float] = field(default_factory=list)
     steps: list[tuple[Recording, float]] = field(default_factory=list)
     busy: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    kept_off: list[float] = field(default_factory=list)
 
 
 def measure(
@@ -78,11 +80,11 @@ def measure(
         probe.messages()
         probe.reductions()
         meter.round()
-        if i % 4 == 0:
+        if i % 2 == 0:
             probe.overhead(min(sizes))
         for _ in range(steps):
             probe.measured.steps.append(probe.run_step(recipe.batch.microbatch_size))
-    probe.measured.busy = meter.alone, meter.together
+    probe.measured.busy, probe.measured.kept_off = (meter.alone, meter.together), meter.kept_off
     return probe.measured
 
 
@@ -186,10 +188,11 @@ def profile(rank: int, recipe: Recipe, seconds: float) -> Profile:
 
 
 def own_work(plan: BatchPlan, name: str, microbatch: int, rank: int) -> Work:
-    """What one member rank computes of a module in a microbatch."""
+    """What a member rank computes of a module in a microbatch; where ranks share the tokens of a lane, most of each
+    number: they wait for each other."""
     spec = plan.graph[name]
     lane, each = spec.lane_of(rank), rank_work(plan, name, microbatch)
     assert lane is not None
     shares = len(each) // spec.num_lanes
-    coordinate = dict(zip(spec.mesh.axes, spec.mesh.coordinate(rank) or (), strict=True))
-    return each[lane * shares + (coordinate.get("cp", 0) if shares > 1 else 0)].work
+    works = [one.work for one in each[lane * shares : (lane + 1) * shares]]
+    return Work(*(max(getattr(work, f.name) for work in works) for f in fields(Work)))
