@@ -150,6 +150,17 @@ def test_predictions_come_in_order_and_are_deterministic(four):
             assert ranks[-1] == (0, 4)
 
 
+def test_a_layout_per_module_is_no_slower_than_the_shared_one_on_the_same_ranks():
+    """Which microbatch size is fast is what estimates know least: the best of each is simulated."""
+    fixed = {"llm.tensor_parallel_degree": 1, "llm.pipeline_parallel_degree": 1}
+    given = load_recipe(RECIPES / "siglip_qwen3_8b.toml", [])
+    best = search(recipe_problem(given, machine="h100", ranks=8, fixed=fixed), shown=1).best
+    assert best["colocated"][0].step_s <= best["homogeneous"][0].step_s
+    assert best["colocated"][0].plan.microbatch_size == 4
+    for each in best["colocated"]:  # else it is the shared one
+        assert len({own.degrees for own in each.plan.modules.values()}) > 1
+
+
 def test_what_is_fixed_stays():
     fixed = {"llm.tensor_parallel_degree": 2, "vision.activation_checkpoint": "full", "microbatch_size": 2}
     found = search(problem(4, 16, fixed=fixed))

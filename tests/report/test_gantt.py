@@ -73,7 +73,7 @@ def test_a_run_folder_is_read_and_what_is_missing_is_named(timeline, tmp_path, c
     assert main(["report", str(tmp_path)]) == 0
     assert "1.25" in capsys.readouterr().out
     assert main(["report", str(tmp_path), "--trace", str(tmp_path / "t.json")]) == 2
-    assert "--profiling.timeline true" in capsys.readouterr().err
+    assert "[profiling] timeline_step has not come yet" in capsys.readouterr().err
     (tmp_path / "timeline.json").write_text(json.dumps({"step": 2, "measured": timeline.as_json()}))
     found = read_run(tmp_path)
     assert (found.step, list(found.timelines)) == (2, ["measured"])

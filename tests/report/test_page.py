@@ -52,8 +52,8 @@ def test_a_page_has_every_part_and_needs_nothing_else(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     text = shown(write_run(tmp_path, RECIPES / "digits_moe.toml"), capsys)
     outline = Outline(text)
-    names = ("Loss", "Throughput", "Where the time went", "A recorded step", "Load balance", "Experts", "Layout")
-    for name in (*names, "Boundaries", "Memory", "Data", "The run", "Recipe", "What to change"):
+    names = ("Loss", "Throughput", "Where the time went", "A recorded step", "Load balance", "Experts")
+    for name in (*names, "Layout", "Answers", "Boundaries", "Memory", "Data", "The run", "Recipe", "What to change"):
         assert f">{name}</h2>" in text
     assert "script" not in outline.tags
     assert "http" not in text.replace("http-equiv", "").replace("http://www.w3.org/", "")  # names of SVG's vocabulary
@@ -65,6 +65,7 @@ def test_a_page_has_every_part_and_needs_nothing_else(tmp_path, capsys):
     assert outline.tags.count("h1") == outline.tags.count("title") == 1
     assert "Not shown" not in text
     assert "finished: 30 steps in 43 s" in text
+    assert "<pre>  ##\n  @@  \nQ: llm</pre>" in text
     for colour in ("#010203", "#010204", "stroke: #ffffff"):  # all colours suit light and dark
         assert colour not in text
     assert "pack_samples = true" in text  # the recipe
@@ -93,7 +94,7 @@ def test_a_page_says_what_was_not_recorded(tmp_path, capsys):
     text = Outline(shown(tmp_path, capsys)).text
     assert re.search(r"not finished: step 1; its last line was written \d+ s ago, and no end is recorded", text)
     assert "there is no recipe.json" in text
-    assert "train with --profiling.timeline true" in text
+    assert "[profiling] timeline_step has not come yet" in text
     assert "1 line of metrics.jsonl cannot be read" in text
     assert "1 step had a loss that is no finite number" in text
     (tmp_path / "recipe.json").write_text("{")

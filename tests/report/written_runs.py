@@ -80,6 +80,7 @@ def write_run(folder, recipe, *, steps=30, name="llm", description=None):
     write_lines(folder / "events.jsonl", [start | {"device": "cpu"}, saved, end])
     summary = {"steps": steps, "ranks": 2, "validation_loss": 1.5, "answer_accuracy": 0.25, f"of {name}": {"add": 0.5}}
     (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "answers.json").write_text(json.dumps({"how": "token by token", "text": f"  ##\n  @@  \nQ: {name}"}))
     step = timeline(name).as_json()
     (folder / "timeline.json").write_text(json.dumps({"step": 2, "predicted": step, "measured": step}))
     return folder

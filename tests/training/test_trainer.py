@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from hetmesh.boundary import World
+from hetmesh.cli import main
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.simulate import Timeline
@@ -233,6 +235,35 @@ def test_a_workspace_that_is_set_stays(kernels, tmp_path):
 
 def recorded_step(rank, recipe):
     Trainer(recipe, World.current()).run()
+
+
+@pytest.mark.slow
+def test_a_default_run_records_a_step_and_answers_at_no_change_of_a_bit(pool4, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    for folder, keys in (("on", ()), ("off", ("--profiling.timeline=false",))):
+        recipe = small(
+            "digits_colocated",
+            tmp_path / folder,
+            *keys,
+            "--modules.llm.config.attention_dropout=0.1",
+            "--training.steps=3",
+        )
+        pool4.run(recorded_step, recipe)
+    on, off = ((tmp_path / each / "metrics.jsonl").read_text().splitlines() for each in ("on", "off"))
+    same = ("step", "loss", "grad_norm", "validation")
+    for one, two in zip(map(json.loads, on), map(json.loads, off), strict=True):
+        one, two = ({key: each.get(key) for key in same} for each in (one, two))
+        for each in (one, two):
+            (each["validation"] or {}).pop("time_s", None)
+        assert one == two
+    assert not (tmp_path / "off" / "timeline.json").exists()
+    assert main(["report", str(tmp_path / "on"), "--html", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    sections = dict(re.findall(r'<section aria-labelledby="([^"]+)">(.*?)</section>', page, re.DOTALL))
+    assert {"answers", "a-recorded-step", "where-the-time-went"} <= set(sections)
+    assert "after the right ones before it" in sections["answers"]
+    assert "A: " in sections["answers"]
+    assert [name for name, text in sections.items() if not re.search("<(svg|table|pre|li)", text)] == []
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from hetmesh.report.by_action import action_json, action_table
     from hetmesh.report.gantt import save_gantt
     from hetmesh.report.gantt_text import bubble_table, gantt_text, headline, summary_json
+    from hetmesh.report.page_sections import RECORD
     from hetmesh.report.page_story import state
     from hetmesh.report.run_folder import read_run
     from hetmesh.report.run_load import save_run_load
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise RecipeError(f"report reads a finished run; {overrides[0]} is a recipe's key")
     found = read_run(args.run)
     if (args.png or args.trace) and not found.timelines:
-        raise RecipeError(f"{args.run}: no step was recorded; train with --profiling.timeline true")
+        raise RecipeError(f"{args.run}: {RECORD}")
     if args.load_png:
         if found.load is None:
             raise RecipeError(f"{args.run}: no line of metrics.jsonl has a load; steps that are logged get one")

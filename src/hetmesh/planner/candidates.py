@@ -177,8 +177,8 @@ def schedules(problem: Problem, placement: str, sink: ModulePlan) -> Iterator[tu
 
 def homogeneous(problem: Problem, sink: ModulePlan) -> Iterator[dict[str, ModulePlan]]:
     """All modules as the sink lies: before a pipeline, on the ranks of its first stage; ranks that share tokens are
-    lanes of their own there."""
-    plans: dict[str, ModulePlan] = {}
+    lanes of their own there. What is computed again may differ between modules."""
+    choices: list[list[ModulePlan]] = []
     pp, replicate, shard, cp, tp = sink.degrees
     first, stop = sink.ranks
     for name in problem.own[:-1]:
@@ -186,10 +186,10 @@ def homogeneous(problem: Problem, sink: ModulePlan) -> Iterator[dict[str, Module
         if limit and limit % tp:
             return
         degrees = (1, replicate * cp, shard, 1, tp)
-        plans[name] = ModulePlan((first, first + (stop - first) // pp), degrees, sink.activation_checkpoint)
-        if not _agrees(problem, name, plans[name]):
-            return
-    yield {**plans, problem.own[-1]: sink}
+        either = (ModulePlan((first, first + (stop - first) // pp), degrees, again) for again in _CHECKPOINTS)
+        choices.append([plan for plan in either if _agrees(problem, name, plan)])
+    for chosen in itertools.product(*choices):
+        yield dict(zip(problem.own, (*chosen, sink), strict=True))
 
 
 def joined(problem: Problem, placement: str, choices: Iterable[dict[str, ModulePlan]]) -> Iterator[LayoutPlan]:
@@ -208,7 +208,9 @@ def joined(problem: Problem, placement: str, choices: Iterable[dict[str, ModuleP
 def can_run(plan: LayoutPlan) -> bool:
     """Whether a recipe may say so: zero_bubble splits backwards, of which neither FSDP nor what is computed again may
     be part, bubble_fill needs an encoder on the ranks of the LLM, and so do shares of microbatches, one for each of its
-    lanes there."""
+    lanes there. Modules of one layout are homogeneous, not colocated."""
+    if plan.placement == "colocated" and len({own.degrees for own in plan.modules.values()}) == 1:
+        return False
     if any(len(own) != encoder_pipelines(plan, name) for name, own in plan.shares.items()):
         return False
     if plan.schedule == "zero_bubble":

@@ -93,8 +93,8 @@ class LayoutPlan:
 
     def __str__(self) -> str:
         parts = (f"{name}: {plan} on {plan.ranks[0]}-{plan.ranks[1] - 1}" for name, plan in self.modules.items())
-        shares = "".join(f", {'+'.join(map(str, own))} for the lanes of {name}" for name, own in self.shares.items())
-        return f"{self.placement}; {'; '.join(parts)}; {self.schedule}, microbatches of {self.microbatch_size}{shares}"
+        shares = "".join(f"; {'+'.join(map(str, own))} for the lanes of {name}" for name, own in self.shares.items())
+        return f"{self.placement}; {'; '.join(parts)}; {self.schedule}; microbatches of {self.microbatch_size}{shares}"
 
     def key(self) -> tuple:
         """What tells candidates apart, and orders equals."""

@@ -361,7 +361,7 @@ class Validation(Section):
 class Profiling(Section):
     """`[profiling]`: looking closely at a step."""
 
-    timeline: bool = False  # record one step into dump_folder/timeline.json, for `hetmesh report`
+    timeline: bool = True  # record a step into dump_folder/timeline.json: takes about 0.5 s once, and changes no loss
     timeline_step: Size = 10  # which one; the last one of a shorter run
     profile: str = ""  # what `hetmesh profile` wrote: predictions from measured layers instead of FLOPs
 

@@ -66,7 +66,7 @@ def _shared(degree: str) -> Callable[[Raw], bool]:
     return found
 
 
-_SEEN = "leave it out; [profiling] timeline = true records a step, and `hetmesh simulate` predicts memory"
+_SEEN = "leave it out; [profiling] timeline = true, the default, records a step, and `hetmesh simulate` predicts memory"
 _NO_FP8 = "leave it out; hetmesh computes in float32 or bfloat16"
 _DATA = "[data] source and [data.options]"
 _EXPERT_TP = "leave it out; tensor parallel ranks split experts as they split all else"

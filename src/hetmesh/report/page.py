@@ -19,7 +19,7 @@ from hetmesh.report.run_folder import RunView
 from hetmesh.report.run_series import number, series
 from hetmesh.report.values import RecipeView
 from hetmesh.simulate import average_bubbles
-from hetmesh.training.dump_folder import METRICS_FILE, RECIPE_FILE, SUMMARY_FILE
+from hetmesh.training.dump_folder import ANSWERS_FILE, METRICS_FILE, RECIPE_FILE, SUMMARY_FILE
 from hetmesh.training.metrics import amount
 from hetmesh.training.recorder import FILE as TIMELINE_FILE
 from hetmesh.training.run_events import EVENTS_FILE
@@ -61,7 +61,7 @@ def _wanted(run: RunView, recipe: Recipe | None) -> int | None:
 
 
 def _files(folder: Path) -> list[str]:
-    names = (METRICS_FILE, EVENTS_FILE, SUMMARY_FILE, TIMELINE_FILE, RECIPE_FILE)
+    names = (METRICS_FILE, EVENTS_FILE, SUMMARY_FILE, ANSWERS_FILE, TIMELINE_FILE, RECIPE_FILE)
     return [name for name in names if (folder / name).exists()]
 
 

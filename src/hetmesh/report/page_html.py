@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hetmesh.files import writing
 from hetmesh.report.page_pictures import svg
-from hetmesh.report.page_values import PageSection, PageTable, Picture, RunPage, Steps
+from hetmesh.report.page_values import PageSection, PageTable, PageText, Picture, RunPage, Steps
 
 STYLE = Path(__file__).with_name("page.css")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -91,7 +91,11 @@ def _section(section: PageSection, numbers: Iterator[int]) -> Iterator[str]:
         yield f"<p>{_text(section.lead)}</p>"
     yield '<div class="parts">'
     for part in section.parts:
-        yield _table(part) if isinstance(part, PageTable) else _picture(part, next(numbers))
+        if isinstance(part, PageText):
+            yield f'<div class="scroll" tabindex="0" role="group" aria-label="{_text(part.caption)}">'
+            yield f"<pre>{_text(part.text)}</pre></div>"
+        else:
+            yield _table(part) if isinstance(part, PageTable) else _picture(part, next(numbers))
     yield "</div>"
     yield from (f'<p class="missing">Not shown: {_text(line)}.</p>' for line in section.missing)
     yield "</section>"

@@ -12,7 +12,7 @@ from hetmesh.report.gantt_text import bubble_rows, headline
 from hetmesh.report.memory_text import contents, verdict
 from hetmesh.report.page_loss import loss_section, marks_of
 from hetmesh.report.page_story import story_section, time_text
-from hetmesh.report.page_values import Curves, PageSection, PageTable, Pairs, Picture, Ranks, Steps
+from hetmesh.report.page_values import Curves, PageSection, PageTable, PageText, Pairs, Picture, Ranks, Steps
 from hetmesh.report.run_folder import RunView
 from hetmesh.report.run_load import DRAWN, KEYS, TITLES
 from hetmesh.report.run_series import Series, at, names_in, series
@@ -22,7 +22,7 @@ from hetmesh.simulate import MemoryFit, Timeline
 from hetmesh.training.metrics import amount
 from hetmesh.training.wording import counted, ranks_text
 
-RECORD = "no step was recorded; train with --profiling.timeline true"
+RECORD = "no step was recorded: [profiling] timeline_step has not come yet, or timeline is false"
 LOGGED = "no logged step is there yet; they are every [metrics] log_freq steps, and the last one"
 NO_RECIPE = "what the recipe means is not known here (see the note above)"
 WORDS = {
@@ -47,7 +47,7 @@ MOST_ROWS = 32  # of a table of ranks
 def sections(run: RunView, view: RecipeView | None, recipe: Recipe | None = None) -> tuple[PageSection, ...]:
     """All parts, in the order in which a reader wants them."""
     loss = loss_section(run, recipe.training.max_norm if recipe else None)
-    parts = (loss, _speed(run), _time(run), _step(run), _load(run), _experts(run))
+    parts = (loss, _answers(run), _speed(run), _time(run), _step(run), _load(run), _experts(run))
     more = (_layout(view), _boundaries(run, view), _memory(run, view), _data(run), story_section(run))
     return (*(part for part in parts if part), *more)
 
@@ -56,6 +56,14 @@ def _curves(run: RunView, caption: str, lines: Sequence[Series], unit: str = "")
     """From 0; none where no step has any of the numbers."""
     shown = tuple(each for each in lines if each)
     return (Curves(caption, shown, unit, from_zero=True, marks=marks_of(run)),) if shown else ()
+
+
+def _answers(run: RunView) -> PageSection | None:
+    how, text = (str(run.answers.get(key, "")) for key in ("how", "text"))
+    if not text:
+        return None
+    lead = f"Held-out questions with their pictures, as the run answered them at its end: {how}."
+    return PageSection("Answers", lead, (PageText("held-out questions and answers", text),))
 
 
 def _speed(run: RunView) -> PageSection:

@@ -105,6 +105,14 @@ class PageTable:
     numbers: bool = True
 
 
+@dataclass(frozen=True)
+class PageText:
+    """Text whose lines and columns stay as they are."""
+
+    caption: str
+    text: str
+
+
 Picture = Curves | Pairs | Steps | Ranks
 
 
@@ -121,7 +129,7 @@ class PageSection:
 
     name: str
     lead: str = ""
-    parts: tuple[Picture | PageTable, ...] = ()
+    parts: tuple[Picture | PageTable | PageText, ...] = ()
     missing: tuple[str, ...] = ()
 
 

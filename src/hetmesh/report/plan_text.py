@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hetmesh.planner import Found, MacroBatch, Prediction, Problem, plan_fit
+from hetmesh.planner import Found, LayoutPlan, MacroBatch, Prediction, Problem, plan_fit
 from hetmesh.planner.macro_batch import SHARE
 from hetmesh.planner.search import BATCHES
 from hetmesh.recipe.meshes import DEGREE_OF_AXIS, EXPERT_DEGREE
@@ -15,9 +15,12 @@ from hetmesh.report.memory_text import contents, fit_json, verdict
 from hetmesh.simulate import CLASSES
 from hetmesh.training.metrics import amount
 from hetmesh.training.module_shapes import notes_on_experts
-from hetmesh.training.wording import counted, table
+from hetmesh.training.wording import counted, ranks_text, table
 
-_BUBBLES = {name: name.replace("_", " ") for name in CLASSES}
+_BUBBLES = {name: name.replace("_", " ") for name in CLASSES} | {"tp": "collectives in layers"}
+CLOSE = 0.1
+"""Of the step: smaller differences between predictions say little. Predicted gains over the homogeneous layout are 10
+points off the published ones (`bench.py planner`)."""
 
 
 def plan_text(
@@ -37,8 +40,8 @@ def macro_batch_lines(macro: MacroBatch, modules: Sequence[str]) -> Iterator[str
     split = ", ".join(f"{name} {count}" for name, count in zip(modules, macro.split, strict=True))
     if macro.samples:
         yield (
-            f"macro batch: {macro.samples} samples; {macro.agreed} random batches of it, from {macro.drawn} samples, "
-            f"part the ranks alike: {split}"
+            f"macro batch: {counted(macro.samples, 'sample')}; {macro.agreed} random batches of it, from {macro.drawn} "
+            f"samples, part disjoint ranks alike: {split}"
         )
         return
     if not macro.drifts:
@@ -70,6 +73,8 @@ def _lines(problem: Problem, found: Found, seconds: float, macro: MacroBatch | N
         return
     yield ""
     yield from layout_lines(problem, found)
+    if said := advice(found):
+        yield from ("", said)
     yield from _refused(found)
     yield from (f"note: {note}" for note in _notes(problem))
 
@@ -94,16 +99,41 @@ def layout_lines(problem: Problem, found: Found) -> Iterator[str]:
     yield from table(rows)
     for i, each in enumerate(shown, 1):
         yield ""
-        yield f"{i}  {each.plan.placement}: {_why(each, fastest)}"
-        for name, own in each.plan.modules.items():
-            yield f"   {name:10} ranks {own.ranks[0]}-{own.ranks[1] - 1}: {own}"
         fit = plan_fit(problem, each.plan)
-        yield f"   memory: {verdict(fit)}"
+        large = "; its largest batch does not fit" if fit.fits is False else ""
+        yield f"{i}  {each.plan.placement}: {_why(each, fastest)}{large}"
+        for name, own in each.plan.modules.items():
+            yield f"   {name:10} ranks {ranks_text(range(*own.ranks))}: {own}"
+        first = found.best[each.plan.placement][0]
+        if each is not first:
+            yield f"   unlike {1 + shown.index(first)}: {difference(each.plan, first.plan)}"
+        yield f"   memory, largest batch: {verdict(fit)}"
         yield f"      {contents(fit.ranks[fit.fullest])}"
     for placement, best in found.best.items():
         if not best and problem.fixed.get(("", "placement"), placement) == placement:
             yield ""
             yield f"{placement}: nothing that was tried fits or can run"
+
+
+def advice(found: Found) -> str:
+    """Whether a layout per module pays, as far as predictions can tell; empty where only one kind was found."""
+    shared = next(iter(found.best.get("homogeneous", ())), None)
+    others = [best[0] for placement, best in found.best.items() if best and placement != "homogeneous"]
+    if shared is None or not others:
+        return ""
+    best = min(others, key=lambda each: each.step_s)
+    saved = 1 - best.step_s / shared.step_s
+    pays = "pays" if saved > CLOSE else "hardly pays" if saved > 0 else "does not pay"
+    than = f"{abs(saved):.1%} {'less' if saved > 0 else 'more'} time than the best homogeneous layout"
+    off = f"; predicted gains err by about {100 * CLOSE:.0f} points, so begin with that one" if pays[0] == "h" else ""
+    return f"A layout per module {pays} here: {best.plan.placement} is predicted to take {than}{off}."
+
+
+def difference(plan: LayoutPlan, other: LayoutPlan) -> str:
+    """What tells a plan from another one of its placement: `"microbatches of 2 instead of microbatches of 4"`."""
+    one, two = (str(each).split("; ") for each in (plan, other))
+    here, there = ("; ".join(part for part in own if part not in others) for own, others in ((one, two), (two, one)))
+    return f"{here} instead of {there}" if here and there else here or f"without {there}"
 
 
 def _notes(problem: Problem) -> tuple[str, ...]:
@@ -145,6 +175,8 @@ def _why(each: Prediction, fastest: Prediction) -> str:
     if each is fastest:
         return "the fastest"
     longer = each.step_s - fastest.step_s
+    if longer < 5e-4 * fastest.step_s:
+        return "as fast as the fastest"
     parts = {name: each.bubbles.get(name, 0.0) - fastest.bubbles.get(name, 0.0) for name in ("compute", *CLASSES)}
     most = max(parts, key=lambda name: parts[name])
     what = "computing" if most == "compute" else f"waiting ({_BUBBLES[most]})"

@@ -14,7 +14,7 @@ from hetmesh.report.run_lines import event_lines, metrics_lines
 from hetmesh.report.run_load import RunLoad, run_load
 from hetmesh.report.run_story import RunStory, run_story
 from hetmesh.simulate import Timeline
-from hetmesh.training.dump_folder import METRICS_FILE
+from hetmesh.training.dump_folder import ANSWERS_FILE, METRICS_FILE
 
 SHOWN = ("step", "loss", "grad_norm", "samples_per_s", "tokens_per_s", "mfu", "memory_bytes")
 
@@ -33,6 +33,7 @@ class RunView:
         evaluations: those that hold a `validation` instead, ascending.
         story: its starts, checkpoints and end.
         notes: what is wrong with its files, and was left out.
+        answers: the `text` of held-out questions with pictures and answers, and `how` these came about; or empty.
     """
 
     last: Mapping[str, Any]
@@ -44,6 +45,7 @@ class RunView:
     evaluations: tuple[Mapping[str, Any], ...] = ()
     story: RunStory = field(default_factory=RunStory)
     notes: tuple[str, ...] = ()
+    answers: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def usual(self) -> tuple[Mapping[str, Any], ...]:
@@ -100,6 +102,7 @@ def read_run(folder: str | Path) -> RunView:
         evaluations=lines.evaluations,
         story=story,
         notes=(*lines.notes, *wrong),
+        answers=_json(folder / ANSWERS_FILE),
     )
 
 

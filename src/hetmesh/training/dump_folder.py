@@ -28,6 +28,7 @@ CODE_FOLDER = "code_folder"
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
+ANSWERS_FILE = "answers.json"
 _HINT = "job.dump_folder must be a folder that can be written"
 
 

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from hetmesh.balance import BatchPlan
@@ -73,8 +74,9 @@ class StepRecorder:
             "step": step,
             "measured": Timeline.recorded(schedule, records, optimizer=optimizer).as_json(),
         }
-        if (costs := self._costs(schedule, plan)) is not None:
-            out["predicted"] = simulate(schedule, costs).as_json()
+        with torch.random.fork_rng(devices=[]):  # modules are built to learn their sizes, and may draw
+            if (costs := self._costs(schedule, plan)) is not None:
+                out["predicted"] = simulate(schedule, costs).as_json()
         write_json(self.path, out)
 
     def _costs(self, schedule: Schedule, plan: BatchPlan) -> StepCosts | None:

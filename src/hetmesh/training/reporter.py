@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hetmesh.errors import OutputError
 from hetmesh.files import to_json, write_json, writing
-from hetmesh.training.dump_folder import METRICS_FILE, SUMMARY_FILE
+from hetmesh.training.dump_folder import ANSWERS_FILE, METRICS_FILE, SUMMARY_FILE
 from hetmesh.training.folder_claim import Claim
 from hetmesh.training.loggers import Loggers, require_wandb
 from hetmesh.training.metrics import StepMetrics, flat
@@ -182,6 +182,12 @@ class Reporter:
         """Note how the run ended."""
         if self.active:
             self._events.ended(step, how, reason)
+
+    def answers(self, text: str, how: str) -> None:
+        """Print answered questions, and keep them, with how they were answered, for the run's page."""
+        if self.active and text:
+            self.print(text)
+            write_json(self.folder / ANSWERS_FILE, {"how": how, "text": text})
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Write summary.json."""

@@ -188,8 +188,7 @@ class Trainer:
                 samples_skipped=self.skipped.samples,
                 evaluated=self.validation.summary(),
             )
-            for text in self.validation.shown():
-                self.reporter.print(text)
+            self.reporter.answers(*self.validation.shown())
             next_ = what_next(recipe, self.folder, self.step, self.validation.source)
             self.reporter.print("\n".join([results(recipe, self.folder), *next_]))
             if recipe.checkpoint.last_save_in_hf:

@@ -54,11 +54,13 @@ class RunValidation:
             self.reporter.print(f"validation: {many} samples cannot be read and count as wrong; the first: {first}")
         return evaluation
 
-    def shown(self) -> list[str]:
-        """Some samples with their answers, for people."""
+    def shown(self) -> tuple[str, str]:
+        """Some samples with their answers, for people, and how they were answered."""
         if self.source is None or self.last is None:
-            return []
-        return show(self.source, self.last, answers=() if self.answered is None else self.answered.answers)
+            return "", ""
+        answers = self.answered.answers if self.answered else ()
+        how = "token by token" if answers else "each token guessed after the right ones before it"
+        return "\n".join(show(self.source, self.last, answers=answers)), how
 
     def summary(self) -> dict[str, Any]:
         """What the summary of the run says of it."""

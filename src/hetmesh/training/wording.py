@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 def counted(n: int, one: str, many: str | None = None) -> str:
@@ -10,7 +10,7 @@ def counted(n: int, one: str, many: str | None = None) -> str:
     return f"{n} {one if n == 1 else many or one + 's'}"
 
 
-def ranks_text(ranks: tuple[int, ...]) -> str:
+def ranks_text(ranks: Iterable[int]) -> str:
     """Ranks as a recipe may write them: `(0, 1, 2, 5)` -> `"0-2,5"`."""
     runs: list[list[int]] = []
     for rank in ranks:
