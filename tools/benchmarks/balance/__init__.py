@@ -27,6 +27,14 @@ from benchmarks.balance.fitted import FITTED, SLOWER, against_published
 from benchmarks.balance.laws import CHARTS, LAWS
 from benchmarks.balance.timing import LARGE, SMALL, assign_ms
 
+JUDGES = (
+    "src/hetmesh/balance",
+    "src/hetmesh/cost/layer_time.py",
+    "src/hetmesh/cost/shapes.py",
+    "src/hetmesh/cost/work.py",
+)
+"""What an output of it judges (`kept.py`)."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
