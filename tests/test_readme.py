@@ -180,6 +180,17 @@ def test_every_test_that_stands_for_a_requirement_exists():
         assert not name or f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
 
 
+def test_tests_that_a_default_run_leaves_out_are_said_to_be_exhaustive():
+    left_out = 0
+    for line in CONTRIBUTING.split("## Requirements and their tests")[1].splitlines():
+        for path, name, after in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`( \(`exhaustive`\))?", line):
+            above = (ROOT / path).read_text(encoding="utf-8").partition(f"def {name}(")[0]
+            if "@pytest.mark.exhaustive\n" in above.split("\n\n\n")[-1]:
+                assert after, f"{path}::{name}"
+                left_out += 1
+    assert left_out > 3
+
+
 REQUIREMENTS = [
     f"{letter}{n}"
     for letter, last in (("H", 10), ("C", 10), ("O", 11), ("E", 10), ("U", 27))
