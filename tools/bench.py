@@ -4,8 +4,9 @@
     python tools/bench.py boundary --json   # one JSON object, and nothing else on standard output
     python tools/bench.py --help            # the list
 
-Each benchmark is a module of `benchmarks/` with `add_arguments(parser)`, `run(args)` and `table(result)`; the first
-line of its docstring is what the list says. Times mean something on a machine that does nothing else.
+Each benchmark is a module of `benchmarks/` with `add_arguments(parser)`, `run(args)`, `table(result)` and `JUDGES`, the
+files and folders that its output judges (`kept.py`); the first line of its docstring is what the list says. Times mean
+something on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hetmesh.errors import HetmeshError
+from kept import stamp
 
 FOLDER = Path(__file__).parent / "benchmarks"
 
@@ -52,8 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON object to FILE")
     module.add_arguments(parser)
     args = parser.parse_args(argv[1:])
+    of = stamp(module.JUDGES, module=module)
     try:
-        result = module.run(args)
+        result = module.run(args) | {"kept": of}
     except HetmeshError as error:
         print(f"bench.py {name}: {error}", file=sys.stderr)
         return 2

@@ -4,8 +4,8 @@
     python tools/fuzz.py misuse --n 500 --seed 0     # wrong arguments and files: only the project's own errors
     python tools/fuzz.py --help
 
-Each is a module of `fuzzing/` with `add_arguments(parser)`, `run(args)` and `table(result)`; exit status 1 where the
-result has failures. The same seed draws the same inputs.
+Each is a module of `fuzzing/` with `add_arguments(parser)`, `run(args)`, `table(result)` and `JUDGES`, what its
+output judges (`kept.py`); exit status 1 where the result has failures. The same seed draws the same inputs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from kept import stamp
 
 FOLDER = Path(__file__).parent / "fuzzing"
 
@@ -45,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON object to FILE")
     module.add_arguments(parser)
     args = parser.parse_args(argv[1:])
-    result = module.run(args)
+    of = stamp(module.JUDGES, module=module)
+    result = module.run(args) | {"kept": of}
     text = json.dumps(result, indent=2)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)

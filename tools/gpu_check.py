@@ -27,6 +27,23 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gpu_checks import CHECKS, descriptions
 from gpu_checks.found import DEVICES, Place, Row
 from gpu_checks.runner import Tell, run_check
+from kept import stamp
+
+JUDGES = (
+    "src/hetmesh/layout",
+    "src/hetmesh/graph",
+    "src/hetmesh/schedule",
+    "src/hetmesh/boundary",
+    "src/hetmesh/attention",
+    "src/hetmesh/parallel",
+    "src/hetmesh/models",
+    "src/hetmesh/runtime",
+    "src/hetmesh/balance",
+    "src/hetmesh/training",
+    "src/hetmesh/context",
+    "tools/gpu_checks",
+)
+"""What an output of it judges (`kept.py`)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     place = Place(args.device, gpus, args.steps or (10 if args.device == "cuda" else 4))
-    result = run(place, args.only or list(CHECKS), tell, args.timeout)
+    of = stamp(JUDGES)
+    result = run(place, args.only or list(CHECKS), tell, args.timeout) | {"kept": of}
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         write_json(args.output, result, indent=1)

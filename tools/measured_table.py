@@ -3,7 +3,7 @@
     python tools/measured_table.py            # print it
     python tools/measured_table.py --write    # put it into README.md, after another output was kept
 
-A row whose output is not kept is left out.
+A row whose output is not kept is left out. One that is older than the code that it judges (`kept.py`) carries its date.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import page_table
+from kept import changed, kept
 
 ROOT = Path(__file__).parents[1]
 RESULTS, README = ROOT / "tools" / "results", ROOT / "README.md"
@@ -33,6 +34,7 @@ class Row:
         figures: the second cell, with `{}` for each of `keys`.
         keys: where the figures are in it: keys and indices joined by dots; of a list there, how many it has.
         command: what measures it again.
+        precedes: what has been written since, of what this machine cannot measure again.
     """
 
     what: str
@@ -40,26 +42,48 @@ class Row:
     figures: str
     keys: tuple[str, ...]
     command: str
+    precedes: str = ""
 
-    def cells(self) -> tuple[str, ...]:
-        """The cells of the line."""
-        kept = json.loads((RESULTS / f"{self.output}.json").read_text(encoding="utf-8"))
-        values = [reduce(_inside, key.split("."), kept) for key in self.keys]
+    def cells(self, dated: bool) -> tuple[str, ...]:
+        """The cells of the line.
+
+        Args:
+            dated: with the date of the output, and what it precedes.
+        """
+        output = json.loads(self.path.read_text(encoding="utf-8"))
+        values = [reduce(_inside, key.split("."), output) for key in self.keys]
         values = [len(value) if isinstance(value, list) else value for value in values]
-        return self.what, self.figures.format(*values), f"`{self.command}`"
+        what, figures = self.what, self.figures.format(*values)
+        if dated:
+            what += f" (before {self.precedes})" if self.precedes else ""
+            figures += f" ({kept(self.path)['date']})"
+        return what, figures, f"`{self.command}`"
+
+    @property
+    def path(self) -> Path:
+        """Of the kept output."""
+        return RESULTS / f"{self.output}.json"
+
+    @property
+    def stale(self) -> bool:
+        """Whether code that the output judges has changed since."""
+        return bool(changed(kept(self.path)))
 
 
 def _inside(value: Any, key: str) -> Any:
     return value[int(key)] if isinstance(value, list) else value[key]
 
 
+HEAD = ("what", "measured", "again by")
+
 ROWS = (
     Row(
-        "step of a 1B model in bf16, and of the digits, over that of a plain PyTorch loop, one H100",
+        "step over that of a plain PyTorch loop, one H100: a 1B model in bf16; the digits in fp32, in bf16",
         "gpu_check",
-        "{:.2f}; {:.2f}",
-        ("cases.2.step_time_ratio", "cases.0.step_time_ratio"),
+        "{:.2f}; {:.2f}, {:.2f}",
+        ("cases.2.step_time_ratio", "cases.0.step_time_ratio", "cases.1.step_time_ratio"),
         "python tools/gpu_check.py --only step_time",
+        "streams, pinned copies, building on meta, a shared vocabulary's loss, experts and asynchronous checkpoints",
     ),
     Row(
         "the same for small models on CPUs, the worst of four cases",
@@ -69,80 +93,129 @@ ROWS = (
         "python tools/bench.py overhead",
     ),
     Row(
-        "digits in fp32, three layouts against one process: largest difference of a loss in the first 100 steps",
+        "digits in fp32, three layouts against one process: largest difference of a loss in the first 100 steps; of "
+        "the accuracy after 800, 384 questions",
         "convergence",
-        "{:.0e}",
-        ("max_loss_difference",),
+        "{:.0e}; {:.3f}",
+        ("max_loss_difference", "max_accuracy_difference"),
         "python tools/bench.py convergence",
     ),
     Row(
-        "boundaries: bytes over the fewest possible; time over bare messages of the same bytes, 8 ranks, gloo",
+        "boundaries, 8 ranks of one host: bytes over the fewest possible; time through shared memory over bare "
+        "messages of the same bytes through gloo's sockets, worst of 16 MiB, of small ones",
         "boundary",
-        "{:.2f}; {:.2f}",
-        ("max_bytes_over_bound", "max_time_ratio_vs_bare"),
+        "{:.2f}; {:.2f}, {:.2f}",
+        ("max_bytes_over_bound", "max_time_ratio_vs_bare", "small_time_ratio_vs_bare"),
         "python tools/bench.py boundary",
     ),
     Row(
-        "step without balancing over a balanced one: charts, encoder and LLM on a core each",
+        "step without balancing over a balanced one: charts, encoder and LLM on a core each, by default; with "
+        '`balance.microbatches = "free"`',
         "straggler",
-        "{:.2f}",
-        ("measured_ratio",),
+        "{:.2f}; {:.2f}",
+        ("measured_ratio_fixed", "measured_ratio"),
         "python tools/bench.py straggler",
     ),
     Row(
-        "stages cut without regard to what is frozen over those cut with it: frozen encoder, two cores",
+        "stages cut without regard to what is frozen over those cut with it: frozen encoder, two cores; expected",
         "frozen",
-        "{:.2f}",
-        ("speedup_measured",),
+        "{:.2f}; {:.2f}",
+        ("speedup_measured", "speedup_expected"),
         "python tools/bench.py frozen",
     ),
     Row(
-        "three_phase over bubble_fill: two cores, two microbatches",
+        "three_phase over bubble_fill: two cores, two microbatches; predicted",
         "bubble",
-        "{:.2f}",
-        ("speedup_measured",),
+        "{:.2f}; {:.2f}",
+        ("speedup_measured", "speedup_predicted"),
         "python tools/bench.py bubble",
     ),
     Row(
-        "simulated: bubble_fill, ViT-22B in GPT-175B on 1,536 to 3,072 GPUs: least share of what perfect hiding gains",
+        "the same with four microbatches",
+        "bubble_4",
+        "{:.2f}; {:.2f}",
+        ("speedup_measured", "speedup_predicted"),
+        "python tools/bench.py bubble --microbatches 4",
+    ),
+    Row(
+        "simulated: share that bubble_fill saves of what perfect hiding of ViT-22B in GPT-175B would, on 1,536, "
+        "2,048 and 3,072 GPUs: with what runs today; with encoder kernels in the LLM's collectives, which do not",
         "optimus",
-        "{:.0%}",
-        ("share_of_bound",),
+        "{:.0%}, {:.0%}, {:.0%}; {:.0%}, {:.0%}, {:.0%}",
+        (
+            *(f"share_of_saving_without_tp_gaps.{i}" for i in range(3)),
+            *(f"share_of_saving.{i}" for i in range(3)),
+        ),
         "python tools/bench.py optimus",
     ),
     Row(
-        "predicted step time of ten plans on two cores: mean and largest error; rank correlation",
+        "step time of ten plans on two cores, predicted from costs measured in the same run (so not by `hetmesh "
+        "plan`): mean and largest error; rank correlation",
         "plans",
         "{:.1%}; {:.1%}; {:.2f}",
         ("mean_error", "worst_error", "rank_correlation"),
         "python tools/bench.py plans",
     ),
     Row(
-        "predicted step time of 21 published pairs of H100 runs: mean error; rank correlation; knows the faster one in",
+        "predicted step time of 21 published pairs of H100 runs: mean error; rank correlation (FLOPs alone, fitted to "
+        "these rows)",
         "planner",
-        "{:.0%}; {:.2f}; {:.0%} (who always says heterogeneous: {:.0%})",
-        ("mean_step_error", "rank_correlation", "gain_sign_accuracy", "trivial.gain_sign_accuracy"),
+        "{:.0%} ({:.1%}); {:.2f} ({:.2f})",
+        ("mean_step_error", "trivial.mean_step_error", "rank_correlation", "trivial.step_rank_correlation"),
         "python tools/bench.py planner",
     ),
     Row(
-        "predicted peak memory of a rank of an 8B model, against its dry run",
+        "predicted gain of the heterogeneous one of each pair: points off; which is faster (a constant gain, fitted); "
+        "correlation of gains",
+        "planner",
+        "{:.1f} ({:.1f}); {:.0%} ({:.0%}); {:.2f}",
+        (
+            *("gain_error_points", "trivial.gain_error_points"),
+            *("gain_sign_accuracy", "trivial.gain_sign_accuracy", "gain_correlation"),
+        ),
+        "python tools/bench.py planner",
+    ),
+    Row(
+        "predicted peak memory of a rank of those runs: mean error",
+        "planner",
+        "{:.0%}",
+        ("peak_memory_error",),
+        "python tools/bench.py planner",
+    ),
+    Row(
+        "predicted peak memory of a rank of an 8B model in two layouts, against its dry run (no GPU)",
         "dryrun",
-        "{:.0%} off",
-        ("memory_error",),
+        "{:.1%}, {:.1%} off",
+        (
+            "cases.tensor parallel 4 x FSDP 2.memory_error",
+            "cases.context parallel 4, pipeline 2, 32k.memory_error",
+        ),
         "python tools/bench.py dryrun",
     ),
     Row(
-        "context parallelism, 65,536 tokens on 8 ranks: busiest rank over the mean, attention tiles; tokens",
+        "context parallelism, 65,536 tokens on 8 ranks, worst of eight masks: busiest rank over the mean, attention "
+        "tiles (zigzag, contiguous); tokens",
         "context",
-        "{:.3f}; {:.3f}",
-        ("worst_tile_imbalance", "worst_token_imbalance"),
+        "{:.3f} ({:.2f}, {:.2f}); {:.3f}",
+        (
+            *("worst_tile_imbalance", "worst_tile_imbalance_zigzag", "worst_tile_imbalance_contiguous"),
+            "worst_token_imbalance",
+        ),
         "python tools/bench.py context",
     ),
     Row(
-        "experts on two ranks: step over that with all experts on both; skewed routing, busiest rank before, after",
+        "experts on two ranks: step over that with all experts on both",
         "experts",
-        "{:.2f}; {:.2f}, {:.2f}",
-        ("step_time_ratio", "skew_load_before", "skew_load_after"),
+        "{:.2f}",
+        ("step_time_ratio",),
+        "python tools/bench.py experts",
+    ),
+    Row(
+        "skewed routing, busiest rank over the mean before and after experts are placed, worst of the sizes where "
+        "1.15 is in reach; of all (128 experts on 8 ranks; the least possible)",
+        "experts",
+        "{:.2f}, {:.2f}; {:.2f} ({:.2f})",
+        ("skew_load_before", "skew_load_after", "skew_load_after_all", "skew_least_all"),
         "python tools/bench.py experts",
     ),
     Row(
@@ -153,33 +226,50 @@ ROWS = (
         "python tools/bench.py loader",
     ),
     Row(
-        "steps with an asynchronous save in 20 over those without, less 1; bandwidth of saves, loads over torch's own",
+        "steps with an asynchronous save in 20 over those without, less 1; bandwidth of saves, loads over torch's own, "
+        "loads from the page cache",
         "checkpoint",
-        "{:+.1%}; {:.2f}, {:.2f}",
-        ("async_overhead", "save_ratio", "load_ratio"),
+        "{:+.1%}; {:.2f}, {:.2f}, {:.2f}",
+        ("async_overhead", "save_ratio", "load_ratio", "load_ratio_from_cache"),
         "python tools/bench.py checkpoint",
     ),
     Row(
-        "kills at drawn moments of runs that are started again; runs that hung or ended with other losses",
+        "kills at drawn moments of runs that are started again; runs that hung; that ended with other losses",
         "soak_kills",
-        "{}; {}",
-        ("n", "failures"),
-        "python tools/soak.py kills",
+        "{}; {}; {}",
+        ("n", "hangs", "failures"),
+        "python tools/soak.py kills --n 200",
     ),
     Row(
         "spoiled files for every reader; errors that are not the project's own, hangs, paths out of folders, bombs",
         "fuzz_readers",
         "{}; {}",
         ("n", "failures"),
-        "python tools/fuzz.py readers",
+        "python tools/fuzz.py readers --n 10000",
     ),
 )
 
 
+def rows() -> list[Row]:
+    """Those whose output is kept."""
+    return [row for row in ROWS if row.path.is_file()]
+
+
 def table() -> str:
     """The table in Markdown."""
-    kept = [row.cells() for row in ROWS if (RESULTS / f"{row.output}.json").is_file()]
-    return page_table.markdown(["what", "measured", "again by"], kept)
+    return page_table.markdown(HEAD, [row.cells(row.stale) for row in rows()])
+
+
+def accepted(written: str) -> bool:
+    """Whether `written` is the table; rows may have dates though nothing has changed since."""
+    forms = [[page_table.line(row.cells(dated)) for dated in {row.stale, True}] for row in rows()]
+    lines = written.splitlines()
+    head = page_table.markdown(HEAD, []).splitlines()
+    return lines[:2] == head and len(lines) == 2 + len(forms) and all(map(_among, lines[2:], forms))
+
+
+def _among(line: str, forms: Sequence[str]) -> bool:
+    return line in forms
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,6 +27,24 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from gpu_checks.ranks import Launched, environment, free_port
 from hetmesh.recipe.recipe import load_recipe
+from kept import stamp
+
+JUDGES = (
+    "src/hetmesh/layout",
+    "src/hetmesh/graph",
+    "src/hetmesh/schedule",
+    "src/hetmesh/boundary",
+    "src/hetmesh/attention",
+    "src/hetmesh/parallel",
+    "src/hetmesh/models",
+    "src/hetmesh/runtime",
+    "src/hetmesh/balance",
+    "src/hetmesh/training",
+    "src/hetmesh/context",
+    "src/hetmesh/data",
+    "recipes",
+)
+"""What an output of it judges (`kept.py`)."""
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 AGREE = 1e-5
@@ -52,7 +70,7 @@ def main() -> int:
     if "nccl" in args.backends and not torch.cuda.is_available():
         print(json.dumps({"gpu": None}) if args.json else "no CUDA device here: nothing to run over NCCL")
         return 0
-    recipes = args.recipes or without_another_run()
+    recipes, of = args.recipes or without_another_run(), stamp(JUDGES)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.at_once) as pool:
         found = []
         for each in pool.map(lambda path: compare(path, args, Path(folder)), recipes):
@@ -61,7 +79,9 @@ def main() -> int:
                 print(f"{each['recipe']}: {each['verdict']} ({each['seconds']:.0f} s)", flush=True)
     if args.json:
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        print(json.dumps({"gpu": gpu, "torch": torch.__version__, "recipes": found}, indent=1))
+        print(json.dumps({"gpu": gpu, "torch": torch.__version__, "recipes": found, "kept": of}, indent=1))
+    else:
+        print(f"kept: {json.dumps(of)}")  # at the end of an output that is kept
     return int(any(each["verdict"] != "equal" for each in found))
 
 

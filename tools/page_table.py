@@ -10,8 +10,12 @@ END = "<!-- end -->"
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in Markdown."""
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
-    return "\n".join(lines)
+    return "\n".join([line(head), "|---" * len(head) + "|", *map(line, rows)])
+
+
+def line(cells: Sequence[str]) -> str:
+    """One line of a table in Markdown."""
+    return f"| {' | '.join(cells)} |"
 
 
 def written(text: str, tool: str) -> str:

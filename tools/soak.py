@@ -28,6 +28,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kept import stamp
+
+JUDGES = {
+    "launches": ("src/hetmesh/boundary", "src/hetmesh/cli", "src/hetmesh/training", "tools/soak.py"),
+    "pools": ("src/hetmesh/boundary", "src/hetmesh/testing/pool.py", "src/hetmesh/_processes.py", "tools/soak.py"),
+    "kills": ("src/hetmesh/boundary", "src/hetmesh/cli", "src/hetmesh/data", "src/hetmesh/training", "tools/soaking"),
+    "restarts": ("src/hetmesh/boundary", "src/hetmesh/cli", "src/hetmesh/training", "tools/soaking"),
+}
+"""What an output of each judges (`kept.py`)."""
+
 ROOT = Path(__file__).parents[1]
 COMMAND = (
     *("-m", "hetmesh", "train", str(ROOT / "recipes" / "digits.toml"), "--training.steps", "1"),
@@ -133,12 +143,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.n < 1:
         parser.error("--n must be at least 1")
     before = json.loads(args.output.read_text()) if args.add and args.output and args.output.exists() else {}
+    of = stamp(JUDGES[args.kind], before=before.get("kept"))
     if args.kind in DRAWN:
         module = importlib.import_module(f"soaking.{args.kind}")
         found = module.soak(args.n, args.limit, before, args.seed, args.first)
     else:
         found = soak(args.kind, args.n, args.limit, before)
-    result = counted(args.kind, found, args.limit)
+    result = counted(args.kind, found, args.limit) | {"kept": of}
     text = json.dumps(result)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)

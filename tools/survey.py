@@ -23,6 +23,20 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from kept import stamp
+
+JUDGES = (
+    "src/hetmesh/models",
+    "src/hetmesh/recipe",
+    "src/hetmesh/training/self_check.py",
+    "src/hetmesh/training/self_check_bound.py",
+    "src/hetmesh/training/self_check_samples.py",
+    "src/hetmesh/training/part_checks.py",
+    "src/hetmesh/testing/whole_reference.py",
+    "tools/surveying",
+)
+"""What an output of it judges (`kept.py`)."""
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 RESULTS = ("passed", "refused", "refused_by_self_check", "failed", "silently_wrong", "not_buildable")
@@ -37,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=2, help="processes at once (2)")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds for one class (180)")
     args = parser.parse_args(argv)
-    result = run(args.names, args.processes, args.timeout)
+    of = stamp(JUDGES)
+    result = run(args.names, args.processes, args.timeout) | {"kept": of}
     text = json.dumps(result, indent=1)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -44,6 +44,14 @@ def test_a_placement_is_judged_by_later_batches(experts, monkeypatch):
     assert best["least"] < best["after"] < best["before"]
 
 
+def test_sizes_out_of_reach_are_in_the_figures_of_all(experts):
+    sizes = [{"after": 1.05, "least": 1.0}, {"after": 1.5, "least": 1.4}]
+    of_all = {"skew_load_after_all": 1.5, "skew_least_all": 1.4, "skew_after_over_least": pytest.approx(1.5 / 1.4)}
+    assert experts._of_all_sizes(sizes) == of_all
+    kept = json.loads((TOOLS / "results" / "experts.json").read_text(encoding="utf-8"))
+    assert kept["skew_load_after_all"] == max(each["after"] for each in (*kept["skew"], *kept["out_of_reach"]))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_bytes_are_the_bound_and_skewed_loads_are_evened_out(experts, monkeypatch):

@@ -17,6 +17,7 @@ def load(monkeypatch):
     return importlib.import_module
 
 
+RIVALS = ("three_phase", "coarse", "own_order")
 OTHER_SIZES = [pytest.param(gpus, marks=pytest.mark.exhaustive) for gpus in (1536, 2048)]
 
 
@@ -87,6 +88,10 @@ def test_baselines_hold_all_layers_and_the_kept_run_has_every_key(load):
         *("drift_worst", "rows", "speedup_reachable", "over_bound", "hidden_share_16_reachable"),
     } <= set(kept)
     assert all(row["over_bound"] >= -1e-9 for row in kept["rows"])
+    assert kept["share_of_bound_unfilled"] > 0.8  # what share_of_bound is where nothing is hidden
+    for share, row in zip(kept["share_of_saving"], kept["rows"], strict=True):
+        assert 0 < share < row["share_of_bound"]
+    assert kept["drift_worst_over_rivals"] == max(max(kept["drift"][f"over_{rival}"]) for rival in RIVALS)
     assert "over balanced" in optimus.table(kept)
     assert kept["ordered"]
     assert kept["coarse_grows"]

@@ -1,5 +1,8 @@
 """What pipelines must not do: pay for what is frozen, make encoders wait for each other, hide where time goes."""
 
+import random
+import time
+
 import pytest
 import torch
 from test_parity_pipeline import MODEL, TWO_ENCODERS, recipe, table
@@ -21,23 +24,27 @@ from hetmesh.training.recipe_schedule import recipe_schedule
 
 
 class Saved(nn.Module):
-    """Counts the elements that autograd keeps of a stage's forwards."""
+    """Counts the elements that autograd keeps of a stage's forwards, and times these."""
 
     def __init__(self, stage):
         super().__init__()
-        self.stage, self.elements = stage, 0
+        self.stage, self.elements, self.ran = stage, 0, []
 
     def forward(self, batch, inputs):
         def keep(tensor):
             self.elements += tensor.numel()
             return tensor
 
+        started = time.perf_counter()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            return self.stage(batch, inputs)
+            out = self.stage(batch, inputs)
+        self.ran.append((started, time.perf_counter()))
+        return out
 
 
 def one_step(rank, recipe):
-    """Of this rank: directions of the messages of each edge, elements saved per stage, what it did when."""
+    """Of this rank: directions of the messages of each edge, elements saved and forwards run per stage, what it did
+    when."""
     world = World.current()
     job = Job.assemble(recipe, world)
     drawn = next(job.loader)
@@ -49,7 +56,8 @@ def one_step(rank, recipe):
     world.log.clear()
     job.runtime.run(schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank), step=0)
     messages = {(m.label.boundary, m.label.direction) for m in world.log.messages}
-    return messages, {str(s): saved.elements for s, saved in stages.items()}, job.runtime.recording
+    of_stages = {str(s): (saved.elements, saved.ran) for s, saved in stages.items()}
+    return messages, of_stages, job.runtime.recording
 
 
 @pytest.mark.slow
@@ -63,26 +71,71 @@ def test_frozen_stages_post_no_backward_messages_and_save_no_activations(pool4, 
     assert ("vision->projector", "forward") in messages
     assert ("llm.0->llm.1", "backward") in messages
     assert not {edge for edge, direction in messages if direction == "backward" and edge.startswith("vision")}
-    saved = {stage: n for _, stages, _ in results for stage, n in stages.items()}
+    saved = {stage: n for _, stages, _ in results for stage, (n, _) in stages.items()}
     assert saved["vision.0"] == saved["vision.1"] == 0
     assert saved["llm.0"] > 0
     assert saved["llm.1"] > 0
 
 
+COMPUTED = (Kind.FORWARD, Kind.BACKWARD)
+
+
+def judge(schedule, records, ran):
+    """That what ranks recorded is what they did: all of it in order, around the forwards that the modules timed
+    themselves, no stage of the LLM before the one that it waits for; and that the bubbles of this follow from it.
+
+    Args:
+        ran: stage -> start and stop of each of its forwards.
+    """
+    when = {}
+    for rank, record in records.items():
+        own = [action for action, _, _ in record if action.kind in COMPUTED]
+        assert own == [a for a in schedule.actions if a.kind in COMPUTED and rank in schedule.stages.ranks_of(a.target)]
+        stops = [0.0, *(stop for _, _, stop in record)]
+        assert all(before <= start <= stop for before, (_, start, stop) in zip(stops, record, strict=False))
+        when |= {(action.kind, str(action.target), action.microbatch): span for action, *span in record}
+    for stage, times in ran.items():
+        for m, (started, stopped) in enumerate(times):
+            start, stop = when[Kind.FORWARD, stage, m]
+            assert max(start, started) < min(stop, stopped)
+            assert stop - start >= stopped - started
+    for m in range(5):  # encoders wait only where there are images
+        assert when[Kind.FORWARD, "llm.0", m][1] <= when[Kind.FORWARD, "llm.1", m][0]
+        assert when[Kind.BACKWARD, "llm.1", m][1] <= when[Kind.BACKWARD, "llm.0", m][0]
+    timeline = Timeline.recorded(schedule, records)
+    rows = bubbles(timeline)
+    for track, row in zip(timeline.tracks, rows, strict=True):
+        spans = [(start, stop) for a, start, stop in records[track[0]] if a.kind in COMPUTED]
+        assert row.compute == pytest.approx(sum(stop - start for start, stop in spans), rel=1e-6)
+        assert row.pp_warmup == pytest.approx(min(spans)[0], abs=1e-9)
+        assert row.compute + row.idle == pytest.approx(timeline.makespan, rel=0.01)
+    assert rows[3].pp_warmup > rows[2].pp_warmup >= 0  # llm.1 begins after llm.0, and ends its backwards before it
+    assert rows[3].pp_cooldown + rows[3].dp_scatter > 0
+
+
 @pytest.mark.slow
 def test_the_bubbles_of_a_real_step_add_up(pool4):
-    """O1: compute and all classes are the step, within 1%, from the trace of a real run."""
+    """O1: the trace of a real run is what happened, and its bubbles follow from it; other traces are found."""
     given = recipe("1f1b", table("vision", "0-1", pp=2), table("llm", "2-3", pp=2))
     results = pool4.run(one_step, given, timeout=60)
     zero = min(start for _, _, record in results for _, start, _ in record)
     records = {r: [(a, b - zero, e - zero) for a, b, e in record] for r, (_, _, record) in enumerate(results)}
+    ran = {
+        stage: [(b - zero, e - zero) for b, e in times]
+        for _, stages, _ in results
+        for stage, (_, times) in stages.items()
+    }
     _, _, graph = describe(given)
-    timeline = Timeline.recorded(recipe_schedule(given, graph, 5), records)
-    assert len(timeline.tracks) == 4
-    for row in bubbles(timeline):
-        assert row.compute + row.idle == pytest.approx(timeline.makespan, rel=0.01)
-        assert row.compute > 0
-        assert row.pp_warmup + row.pp_cooldown + row.pp_other > 0
+    schedule = recipe_schedule(given, graph, 5)
+    judge(schedule, records, ran)
+    rng = random.Random(0)
+    drawn = {r: [(a, *sorted((rng.random(), rng.random()))) for a, _, _ in record] for r, record in records.items()}
+    early = records | {3: [(a, max(b - 0.5, 0.0), max(e - 0.5, 0.0)) for a, b, e in records[3]]}
+    left_out = records | {1: [*records[1][1:], (records[1][0][0], 0.0, 0.0)]}
+    empty = {r: [(a, b, b) for a, b, _ in record] for r, record in records.items()}
+    for spoiled in (drawn, early, left_out, empty):
+        with pytest.raises(AssertionError):
+            judge(schedule, spoiled, ran)
 
 
 def test_encoder_branches_run_at_the_same_time():

@@ -29,6 +29,9 @@ from hetmesh.context.families import families
 from hetmesh.runtime import LiveBytes
 from hetmesh.testing.pool import WorkerPool
 
+JUDGES = ("src/hetmesh/attention", "src/hetmesh/context")
+"""What an output of it judges (`kept.py`)."""
+
 POLICIES = ("contiguous", "balanced")
 MASKS = ("image_bits", "causal")
 RANKS = (2, 4, 8)

@@ -23,6 +23,9 @@ from torch import Tensor, nn
 from hetmesh.cost import StepCosts
 from hetmesh.testing.pool import WorkerPool
 
+JUDGES = ()
+"""What an output of it judges (`kept.py`)."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""

@@ -36,6 +36,13 @@ from hetmesh.testing.pool import WorkerPool
 from hetmesh.training.checkpoint import Checkpointer
 from hetmesh.training.trainer import Trainer
 
+JUDGES = (
+    "src/hetmesh/training/checkpointing",
+    "src/hetmesh/training/checkpoint.py",
+    "src/hetmesh/training/checksums.py",
+)
+"""What an output of it judges (`kept.py`)."""
+
 WARM_UP = 3  # steps
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_single.toml"
 KEYS = ("none", "async", "sync")

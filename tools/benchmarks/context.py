@@ -20,6 +20,9 @@ import numpy as np
 from hetmesh.context import POLICIES, Mask, assign, block_edges, loads, tile_counts
 from hetmesh.context.families import blockwise, families
 
+JUDGES = ("src/hetmesh/context",)
+"""What an output of it judges (`kept.py`)."""
+
 RANKS, LARGE_RANKS = 8, 64
 TOKENS, LARGE_TOKENS, BLOCKWISE_TOKENS = 65_536, 1_048_576, 16_384
 
@@ -50,6 +53,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     result = {
         "worst_tile_imbalance": max(m["tile_imbalance"] for m in ours.values()),
         "worst_token_imbalance": max(m["token_imbalance"] for m in ours.values()),
+        **{f"worst_tile_imbalance_{policy}": _worst(small, policy) for policy in ("contiguous", "zigzag")},
         "mean_runs": max(ours[name]["mean_runs"] for name in plain),
         "mean_runs_prefix": ours["prefix_documents"]["mean_runs"],
         "mean_runs_lpt": mean(m["lpt"]["mean_runs"] for m in small.values()),
@@ -76,6 +80,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "assign_ms_1m_prefix": ours_large["prefix_documents"]["ms"],
         }
     return result
+
+
+def _worst(families: dict[str, Any], policy: str) -> float:
+    return max(methods[policy]["tile_imbalance"] for methods in families.values())
 
 
 def _measure(mask: Mask, ranks: int, policy: str, rounds: int) -> dict[str, float]:

@@ -17,6 +17,26 @@ import time
 from pathlib import Path
 from typing import Any
 
+JUDGES = (
+    "src/hetmesh/layout",
+    "src/hetmesh/boundary",
+    "src/hetmesh/parallel",
+    "src/hetmesh/models",
+    "src/hetmesh/data",
+    "src/hetmesh/balance",
+    "src/hetmesh/schedule",
+    "src/hetmesh/runtime",
+    "src/hetmesh/training/trainer.py",
+    "src/hetmesh/training/loss.py",
+    "src/hetmesh/training/gradients.py",
+    "src/hetmesh/training/optimizers.py",
+    "recipes/digits.toml",
+    "recipes/digits_single.toml",
+    "recipes/digits_colocated.toml",
+    "recipes/digits_overlapping.toml",
+)
+"""What an output of it judges (`kept.py`)."""
+
 ROOT = Path(__file__).parents[2]
 REFERENCE = "digits_single"
 LAYOUTS = ("digits", "digits_colocated", "digits_overlapping")

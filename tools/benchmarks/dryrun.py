@@ -20,6 +20,17 @@ from hetmesh.recipe.recipe import Recipe, load_recipe
 from hetmesh.training.dry_run import with_microbatches
 from hetmesh.training.dry_runs import fullest_group
 
+JUDGES = (
+    "src/hetmesh/cost",
+    "src/hetmesh/simulate",
+    "src/hetmesh/runtime",
+    "src/hetmesh/parallel",
+    "src/hetmesh/training/dry_run.py",
+    "src/hetmesh/training/dry_runs.py",
+    "src/hetmesh/training/step_model.py",
+)
+"""What an output of it judges (`kept.py`)."""
+
 RECIPE = Path(__file__).parents[2] / "recipes" / "siglip_qwen3_8b.toml"
 
 LONG = {

@@ -46,6 +46,9 @@ from hetmesh.testing.pool import WorkerPool
 from hetmesh.training.job import Job
 from hetmesh.training.trainer import Trainer
 
+JUDGES = ("src/hetmesh/parallel/experts", "src/hetmesh/balance/expert_placement.py", "src/hetmesh/boundary")
+"""What an output of it judges (`kept.py`)."""
+
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_moe.toml"
 WARM_UP = 2  # steps of each
 STEPS = 2  # whose bytes are counted
@@ -89,9 +92,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         **_step_times(args),
         "skew_load_before": max(size["before"] for size in within),
         "skew_load_after": max(size["after"] for size in within),
+        **_of_all_sizes(sizes),
         "layouts": layouts,
         "skew": within,
         "out_of_reach": [size for size in sizes if size not in within],
+    }
+
+
+def _of_all_sizes(sizes: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Those too that no placement makes even, since each rank holds equally many experts."""
+    return {
+        "skew_load_after_all": max(size["after"] for size in sizes),
+        "skew_least_all": max(size["least"] for size in sizes),
+        "skew_after_over_least": max(size["after"] / size["least"] for size in sizes),
     }
 
 

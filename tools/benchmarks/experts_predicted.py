@@ -36,6 +36,9 @@ from hetmesh.training.recipe_schedule import recipe_schedule
 from hetmesh.training.step_model import recipe_step_model
 from hetmesh.training.trainer import Trainer
 
+JUDGES = ("src/hetmesh/cost", "src/hetmesh/simulate", "src/hetmesh/parallel/experts")
+"""What an output of it judges (`kept.py`)."""
+
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_moe.toml"
 STEP = 2  # whose peak is measured: optimizer state and buffers are there
 

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+JUDGES = ("src/hetmesh/cost/layer_time.py",)
+"""What an output of it judges (`kept.py`)."""
+
 BLOCKS = 8
 CASES = {
     "trainable, trainable before it": (True, True),

@@ -37,6 +37,9 @@ from hetmesh.training.describe import describe, make_prepare
 from hetmesh.training.job import Job
 from hetmesh.training.upcoming import Upcoming
 
+JUDGES = ("src/hetmesh/balance", "src/hetmesh/layout", "src/hetmesh/boundary", "src/hetmesh/training/upcoming.py")
+"""What an output of it judges (`kept.py`)."""
+
 RECIPE = Path(__file__).parents[2] / "recipes" / "siglip_qwen3_8b.toml"
 MICROBATCHES, TENSOR_PARALLEL, PER_RANK, NODE = 8, 8, 8, 8
 IMAGE_ROWS, SIZE = 729, (3, 384, 384)

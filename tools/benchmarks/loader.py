@@ -44,6 +44,9 @@ from hetmesh.data.workers import InWorkers
 from hetmesh.models.collate import stacked
 from word_tokenizer import save_word_tokenizer
 
+JUDGES = ("src/hetmesh/data",)
+"""What an output of it judges (`kept.py`)."""
+
 SMALLEST, LARGEST = 224, 1024
 PER_SHARD = 250
 SIDES = ("dataloader", "hetmesh")

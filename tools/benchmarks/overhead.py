@@ -30,6 +30,19 @@ from hetmesh.testing.pool import WorkerPool
 from hetmesh.training.job import describe
 from hetmesh.training.trainer import Trainer
 
+JUDGES = (
+    "src/hetmesh/layout",
+    "src/hetmesh/boundary",
+    "src/hetmesh/parallel",
+    "src/hetmesh/models",
+    "src/hetmesh/runtime",
+    "src/hetmesh/training/trainer.py",
+    "src/hetmesh/training/job.py",
+    "src/hetmesh/training/feed.py",
+    "src/hetmesh/training/gradients.py",
+)
+"""What an output of it judges (`kept.py`)."""
+
 WARM_UP = 3  # steps
 LOOPS = ("hetmesh", "plain")
 CPU = torch.device("cpu")

@@ -23,6 +23,9 @@ import torch.nn.functional as F
 
 from hetmesh.cost.machine import find_machine
 
+JUDGES = ()
+"""What an output of it judges (`kept.py`)."""
+
 ROWS = (1024, 4096, 8192, 16384)
 BOUND_BY_THE_DEVICE = 4096  # rows
 SIZES = (

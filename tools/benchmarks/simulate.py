@@ -18,6 +18,9 @@ from hetmesh.schedule import Action, Kind, Schedule
 from hetmesh.schedule.order import with_messages
 from hetmesh.simulate import simulate
 
+JUDGES = ("src/hetmesh/schedule", "src/hetmesh/simulate")
+"""What an output of it judges (`kept.py`)."""
+
 DEPTH = 64  # pipeline stages
 LANES = 157  # 64 x 157 = 10,048 ranks
 

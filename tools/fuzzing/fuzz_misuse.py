@@ -29,6 +29,16 @@ from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.recipe.sections import LoRA
 from hetmesh.testing.recipes import RecipeCase, draw_recipes
 
+JUDGES = (
+    "src/hetmesh/recipe",
+    "src/hetmesh/cli",
+    "src/hetmesh/boundary",
+    "src/hetmesh/layout",
+    "src/hetmesh/training/refusals.py",
+    "src/hetmesh/training/module_refusals.py",
+)
+"""What an output of it judges (`kept.py`)."""
+
 SECONDS = 20
 VALUES = (
     *("-1", "0", "1", "2", "3", "7", "64", "1000000", "-0.5", "0.5", "1e300", "nan", "inf", "-inf", "true", "false"),

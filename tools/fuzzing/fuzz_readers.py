@@ -39,6 +39,21 @@ from fuzzing.reader_kinds import KINDS, make_bases
 from hetmesh.cli import main as hetmesh
 from hetmesh.errors import HetmeshError
 
+JUDGES = (
+    "src/hetmesh/recipe",
+    "src/hetmesh/data",
+    "src/hetmesh/report",
+    "src/hetmesh/cost/machine.py",
+    "src/hetmesh/cost/fitted.py",
+    "src/hetmesh/training/checkpointing",
+    "src/hetmesh/training/checksums.py",
+    "src/hetmesh/training/initial_load.py",
+    "src/hetmesh/training/export_files.py",
+    "src/hetmesh/training/metrics_file.py",
+    "src/hetmesh/files.py",
+)
+"""What an output of it judges (`kept.py`)."""
+
 SECONDS, WAIT, BYTES = 20, 300, 3 << 30
 CHECKED_EVERY = 50
 _OPEN, _IS_FOLDER = 0x20, 0x40000000  # of inotify(7)

@@ -42,6 +42,24 @@ from hetmesh.testing.whole_runs import check_runs, has_run
 from hetmesh.training.job import describe
 from hetmesh.training.modules import loaded_module
 
+JUDGES = (
+    "src/hetmesh/layout",
+    "src/hetmesh/graph",
+    "src/hetmesh/schedule",
+    "src/hetmesh/boundary",
+    "src/hetmesh/attention",
+    "src/hetmesh/parallel",
+    "src/hetmesh/models",
+    "src/hetmesh/runtime",
+    "src/hetmesh/balance",
+    "src/hetmesh/recipe",
+    "src/hetmesh/context",
+    "src/hetmesh/data",
+    "src/hetmesh/training",
+    "src/hetmesh/testing",
+)
+"""What an output of it judges (`kept.py`)."""
+
 STEPS, LR = 3, 0.1
 PRELOAD = (
     "hetmesh.training.job",

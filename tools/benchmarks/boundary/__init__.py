@@ -28,6 +28,9 @@ from benchmarks.boundary.scenarios import ITEMSIZE, LARGE, RANKS, Transfer
 from hetmesh.testing import bounds
 from hetmesh.testing.pool import WorkerPool
 
+JUDGES = ("src/hetmesh/layout", "src/hetmesh/boundary")
+"""What an output of it judges (`kept.py`)."""
+
 STRATEGIES = ("planned", "bare", "gather", "leader")
 PLAN_TIMES = ("ms", "cpu_ms")
 

@@ -31,6 +31,9 @@ from hetmesh.testing.pool import WorkerPool
 from hetmesh.training.describe import describe, make_prepare
 from hetmesh.training.recipe_schedule import StepSchedules
 
+JUDGES = ("src/hetmesh/schedule", "src/hetmesh/simulate", "src/hetmesh/runtime")
+"""What an output of it judges (`kept.py`)."""
+
 POLICIES = ("three_phase", "bubble_fill")
 
 

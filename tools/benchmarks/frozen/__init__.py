@@ -39,6 +39,9 @@ from hetmesh.training.job import describe
 from hetmesh.training.module_shapes import module_shapes
 from hetmesh.training.trainer import Trainer
 
+JUDGES = ("src/hetmesh/cost", "src/hetmesh/schedule", "src/hetmesh/simulate", "src/hetmesh/training/splits.py")
+"""What an output of it judges (`kept.py`)."""
+
 WARM_UP = 1  # step
 
 BusyRounds = tuple[list[float], list[float]]

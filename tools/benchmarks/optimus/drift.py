@@ -135,6 +135,7 @@ def drift(batches: int) -> dict[str, Any]:
             over[name].append(seconds / simulate(schedule, costs).makespan)
     return {
         "worst": max(over["plain"]),
+        "worst_over_rivals": max(map(max, over["phases"], over["coarse"], over["own"])),
         "over_1f1b": over["plain"],
         "over_three_phase": over["phases"],
         "over_coarse": over["coarse"],

@@ -39,6 +39,9 @@ from hetmesh.cost import MACHINES, load_machine
 from hetmesh.planner import search
 from hetmesh.planner.predict import batch_flops
 
+JUDGES = ("src/hetmesh/cost", "src/hetmesh/schedule", "src/hetmesh/simulate", "src/hetmesh/planner")
+"""What an output of it judges (`kept.py`)."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""

@@ -29,6 +29,15 @@ from hetmesh.training.balance import recipe_balance
 from hetmesh.training.describe import describe, make_loader
 from hetmesh.training.recipe_schedule import recipe_schedule
 
+JUDGES = (
+    "src/hetmesh/balance",
+    "src/hetmesh/cost",
+    "src/hetmesh/schedule",
+    "src/hetmesh/simulate",
+    "src/hetmesh/runtime",
+)
+"""What an output of it judges (`kept.py`)."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""

@@ -46,6 +46,9 @@ from hetmesh.training.job import describe
 from hetmesh.training.recipe_schedule import recipe_schedule
 from hetmesh.training.step_model import recipe_step_model
 
+JUDGES = ("src/hetmesh/cost", "src/hetmesh/schedule", "src/hetmesh/simulate", "src/hetmesh/runtime")
+"""What an output of it judges (`kept.py`)."""
+
 NAMES = tuple(c.name for c in CONFIGURATIONS)
 
 

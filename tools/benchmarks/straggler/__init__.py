@@ -33,6 +33,9 @@ from hetmesh.training.describe import make_prepare
 from hetmesh.training.job import describe
 from hetmesh.training.recipe_schedule import recipe_schedule
 
+JUDGES = ("src/hetmesh/balance", "src/hetmesh/simulate", "src/hetmesh/runtime", "src/hetmesh/training/upcoming.py")
+"""What an output of it judges (`kept.py`)."""
+
 RECIPES = (("none", "recipe"), ("auto", "free"), ("auto", "recipe"))
 """`[balance] policy` and `microbatches`."""
 
