@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hetmesh.data.chat import FILES, Chat, Encoded
-from hetmesh.data.images import COMBINED, FILE
+from hetmesh.data.image_settings import COMBINED, FILE
 from hetmesh.data.index import SUFFIX, content_hash, file_states, load_index
 from hetmesh.data.inline import inline
 from hetmesh.data.media_reader import KEY, MediaReader
@@ -140,6 +140,8 @@ class ConversationsSource:
             "pad_to_square": pad_to_square,
         }
         options |= {"replacements": replacements, "special_tokens": special_tokens}
+        if image_processor is not None:  # older indices have sizes before images were turned as EXIF says
+            options["images"] = "upright"
         if audio_frames != "padded":  # older indices do not name it
             options["audio_frames"] = audio_frames
         if image_tiles is not None:

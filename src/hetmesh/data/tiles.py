@@ -171,8 +171,7 @@ def tiling_of(config: Mapping[str, Any], size: object, cuts: bool | None, where:
         RecipeError: tiles of no fixed size.
     """
     kind = config.get("image_processor_type")
-    crops = config.get("crop_to_patches") or config.get("processor_class") == "InternVLProcessor"
-    if cuts is False or not (kind in ANY_RESOLUTION or (kind in CROPS and (crops or cuts))):
+    if cuts is False or not (kind in ANY_RESOLUTION or (kind in CROPS and (config.get("crop_to_patches") or cuts))):
         return None
     if not isinstance(size, tuple) or (kind in ANY_RESOLUTION and size[0] != size[1]):
         raise RecipeError(f"{where}: size must be that of a tile, {{height, width}}, got {config.get('size')!r}")
