@@ -111,7 +111,8 @@ def _of_model(model_type: str) -> str:
 def _defaults(found: Any) -> dict[str, Any]:
     names = ("default_to_square", *found.valid_kwargs.__annotations__)
     values = {name: getattr(found, name, None) for name in names}
-    return {name: value for name, value in values.items() if value is not None}
+    steps = dict.fromkeys(("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb"), False)
+    return {**steps, **{name: value for name, value in values.items() if value is not None}}
 
 
 def _unknown(found: Any, kind: str) -> str:

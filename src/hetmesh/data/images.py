@@ -130,7 +130,7 @@ class ImageProcessor:
             pad_to_square or kind in ANY_RESOLUTION,
             tiling,
             first,
-            bool(config.get("do_convert_rgb", not kind)),
+            bool(config.get("do_convert_rgb", True)),
         )
 
     @property
