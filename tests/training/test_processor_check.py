@@ -105,8 +105,8 @@ def fault_rows(monkeypatch):
             fault_mean,
             r"sample 'talk 0': pixel_values: .* of 192 differ by more than a grey level .* CLIPImageProcessor",
         ),
-        (fault_template, r"sample 'talk 0': input_ids: token 0 of 25 is 'w20', and 'user' of 24 by .* LlavaProcessor"),
-        (fault_rows, r"sample 'talk 0': input_ids: token 21 of 25 is .*image_pad.*, and .*vision_end.* of 24 by"),
+        (fault_template, r"sample 'talk 0': input_ids: token 0 of 28 is 'w20', and 'user' of 27 by .* LlavaProcessor"),
+        (fault_rows, r"sample 'talk 0': input_ids: token 21 of 28 is .*image_pad.*, and .*vision_end.* of 27 by"),
     ],
 )
 def test_what_differs_is_named_with_its_sample_and_key(llava, talks, monkeypatch, fault, says):
@@ -130,7 +130,8 @@ def test_a_processor_that_does_not_load_is_said_and_pixels_are_compared_all_the_
 def test_a_form_of_the_recipe_is_not_compared_which_is_said(llava, talks):
     form = "{% for m in messages %}{% for p in m.content %}{{ p.text or '<|image_pad|>' }} {% endfor %}{% endfor %}"
     (line,) = check_processor(recipe_of(llava, talks, f'chat_template = "{form}"'))
-    assert line.startswith("data: pixels of") and "prompts were not: data.options.chat_template is the recipe's" in line
+    assert line.startswith("data: pixels of")
+    assert "prompts were not: data.options.chat_template is the recipe's" in line
     assert check_processor(parse_recipe(tiny_vlms.recipe_text(llava))) == []
 
 

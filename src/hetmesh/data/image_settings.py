@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ FILE, COMBINED = "preprocessor_config.json", "processor_config.json"
 `image_processor` goes before the first, as in transformers."""
 
 FOLLOWED = (*QWEN, *GLM, *ANY_RESOLUTION, *CROPS, *SPLITS, "Gemma3ImageProcessor", "LlavaImageProcessor")
-"""`image_processor_type`s with steps of their own that are done here; without pan-and-scan and `do_pad`, the last two
-have none."""
+"""`image_processor_type`s with steps of their own that are done here; the last two have none without pan-and-scan and
+`do_pad`."""
 
 STEPS = {
     *("preprocess", "_preprocess", "_preprocess_image_like_inputs", "process_image", "convert_to_rgb"),
@@ -40,11 +39,11 @@ class ImageSettings:
         unknown: why nobody here knows what the class does; empty if it is known.
     """
 
-    config: Mapping[str, Any]
+    config: dict[str, Any]
     kind: str
     processor: str
     where: str
-    unknown: str
+    unknown: str = ""
 
 
 def image_settings(folder: Path, key: str) -> ImageSettings:
@@ -62,24 +61,20 @@ def image_settings(folder: Path, key: str) -> ImageSettings:
     where = f"{key} = '{folder}': {name}"
     if not isinstance(config, dict):
         raise RecipeError(f"{where} must hold a JSON object")
+    said = {name: value for name, value in config.items() if value is not None}
     whole = _object(folder, "config.json", key) if (folder / "config.json").is_file() else {}
     model_type = str(whole.get("model_type"))
-    given = config.get("image_processor_type")
-    old = config.get("feature_extractor_type")
-    if given is None and old is not None:
-        given = str(old).replace("FeatureExtractor", "ImageProcessor")
-    kind = str(given) if given is not None else _of_model(model_type)
+    old = str(said.get("feature_extractor_type", "")).replace("FeatureExtractor", "ImageProcessor")
+    kind = str(said.get("image_processor_type") or old or _of_model(model_type))
     processor = processor_of(str(folder), model_type)
-    unknown, defaults = "", {}
-    if kind:
-        found = _class_named(kind.removesuffix("Fast").removesuffix("Pil"))
-        try:
-            defaults = {} if found is None else _defaults(found)
-            unknown = _unknown(found, kind)
-        except ImportError as error:  # the class is a stand-in
-            unknown = f"{kind} cannot be read without the packages that it needs: {' '.join(str(error).split())[:120]}"
-    said = {name: value for name, value in config.items() if value is not None}
-    kept = {**defaults, **said, **_of_processor(processor), "image_processor_type": kind or None}
+    if not kind:
+        return ImageSettings(said, kind, processor, where)
+    try:
+        defaults, unknown = _of_class(kind)
+    except ImportError as error:  # the class is a stand-in
+        defaults = {}
+        unknown = f"{kind} cannot be read without the packages that it needs: {' '.join(str(error).split())[:120]}"
+    kept = {**defaults, **said, **_of_processor(processor), "image_processor_type": kind}
     if kept.get("default_to_square") and isinstance(side := kept.get("size"), int):
         kept["size"] = {"height": side, "width": side}
     return ImageSettings(kept, kind, processor, where, unknown)
@@ -95,12 +90,6 @@ def _object(folder: Path, name: str, key: str) -> dict[str, Any]:
     return found
 
 
-def _class_named(base: str) -> Any:
-    from transformers.models.auto.image_processing_auto import get_image_processor_class_from_name as named
-
-    return named(f"{base}Pil") or named(base)
-
-
 def _of_model(model_type: str) -> str:
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES as OF_MODELS
 
@@ -108,28 +97,28 @@ def _of_model(model_type: str) -> str:
     return str(found.get("torchvision") or found.get("pil") or "")
 
 
-def _defaults(found: Any) -> dict[str, Any]:
-    names = ("default_to_square", *found.valid_kwargs.__annotations__)
-    values = {name: getattr(found, name, None) for name in names}
-    steps = dict.fromkeys(("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb"), False)
-    return {**steps, **{name: value for name, value in values.items() if value is not None}}
+def _of_class(kind: str) -> tuple[dict[str, Any], str]:
+    """The values that a class has of itself, and why it is unknown here."""
+    from transformers.models.auto.image_processing_auto import get_image_processor_class_from_name as named
 
-
-def _unknown(found: Any, kind: str) -> str:
+    base = kind.removesuffix("Fast").removesuffix("Pil")
+    found: Any = named(f"{base}Pil") or named(base)
     if found is None:
-        return f"transformers has no image processor {kind!r}"
-    own = {name for base in found.__mro__ if base.__module__.startswith("transformers.models.") for name in vars(base)}
-    if kind.removesuffix("Fast").removesuffix("Pil") in FOLLOWED or not own & STEPS:
-        return ""
-    return f"{kind} has steps of its own ({', '.join(sorted(own & STEPS))}), which hetmesh does not know"
+        return {}, f"transformers has no image processor {kind!r}"
+    names = ("default_to_square", *found.valid_kwargs.__annotations__)
+    values = {name: value for name in names if (value := getattr(found, name, None)) is not None}
+    steps = dict.fromkeys(("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb"), False)
+    bases = [each for each in found.__mro__ if each.__module__.startswith("transformers.models.")]
+    own = sorted(STEPS.intersection(name for each in bases for name in vars(each)))
+    strange = f"{kind} has steps of its own ({', '.join(own)}), which hetmesh does not know"
+    return {**steps, **values}, strange if own and base not in FOLLOWED else ""
 
 
-def _of_processor(name: str) -> Mapping[str, Any]:
+def _of_processor(name: str) -> dict[str, Any]:
     """What the processor of images and text asks of images, whatever their own file says."""
     from transformers.models.auto.processing_auto import processor_class_from_name
 
     try:
-        found = processor_class_from_name(name) if name else None
-        return getattr(found, "images_kwargs", None) or {}
+        return getattr(processor_class_from_name(name), "images_kwargs", None) or {} if name else {}
     except ImportError:  # a stand-in: it does not work here
         return {}

@@ -182,8 +182,7 @@ def tiling_of(config: Mapping[str, Any], size: object, cuts: bool | None, where:
                 f"{where}: min_patches and max_patches must be 1 to {MOST_TILES}, got {least!r}, {most!r}"
             )
         return Crops(size[0], size[1], least, most) if most > 1 else None
-    default = [(384 * i, 384 * j) for i in range(1, 7) for j in range(1, 7)]  # the class's own
-    given = config.get("image_grid_pinpoints", default)
+    given = config.get("image_grid_pinpoints")
     side = size[0] * MOST_TILES
     if not isinstance(given, list) or not given or not all(_is_resolution(each, side) for each in given):
         raise RecipeError(f"{where}: image_grid_pinpoints must be a list of [height, width], each up to {side}")

@@ -107,9 +107,7 @@ def _own_form(options: Mapping[str, Any], path: Path) -> str:
         filled = expand_hf_path(raw)["data"]["options"]
     except RecipeError:  # whose form nobody here knows
         return "the form of a conversation is the recipe's own"
-    paths = {"tokenizer": lambda value: str(Path(str(value)).expanduser().resolve())}
-    same = {key: paths.get(key, lambda value: value) for key in FORM}
-    found = [key for key, of in same.items() if of(options.get(key)) != of(filled.get(key))]
+    found = [key for key in FORM if options.get(key) != filled.get(key)]
     return f"{', '.join(f'data.options.{key}' for key in found)} is the recipe's own" if found else ""
 
 

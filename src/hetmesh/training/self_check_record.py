@@ -66,14 +66,13 @@ def _compared(recipe: Recipe) -> dict[str, Any]:
     if pretrained is not None:  # from which the samples of the data are made
         files += sorted(file for file in pretrained.path.iterdir() if file.name in FORM)
     modules = {name: module.model_dump(mode="json", by_alias=True) for name, module in recipe.modules.items()}
-    data = recipe.data.mixture or (recipe.data,)
     kept = ("model", "config", "media", "attention_mask", "lora")
     return {
         "files": {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in files},
         "modules": {name: {key: table[key] for key in kept} for name, table in modules.items()},
         "boundaries": [[b.source, b.destination, b.at] for b in recipe.boundaries],
         "packed": recipe.training.pack_samples,
-        "data": [each.model_dump(mode="json", include={"source", "options"}) for each in data],
+        "data": [[each.source, each.options] for each in recipe.data.mixture or (recipe.data,)],
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
 
