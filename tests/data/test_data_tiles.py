@@ -80,9 +80,13 @@ def test_idefics_3s_images_of_one_tile_are_those_of_transformers(tmp_path, famil
     [
         ("Idefics3ImageProcessor", {}, r"asks for \['do_image_splitting'\]"),
         ("SmolVLMImageProcessorFast", {}, r"asks for \['do_image_splitting'\]"),
-        ("LlavaNextImageProcessor", {}, r"asks for \['image_grid_pinpoints'\]"),
+        ("LlavaNextImageProcessor", {}, r"asks for \['do_pad', 'image_grid_pinpoints'\]"),
         ("CLIPImageProcessor", {"crop_to_patches": True}, r"asks for \['crop_to_patches'\]"),
-        ("GotOcr2ImageProcessor", {"crop_to_patches": True, "size": 8}, r"size must be that of a tile, .* got 8"),
+        (
+            "GotOcr2ImageProcessor",
+            {"crop_to_patches": True, "size": {"shortest_edge": 8}},
+            r"size must be that of a tile, .* got {'shortest_edge': 8}",
+        ),
     ],
 )
 def test_tiles_that_are_not_made_are_refused_also_where_they_are_a_default(tmp_path, kind, more, says):

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         action="store_true",
-        help="also load the weights, and compare logits with transformers' own forward of the same directory",
+        help="also load the weights, and compare logits and the first samples with transformers' own of the directory",
     )
 
 
@@ -34,18 +34,20 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(f"[model] hf_path = '{recipe.model.hf_path}' stands for:")
         print("\n".join(f"  {line}" for line in expansion(recipe, describe(recipe)[1])))
     if args.weights:
-        print(_compared(recipe), flush=True)
+        print(*_compared(recipe), sep="\n", flush=True)
     print("ok")
     return 0
 
 
-def _compared(recipe: Recipe) -> str:
+def _compared(recipe: Recipe) -> list[str]:
+    from hetmesh.training.processor_check import check_processor
     from hetmesh.training.self_check import NOT_COMPARED, self_check
     from hetmesh.training.self_check_record import record
 
+    data = check_processor(recipe)
     difference = self_check(recipe)
     record(recipe, difference)
-    return f"weights: logits differ from transformers' own by at most {difference:.1e}, {NOT_COMPARED}"
+    return [f"weights: logits differ from transformers' own by at most {difference:.1e}, {NOT_COMPARED}", *data]
 
 
 def checked(recipe: Recipe, files: bool = True) -> list[str]:

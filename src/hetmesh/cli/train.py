@@ -124,8 +124,9 @@ def _self_checked(recipe: Recipe, args: argparse.Namespace, overrides: Sequence[
             f"self-check: {said[0].removeprefix('error: ')}. (hetmesh check {args.recipe} --weights repeats it; "
             "--no-self-check trains all the same)"
         )
-    found = next((line for line in done.stdout.splitlines() if line.startswith("weights: ")), "weights: compared")
-    return [f"{found} ({record_file(recipe)})"]
+    said = done.stdout.splitlines()
+    found = next((line for line in said if line.startswith("weights: ")), "weights: compared")
+    return [f"{found} ({record_file(recipe)})", *(line for line in said if line.startswith("data: "))]
 
 
 def _wrong_size(place: Place, path: str, needed: int) -> str:

@@ -215,10 +215,13 @@ class Chat:
         """Whether the tokenizer adds its special tokens to a text."""
         return self._adds and not (self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))
 
+    def turns(self, messages: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+        """Messages in the form in which the template takes them."""
+        return [{"role": role, "content": self._form(text)} for role, text in messages]
+
     def _render(self, sample_id: str, messages: Sequence[tuple[str, str]], asks: bool = False) -> str:
-        turns = [{"role": role, "content": self._form(text)} for role, text in messages]
         try:
-            return self._apply(turns, asks)
+            return self._apply(self.turns(messages), asks)
         except Exception as error:  # a template may raise anything
             raise SampleError(f"sample {sample_id!r}: the chat template refuses it: {error}") from error
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hetmesh.data.chat import FILES, Chat, Encoded
-from hetmesh.data.images import COMBINED, FILE
+from hetmesh.data.image_settings import COMBINED, FILE
 from hetmesh.data.index import SUFFIX, content_hash, file_states, load_index
 from hetmesh.data.inline import inline
 from hetmesh.data.media_reader import KEY, MediaReader
@@ -134,12 +134,10 @@ class ConversationsSource:
         self._reader = MediaReader(
             image_processor, audio_processor, pad_to_square=pad_to_square, tiles=image_tiles, frames=audio_frames
         )
-        options: dict[str, Any] = {
-            "placeholders": placeholders,
-            "chat_template": chat_template,
-            "pad_to_square": pad_to_square,
-        }
-        options |= {"replacements": replacements, "special_tokens": special_tokens}
+        options: dict[str, Any] = {"placeholders": placeholders, "chat_template": chat_template}
+        options |= {"pad_to_square": pad_to_square, "replacements": replacements, "special_tokens": special_tokens}
+        if image_processor is not None:  # older indices have sizes before images were turned as EXIF says
+            options["images"] = "upright"
         if audio_frames != "padded":  # older indices do not name it
             options["audio_frames"] = audio_frames
         if image_tiles is not None:
@@ -279,6 +277,11 @@ class ConversationsSource:
         ids = list(map(int, tokens))
         stop = next((i for i, token in enumerate(ids) if token in self.end_ids), len(ids))
         return self._chat.tokenizer.decode(ids[:stop], skip_special_tokens=True).strip()
+
+    def turns(self, index: int) -> tuple[list[dict[str, Any]], list[tuple[str, Blob]]]:
+        """Conversation `index` as the chat template takes it, and its media in order."""
+        _, _, messages, media = self._record(index)
+        return self._chat.turns(messages), media
 
     def check_files(self, index: int, kinds: Collection[str] | None = None) -> None:
         """Look for the media files that conversation `index` names, of these kinds. None is opened.

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hetmesh.data.images import open_image
+from hetmesh.data.images import load_upright, open_image
 from hetmesh.data.media_reader import BROKEN
 from hetmesh.data.spans import FileSpan
 from hetmesh.errors import SampleError
@@ -29,6 +29,7 @@ def read_digit(path: Path) -> Tensor:
 
     try:
         with FileSpan(path).open() as file, open_image(file) as image:
+            load_upright(image)
             pixels = np.asarray(image.convert("L"), np.float32)
             border = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
             ink = np.abs(pixels - np.median(border))

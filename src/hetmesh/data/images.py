@@ -13,16 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hetmesh.data.image_settings import image_settings
 from hetmesh.data.pixel_budget import PixelBudget
 from hetmesh.data.tiles import ANY_RESOLUTION, CROPS, SPLITS, Extent, LongestEdge, Tiling, one_tile, tiling_of
 from hetmesh.errors import RecipeError
-from hetmesh.files import from_json, read_file
+from hetmesh.recipe.hf_prompts import PROMPTS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-FILE, COMBINED = "preprocessor_config.json", "processor_config.json"
-"""Where a directory says how to prepare images; the second, of transformers 5, for all kinds of media."""
 
 STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb")
 """What is done; whatever else a directory asks for is refused."""
@@ -40,21 +38,8 @@ MOST_PIXELS = 89_478_485
 """Of what becomes of an image: so many Pillow opens without a warning. A slender image can become large where its
 shorter side is resized, or where it is put on a square."""
 
-_IDEFICS = {
-    "do_image_splitting": True,
-    "size": {"longest_edge": 1456},
-    "max_image_size": {"longest_edge": 364},
-    "resample": 1,
-}
-
-BY_DEFAULT: Mapping[str, Mapping[str, Any]] = {
-    "Idefics3ImageProcessor": _IDEFICS,
-    "SmolVLMImageProcessor": _IDEFICS,
-    "LlavaNextImageProcessor": {"image_grid_pinpoints": "its own"},
-    "LlavaOnevisionImageProcessor": {"size": {"height": 384, "width": 384}},
-    "GotOcr2ImageProcessor": {"size": {"height": 384, "width": 384}},
-}
-"""What `image_processor_type`s (with or without Fast or Pil behind) do where a file does not say."""
+ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
+"""EXIF's tag, and its values with which the height of what is stored is the width of what is seen."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +56,7 @@ class ImageProcessor:
         pad_to_square: first put the image on a square of the mean colour (as LLaVA does).
         tiling: how images are cut into tiles; None: each is one.
         first: a resizing before the one to `resize`.
+        composites: transparent images are put on white, as transformers does; else they are refused.
     """
 
     resize: tuple[int, int] | int | PixelBudget | None
@@ -82,33 +68,23 @@ class ImageProcessor:
     pad_to_square: bool = False
     tiling: Tiling | None = None
     first: LongestEdge | None = None
+    composites: bool = True
 
     @classmethod
     def from_directory(
         cls, folder: Path, key: str, pad_to_square: bool = False, tiles: bool | None = None
     ) -> ImageProcessor:
-        """What `folder`'s preprocessor_config.json says.
+        """What `folder` says of images, as transformers reads it (`image_settings`).
 
         Args:
             key: the recipe key that names the folder; errors begin with it.
             tiles: whether images are cut into tiles, by processors that can; None: as the file says.
 
         Raises:
-            RecipeError: there is no such file, or it asks for something else than the steps above.
+            RecipeError: it says nothing, or asks for something else than the steps above.
         """
-        name = COMBINED if not (folder / FILE).is_file() and (folder / COMBINED).is_file() else FILE
-        where = f"{key} = '{folder}': {name}"
-        try:
-            config: Mapping[str, Any] = from_json(read_file(folder / name))
-        except (OSError, ValueError) as error:
-            raise RecipeError(f"{key} = '{folder}': cannot read {name}: {error}") from error
-        if not isinstance(config, dict) or not isinstance(config.get("image_processor", {}), dict):
-            raise RecipeError(f"{where} must hold a JSON object")
-        if name == COMBINED and "image_processor" not in config:
-            raise RecipeError(f"{where} does not say how to prepare images, and there is no {FILE}")
-        config = {"processor_class": config.get("processor_class"), **config.get("image_processor", config)}
-        kind = str(config.get("image_processor_type"))
-        config = {**BY_DEFAULT.get(kind.removesuffix("Fast").removesuffix("Pil"), {}), **config}
+        settings = image_settings(folder, key)
+        config, kind, where = settings.config, settings.kind, settings.where
         tiling: Tiling | None = None
         done: Sequence[str] = ()
         if kind in (*ANY_RESOLUTION, *CROPS) and config.get("do_resize", True):
@@ -122,6 +98,14 @@ class ImageProcessor:
             can = "; with [data.options] image_tiles = false an image is one tile"
             hint = can if set(found) <= set(LEFT_OUT) else ""
             raise RecipeError(f"{where} asks for {found}, which this source does not do{hint}")
+        if settings.unknown:
+            raise RecipeError(f"{where}: {settings.unknown}")
+        known = PROMPTS.get(settings.processor)
+        if tiling is not None and settings.processor and (known is None or not known.tiles):
+            raise RecipeError(
+                f"{where}: images are cut into tiles, and what {settings.processor} writes between these hetmesh does "
+                "not know; with [data.options] image_tiles = false an image is one tile"
+            )
         resize: tuple[int, int] | int | PixelBudget | None = None
         if config.get("do_resize", True):
             resize = PixelBudget.of(config, where)
@@ -146,6 +130,7 @@ class ImageProcessor:
             pad_to_square or kind in ANY_RESOLUTION,
             tiling,
             first,
+            bool(config.get("do_convert_rgb", True)),
         )
 
     @property
@@ -201,14 +186,24 @@ class ImageProcessor:
         Raises:
             OSError, ValueError: it cannot be read, or has more than 8 bits per channel.
         """
-        image.load()  # which may change its mode
+        load_upright(image)
         if image.mode.startswith(("I", "F")):  # Pillow would clip them to 0..255
             raise ValueError(f"its pixels have more than 8 bits per channel (Pillow's mode {image.mode!r})")
+        if "A" in image.getbands() or image.info.get("transparency") is not None:
+            image = self._on_white(image)
         if image.mode != "RGB":
             image = image.convert("RGB")
         if (tiling := self._tiling(alone)) is not None:
             return torch.stack([self._values(tile) for tile in tiling.tiles(image, self.resample)])
         return self._values(self._resize(image))
+
+    def _on_white(self, image: Image) -> Image:
+        from PIL import Image as pillow
+
+        if not self.composites:
+            raise ValueError("it is transparent, and its directory's image processor does not convert images to RGB")
+        image = image.convert("RGBA")
+        return pillow.alpha_composite(pillow.new("RGBA", image.size, (255, 255, 255, 255)), image)
 
     def _resize(self, image: Image) -> Image:
         """An RGB image on its square, if it shall be on one, and of the size that it shall have."""
@@ -260,6 +255,34 @@ def open_image(file: BinaryIO | Path) -> Image:
         image.close()
         raise ValueError("it is an EPS file, which is a program")
     return image
+
+
+def upright_size(image: Image) -> tuple[int, int]:
+    """Width and height of an image as it is seen, turned as its EXIF data say; at most its header is read."""
+    from PIL import Image as pillow
+
+    exif = pillow.Image.getexif(image)  # not that of PNG files, which looks behind the pixels too
+    turned = (
+        exif.get(ORIENTATION) in SIDEWAYS and image.format != "TIFF"
+    )  # of which Pillow gives the size as it is seen
+    return (image.height, image.width) if turned else image.size
+
+
+def load_upright(image: Image) -> None:
+    """Decode an image, turned as its EXIF data say.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or its header does not show how it is turned.
+    """
+    from PIL import ImageOps
+
+    header = set(image.info)
+    image.load()  # which may change its mode
+    if image.getexif().get(ORIENTATION, 1) == 1:
+        return
+    if image.format == "PNG" and "exif" not in header and "exif" in image.info:
+        raise ValueError("its EXIF orientation stands behind its pixels, where no header shows it; save it anew")
+    ImageOps.exif_transpose(image, in_place=True)
 
 
 def _size(value: Any, where: str) -> tuple[int, int] | list[int]:

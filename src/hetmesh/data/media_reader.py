@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hetmesh.data.images import ImageProcessor, open_image
+from hetmesh.data.images import ImageProcessor, open_image, upright_size
 from hetmesh.data.recordings import RecordingProcessor
 from hetmesh.data.stores import Blob
 from hetmesh.errors import HetmeshError, SampleError
@@ -70,7 +70,7 @@ class MediaReader:
             if processor.fixed_shape is not None:
                 return MediaItem(kind, processor.fixed_shape, position)
             with blob.open() as file, open_image(file) as image:  # reads the header only
-                shape, size = processor.extent(*image.size, alone)
+                shape, size = processor.extent(*upright_size(image), alone)
                 return MediaItem(kind, shape, position, size=size)
 
     def load(self, sample: str, kind: str, blob: Blob, *, alone: bool) -> tuple[Tensor, int]:

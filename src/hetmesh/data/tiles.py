@@ -171,8 +171,7 @@ def tiling_of(config: Mapping[str, Any], size: object, cuts: bool | None, where:
         RecipeError: tiles of no fixed size.
     """
     kind = config.get("image_processor_type")
-    crops = config.get("crop_to_patches") or config.get("processor_class") == "InternVLProcessor"
-    if cuts is False or not (kind in ANY_RESOLUTION or (kind in CROPS and (crops or cuts))):
+    if cuts is False or not (kind in ANY_RESOLUTION or (kind in CROPS and (config.get("crop_to_patches") or cuts))):
         return None
     if not isinstance(size, tuple) or (kind in ANY_RESOLUTION and size[0] != size[1]):
         raise RecipeError(f"{where}: size must be that of a tile, {{height, width}}, got {config.get('size')!r}")
@@ -183,8 +182,7 @@ def tiling_of(config: Mapping[str, Any], size: object, cuts: bool | None, where:
                 f"{where}: min_patches and max_patches must be 1 to {MOST_TILES}, got {least!r}, {most!r}"
             )
         return Crops(size[0], size[1], least, most) if most > 1 else None
-    default = [(384 * i, 384 * j) for i in range(1, 7) for j in range(1, 7)]  # the class's own
-    given = config.get("image_grid_pinpoints", default)
+    given = config.get("image_grid_pinpoints")
     side = size[0] * MOST_TILES
     if not isinstance(given, list) or not given or not all(_is_resolution(each, side) for each in given):
         raise RecipeError(f"{where}: image_grid_pinpoints must be a list of [height, width], each up to {side}")

@@ -102,8 +102,17 @@ def _data(path: str, config: Mapping[str, Any], whole: str, kinds: list[str], gi
 
 def processor_of(path: str, model_type: str) -> str:
     """The name of a directory's processor class, as transformers finds it; empty where nothing says."""
-    for name in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
-        if isinstance(found := (_read(path, name) or {}).get("processor_class"), str):
+    combined = _read(path, "processor_config.json") or {}
+    tables = [combined]
+    for name, nested in (
+        ("preprocessor_config.json", "image_processor"),
+        ("video_preprocessor_config.json", "video_processor"),
+    ):
+        if _is_file(path, name):
+            tables.append(_table(combined, nested) or _read(path, name))
+            break
+    for table in (*tables, *(_read(path, name) or {} for name in ("tokenizer_config.json", "config.json"))):
+        if isinstance(found := table.get("processor_class"), str):
             return found
     return PROCESSORS.get(model_type, "")
 
@@ -169,9 +178,11 @@ def _template(path: str, tokenizer: str | None) -> str | None:
     Args:
         tokenizer: the tokenizer's directory; None where the processor looks at no template of it.
     """
-    of_processor = (_read(path, "chat_template.json") or {}).get("chat_template")
-    if isinstance(of_processor, str) and not _is_file(path, "chat_template.jinja"):
-        return of_processor
+    for name in ("processor_config.json", "chat_template.json"):  # before chat_template.jinja, as in transformers
+        found = (_read(path, name) or {}).get("chat_template")
+        found = found.get("default") if isinstance(found, Mapping) else found
+        if isinstance(found, str):
+            return found
     if tokenizer is None:
         return _text(path, "chat_template.jinja")
     of_tokenizer = (_read(tokenizer, "tokenizer_config.json") or {}).get("chat_template")

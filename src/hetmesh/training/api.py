@@ -117,9 +117,11 @@ def _check_forks(recipe: Recipe) -> None:
 
 _COMPARE = """
 import pickle, sys
+from hetmesh.training.processor_check import check_processor
 from hetmesh.training.self_check import self_check
 from hetmesh.training.self_check_record import record
 recipe = pickle.load(sys.stdin.buffer)
+check_processor(recipe)
 record(recipe, self_check(recipe))
 """
 

@@ -13,6 +13,9 @@ from hetmesh.files import from_json, read_file
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.whole_directory import directory_of
 
+FORM = ("processor_config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json")
+FORM += ("chat_template.jinja", "chat_template.json")
+
 
 def record_file(recipe: Recipe) -> Path:
     """Where results are kept."""
@@ -60,6 +63,8 @@ def _compared(recipe: Recipe) -> dict[str, Any]:
 
     pretrained = directory_of(recipe)
     files = [] if pretrained is None else [pretrained.path / "config.json", *pretrained.files]
+    if pretrained is not None:  # from which the samples of the data are made
+        files += sorted(file for file in pretrained.path.iterdir() if file.name in FORM)
     modules = {name: module.model_dump(mode="json", by_alias=True) for name, module in recipe.modules.items()}
     kept = ("model", "config", "media", "attention_mask", "lora")
     return {
@@ -67,6 +72,7 @@ def _compared(recipe: Recipe) -> dict[str, Any]:
         "modules": {name: {key: table[key] for key in kept} for name, table in modules.items()},
         "boundaries": [[b.source, b.destination, b.at] for b in recipe.boundaries],
         "packed": recipe.training.pack_samples,
+        "data": [[each.source, each.options] for each in recipe.data.mixture or (recipe.data,)],
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
 
