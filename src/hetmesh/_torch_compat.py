@@ -33,6 +33,7 @@ __all__ = [
     "fake_process_group",
     "finished_work",
     "fsdp_groups",
+    "graph_nodes",
     "grouped_mm",
     "implement",
     "one_gloo_device",
@@ -86,19 +87,24 @@ def averaged_over(roots: Iterable[Any]) -> Iterator[tuple[str, int]]:
     """
     if "torch.distributed.fsdp._fully_shard._fsdp_param_group" not in sys.modules:
         return
-    todo, seen = [node for node in roots if node is not None], set()
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        todo += [before for before, _ in node.next_functions if before is not None]
+    for node in graph_nodes(roots):
         if type(node).__name__ == "RegisterPostBackwardFunctionBackward":
             group = node.param_group
             ranks = group.mesh_info.mesh.size()
             trained = any(each.sharded_param.requires_grad for each in group.fsdp_params)
             if trained and ranks > 1 and group.gradient_divide_factor is None:
                 yield repr(group._module_fqn or ""), ranks
+
+
+def graph_nodes(roots: Iterable[Any]) -> Iterator[Any]:
+    """All nodes of the autograd graph behind `roots`, some of which may be None."""
+    todo, seen = [node for node in roots if node is not None], set()
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            todo += [before for before, _ in node.next_functions if before is not None]
 
 
 def fsdp_groups(module: Any) -> Iterator[tuple[str, Any]]:

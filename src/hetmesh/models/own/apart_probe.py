@@ -38,7 +38,7 @@ def check_apart(adapter: OwnAdapter, example: nn.Module, request: AdapterRequest
     if isinstance(adapter, OwnSink) and request.vocab_size < 2:
         return
     module = build_module(adapter, request.name, 0, torch.float64).eval()
-    together, apart = _calls(adapter, request.vocab_size)
+    together, apart = calls_of(adapter, request.vocab_size)
     try:
         with torch.no_grad():
             of_both, again = adapter.forward(module, *together), adapter.forward(module, *together)
@@ -63,10 +63,10 @@ def two_of_its_inputs(adapter: Adapter, vocab_size: int) -> Call | None:
     """Two samples for a module that is called as users' own are; None for others."""
     if isinstance(adapter, OwnSink) and vocab_size < 2:
         return None
-    return _calls(adapter, vocab_size)[0] if isinstance(adapter, OwnAdapter) else None
+    return calls_of(adapter, vocab_size)[0] if isinstance(adapter, OwnAdapter) else None
 
 
-def _calls(adapter: OwnAdapter, vocab_size: int) -> tuple[Call, Sequence[Call]]:
+def calls_of(adapter: OwnAdapter, vocab_size: int) -> tuple[Call, Sequence[Call]]:
     """A call with two samples, and one with each of them."""
     if isinstance(adapter, OwnSink):
         batch, inputs, lengths = two_samples(adapter, vocab_size)
