@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "PROFILER_OPS",
+    "REENTRANT",
     "FakeTensor",
     "FakeTensorMode",
     "StridedShard",
@@ -65,6 +66,9 @@ PROFILER_OPS: tuple[Any, ...] = (
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
 )
+
+# autograd's name of a reentrant checkpoint, whose backward is a forward and a backward of its own.
+REENTRANT = "CheckpointFunctionBackward"
 
 # scaled_dot_product_attention's kernel for the CPU, with the logsumexp that the public function does not return.
 cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from hetmesh._torch_compat import fsdp_groups, graph_nodes
+from hetmesh._torch_compat import REENTRANT, fsdp_groups, graph_nodes
 from hetmesh.graph.module_options import ModuleOptions
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.parallel.gradient_axes import fully_shard_axes
@@ -93,7 +93,7 @@ def fill_unused(root: nn.Module) -> set[int]:
         if not output.requires_grad:
             return
         nodes = list(graph_nodes([output.grad_fn]))
-        hidden = any(node.name() == "CheckpointFunctionBackward" for node in nodes)  # recomputed reentrantly
+        hidden = any(node.name() == REENTRANT for node in nodes)  # it does not show what it uses
         found = {id(getattr(node, "variable", None)) for node in nodes}
         held = [each for _, group in fsdp_groups(root) for each in group.fsdp_params]
         used.update(id(each.sharded_param) for each in held if hidden or id(each.unsharded_param) in found)
