@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
     "PROFILER_OPS",
+    "REENTRANT",
     "FakeTensor",
     "FakeTensorMode",
     "StridedShard",
@@ -33,6 +34,7 @@ __all__ = [
     "fake_process_group",
     "finished_work",
     "fsdp_groups",
+    "graph_nodes",
     "grouped_mm",
     "implement",
     "one_gloo_device",
@@ -65,6 +67,9 @@ PROFILER_OPS: tuple[Any, ...] = (
     torch.ops.profiler._record_function_exit._RecordFunction,
 )
 
+# autograd's name of a reentrant checkpoint, whose backward is a forward and a backward of its own.
+REENTRANT = "CheckpointFunctionBackward"
+
 # scaled_dot_product_attention's kernel for the CPU, with the logsumexp that the public function does not return.
 cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -86,19 +91,24 @@ def averaged_over(roots: Iterable[Any]) -> Iterator[tuple[str, int]]:
     """
     if "torch.distributed.fsdp._fully_shard._fsdp_param_group" not in sys.modules:
         return
-    todo, seen = [node for node in roots if node is not None], set()
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        todo += [before for before, _ in node.next_functions if before is not None]
+    for node in graph_nodes(roots):
         if type(node).__name__ == "RegisterPostBackwardFunctionBackward":
             group = node.param_group
             ranks = group.mesh_info.mesh.size()
             trained = any(each.sharded_param.requires_grad for each in group.fsdp_params)
             if trained and ranks > 1 and group.gradient_divide_factor is None:
                 yield repr(group._module_fqn or ""), ranks
+
+
+def graph_nodes(roots: Iterable[Any]) -> Iterator[Any]:
+    """All nodes of the autograd graph behind `roots`, some of which may be None."""
+    todo, seen = [node for node in roots if node is not None], set()
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            todo += [before for before, _ in node.next_functions if before is not None]
 
 
 def fsdp_groups(module: Any) -> Iterator[tuple[str, Any]]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 
 from hetmesh.boundary.accelerator import Accelerator
 from hetmesh.runtime.backward import SplitBackward, backward
@@ -37,6 +38,24 @@ class Tied(Plain):
 
     def forward(self, x):
         return linear(super().forward(x + self.embedding(torch.tensor([1, 4, 1]))), self.embedding.weight)
+
+
+class Expanded(Plain):
+    """The gradients of an input and of a parameter are views, one number seen everywhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return super().forward(x).sum() + x.sum() + self.bias.sum()
+
+
+class Reentrant(Plain):
+    """Computes a layer again in the backward, as a backward of its own."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, self.first(x), use_reentrant=True)
 
 
 def gradients(kind, split: bool):
@@ -76,10 +95,10 @@ class CastPlain(Plain):
             return super().forward(x)
 
 
-@pytest.mark.parametrize("kind", [Plain, CalledTwice, Tied, CastPlain, CastOnce])
+@pytest.mark.parametrize("kind", [Plain, CalledTwice, Tied, CastPlain, CastOnce, Expanded, Reentrant])
 def test_a_backward_in_two_parts_equals_the_whole_one(kind):
     (expected, _), (given, in_between) = gradients(kind, False), gradients(kind, True)
-    assert all(in_between) is (kind in (Plain, CastPlain))  # the others' gradients all come with the inputs' part
+    assert all(in_between) is (kind in (Plain, CastPlain, Expanded))  # the others' gradients all come with the inputs' part
     for one, other in zip(expected, given, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
 

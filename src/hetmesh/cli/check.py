@@ -60,7 +60,7 @@ def checked(recipe: Recipe, files: bool = True) -> list[str]:
         RecipeError: everything that is wrong, a line each.
     """
     from hetmesh.errors import Refusals
-    from hetmesh.training.describe import describe
+    from hetmesh.training.describe import check_first_batch, describe
     from hetmesh.training.dump_folder import resumable
     from hetmesh.training.held_out import held_out_source
     from hetmesh.training.initial_check import check_initial_weights
@@ -72,7 +72,8 @@ def checked(recipe: Recipe, files: bool = True) -> list[str]:
     refusals, adapters, source, held_out = Refusals(), None, None, None
     notes: list[str] = []
     with refusals.collect():
-        source, adapters, _ = describe(recipe)
+        source, adapters, graph = describe(recipe)
+        check_first_batch(recipe, source, graph, adapters)
     with refusals.collect():
         check_run(recipe)
     if adapters is not None:  # without a source there are no splits either

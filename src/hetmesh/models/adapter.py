@@ -73,6 +73,8 @@ class Abilities:
         stored_forms: of a model that makes some of its tensors of several of a checkpoint (experts): all tensors of a
             directory as it reads them, by names that `checkpoint_names` knows. None: it reads them as they are.
         experts: its mixture-of-experts blocks; None: it has none that ranks can share.
+        gathered_whole: with FSDP its layers are gathered together: which of them it calls, how often and with what
+            weights depends on what it reads, so that ranks would gather different ones at a time.
         head: of an LLM: FQN of the layer that makes its logits, where what is behind it treats each logit by itself, so
             that tensor-parallel ranks may have shares of them.
         reasons: why an ability is absent, by its name; for refusals.
@@ -93,6 +95,7 @@ class Abilities:
     attention_dropout: float = 0.0
     stored_forms: Callable[[Pretrained], Mapping[str, StoredForm]] | None = None
     experts: ExpertLayers | None = None
+    gathered_whole: bool = False
     head: str = ""
     reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 

@@ -20,7 +20,7 @@ from hetmesh.parallel.blocks import blocks
 from hetmesh.parallel.compile import apply_compile
 from hetmesh.parallel.experts.apply import apply_expert_parallel, apply_expert_sharding, routed_tokens
 from hetmesh.parallel.experts.layers import ExpertLayers
-from hetmesh.parallel.fully_shard import apply_fully_shard, fully_shard_arguments
+from hetmesh.parallel.fully_shard import apply_fully_shard, fill_unused, fully_shard_arguments
 from hetmesh.parallel.gradient_axes import ParameterAxes, fully_shard_axes, gradient_axes
 from hetmesh.parallel.random_state import seed_by_place
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
@@ -65,6 +65,7 @@ class AdaptedModule(nn.Module):
         self.module = module
         self.compute_dtype = compute_dtype
         self.autocast = autocast
+        self.used: set[int] | None = None  # in this step; `fill_unused`
 
     def forward(self, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor | Mapping[str, Tensor]:
         """`adapter.forward`."""
@@ -141,6 +142,7 @@ def parallelize(
     head: str = "",
     experts: ExpertLayers | None = None,
     dense: DeviceMesh | None = None,
+    gathered_whole: bool = False,
 ) -> ParallelModule:
     """Shard `module` in place as `spec` says; only members call it. Nothing is sent. It may be without weights
     (`hetmesh.models.build_unfilled`), which each rank then gets for what it keeps; else every rank holds the same full
@@ -155,6 +157,7 @@ def parallelize(
         experts: the module's mixture-of-experts blocks, if it has any.
         dense: the handle of `graph.dense_mesh(spec)`, on which all other parameters lie; None: `device_mesh`, which is
             as good where `spec` has no `ep` axis, or nothing is sharded over it.
+        gathered_whole: whether FSDP gathers all layers together, and some forwards use only some of the parameters.
 
     Raises:
         LayoutError: the calling rank is no member, or `device_mesh` is not a handle of `spec`.
@@ -195,6 +198,8 @@ def parallelize(
     for stage in stages if sharded else ():
         held = set(stage.modules())
         apply_expert_sharding(stage, device_mesh, fully_shard_arguments(stage, options, device_mesh.device_type))
-        apply_fully_shard(stage, [layer for layer in layers if layer in held], dense, options)
+        alone = [] if gathered_whole else [layer for layer in layers if layer in held]
+        apply_fully_shard(stage, alone, dense, options)
+        stage.used = fill_unused(stage) if gathered_whole else None
     axes = gradient_axes(dict(module.named_parameters()), spec, partial)
     return ParallelModule(module, stages, spec, device_mesh, axes, tied, vocabulary)

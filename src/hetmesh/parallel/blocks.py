@@ -21,7 +21,7 @@ def blocks(root: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     several = [
         layer
-        for layer in layers
+        for layer in dict.fromkeys(layers)  # one that is listed twice is one block
         if any(True for _ in layer.children())
         and any(True for _ in layer.parameters())
         and all(owners[id(p)] == 1 for p in layer.parameters())

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from hetmesh._torch_compat import REENTRANT, fsdp_groups, graph_nodes
 from hetmesh.graph.module_options import ModuleOptions
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.parallel.gradient_axes import fully_shard_axes
+from hetmesh.parallel.gradient_sums import make_missing
 
 
 def apply_fully_shard(
@@ -39,6 +41,7 @@ def apply_fully_shard(
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     arguments = fully_shard_arguments(root, options, device_mesh.device_type)
     arguments["mesh"] = device_mesh[fully_shard_axes(MeshSpec.of(device_mesh))]
+    arguments["ignored_params"] = {p for p in root.parameters() if not p.ndim}  # scalars stay whole
     for block in gathered_alone(root, blocks):
         fully_shard(block, **arguments)
     arguments["reshard_after_forward"] = options.reshard_after_forward == "always"
@@ -75,6 +78,30 @@ def gathered_alone(root: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Modu
     rest = sum(p.numel() for p in root.parameters() if id(p) not in inside)
     joined = bool(blocks) and 0 < rest <= sum(p.numel() for p in blocks[0].parameters())
     return blocks[1:] if joined else blocks
+
+
+def fill_unused(root: nn.Module) -> set[int]:
+    """Give zeros, in each backward, to the parameters of `root` that its forward did not use: other ranks may have used
+    them, and FSDP reduces what has a gradient.
+
+    Returns:
+        Ids of the parameters that any forward with a backward used. Who reads them clears them.
+    """
+    used = set[int]()
+
+    def fill(_: nn.Module, __: Any, output: Tensor) -> None:
+        if not output.requires_grad:
+            return
+        nodes = list(graph_nodes([output.grad_fn]))
+        hidden = any(node.name() == REENTRANT for node in nodes)  # it does not show what it uses
+        found = {id(getattr(node, "variable", None)) for node in nodes}
+        held = [each for _, group in fsdp_groups(root) for each in group.fsdp_params]
+        used.update(id(each.sharded_param) for each in held if hidden or id(each.unsharded_param) in found)
+        left = [p for p in (each.unsharded_param for each in held) if p.requires_grad and id(p) not in found]
+        output.register_hook(lambda _: make_missing(left))
+
+    root.register_forward_hook(fill)
+    return used
 
 
 def sharded_modules(root: nn.Module) -> list[FSDPModule]:

@@ -65,7 +65,8 @@ def gradient_axes(
         own = ("ep",) if is_expert(parameter) else ()  # whose ranks send it all of its tokens
         axes = (*different_tokens, *(["tp"] if name in partial_over_tp else []))
         summed = tuple(sorted((axis for axis in axes if axis not in own), key=SUM_ORDER.index))
-        out[name] = ParameterAxes(summed, tuple(axis for axis in by_fsdp if axis not in own), sharded)
+        in_backward = tuple(axis for axis in by_fsdp if axis not in own and parameter.ndim)  # FSDP leaves out scalars
+        out[name] = ParameterAxes(summed, in_backward, sharded)
     return out
 
 

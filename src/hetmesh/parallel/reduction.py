@@ -50,17 +50,35 @@ class Reduction:
         self.few_first = len(self.sums) > 1 and len(self.sums[0][1]) < len(own)
         self.parameters = [*{id(p): p for _, parameters in self.sums for p in parameters if p.requires_grad}.values()]
         self.always = frozenset(always)
+        self.used = parallel.stages[stage].used
+        self.filled = {name: p for name, p in own.items() if self.used is not None and parallel.axes[name].in_backward}
+        axes = [parallel.axes[name].summed for name in self.filled]
+        self.agreeing = [
+            (parallel.device_mesh.get_group(axis), [i for i, summed in enumerate(axes) if axis in summed])
+            for axis in SUM_ORDER
+            if any(axis in summed for summed in axes)
+        ]
         self.changed = False
         self._here: tuple[bool, ...] = ()  # which of `parameters` had a gradient on this rank, in this step
         self._agreed_on: tuple[bool, ...] | None = None  # and in that in which ranks last agreed
         self._anywhere: frozenset[int] = frozenset()  # ids of those that had one on any rank then
 
     def __call__(self) -> Callable[[], None]:
+        if self.used is not None:
+            self._take_from_unused(self.used)
         self._here = tuple(p.grad is not None or id(p) in self.always for p in self.parameters)
         if self._agreed_on is None:
             self._agree()
         self.changed = self._here != self._agreed_on
         return self._start_aside() if self.accelerator.asynchronous else self._start()
+
+    def _take_from_unused(self, used: set[int]) -> None:
+        """What FSDP summed of nothing but zeros for parameters that no rank used (`fill_unused`) is no gradient."""
+        here = [id(p) in used or id(p) in self.always for p in self.filled.values()]
+        for parameter, has in zip(self.filled.values(), have_gradients(here, self.agreeing), strict=True):
+            if not has:
+                parameter.grad = None
+        used.clear()
 
     def settle(self) -> None:
         """Agree anew, and give gradients to what no rank had one of when ranks last agreed, or take them from what no

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetmesh._torch_compat import split_backward
+from hetmesh._torch_compat import REENTRANT, split_backward
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -37,8 +37,9 @@ class SplitBackward:
     ) -> None:
         """Add the gradients of `leaves` to their `.grad`.
 
-        Where a parameter is used twice, in two layers or by a layer that is called twice, torch cannot part the two:
-        then all of the backward happens here, and `weight_part` has nothing left to do.
+        Where a parameter is used twice, in two layers or by a layer that is called twice, torch cannot part the two,
+        nor a backward within the backward (a reentrant checkpoint): then all of the backward happens here, and
+        `weight_part` has nothing left to do.
         """
         if uses_twice(outputs, self.parameters):
             backward(outputs, gradients)
@@ -49,6 +50,7 @@ class SplitBackward:
         whole = [out.clone() if out._is_view() else out for out in outputs]
         input_part, _ = split_backward()
         _, self.groups = input_part(whole, given, list(leaves), iter(self.parameters))
+        _own_gradients(leaves)
 
     def weight_part(self) -> None:
         """Add the gradients of the parameters to their `.grad`."""
@@ -56,16 +58,26 @@ class SplitBackward:
             return
         _, weight_part = split_backward()
         weight_part(iter(self.parameters), self.groups)
+        _own_gradients(self.parameters)
         self.groups = []
+
+
+def _own_gradients(tensors: Sequence[Tensor]) -> None:
+    """Copy gradients that are expanded views, which nothing can be added to; torch does, but not in parts."""
+    for tensor in tensors:
+        if tensor.grad is not None and 0 in tensor.grad.stride():
+            tensor.grad = tensor.grad.contiguous()
 
 
 def uses_twice(outputs: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> bool:
     """Whether the autograd graph of `outputs` reaches one of `parameters`, or its cast, along several edges: autocast
-    casts a parameter once, however often it is used."""
+    casts a parameter once, however often it is used. What is computed again reentrantly may."""
     waiting: list[Any] = [out.grad_fn for out in outputs if out.grad_fn is not None]
     wanted, reached, seen = set(map(id, parameters)), set(), set(waiting)
     while waiting:
-        for node, _ in waiting.pop().next_functions:
+        if (after := waiting.pop()).name() == REENTRANT:
+            return True
+        for node, _ in after.next_functions:
             source = node.next_functions[0][0] if node is not None and node.name() == _CAST else node
             leaf = id(getattr(source, "variable", None))  # of a node that adds to the gradient of a leaf
             if leaf in wanted:

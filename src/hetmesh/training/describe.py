@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hetmesh.balance import plan_batch
 from hetmesh.data.expand_arrays import Expander
 from hetmesh.data.loader import Loader
 from hetmesh.data.payloads import Payloads
 from hetmesh.data.registry import recipe_source
 from hetmesh.data.source import Source
-from hetmesh.errors import RecipeError, Refusals, SampleError
+from hetmesh.errors import GraphError, RecipeError, Refusals, SampleError
 from hetmesh.graph import ModuleGraph
 from hetmesh.models import Adapter, make_adapters, module_rows, placeholder_rows, pretrained_of, sample_positions
 from hetmesh.recipe.hf_path import check_placeholders
 from hetmesh.recipe.module_options import packs
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.training.balance import check_balance
+from hetmesh.training.balance import check_balance, recipe_balance
 from hetmesh.training.build_graph import build_graph
 from hetmesh.training.own_plans import uncompared_plans
 from hetmesh.training.recipe_schedule import check_schedule
@@ -132,3 +133,13 @@ def make_loader(
         payloads=payloads,
         skip=recipe.data.on_bad_sample == "skip",
     )
+
+
+def check_first_batch(recipe: Recipe, source: Source, graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> None:
+    """Raise RecipeError for caps (`balance.max_tokens`) that the first batch cannot keep."""
+    if recipe.balance.max_tokens:
+        metas = make_loader(recipe, source, graph, adapters).batch(0).metas
+        try:
+            plan_batch(graph, metas, recipe.batch.microbatch_size, recipe_balance(recipe, graph, adapters))
+        except GraphError as error:
+            raise RecipeError(f"balance.max_tokens: the first batch cannot keep it: {error}") from error

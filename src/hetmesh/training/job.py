@@ -113,6 +113,7 @@ class Job:
                 abilities.head if loss is None else "",  # a loss of one's own gets whole logits
                 abilities.experts,
                 dense,
+                abilities.gathered_whole,
             )
             device = "cpu" if graph[name].options.cpu_offload and parallel.fully_sharded else world.device
             if world.accelerator.computes:

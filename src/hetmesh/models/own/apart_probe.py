@@ -54,7 +54,7 @@ def _try(adapter: OwnAdapter, modules: list[nn.Module], training: bool, vocab_si
         with SameDraws():
             return adapter.forward(module.train(training), *call)
 
-    (together, apart), (unwritten, _) = (_calls(adapter, vocab_size) for _ in range(2))
+    (together, apart), (unwritten, _) = (calls_of(adapter, vocab_size) for _ in range(2))
     sink, mode = isinstance(adapter, OwnSink), "training" if training else "evaluation"
     try:
         of_both, again, other = (forward(module, together) for module in (modules[0], *modules))
@@ -93,10 +93,10 @@ def two_of_its_inputs(adapter: Adapter, vocab_size: int) -> Call | None:
     """Two samples for a module that is called as users' own are; None for others."""
     if isinstance(adapter, OwnSink) and vocab_size < 2:
         return None
-    return _calls(adapter, vocab_size)[0] if isinstance(adapter, OwnAdapter) else None
+    return calls_of(adapter, vocab_size)[0] if isinstance(adapter, OwnAdapter) else None
 
 
-def _calls(adapter: OwnAdapter, vocab_size: int) -> tuple[Call, Sequence[Call]]:
+def calls_of(adapter: OwnAdapter, vocab_size: int) -> tuple[Call, Sequence[Call]]:
     """A call with two samples, and one with each of them."""
     if isinstance(adapter, OwnSink):
         batch, inputs, lengths = two_samples(adapter, vocab_size)

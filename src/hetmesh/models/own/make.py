@@ -17,6 +17,7 @@ from hetmesh.models.config_keys import constructor_arguments, positive_int
 from hetmesh.models.own.adapters import OwnAdapter, OwnEncoder, OwnItemsEncoder, OwnSink
 from hetmesh.models.own.apart_probe import check_apart
 from hetmesh.models.own.declared import declared_abilities, declared_layers
+from hetmesh.models.own.entry_probe import enters_alike
 from hetmesh.models.own.packing_probe import check_packing
 from hetmesh.models.own.stage_probe import first_layers
 from hetmesh.models.own.token_probe import check_tokenwise
@@ -77,7 +78,9 @@ def _of_module(model_class: type[nn.Module], request: AdapterRequest) -> OwnAdap
         check_tokenwise(adapter, example, request)
     if isinstance(adapter, OwnSink) and abilities.use_packed is not None:
         check_packing(adapter, example, request)
-    adapter = dataclasses.replace(adapter, untried=check_apart(adapter, example, request) or "")
+    untried = check_apart(adapter, example, request) or ""
+    abilities = dataclasses.replace(abilities, gathered_whole=not enters_alike(adapter, example, request.vocab_size))
+    adapter = dataclasses.replace(adapter, untried=untried, abilities=abilities)
     if abilities.activation is not None:  # last: it takes the example apart
         abilities = dataclasses.replace(abilities, first_layers=first_layers(adapter, example, request))
         adapter = dataclasses.replace(adapter, abilities=abilities)

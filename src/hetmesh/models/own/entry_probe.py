@@ -1,0 +1,80 @@
+"""Whether a user's module enters each of its layers once, whatever it reads, so that FSDP can gather them one by one.
+
+Found by calling it, in training mode, and by looking at which functions of torch get its parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hetmesh._torch_compat import tree_leaves
+from hetmesh.models.own.adapters import OwnAdapter, OwnItemsEncoder, OwnSink
+from hetmesh.models.own.apart_probe import calls_of
+from hetmesh.models.own.packing_probe import LARGEST
+
+
+def enters_alike(adapter: OwnAdapter, example: nn.Module, vocab_size: int) -> bool:
+    """Whether each call enters the layers once, and uses the same parameters, each inside its layer: calls with two
+    samples, with each alone, and of an LLM without rows. Encoders of items of several shapes are not expected to; what
+    cannot be called like this is. Modules of more than `LARGEST` parameters are called without memory."""
+    if isinstance(adapter, OwnItemsEncoder):
+        return False
+    if isinstance(adapter, OwnSink) and vocab_size < 2:
+        return True
+    device = "cpu" if sum(p.numel() for p in example.parameters()) <= LARGEST else "meta"
+    together, apart = calls_of(adapter, vocab_size)
+    calls = [together, *apart]
+    if isinstance(adapter, OwnSink):
+        batch, inputs = apart[0]
+        text = {key: value[:0] if key.startswith("positions.") else value for key, value in batch.items()}
+        calls.append((text, {source: rows[:0] for source, rows in inputs.items()}))
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            with torch.device(device):
+                module = adapter.build().double()
+            layers = [x for x in set(map(module.get_submodule, adapter.layers())) if any(True for _ in x.children())]
+            entries = _Entries(module, layers)
+            for tensors in calls:
+                with entries:
+                    adapter.forward(module, *({k: t.to(device) for k, t in each.items()} for each in tensors))
+                entries.calls.append((entries.entered, entries.used))
+                entries.entered, entries.used = [], set()
+    except Exception:  # training says what is wrong with it, of what it really gets
+        return True
+    once = all(sorted(map(id, entered)) == sorted(map(id, layers)) for entered, _ in entries.calls)
+    return once and not entries.outside and all(used == entries.calls[0][1] for _, used in entries.calls)
+
+
+class _Entries(TorchFunctionMode):
+    """Notes which layers are entered and which parameters are used, and whether one is outside its layer."""
+
+    def __init__(self, module: nn.Module, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.owners: dict[int, nn.Module | None] = {id(p): None for p in module.parameters()}
+        self.inside: list[nn.Module] = []
+        self.entered: list[nn.Module] = []
+        self.used: set[int] = set()
+        self.outside = False
+        self.calls: list[tuple[list[nn.Module], set[int]]] = []
+        for layer in layers:
+            self.owners |= {id(p): layer for p in layer.parameters()}
+            layer.register_forward_pre_hook(self._enter)
+            layer.register_forward_hook(lambda layer, *_: self.inside.remove(layer))
+
+    def _enter(self, layer: nn.Module, _: Any) -> None:
+        self.inside.append(layer)
+        self.entered.append(layer)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            for used in map(id, tree_leaves((args, kwargs))):
+                if used in self.owners:
+                    owner = self.owners[used]
+                    self.used.add(used)
+                    self.outside |= owner is not None and owner not in self.inside
+        return result

@@ -1,0 +1,150 @@
+"""FSDP of users' own modules: whatever they do with their layers, a layout equals one process."""
+
+import pytest
+import tomli
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.testing import parity
+
+
+def layer(width):
+    return nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width))
+
+
+class PerItem(nn.Module):
+    """An encoder of images of any size: a row per patch of 4 x 4, each image by itself through all layers."""
+
+    def __init__(self, out_features=8):
+        super().__init__()
+        self.out_features = out_features
+        self.embed = nn.Linear(16, out_features)
+        self.blocks = nn.ModuleList(layer(out_features) for _ in range(3))
+
+    def item_rows(self, shape):
+        return shape[1] * shape[2] // 16
+
+    def forward(self, images):
+        return torch.cat([self.one(image.unfold(1, 4, 4).unfold(2, 4, 4).reshape(-1, 16)) for image in images])
+
+    def one(self, patches):
+        hidden = self.embed(patches)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return hidden
+
+
+class BySize(PerItem):
+    """Images of many patches pass through more layers."""
+
+    def __init__(self, out_features=8, many=2):
+        super().__init__(out_features)
+        self.many = many
+
+    def one(self, patches):
+        hidden = self.embed(patches)
+        for block in self.blocks if len(patches) >= self.many else self.blocks[:2]:
+            hidden = hidden + block(hidden)
+        return hidden
+
+
+class OneShape(nn.Module):
+    rows_per_item = 1
+
+    def __init__(self, out_features=8):
+        super().__init__()
+        self.out_features = out_features
+        self.embed = nn.Linear(16, out_features)
+        self.blocks = nn.ModuleList(layer(out_features) for _ in range(3))
+
+    def forward(self, images):
+        hidden = self.embed(images.flatten(1))
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return hidden
+
+
+class Scaled(OneShape):
+    def __init__(self, out_features=8):
+        super().__init__(out_features)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, images):
+        return super().forward(images) * self.scale
+
+
+class ScaledLayer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layer, self.scale = layer(width), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, hidden):
+        return self.layer(hidden) * self.scale
+
+
+class ScaledInside(OneShape):
+    def __init__(self, out_features=8):
+        super().__init__(out_features)
+        self.blocks[1] = ScaledLayer(out_features)
+
+class Twice(OneShape):
+    """The second block is the third too."""
+
+    def __init__(self, out_features=8):
+        super().__init__(out_features)
+        self.blocks[2] = self.blocks[1]
+
+
+class Borrows(OneShape):
+    """Uses the weight of a block outside it."""
+
+    def forward(self, images):
+        return linear(super().forward(images), self.blocks[1][2].weight.T[: self.out_features, : self.out_features])
+
+
+RECIPE = """
+[modules.llm]
+model = "qwen3"
+config = { hidden_size = 8, num_hidden_layers = 1, num_attention_heads = 2, head_dim = 4 }
+[[boundaries]]
+from = "vision"
+to = "llm"
+at = "image"
+[parallelism.vision]
+ranks = [0, 1]
+data_parallel_shard_degree = 2
+[parallelism.llm]
+ranks = [2, 3]
+[data]
+source = "hetmesh.testing.sources:RandomMedia"
+options = { kinds = { image = [1, 4, 4] }, largest = { image = LARGEST }, text_only = 0.4 }
+[training]
+local_batch_size = 4
+dtype = "float64"
+"""
+
+
+def recipe(model, largest=4, **config):
+    tables = tomli.loads(RECIPE.replace("LARGEST", str([1, largest, largest])))
+    tables["modules"]["vision"] = {"model": f"test_own_sharded:{model}", "config": config}
+    return parse_recipe(tables)
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        ("PerItem", {}),
+        ("BySize", {}),
+        ("BySize", {"many": 4}),  # which some steps have on one rank, and some on none
+        ("BySize", {"many": 99}),
+    ],
+)
+def test_an_encoder_that_calls_its_layers_per_item(pool4, model, config):
+    parity.check(pool4, recipe(model, largest=8, **config), timeout=30)
+
+
+@pytest.mark.parametrize("model", ["Scaled", "ScaledInside", "Twice", "Borrows"])
+def test_what_fsdp_cannot_shard_by_layers(pool4, model):
+    parity.check(pool4, recipe(model), timeout=30)
