@@ -24,7 +24,7 @@ from hetmesh.data.open_store import find_files, open_store
 from hetmesh.data.recordings import FRAMES
 from hetmesh.data.source import Sample, wants
 from hetmesh.data.spans import FileSpan
-from hetmesh.data.stores import Blob, Record
+from hetmesh.data.stores import Blob, Record, extension
 from hetmesh.data.turns import DATA_URL, MARKS, is_file_name, media_of, turns_of
 from hetmesh.errors import RecipeError, Refusals, SampleError
 from hetmesh.graph.meta_arrays import MetaArrays
@@ -280,19 +280,26 @@ class ConversationsSource:
         stop = next((i for i, token in enumerate(ids) if token in self.end_ids), len(ids))
         return self._chat.tokenizer.decode(ids[:stop], skip_special_tokens=True).strip()
 
-    def check_files(self, index: int, kinds: Collection[str] | None = None) -> None:
+    def check_files(self, index: int, kinds: Collection[str] | None = None) -> list[str]:
         """Look for the media files that conversation `index` names, of these kinds. None is opened.
+
+        Returns:
+            Extensions of the tar members beside it that it does not name, which nobody reads.
 
         Raises:
             SampleError: the record is no conversation, or a file is not there.
         """
-        _, name, _, media = self._record(index)
+        stored, name, messages, media = self._record(index)
         for kind, blob in media:
             try:
                 if wants(kinds, kind):
                     _ = blob.length
             except OSError as error:
                 raise SampleError(f"sample {name!r}: cannot read {blob}: {error}") from error
+        if any(role == "assistant" and mark in said for role, said in messages for mark in self._chat.reserved):
+            self._read(index)  # templates that write an answer's items otherwise refuse it
+        named = {blob.name for _, blob in media}
+        return [extension(other) for other in stored.beside if other not in named]
 
     def _read(self, index: int) -> _Conversation:
         stored, name, messages, media = self._record(index)
