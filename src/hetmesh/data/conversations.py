@@ -57,8 +57,9 @@ class ConversationsSource:
 
     `content` is a text, or a list of parts: `{"type": "text", "text": ...}`, `{"type": "image", "image": FILE}`,
     `{"type": "audio", "audio": FILE}`, or as OpenAI and transformers write them (`turns.py`); media may be data URLs,
-    and are never downloaded. Roles are those that the tokenizer's chat template knows. The assistant's turns
-    are the targets, but for those with `"weight": 0` or `"train": false`. In the text an item becomes its placeholder token, right where its part stands.
+    and are never downloaded. Roles are those that the tokenizer's chat template knows. The assistant's turns are the
+    targets, but for those with `"weight": 0` or `"train": false`. In the text an item becomes its placeholder token,
+    right where its part stands.
 
     Metadata needs the text alone; an image's header is read only where the size of the result depends on it. With an
     index (`hetmesh index`) it needs neither.
