@@ -270,3 +270,43 @@ def test_a_span_reads_no_byte_beside_it(tmp_path):
         assert file.read(9) == bytes([27, 28, 29])
     with pytest.raises(OSError, match="ends after 100 bytes, need 120"):
         FileSpan(path, 90, 30).read()
+
+
+def converted(data: bytes, form: str) -> bytes:
+    buffer = io.BytesIO()
+    Image.open(io.BytesIO(data)).save(buffer, form)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("names", "form"),
+    [
+        (["x.gif"], "GIF"),
+        (["x.bmp"], "BMP"),
+        (["x.tiff"], "TIFF"),
+        (["x.TIF"], "TIFF"),
+        (["x.seg.png"], "PNG"),
+        (["x.0.png", "x.1.png"], "PNG"),
+    ],
+)
+def test_every_image_beside_a_caption_is_read(root, tmp_path, names, form):  # noqa: F811
+    images = {name: converted(PICTURES[i], form) for i, name in enumerate(names)}
+    source = make(root, write_tar(tmp_path / "x.tar", [{"x.txt": b"a dog", **images}]))
+    meta, sample = source.meta(0), source.load(0)
+    check_sample(sample, meta, source.placeholders)
+    assert meta.num_items("image") == len(names)
+    assert source.check_files(0) == []
+
+
+def test_a_caption_of_a_recording_that_cannot_be_read_is_refused_by_name(root, tmp_path):  # noqa: F811
+    source = make(root, write_tar(tmp_path / "x.tar", [{"x.mp3": b"ID3", "x.txt": b"a dog"}]))
+    for ask in (source.check_files, source.meta, source.load):
+        with pytest.raises(SampleError, match=r"sample 'x' of .*x\.tar: 'x\.mp3' cannot be read; images may be"):
+            ask(0)
+
+
+def test_members_that_nobody_reads_are_said_of_each_sample(root, tmp_path):  # noqa: F811
+    caption = {"x.txt": b"a dog", "x.png": PICTURES[0], "x.cls": b"7"}
+    record = {"y.json": json.dumps(TALKS[1]).encode(), "y.jpg": PICTURES[0]}
+    source = make(root, write_tar(tmp_path / "x.tar", [caption, record, MEMBERS[2]]))
+    assert [source.check_files(i) for i in range(3)] == [["cls"], ["jpg"], []]

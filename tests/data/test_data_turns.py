@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from test_data_conversations import image, root, said, source, talk, text  # noqa: F401
+from test_data_conversations import PARTS, image, root, said, source, talk, text  # noqa: F401
 
 from hetmesh.data.find_conversations import Conversations, find_conversations
 from hetmesh.data.inline import inline
@@ -180,3 +180,51 @@ def test_a_mark_in_a_message_without_a_file_is_refused_whatever_the_placeholder(
     # A tokenizer with another placeholder would make plain text of it, and nobody would miss the file.
     with pytest.raises(ValueError, match=f"contains '{mark}', which stands for media, and the record names no {kind}"):
         turns_of({"messages": [{"role": "user", "content": f"{mark} what is this"}]})
+
+
+TWICE = [
+    {"role": "user", "content": "what", "weight": 0},
+    {"role": "assistant", "content": "a cat"},
+    {"role": "user", "content": "and this", "train": False},
+    {"role": "assistant", "content": "a dog"},
+]
+
+
+@pytest.mark.parametrize(("first", "second"), [({"weight": 0}, {"weight": 1.0}), ({"train": False}, {"train": True})])
+def test_a_turn_of_weight_0_is_no_target(root, first, second):  # noqa: F811
+    turns = [TWICE[0], TWICE[1] | first, TWICE[2], TWICE[3] | second]
+    words = "<s> USER: what ASSISTANT: a cat </s> USER: and this ASSISTANT: a dog </s>"
+    assert said(source(root, {"id": "t", "messages": turns})) == (words, ["a dog </s>"])
+    names = {"user": "human", "assistant": "gpt"}
+    llava_form = [
+        {"from": names[turn["role"]], "value": turn["content"], **{k: turn[k] for k in first if k in turn}}
+        for turn in turns
+    ]
+    assert said(source(root, {"id": "t", "conversations": llava_form})) == (words, ["a dog </s>"])
+
+
+@pytest.mark.parametrize(
+    ("turn", "given", "message"),
+    [
+        (1, {"weight": 0.5}, r"sample 't': turn 1 has {'weight': 0.5}: `weight` must be 0 or 1"),
+        (2, {"train": True}, r"sample 't': turn 2 has {'train': True}, but only the assistant's turns are targets"),
+        (3, {"tool_calls": [{"type": "function"}]}, r"sample 't': it has 'tool_calls', which are not given"),
+    ],
+)
+def test_weights_and_calls_that_cannot_be_honoured_are_refused(root, turn, given, message):  # noqa: F811
+    turns = [each | given if i == turn else each for i, each in enumerate(TWICE)]
+    data = source(root, {"id": "t", "messages": turns})
+    for ask in (data.check_files, data.meta):
+        with pytest.raises(SampleError, match=message):
+            ask(0)
+    assert said(source(root, {"id": "t", "messages": [each | {"tool_calls": None} for each in TWICE], "tools": []}))
+
+
+def test_media_in_an_answer_that_the_template_rewrites_are_refused_by_check(root):  # noqa: F811
+    """A template may write an item of the assistant's turn as another text than the placeholder alone."""
+    record = talk("what", [image(), text("a cat")])
+    with pytest.raises(SampleError, match=r"sample 't': .* what the assistant says, which holds media: move these"):
+        source(root, record, chat_template=PARTS).check_files(0)
+    plain = source(root, record)
+    assert plain.check_files(0) == []
+    assert said(plain)[1] == ["a cat </s>"]

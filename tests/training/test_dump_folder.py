@@ -13,7 +13,9 @@ from hetmesh.training import dump_folder
 from hetmesh.training.checkpointing.folders import COMPLETE
 from hetmesh.training.dump_folder import claim_folder
 from hetmesh.training.metrics import StepMetrics
+from hetmesh.training.refusals import check_run
 from hetmesh.training.reporter import Reporter
+from hetmesh.training.skip import Skipped
 from hetmesh.training.trainer import Trainer, train
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_single.toml"
@@ -248,6 +250,32 @@ def test_a_folder_that_cannot_be_written_is_named(world, tmp_path):
     for folder in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/hetmesh/run")):
         with pytest.raises(OutputError, match=f"^{folder}.* cannot be written: .*; job.dump_folder must be a folder"):
             Trainer(recipe(folder), world)
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
+def test_a_folder_in_the_place_of_a_file_is_refused_before_a_rank_waits(world, tmp_path, name):
+    """Rank 0 alone would open it, while the others wait for its first step."""
+    given = recipe(tmp_path / "run", "--checkpoint.enable", "true")
+    if name == "metrics.jsonl":  # of a run that is resumed; a new one leaves such a folder alone
+        saved(tmp_path / "run", 1)
+        (tmp_path / "run" / name).unlink()
+    (tmp_path / "run" / name).mkdir(parents=True)
+    with pytest.raises(OutputError, match=rf"run/{name} cannot be written: it is a folder; remove it, or give another"):
+        claim_folder(given, world)
+    with pytest.raises(RecipeError, match=rf"job.dump_folder: .*run/{name} cannot be written: it is a folder"):
+        check_run(given)
+
+
+def test_a_sample_that_is_skipped_again_is_named_once():
+    skipped = Skipped()
+    assert skipped.add(1, {0: "sample 'a': broken", 3: "sample 'b': broken"}) == [
+        "step 1: skipped: sample 'a': broken",
+        "step 1: skipped: sample 'b': broken",
+    ]
+    assert skipped.add(2, {1: "sample 'b': broken"}) == []
+    last = skipped.add(3, {i: f"sample {i}: broken" for i in range(20)})
+    assert (len(last), skipped.samples) == (8, 23)
+    assert last[-1].endswith("from here on they are only counted, as samples_skipped in metrics.jsonl")
 
 
 def full(folder, name):

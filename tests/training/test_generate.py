@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from hetmesh.cli import generate
 from hetmesh.data.continued import Continued, answer_start
 from hetmesh.data.digit_files import read_digit
 from hetmesh.data.digits import DigitsSource, data_set
 from hetmesh.data.source import PromptSource
-from hetmesh.errors import SampleError
+from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import MediaItem, SampleMeta
 from hetmesh.models.split.whole_forward import _media_tokens, load_whole
 from hetmesh.models.split.whole_model import whole_model
@@ -136,6 +140,16 @@ def test_a_digit_from_a_file_is_that_of_the_source(tmp_path):
             read_digit(tmp_path / file)
     with pytest.raises(SampleError, match="2 places for images, given are 1"):
         source.prompt("sum <image><image>", [("image", tmp_path / "five.png")])
+    with pytest.raises(SampleError, match=r"digits: 'sum' is about images, and none is given: --image FILE"):
+        source.prompt("sum", [])
+
+
+def test_an_empty_answer_to_a_question_without_its_image_is_an_error(monkeypatch):
+    asked = Namespace(question="add 1+1", media=None)
+    model = SimpleNamespace(source=DigitsSource("validation"), recipe=None)
+    monkeypatch.setattr(generate, "_tokens", lambda *_: model.source.end_ids)
+    with pytest.raises(RecipeError, match=r"the answer to 'add 1\+1' is empty; .*: --image FILE"):
+        list(generate._asked(model, asked))
 
 
 @pytest.mark.exhaustive

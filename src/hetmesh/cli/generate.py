@@ -82,7 +82,13 @@ def _asked(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
     asker = prompt_source(model.source, model.recipe)
     sample = asker.prompt(args.question, args.media or ())
     source = MemorySource([sample], model.source.vocab_size, model.source.placeholders, model.source.pad_id)
-    yield asker.decode(_tokens(model, source, 0, args))
+    answer = asker.decode(_tokens(model, source, 0, args))
+    if not answer and not args.media and source.placeholders:
+        option = " or ".join(f"--{kind} FILE" for kind in source.placeholders)
+        raise RecipeError(f"the answer to {args.question!r} is empty; if it is about a file, give it: {option}")
+    if not answer:
+        print("note: the answer is empty", file=sys.stderr)
+    yield answer
 
 
 def _held_out(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -108,8 +108,8 @@ class Chat:
             )
         return token
 
-    def encode(self, sample_id: str, messages: Sequence[tuple[str, str]]) -> Encoded:
-        """The tokens of a conversation of `(role, text)` turns.
+    def encode(self, sample_id: str, messages: Sequence[tuple[str, str]], untrained: Collection[int] = ()) -> Encoded:
+        """The tokens of a conversation of `(role, text)` turns; those of the turns `untrained` are no targets.
 
         Targets are the assistant's words and the special token that ends its turn; a token that begins in the text
         before counts too. Never the first token, and no placeholder.
@@ -122,6 +122,7 @@ class Chat:
         text = self._render(sample_id, messages)
         marked = [(role, marks[i] if role == "assistant" else said) for i, (role, said) in enumerate(messages)]
         spans = self._spans(sample_id, text, self._render(sample_id, marked), [(marks[i], messages[i][1]) for i in own])
+        spans = [span for i, span in zip(own, spans, strict=True) if i not in untrained]
         given = self.tokenizer(text, add_special_tokens=self._adds_to(text), return_offsets_mapping=True)
         ids = tuple(given["input_ids"])
         fixed = set(self.placeholders.values())
@@ -251,7 +252,9 @@ class Chat:
             if "".join(a + b for a, b in zip(between, [*said, ""], strict=True)) == text:
                 break
         else:
-            raise SampleError(f"sample {sample_id!r}: the chat template changes what the assistant says")
+            holds = any(token in turn for token in self.texts.values() for _, turn in turns)
+            move = ", which holds media: move these into the user's turn" if holds else ""
+            raise SampleError(f"sample {sample_id!r}: the chat template changes what the assistant says{move}")
         spans, position = [], 0
         for before, turn, after in zip(between, said, between[1:], strict=False):
             start = position + len(before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,13 +20,13 @@ from hetmesh.data.index import SUFFIX, content_hash, file_states, load_index
 from hetmesh.data.inline import inline
 from hetmesh.data.media_reader import KEY, MediaReader
 from hetmesh.data.metas import metas_one_by_one
-from hetmesh.data.open_store import find_files, open_store
+from hetmesh.data.open_store import check_exist, find_files, open_store
 from hetmesh.data.recordings import FRAMES
 from hetmesh.data.source import Sample, wants
 from hetmesh.data.spans import FileSpan
-from hetmesh.data.stores import Blob, Record
-from hetmesh.data.turns import DATA_URL, MARKS, is_file_name, media_of, turns_of
-from hetmesh.errors import RecipeError, Refusals, SampleError
+from hetmesh.data.stores import Blob, Record, extension
+from hetmesh.data.turns import DATA_URL, MARKS, is_file_name, media_of, turns_of, untrained_turns
+from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.meta_arrays import MetaArrays
 from hetmesh.graph.sample import SampleMeta
 
@@ -57,8 +57,9 @@ class ConversationsSource:
 
     `content` is a text, or a list of parts: `{"type": "text", "text": ...}`, `{"type": "image", "image": FILE}`,
     `{"type": "audio", "audio": FILE}`, or as OpenAI and transformers write them (`turns.py`); media may be data URLs,
-    and are never downloaded. Roles are those that the tokenizer's chat template knows. The assistant's turns
-    are the targets. In the text an item becomes its placeholder token, right where its part stands.
+    and are never downloaded. Roles are those that the tokenizer's chat template knows. The assistant's turns are the
+    targets, but for those with `"weight": 0` or `"train": false`. In the text an item becomes its placeholder token,
+    right where its part stands.
 
     Metadata needs the text alone; an image's header is read only where the size of the result depends on it. With an
     index (`hetmesh index`) it needs neither.
@@ -119,7 +120,7 @@ class ConversationsSource:
         folders = {"tokenizer": tokenizer, "image_processor": image_processor, "audio_processor": audio_processor}
         places = [media_folder] if isinstance(media_folder, str) else list(media_folder or ())
         given = [*folders.items(), *(("media_folder", each) for each in places)]
-        _check_exist({"path": path, "validation_path": validation_path}, given)
+        check_exist({"path": path, "validation_path": validation_path}, given, KEY)
         name = "path" if split == "train" else "validation_path"
         self.path = Path(path if split == "train" else str(validation_path)).expanduser()
         self._chat = Chat(
@@ -283,24 +284,31 @@ class ConversationsSource:
         _, _, messages, media = self._record(index)
         return self._chat.turns(messages), media
 
-    def check_files(self, index: int, kinds: Collection[str] | None = None) -> None:
+    def check_files(self, index: int, kinds: Collection[str] | None = None) -> list[str]:
         """Look for the media files that conversation `index` names, of these kinds. None is opened.
+
+        Returns:
+            Extensions of the tar members beside it that it does not name, which nobody reads.
 
         Raises:
             SampleError: the record is no conversation, or a file is not there.
         """
-        _, name, _, media = self._record(index)
+        stored, name, messages, media = self._record(index)
         for kind, blob in media:
             try:
                 if wants(kinds, kind):
                     _ = blob.length
             except OSError as error:
                 raise SampleError(f"sample {name!r}: cannot read {blob}: {error}") from error
+        if any(role == "assistant" and mark in said for role, said in messages for mark in self._chat.reserved):
+            self.meta(index)  # templates that write an answer's items otherwise refuse it
+        named = {blob.name for _, blob in media}
+        return [extension(other) for other in stored.beside if other not in named]
 
     def _read(self, index: int) -> _Conversation:
         stored, name, messages, media = self._record(index)
         if self._known is None:
-            encoded = self._chat.encode(name, messages)
+            encoded = self._chat.encode(name, messages, untrained_turns(stored.value))
         else:  # the index has the targets
             encoded = Encoded(self._chat.ids(name, messages), ())
         kinds = {token: kind for kind, token in self.placeholders.items()}
@@ -323,6 +331,7 @@ class ConversationsSource:
             if record.get("id") is not None:
                 name = str(record["id"])
             turns = turns_of(record, self._chat.breaks)
+            untrained_turns(record)  # whose weights are read with the tokens
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if record is not None and type(error) is ValueError:  # in words of its own
                 raise SampleError(f"sample {name!r}: {error}") from error
@@ -386,15 +395,3 @@ class ConversationsSource:
             text += self._chat.texts[kind]
             media.append((kind, value))
         return text
-
-
-def _check_exist(files: Mapping[str, str | None], folders: Iterable[tuple[str, str | None]]) -> None:
-    refusals = Refusals()
-    for key, value in files.items():
-        if value is not None:
-            with refusals.collect():
-                find_files(str(Path(value).expanduser()), f"{KEY} {key}")
-    for key, value in folders:
-        if value is not None and not Path(value).expanduser().is_dir():
-            refusals.add(f"{KEY} {key} = {value!r}: there is no such directory")
-    refusals.finish()

@@ -212,6 +212,8 @@ class DigitsSource:
             raise SampleError(
                 f"digits: no question has the character {wrong[0]!r}; ask 'read' or 'sum' of images, or 'add 3+4'"
             )
+        if not media and given.partition(" ")[0] in ("read", "sum"):
+            raise SampleError(f"digits: {given!r} is about images, and none is given: --image FILE")
         tokens = torch.tensor(_encode(given + "="))
         places = torch.nonzero(tokens == IMAGE).flatten().tolist()
         if len(places) != len(media):

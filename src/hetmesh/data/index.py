@@ -22,7 +22,7 @@ from hetmesh.files import from_json, read_file, writing
 from hetmesh.graph.meta_arrays import NO_DIM, MetaArrays
 
 SUFFIX = ".hetmesh-index.npz"
-VERSION = 2
+VERSION = 3
 _CHUNK = 4096  # samples whose metadata are objects at a time, while an index is made
 
 

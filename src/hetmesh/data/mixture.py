@@ -95,12 +95,11 @@ class MixtureSource:
         sample = self.parts[name].load(at, kinds)
         return replace(sample, id=f"{name}/{sample.id}")
 
-    def check_files(self, index: int, kinds: Collection[str] | None = None) -> None:
+    def check_files(self, index: int, kinds: Collection[str] | None = None) -> list[str]:
         """`check_files` of the source of sample `index`, where it has one."""
         name, at = self.place(index)
         look = getattr(self.parts[name], "check_files", None)
-        if look is not None:
-            look(at, kinds)
+        return [] if look is None else look(at, kinds) or []
 
     def counts(self, indices: Sequence[int]) -> dict[str, int]:
         """How many of these samples come from each source."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from hetmesh.data.stores import JsonFile, Store, TarShards
 from hetmesh.data.tables import TABLES, Tables
-from hetmesh.errors import RecipeError
+from hetmesh.errors import RecipeError, Refusals
 
 
 def open_store(path: str, folders: Sequence[Path], key: str, arrays: Mapping[str, np.ndarray] | None = None) -> Store:
@@ -47,3 +47,20 @@ def find_files(path: str, key: str) -> tuple[Path, ...]:
     if not files or not all(file.is_file() or (file / "dataset_info.json").is_file() for file in files):
         raise RecipeError(f"{key} = {path!r}: there is no such file")
     return files
+
+
+def check_exist(files: Mapping[str, str | None], folders: Iterable[tuple[str, str | None]], key: str) -> None:
+    """Check that what options name is there; None names nothing.
+
+    Raises:
+        RecipeError: all that are not, a line each.
+    """
+    refusals = Refusals()
+    for option, value in files.items():
+        if value is not None:
+            with refusals.collect():
+                find_files(str(Path(value).expanduser()), f"{key} {option}")
+    for option, value in folders:
+        if value is not None and not Path(value).expanduser().is_dir():
+            refusals.add(f"{key} {option} = {value!r}: there is no such directory")
+    refusals.finish()

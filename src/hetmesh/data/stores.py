@@ -55,11 +55,13 @@ class Record:
         name: what it is called, unless it has an `id`.
         value: the record, as JSON has it.
         size: stored bytes of it.
+        beside: names of the other members that are stored with it.
     """
 
     name: str
     value: Any
     size: int
+    beside: tuple[str, ...] = ()
 
 
 class Store(Protocol):
@@ -176,7 +178,7 @@ class TarShards:
     """Tar shards as webdataset writes them: consecutive members `KEY.EXTENSION` of one key are a sample.
 
     Members are found once and read by their offset from a plain file. `KEY.json` is a record whose media are named by
-    extension or file name; `KEY.txt` is what the assistant says of the media beside it.
+    extension or file name; `KEY.txt` is what the assistant says of all images and recordings beside it, in their order.
     A shard that ends too early makes its last sample unreadable: what came after cannot be known.
     """
 
@@ -241,7 +243,8 @@ class TarShards:
             value = from_json(data) if text == "json" else _caption(data.decode(), members)
         except (OSError, ValueError) as error:
             raise SampleError(f"sample {key!r} of {self.files[shard]}: {error}") from error
-        return Record(key, value, len(data))
+        beside = tuple(name for name, _ in found if extension(name) != text)
+        return Record(key, value, len(data), beside)
 
     def held(self, index: int) -> Mapping[str, int]:
         """None."""
@@ -255,13 +258,19 @@ class TarShards:
         raise OSError(f"there is no member {value!r}, only {[name for name, _ in self._members(index)]}")
 
 
-IMAGES = ("jpg", "jpeg", "png", "webp")
+IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
 SOUNDS = ("wav", "npy")
+UNREAD = ("mp3", "flac", "ogg", "opus", "m4a", "aac", "mp4", "avi", "mov", "mkv", "webm")
+"""Recordings and videos, which are not read: a caption of one is no text by itself."""
 
 
 def _caption(text: str, members: Mapping[str, FileSpan]) -> dict[str, Any]:
-    media = [{"type": "image", "image": each} for each in members if each in IMAGES]
-    media += [{"type": "audio", "audio": each} for each in members if each in SOUNDS]
+    """The conversation of a caption. Raises ValueError if a member beside it holds media that are not read."""
+    kinds = {each: each.rpartition(".")[2] for each in members}  # x.0.png and x.seg.png are images too
+    if unread := [span.name for each, span in members.items() if kinds[each] in UNREAD]:
+        raise ValueError(f"{unread[0]!r} cannot be read; images may be {IMAGES}, recordings {SOUNDS}")
+    media = [{"type": "image", "image": each} for each, kind in kinds.items() if kind in IMAGES]
+    media += [{"type": "audio", "audio": each} for each, kind in kinds.items() if kind in SOUNDS]
     return {"messages": [{"role": "user", "content": media}, {"role": "assistant", "content": text}]}
 
 

@@ -29,6 +29,10 @@ _NAMES = ("url", "path", "file", "data", "base64")
 """Under which a part, or the table in it, has its media, beside its type and its kind."""
 
 
+_CALLS = ("tools", "tool_calls", "function_call")
+"""What requests to chat models have beside texts; chat templates would write it, and are not given it."""
+
+
 def turns_of(record: Mapping[str, Any], breaks: Collection[str] = ()) -> list[tuple[str, Any]]:
     """`(role, content)` of each turn of `messages`, or of `conversations` in LLaVA's form.
 
@@ -42,10 +46,12 @@ def turns_of(record: Mapping[str, Any], breaks: Collection[str] = ()) -> list[tu
 
     Raises:
         KeyError, TypeError, ValueError: it has neither form, or more files than places for them, or a mark in
-            a message without any, or a video.
+            a message without any, or a video, or calls of tools.
     """
     if held := [key for key in ("video", "videos") if record.get(key)]:
         raise ValueError(f"it has {held[0]!r}, and videos are not read; leave the sample out, or give frames as images")
+    if called := [key for each in (record, *_turns(record)) for key in _CALLS if each.get(key)]:
+        raise ValueError(f"it has {called[0]!r}, which are not given to the chat template; leave the sample out")
     files = {kind: _Files(record, kind) for kind in MARKS.values()}
     if "messages" in record or "conversations" not in record:
         turns = [(_role(turn["role"]), _content(turn["content"], files, breaks)) for turn in record["messages"]]
@@ -57,6 +63,29 @@ def turns_of(record: Mapping[str, Any], breaks: Collection[str] = ()) -> list[tu
     if left := [kind for kind, each in files.items() if each.take() is not None and (each.used or kind not in named)]:
         raise ValueError(f"more files of {left} than marks in the text (<image>, <audio>) or parts")
     return turns
+
+
+def untrained_turns(record: Mapping[str, Any]) -> frozenset[int]:
+    """Which turns of a record are no targets by their `weight` (0 or 1) or `train` (true or false).
+
+    Raises:
+        ValueError: another weight, or one that makes a target of what the assistant does not say.
+    """
+    found: set[int] = set()
+    for i, turn in enumerate(_turns(record)):
+        given = {key: turn[key] for key in ("weight", "train") if turn.get(key) is not None}
+        if any(value not in (0, 1) for value in given.values()):
+            raise ValueError(f"turn {i} has {given}: `weight` must be 0 or 1, `train` true or false")
+        speaker = turn.get("role", turn.get("from"))
+        if ROLES.get(speaker) != "assistant" and any(given.values()):
+            raise ValueError(f"turn {i} has {given}, but only the assistant's turns are targets, not {speaker!r}'s")
+        if not all(given.values()):
+            found.add(i)
+    return frozenset(found)
+
+
+def _turns(record: Mapping[str, Any]) -> list[Any]:
+    return record["messages" if "messages" in record or "conversations" not in record else "conversations"]
 
 
 def media_of(turns: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

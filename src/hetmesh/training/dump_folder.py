@@ -19,6 +19,7 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.checkpointing.folders import complete_steps, newest_step
 from hetmesh.training.folder_claim import Claim, claim_by
 from hetmesh.training.metrics_file import is_evaluation, kept_lines, trim_metrics
+from hetmesh.training.run_events import EVENTS_FILE
 
 RECIPE_FILE = "recipe.json"
 """In a run's folder: the recipe with all defaults, as it was last started. Locked while the run writes there."""
@@ -244,8 +245,30 @@ def _summary(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def check_folder(recipe: Recipe) -> None:
+    """Check that a run of `recipe` can write its files, as far as that can be seen without making any.
+
+    Raises:
+        OutputError: it cannot.
+    """
+    found = resumable(recipe)
+    folder = _asked(recipe) if found is None else found[0]
+    if found is not None or not holds_results(folder, recipe.checkpoint.folder):
+        _check_files(folder)
+
+
+def _check_files(folder: Path) -> None:
+    """Raise OutputError for a file that rank 0 could not open once all ranks train: the others would wait for it."""
+    for file in (folder / name for name in (RECIPE_FILE, METRICS_FILE, EVENTS_FILE, SUMMARY_FILE)):
+        if file.is_dir():
+            raise OutputError(f"{file} cannot be written: it is a folder; remove it, or give another job.dump_folder")
+        if file.exists() and not os.access(file, os.W_OK):
+            raise OutputError(f"{file} cannot be written: permission denied; {_HINT}")
+
+
 def _locked(folder: Path) -> Claim | None:
     """The claim of the folder, by its recipe.json; None where another process has it."""
+    _check_files(folder)
     with writing(folder, _HINT):
         folder.mkdir(parents=True, exist_ok=True)
         return claim_by(folder / RECIPE_FILE)

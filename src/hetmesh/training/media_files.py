@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ def check_media_files(recipe: Recipe, source: Source, order: Iterable[int], spli
 
     Returns:
         What is to be said of it: how many were looked at, where not all were; with `[data] on_bad_sample = "skip"`,
-        what will be left out.
+        what will be left out; which members of tar shards no record names.
 
     Raises:
         RecipeError: a file is not there, or a record cannot be read.
@@ -38,14 +39,17 @@ def check_media_files(recipe: Recipe, source: Source, order: Iterable[int], spli
     if look is None:
         return []
     distinct = dict.fromkeys(islice(order, LOOKED_AT + 1))
-    looked, bad = list(distinct)[:LOOKED_AT], list[str]()
+    looked, bad, unread = list(distinct)[:LOOKED_AT], list[str](), Counter[str]()
     for index in looked:
         try:
-            look(index, kinds)
+            unread.update(look(index, kinds) or ())
         except SampleError as error:
             bad.append(str(error))
     of = f"{counted(len(looked), f'{split}sample')}"
     notes = [f"files were looked for of the first {of} that the run reads"] if len(distinct) > len(looked) else []
+    if unread:
+        shown = ", ".join(f"{count} .{name}" for name, count in unread.most_common(8))
+        notes.append(f"tar members that no record names are not read: {shown} (of {of})")
     if not bad:
         return notes
     told = f"{len(bad)} of {of} cannot be read: {'; '.join(bad[:3])}{'; and more' if len(bad) > 3 else ''}"

@@ -14,7 +14,7 @@ from hetmesh.parallel.compile import unknown_backend
 from hetmesh.recipe.module_options import token_axes
 from hetmesh.recipe.sections import ScheduleKeys
 from hetmesh.training.checkpointing.references import referenced
-from hetmesh.training.dump_folder import resumable
+from hetmesh.training.dump_folder import check_folder, resumable
 from hetmesh.training.initial_load import check_initial_path
 from hetmesh.training.loggers import require_wandb
 from hetmesh.training.module_refusals import check_module
@@ -69,6 +69,10 @@ def check_run(recipe: Recipe) -> None:
         RecipeError: all that is wrong, a line each.
     """
     refusals, keys = Refusals(), recipe.checkpoint
+    try:
+        check_folder(recipe)
+    except HetmeshError as error:
+        refusals.add(f"job.dump_folder: {error}")
     if keys.exclude_from_loading and not keys.initial_load_path:
         refusals.add(
             f"checkpoint.exclude_from_loading = {list(keys.exclude_from_loading)}: nothing is loaded without "

@@ -25,17 +25,17 @@ class Skipped:
     """What a run has left out so far, and what to say about it."""
 
     samples: int = 0
-    _told: int = field(default=0, repr=False)
+    _named: set[str] = field(default_factory=set, repr=False)
 
     def add(self, step: int, reasons: Mapping[int, str]) -> list[str]:
-        """Count the samples of one step, by their index in the batch; what the log says of them."""
+        """Count the samples of one step, by their index in the batch; what the log says of those that are new."""
         self.samples += len(reasons)
         said: list[str] = []
         for reason in reasons.values():
-            if self._told < SHOWN:
-                self._told += 1
+            if len(self._named) < SHOWN and reason not in self._named:
+                self._named.add(reason)
                 more = "; from here on they are only counted, as samples_skipped in metrics.jsonl"
-                said.append(f"step {step}: skipped: {reason}{more if self._told == SHOWN else ''}")
+                said.append(f"step {step}: skipped: {reason}{more if len(self._named) == SHOWN else ''}")
         return said
 
 
