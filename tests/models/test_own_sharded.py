@@ -89,6 +89,7 @@ class ScaledInside(OneShape):
         super().__init__(out_features)
         self.blocks[1] = ScaledLayer(out_features)
 
+
 class Twice(OneShape):
     """The second block is the third too."""
 
