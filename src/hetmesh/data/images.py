@@ -271,6 +271,11 @@ def _size(value: Any, where: str) -> tuple[int, int] | list[int]:
         sides = value["height"], value["width"]
     if isinstance(value, Mapping) and set(value) == {"shortest_edge"}:
         sides = (value["shortest_edge"],)
+    if not sides and isinstance(value, Mapping) and {"longest_edge", "max_pixels"} & set(value):
+        raise RecipeError(
+            f"{where}: {value!r} are numbers of pixels (smart_resize) or edges of an image_processor_type that hetmesh "
+            "does not know; it resizes so for Qwen2VLImageProcessor, Glm4vImageProcessor and Glm46VImageProcessor"
+        )
     if not sides:
         raise RecipeError(f"{where}: must be a number, {{height, width}} or {{shortest_edge}}, got {value!r}")
     if not all(type(side) is int and side > 0 for side in sides) or sides[0] * sides[-1] > MOST_PIXELS:

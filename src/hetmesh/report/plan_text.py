@@ -17,7 +17,7 @@ from hetmesh.training.metrics import amount
 from hetmesh.training.module_shapes import notes_on_experts
 from hetmesh.training.wording import counted, table
 
-_BUBBLES = {name: name.replace("_", " ") for name in CLASSES}
+_BUBBLES = {name: name.replace("_", " ") for name in CLASSES} | {"tp": "collectives in layers"}
 
 
 def plan_text(
