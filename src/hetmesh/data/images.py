@@ -273,8 +273,7 @@ def _size(value: Any, where: str) -> tuple[int, int] | list[int]:
         sides = (value["shortest_edge"],)
     if not sides and isinstance(value, Mapping) and {"longest_edge", "max_pixels"} & set(value):
         raise RecipeError(
-            f"{where}: {value!r} are numbers of pixels (smart_resize) or edges of an image_processor_type that hetmesh "
-            "does not know; it resizes so for Qwen2VLImageProcessor, Glm4vImageProcessor and Glm46VImageProcessor"
+            f"{where}: {value!r}: smart_resize and longest edges of this image_processor_type are not known to hetmesh"
         )
     if not sides:
         raise RecipeError(f"{where}: must be a number, {{height, width}} or {{shortest_edge}}, got {value!r}")

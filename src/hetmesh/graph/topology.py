@@ -66,8 +66,8 @@ class Topology:
         sinks = [n for n in names if all(b.source != n for b in self.boundaries)]
         if len(sinks) != 1:
             raise GraphError(
-                f"exactly one module may have no consumer, the LLM, which computes the loss, got {sinks}; "
-                "modules after the LLM and a second sink are not supported"
+                f"exactly one module may have no consumer, the LLM, got {sinks}; modules after it and a second sink "
+                "are not supported"
             )
         if len(self.order) != len(names):
             raise GraphError(f"boundaries form a cycle among {sorted(set(names) - set(self.order))}")

@@ -142,8 +142,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     if Path(path).suffix == ".py":
         raise RecipeError(
-            f"recipe {path}: a Python config, as torchtitan has from 0.3 on; hetmesh reads TOML, with the keys of "
-            "torchtitan 0.2 and modules: write one, or start with `hetmesh init DIR`"
+            f"recipe {path}: a Python config, as torchtitan has from 0.3 on; hetmesh reads TOML: `hetmesh init DIR`"
         )
     try:
         text = read_text(path)
