@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+LOST_PEER = re.compile(
+    r"connection (was )?(reset|closed|refused)|broken pipe|socket closed|socket timeout|lost rank \d+", re.I
+)
+"""In messages that say no more than that another process has gone."""
 
 
 class HetmeshError(Exception):

@@ -168,6 +168,11 @@ def test_what_is_not_there_is_said(folder):
     (folder / "pictures" / "cat.png").unlink()
     with pytest.raises(RecipeError, match=r"talks.jsonl names 'cat.png', which is neither beside it nor in a folder"):
         find_conversations(str(folder))
+    (folder / "pictures" / "0.png").write_bytes(b"")
+    records = [json.dumps(llava("<image>what", image=f"{i}.png")) for i in (0, 5)]
+    (folder / "talks.jsonl").write_text("\n".join(records))
+    with pytest.raises(RecipeError, match=r"talks.jsonl names '5.png', which is not in .*/pictures, as others are"):
+        find_conversations(str(folder))
     assert find_conversations(str(folder), "elsewhere").media_folder == "elsewhere"
     with pytest.raises(RecipeError, match=r"--data = '.*pictures': no conversations in it: one conversation per line"):
         find_conversations(str(folder / "pictures"))

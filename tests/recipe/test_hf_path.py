@@ -66,6 +66,25 @@ def test_what_the_recipe_says_itself_holds(folder):
             {"model_type": "emu3", "vision_config": {}},
             r"'emu3' is not supported: its images are tokens of its vocabulary",
         ),
+        (
+            {"model_type": "granite_speech", "text_config": {}, "encoder_config": {}},
+            "'granite_speech' is not supported: hetmesh takes .* config.json, which has text_config, encoder_config",
+        ),
+        (
+            {"model_type": "gemma4", "text_config": {}, "vision_config": None},
+            "'gemma4' is not supported: .* which has text_config, vision_config = null",
+        ),
+        ({"model_type": "fuyu", "text_config": {}}, "'fuyu' is not supported: .* which has text_config$"),
+        *(
+            ({"model_type": name, "text_config": {}, f"{tower}_config": {}}, f"'{name}' is not supported: {reason}")
+            for name, tower, reason in (
+                ("instructblip", "vision", "its tower reads the question"),
+                ("florence2", "vision", "its LLM is an encoder and a decoder"),
+                ("kosmos-2.5", "vision", "it calls no tower by get_image_features"),
+                ("voxtral", "audio", "its get_audio_features takes recordings in a form"),
+                ("qwen3_asr", "audio", "its get_audio_features takes recordings in a form"),
+            )
+        ),
     ],
 )
 def test_directories_that_are_no_multimodal_model_are_refused(folder, config, says):
@@ -74,6 +93,11 @@ def test_directories_that_are_no_multimodal_model_are_refused(folder, config, sa
         (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(RecipeError, match=says):
         parse(folder)
+
+
+def test_an_id_of_the_hub_says_how_to_get_it():
+    with pytest.raises(RecipeError, match=r"directory: hf download Qwen/Qwen3-VL-2B --local-dir Qwen3-VL-2B$"):
+        parse("Qwen/Qwen3-VL-2B")
 
 
 def test_torchtitans_keys_say_what_to_write(folder):

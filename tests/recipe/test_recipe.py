@@ -253,6 +253,11 @@ BAD: dict[str, tuple[str, str, str]] = {
         "",
         "boundaries[1].at is missing: name the placeholder that the rows of projector->llm",
     ),
+    "a module after the LLM": (
+        "[parallelism.vision]",
+        '[[boundaries]]\nfrom = "llm"\nto = "head"\n[modules.head]\nmodel = "mlp"\n[parallelism.vision]',
+        "'head', after which no module comes, must be the LLM: modules after it are not supported",
+    ),
     "at misplaced": (
         'to = "projector"',
         'to = "projector"\nat = "image"',
@@ -402,6 +407,8 @@ def test_missing_files(tmp_path):
         load_recipe(tmp_path / "none.toml")
     with pytest.raises(RecipeError, match="cannot be read: is a directory"):
         load_recipe(tmp_path)
+    with pytest.raises(RecipeError, match=r"recipe llama3/config_registry.py: a Python config, as torchtitan has from"):
+        load_recipe("llama3/config_registry.py")
     with pytest.raises(RecipeError, match=re.escape("[modules.<name>] is missing")):
         parse_recipe("")
 

@@ -36,6 +36,7 @@ def test_text_has_a_line_per_row_and_a_character_per_share(timeline):
     assert "0" in lines[0]
     assert "w" in lines[1]
     assert "pp-cooldown" in bubble_table(timeline)
+    assert bubble_table(timeline).splitlines()[0].split()[-2:] == ["in-layers", "peak"]  # not of TP alone
     rows = summary_json(timeline)["rows"]
     assert [row["stages"] for row in rows] == [["llm.0"], ["llm.1"]]
     assert all(

@@ -78,6 +78,15 @@ def test_a_run_that_lives_holds_its_events(tmp_path):
     assert (last["how"], len(last["reason"])) == ("failed", 2000)
 
 
+def test_a_lost_process_is_not_blamed_for_the_end(tmp_path):
+    """Rank 0 knows which connection broke, not who ended first: rank 3 was killed, and rank 2 went after it."""
+    events = RunEvents(tmp_path, anew=True)
+    events.ended(4, "failed", "vision->llm: rank 0 lost rank 2: Connection closed by peer")
+    events.close()
+    (last,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert last["reason"].startswith("a process was gone, and it may be another one than rank 0 names: vision->llm: ")
+
+
 def test_a_run_that_went_on_counts_each_step_once_and_all_of_its_time(tmp_path):
     """Killed after step 5, resumed at step 3: no line of metrics.jsonl tells of the first steps 4 and 5 any more."""
     step = {"loss": 1.0, "time_s": 2.0}

@@ -89,6 +89,16 @@ def test_it_prints_a_commented_recipe_that_passes_check(root, written, capsys):
     assert capsys.readouterr().out.endswith("ok\n")
 
 
+def test_what_it_will_leave_out_is_said(root, capsys, monkeypatch):
+    monkeypatch.chdir(root)
+    talks = json.loads((root / "pets" / "train.json").read_text())
+    talks[1]["conversations"][1]["from"] = "nobody"
+    (root / "one_bad.json").write_text(json.dumps(talks))
+    options = ("--data.options.media_folder", "pets/images", "--data.on_bad_sample", "skip")
+    assert main(["init", "qwen3_vl", "--data", "one_bad.json", "--ranks", "1", *options]) == 0
+    assert "note: 1 of 6 samples cannot be read: sample '1': `from` is 'nobody'" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_another_machine_gets_as_many_ranks_as_hold_the_model(root, written):
     assert written("--data", "pets", "--machine", "small.toml", "--write", "few.toml") == ""

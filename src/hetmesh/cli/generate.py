@@ -86,8 +86,6 @@ def _asked(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
     if not answer and not args.media and source.placeholders:
         option = " or ".join(f"--{kind} FILE" for kind in source.placeholders)
         raise RecipeError(f"the answer to {args.question!r} is empty; if it is about a file, give it: {option}")
-    if not answer:
-        print("note: the answer is empty", file=sys.stderr)
     yield answer
 
 

@@ -54,7 +54,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     data = None if args.data is None else find_conversations(args.data, folder)
     found = starter(args.directory, data, machine=args.machine, ranks=args.ranks, overrides=overrides)
     text = starter_text(found)
-    checked(parse_recipe(text))
+    for line in checked(parse_recipe(text)):
+        if line.startswith("note: "):  # of samples that it leaves out, say
+            print(line, file=sys.stderr)
     if args.write is None:
         print(text, end="")
         return 0

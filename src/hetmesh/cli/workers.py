@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import time
@@ -29,9 +28,6 @@ LOOK = 1.0  # s between two looks at who has ended: a sentinel may be held by wh
 MOST = 20_000  # characters of a message or a traceback: a report fits into the buffer of a pipe
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # `training.stopping`
 _STOPPED = tuple(128 + number for number in _STOPPING)  # exit statuses
-LOST_PEER = re.compile(
-    r"connection (was )?(reset|closed|refused)|broken pipe|socket closed|socket timeout|lost rank \d+", re.I
-)
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ class Failure:
     def lost_peer(self) -> bool:
         """Whether all it says is that another worker has gone."""
         ours = self.expected and not self.message.startswith("BoundaryError:")
-        return not ours and bool(LOST_PEER.search(self.message))
+        return not ours and bool(errors.LOST_PEER.search(self.message))
 
     def __str__(self) -> str:
         if not self.expected:

@@ -129,11 +129,15 @@ def _media_folder(store: Store, start: Path, candidates: Iterable[Path], key: st
         return ""
     names = [name for i in range(min(len(store), _LOOKED_AT)) for name in _media_names(store.record(i).value)]
     relative = [name for name in names if not Path(name).is_absolute()]
-    for folder in candidates:
+    folders = list(candidates)
+    for folder in folders:
         if all(os.path.isfile(folder / name) for name in relative):
             return "" if folder == start else str(folder)
+    lacking = [[name for name in relative if not os.path.isfile(folder / name)] for folder in folders]
+    fewest, folder = min(zip(lacking, folders, strict=True), key=lambda each: len(each[0]))
+    where = "neither beside it nor in a folder there" if fewest == relative else f"not in {folder}, as others are"
     raise RecipeError(
-        f"{key}: {store.path} names {relative[0]!r}, which is neither beside it nor in a folder there; keep media "
+        f"{key}: {store.path} names {fewest[0]!r}, which is {where}; keep media "
         "files in the folder that it names, or say where names start: --data.options.media_folder FOLDER"
     )
 

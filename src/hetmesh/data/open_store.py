@@ -50,11 +50,7 @@ def find_files(path: str, key: str) -> tuple[Path, ...]:
 
 
 def check_exist(files: Mapping[str, str | None], folders: Iterable[tuple[str, str | None]], key: str) -> None:
-    """Check that what options name is there; None names nothing.
-
-    Raises:
-        RecipeError: all that are not, a line each.
-    """
+    """Raise RecipeError for what options name and is not there, a line each; None names nothing."""
     refusals = Refusals()
     for option, value in files.items():
         if value is not None:

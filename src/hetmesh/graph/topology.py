@@ -65,7 +65,10 @@ class Topology:
             raise GraphError(f"at most one boundary per output between two modules: {ends}")
         sinks = [n for n in names if all(b.source != n for b in self.boundaries)]
         if len(sinks) != 1:
-            raise GraphError(f"exactly one module may have no consumer (it computes the loss), got {sinks}")
+            raise GraphError(
+                f"exactly one module may have no consumer, the LLM, got {sinks}; modules after it and a second sink "
+                "are not supported"
+            )
         if len(self.order) != len(names):
             raise GraphError(f"boundaries form a cycle among {sorted(set(names) - set(self.order))}")
 

@@ -115,7 +115,10 @@ def _check_ends(modules: Mapping[str, ModuleLike], boundaries: Sequence[Boundary
                 f"{name}: at = {b.at!r}, but only an LLM has placeholders, and {b.destination!r} emits rows"
             )
         if b.destination not in producers and b.at is None:
-            raise RecipeError(f"{name}: `at` is missing; name the placeholder whose tokens the rows replace")
+            raise RecipeError(
+                f"{name}: `at` is missing; name the placeholder whose tokens the rows replace "
+                f"({b.destination!r}, after which no module comes, must be the LLM)"
+            )
         if b.at is not None and replaced.setdefault((b.destination, b.at), b) is not b:
             other = replaced[b.destination, b.at].source
             raise RecipeError(f"{name}: rows of {other!r} replace the placeholder {b.at!r} already")

@@ -44,6 +44,8 @@ class Family:
 
 CROSS = "its LLM reads images through cross-attention, not as rows among its tokens"
 DISCRETE = "its images are tokens of its vocabulary, not rows"
+NO_TOWER = "it calls no tower by get_image_features, by which hetmesh splits models"
+WHOLE_SOUNDS = "its get_audio_features takes recordings in a form that hetmesh does not make"
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -65,6 +67,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "idefics": Family(refused=CROSS),
         "chameleon": Family(refused=DISCRETE),
         "emu3": Family(refused=DISCRETE),
+        "instructblip": Family(refused="its tower reads the question, too (qformer_input_ids)"),
+        "florence2": Family(refused="its LLM is an encoder and a decoder, not a causal LLM"),
+        **dict.fromkeys(("instructblipvideo", "kosmos-2", "kosmos-2.5", "pix2struct"), Family(refused=NO_TOWER)),
+        **dict.fromkeys(("voxtral", "qwen3_asr", "glmasr"), Family(refused=WHOLE_SOUNDS)),
         "ovis2": Family(refused="it also embeds indicator tokens beside its rows, which hetmesh does not place"),
     }
 )

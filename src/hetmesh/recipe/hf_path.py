@@ -6,6 +6,7 @@ key that the directory expands to holds.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,8 +39,10 @@ def expand_hf_path(raw: Mapping[str, Any]) -> dict[str, Any]:
         return dict(raw)
     config = _read(path, "config.json")
     if config is None:
+        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).exists()
+        get = f": hf download {path} --local-dir {path.rpartition('/')[2]}" if hub else ""
         raise RecipeError(
-            f"{SECTION}.{KEY} = {path!r}: there is no config.json in it; give a local Hugging Face directory"
+            f"{SECTION}.{KEY} = {path!r}: there is no config.json in it; give a local Hugging Face directory{get}"
         )
     whole, config = str(config.get("model_type")), part_of(config)
     model_type = config.get("model_type")
@@ -47,6 +50,12 @@ def expand_hf_path(raw: Mapping[str, Any]) -> dict[str, Any]:
     if family.refused:
         raise RecipeError(f"{SECTION}.{KEY} = {path!r}: model_type {model_type!r} is not supported: {family.refused}")
     towers = [part for part in MEDIA if isinstance(config.get(f"{part}_config"), Mapping)]
+    if not towers and "text_config" in config:
+        tables = ", ".join(f"{key} = null" if config[key] is None else key for key in config if key.endswith("_config"))
+        raise RecipeError(
+            f"{SECTION}.{KEY} = {path!r}: model_type {model_type!r} is not supported: hetmesh takes its towers from "
+            f"vision_config and audio_config of config.json, which has {tables}"
+        )
     if not towers:
         raise RecipeError(
             f"{SECTION}.{KEY} = {path!r}: its config.json (model_type {model_type!r}) has neither vision_config nor "

@@ -140,6 +140,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         RecipeError: the file cannot be read, is no TOML, or does not describe a run; the message names the file, the
             key, what was given and what is valid.
     """
+    if Path(path).suffix == ".py":
+        raise RecipeError(
+            f"recipe {path}: a Python config, as torchtitan has from 0.3 on; hetmesh reads TOML: `hetmesh init DIR`"
+        )
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:  # no UTF-8, or a name that holds a null byte

@@ -87,14 +87,18 @@ def _check_ends(recipe: Recipe, topology: Topology) -> None:
     """Check `at` of the boundaries, and what only the sink or only encoders have."""
     refusals, sink = Refusals(), topology.sink
     seen: dict[str, str] = {}
+    unnamed = {b.source for b in topology.boundaries if b.destination == sink and b.at is None}
     for i, b in enumerate(topology.boundaries):
         key = f"boundaries[{i}].at"
-        if b.destination != sink and b.at is not None:
+        if b.destination != sink and b.at is not None and b.destination not in unnamed:
             refusals.add(
                 f"{key}: rows replace placeholders only in {sink!r}, but {b.name} ends elsewhere; leave it out"
             )
         elif b.destination == sink and b.at is None:
-            refusals.add(f'{key} is missing: name the placeholder that the rows of {b.name} replace, e.g. at = "image"')
+            refusals.add(
+                f'{key} is missing: name the placeholder that the rows of {b.name} replace, e.g. at = "image"; '
+                f"{sink!r}, after which no module comes, must be the LLM: modules after it are not supported"
+            )
         elif b.at is not None and seen.setdefault(b.at, b.name) != b.name:
             refusals.add(f"{key}: the rows of {seen[b.at]} already replace placeholder {b.at!r}; name another one")
     for name, module in recipe.modules.items():

@@ -21,6 +21,9 @@ MOST_TRACKS = 32
 MOST_NAMES = 3  # stages in a track's label
 MOST_RUNS = 4  # of ranks
 
+HEADS = tuple("in-layers" if name == "tp" else name.replace("_", "-") for name in CLASSES)
+"""Classes of bubbles in a table's head; collectives inside layers are FSDP's, CP's and EP's too."""
+
 
 def headline(timeline: Timeline) -> str:
     """The step's time and the share that the average rank does not compute."""
@@ -90,7 +93,7 @@ def bubble_table(timeline: Timeline) -> str:
 
 def bubble_rows(timeline: Timeline) -> list[tuple[str, ...]]:
     """The cells of that table, its head first."""
-    return [("", "compute", *(name.replace("_", "-") for name in CLASSES), "peak"), *_table_cells(timeline)]
+    return [("", "compute", *HEADS, "peak"), *_table_cells(timeline)]
 
 
 def _table_cells(timeline: Timeline) -> Iterator[tuple[str, ...]]:

@@ -32,7 +32,7 @@ WORDS = {
     "pp-warmup": "waits for its first work",
     "pp-cooldown": "waits after its last",
     "pp-other": "waits in between",
-    "tp": "collectives in layers",
+    "in-layers": "collectives in layers",
     "peak": "memory",
 }
 """Classes of bubbles, as a table's head says them."""

@@ -246,11 +246,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def check_folder(recipe: Recipe) -> None:
-    """Check that a run of `recipe` can write its files, as far as that can be seen without making any.
-
-    Raises:
-        OutputError: it cannot.
-    """
+    """Raise OutputError where a run of `recipe` cannot write its files, as far as that is seen without making any."""
     found = resumable(recipe)
     folder = _asked(recipe) if found is None else found[0]
     if found is not None or not holds_results(folder, recipe.checkpoint.folder):

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from hetmesh.errors import LOST_PEER
 from hetmesh.files import to_json, writing
 
 EVENTS_FILE = "events.jsonl"
@@ -71,6 +72,8 @@ class RunEvents:
         """The run is over; only the first word about it counts."""
         if not self._ended:
             self._ended = True
+            if how == FAILED and reason and LOST_PEER.search(reason):
+                reason = f"a process was gone, and it may be another one than rank 0 names: {reason}"
             self.add(ENDED, step=step, how=how, reason=reason and reason[:LONGEST_REASON])
 
     def close(self) -> None:
