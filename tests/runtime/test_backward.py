@@ -98,7 +98,9 @@ class CastPlain(Plain):
 @pytest.mark.parametrize("kind", [Plain, CalledTwice, Tied, CastPlain, CastOnce, Expanded, Reentrant])
 def test_a_backward_in_two_parts_equals_the_whole_one(kind):
     (expected, _), (given, in_between) = gradients(kind, False), gradients(kind, True)
-    assert all(in_between) is (kind in (Plain, CastPlain, Expanded))  # the others' gradients all come with the inputs' part
+    assert all(in_between) is (
+        kind in (Plain, CastPlain, Expanded)
+    )  # the others' gradients all come with the inputs' part
     for one, other in zip(expected, given, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
 

@@ -151,8 +151,14 @@ def test_training_takes_the_plan_of_the_recipe(pool4):
 @pytest.mark.parametrize(
     ("cap", "said"),
     [
-        (3, r"balance\.max_tokens: the first batch cannot keep it: .*sample '.+' has \d+ tokens for module 'llm'; .* is 3"),
-        (150, r"balance\.max_tokens: .*does not fit .*'llm': \d+ tokens in \d+ microbatches of \d lanes, max_tokens \d+"),
+        (
+            3,
+            r"balance\.max_tokens: the first batch cannot keep it: .*sample '.+' has \d+ tokens for module 'llm'; .* is 3",
+        ),
+        (
+            150,
+            r"balance\.max_tokens: .*does not fit .*'llm': \d+ tokens in \d+ microbatches of \d lanes, max_tokens \d+",
+        ),
     ],
 )
 def test_a_cap_that_the_first_batch_cannot_keep_is_refused_by_check(cap, said):
