@@ -1,7 +1,7 @@
 """Fully sharded data parallelism: torch's FSDP2 and HSDP, with gradients as sums.
 
 Every member enters every layer in every microbatch, with zero rows if it has none, so the gathers and reductions of
-all lanes match. Where it depends on the data how often a module enters its layers, they are gathered together. Gradients
+all lanes match. Where data decide how often a module enters its layers, these are gathered together. Gradients
 are reduced in the backward of each microbatch and accumulate as shards: M microbatches send M times as much as one, and
 nobody ever holds a whole gradient.
 """
