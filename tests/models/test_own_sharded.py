@@ -8,6 +8,7 @@ from torch.nn.functional import linear
 
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import parity
+from hetmesh.training.simulated import simulate_recipe
 
 
 def layer(width):
@@ -149,3 +150,7 @@ def test_an_encoder_that_calls_its_layers_per_item(pool4, model, config):
 @pytest.mark.parametrize("model", ["Scaled", "ScaledInside", "Twice", "Borrows"])
 def test_what_fsdp_cannot_shard_by_layers(pool4, model):
     parity.check(pool4, recipe(model), timeout=30)
+
+
+def test_a_step_with_a_scalar_is_simulated():
+    assert simulate_recipe(recipe("Scaled"), machine="h100").makespan > 0

@@ -45,7 +45,7 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
     def shape_of(fqn: str, parameter: nn.Parameter) -> WeightShape:
         first = names[id(parameter)]
         within = experts[first].within if first in experts else None
-        shape = tuple(parameter.shape)
+        shape = tuple(parameter.shape) or (1,)  # a scalar counts as a vector
         return WeightShape(first, shape, uses.get(fqn, 0), parameter.requires_grad, dims.get(first), within)
 
     for layer in adapter.layers():

@@ -1,8 +1,9 @@
 """Fully sharded data parallelism: torch's FSDP2 and HSDP, with gradients as sums.
 
 Every member enters every layer in every microbatch, with zero rows if it has none, so the gathers and reductions of
-all lanes match. Gradients are reduced in the backward of each microbatch and accumulate as shards: M microbatches send
-M times as much as one, and nobody ever holds a whole gradient.
+all lanes match. Where data decide how often a module enters its layers, these are gathered together. Gradients
+are reduced in the backward of each microbatch and accumulate as shards: M microbatches send M times as much as one, and
+nobody ever holds a whole gradient.
 """
 
 from __future__ import annotations

@@ -103,6 +103,30 @@ class Tower(nn.Module):
         return out
 
 
+class Items(nn.Module):
+    """An encoder of images of any size, each by itself: how often it enters its blocks depends on the data."""
+
+    def __init__(self, media_shape: Sequence[int], out_features: int, depth: int = 2, many: int = 5) -> None:
+        super().__init__()
+        self.out_features, self.many = out_features, many
+        self.embed, self.scale = nn.Linear(media_shape[0] * 16, out_features), nn.Parameter(torch.tensor(0.5))
+        self.blocks = nn.ModuleList(Block(out_features, 4) for _ in range(depth))
+
+    def item_rows(self, shape: Sequence[int]) -> int:
+        """A row per patch of 4 x 4."""
+        return shape[1] * shape[2] // 16
+
+    def forward(self, images: Sequence[Tensor]) -> Tensor:
+        """`[rows, width]`; images of few patches pass by the last block."""
+        rows = []
+        for image in images:
+            hidden = self.embed(image.unfold(1, 4, 4).unfold(2, 4, 4).permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1))
+            for block in self.blocks if len(hidden) >= self.many else self.blocks[:-1]:
+                hidden = block(hidden[None])[0]
+            rows.append(hidden)
+        return torch.cat(rows) * self.scale
+
+
 BRANCHES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "none": lambda rows: rows,
     "gated": lambda rows: rows * rows.mean(-1, keepdim=True).sigmoid(),

@@ -10,6 +10,7 @@ from hetmesh.testing import tiny_vlms
 from hetmesh.testing.recipe_draft import SINK, Draft, random_media, wire
 
 OWN = "hetmesh.testing.own_models"
+ITEMS = f"{OWN}:Items"
 
 
 def own_models(draw: st.DrawFn, draft: Draft) -> None:
@@ -30,9 +31,21 @@ def own_models(draw: st.DrawFn, draft: Draft) -> None:
         draft.layers[name] = (*first, *(f"blocks.{i}" for i in range(depths[name])), *last)
     draft.heads = {"vision": 4, "projector": 1, SINK: 4}
     wire(draft, *modules, at="image")
-    random_media(draw, draft, {"image": [1, 8, 8]})
+    if not _items(draw, draft):
+        random_media(draw, draft, {"image": [1, 8, 8]})
     if draft.tables["data"]["options"]["text_only"] == 1.0:  # which tells nobody of what shape images are
         modules["vision"]["config"]["media_shape"] = [1, 8, 8]
+
+
+def _items(draw: st.DrawFn, draft: Draft) -> bool:
+    """Instead of the tower, or not, an encoder that takes images of any size one by one."""
+    if draw(st.booleans()):
+        return False
+    draft.tables["modules"]["vision"]["model"] = ITEMS
+    draft.heads["vision"] = 1
+    del draft.layers["vision"]
+    random_media(draw, draft, {"image": [1, 8, 8]}, largest={"image": [1, 16, 16]})
+    return True
 
 
 TILED = ("llava_onevision", "internvl")

@@ -22,7 +22,7 @@ from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.schedule.bubble_fill import INNER
 from hetmesh.testing.recipe_draft import Draft, sometimes
 from hetmesh.testing.recipe_graphs import GRAPHS
-from hetmesh.testing.recipe_own_graphs import OWN, TILED
+from hetmesh.testing.recipe_own_graphs import ITEMS, OWN, TILED
 from hetmesh.testing.recipe_pieces import OF_LAYOUT, PIECES, POLICIES, another_layout
 
 
@@ -272,6 +272,10 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "qwen3_vl": _models("qwen3_vl_vision"),
     "own models": lambda r: any(module.model.startswith(OWN) for module in r.modules.values()),
     "branch of training": lambda r: any(m.config.get("branch", "none") != "none" for m in r.modules.values()),
+    "items of own models": _models(ITEMS),
+    "FSDP of their items": lambda r: any(
+        m.model == ITEMS and r.wiring.meshes[name].axis_size("dp_shard") > 1 for name, m in r.modules.items()
+    ),
     "image tiles": lambda r: any(Path(m.initial_load_path or "").name in TILED for m in r.modules.values()),
     **OF_RUNS,
 }
