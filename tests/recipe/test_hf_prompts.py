@@ -245,3 +245,52 @@ def test_what_a_prompt_does_not_have_is_a_note(tmp_path):
     assert "one tile each" in prompt_note(parse_recipe(f"{text}.options]\npath = 'x'\nimage_tiles = false"))
     mixed = f"{text}]\n[[data.mixture]]\nsource = 'conversations'\nweight = 1.0"
     assert "fills in nothing of [[data.mixture]]" in prompt_note(parse_recipe(mixed))
+
+
+OLD, NEW, NESTED = (TEMPLATE.replace("WRITTEN", "<image>") + name for name in ("json", "jinja", "nested"))
+
+
+@pytest.mark.parametrize("files", range(1, 8))
+def test_the_chat_template_is_the_one_that_transformers_takes(tmp_path, files):
+    from transformers.processing_utils import ProcessorMixin
+
+    directory(tmp_path, "LlavaProcessor", template="")
+    wanted = [files & bit for bit in (1, 2, 4)]
+    if wanted[0]:
+        (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": OLD}))
+    if wanted[1]:
+        (tmp_path / "chat_template.jinja").write_text(NEW)
+    if wanted[2]:
+        (tmp_path / "processor_config.json").write_text(json.dumps({"chat_template": NESTED}))
+    theirs, _ = ProcessorMixin.get_processor_dict(tmp_path)
+    assert chat_of(options_of(tmp_path)).template == theirs["chat_template"]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"processor_config": {"processor_class": "LlavaProcessor"}, "tokenizer_config": "Next"}, "LlavaProcessor"),
+        (
+            {
+                "processor_config": {"image_processor": {"processor_class": "LlavaProcessor"}},
+                "preprocessor_config": "Next",
+            },
+            "LlavaProcessor",
+        ),
+        ({"processor_config": {"image_processor": {}}, "preprocessor_config": "Next"}, "PaliGemmaProcessor"),
+        ({"preprocessor_config": "Next"}, "LlavaNextProcessor"),
+        ({"tokenizer_config": "Next"}, "LlavaNextProcessor"),
+        ({}, "PaliGemmaProcessor"),
+    ],
+)
+def test_the_processor_class_is_the_one_that_transformers_takes(tmp_path, monkeypatch, files, expected):
+    from transformers import AutoProcessor, ProcessorMixin
+
+    from hetmesh.recipe import hf_path
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "paligemma"}))
+    for name, value in files.items():
+        table = {"processor_class": "LlavaNextProcessor"} if value == "Next" else value
+        (tmp_path / f"{name}.json").write_text(json.dumps(table))
+    monkeypatch.setattr(ProcessorMixin, "from_pretrained", classmethod(lambda cls, *_, **__: cls.__name__))
+    assert hf_path.processor_of(str(tmp_path), "paligemma") == AutoProcessor.from_pretrained(tmp_path) == expected

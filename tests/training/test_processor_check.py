@@ -143,6 +143,7 @@ def test_check_weights_and_the_first_start_compare_them(llava, talks, capsys, mo
     file = talks.parent / "recipe.toml"
     file.write_text(
         f"[model]\nhf_path = '{llava}'\n[data.options]\npath = '{talks}'\n[training]\nlocal_batch_size = 1\n"
+        f"[job]\ndump_folder = '{talks.parent / 'out'}'\n"
     )
     assert main(["check", str(file), "--weights"]) == 0
     assert "data: tokens and pixels of the first 3 samples equal those" in capsys.readouterr().out

@@ -21,7 +21,7 @@ tables.py         the same in parquet and arrow
 index.py          lengths, sizes and offsets of a source, kept beside the data
 metas.py          metadata of many samples as arrays
 chat.py           their tokens: a tokenizer's chat template, and which tokens are the assistant's
-images.py         images as a preprocessor_config.json wants them
+images.py         images as a directory wants them; image_settings.py: what it says, and its class where it is silent
 tiles.py          images cut into tiles
 recordings.py     log-mel features of recordings
 """

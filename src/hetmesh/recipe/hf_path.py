@@ -118,7 +118,7 @@ def processor_of(path: str, model_type: str) -> str:
         ("video_preprocessor_config.json", "video_processor"),
     ):
         if _is_file(path, name):
-            tables.append(_table(combined, nested) or _read(path, name))
+            tables.append(_read(path, name) if combined.get(nested) is None else _table(combined, nested))
             break
     for table in (*tables, *(_read(path, name) or {} for name in ("tokenizer_config.json", "config.json"))):
         if isinstance(found := table.get("processor_class"), str):

@@ -53,8 +53,9 @@ def check_processor(recipe: Recipe) -> list[str]:
     pretrained = directory_of(recipe)
     source, adapters, graph = describe(recipe)
     parts = list(source.parts.values()) if isinstance(source, MixtureSource) else [source]
-    tables = zip(recipe.data.mixture or (recipe.data,), parts, strict=True)
-    talks = [(table.options, part) for table, part in tables if isinstance(part, ConversationsSource)]
+    options_of = [each.options for each in recipe.data.mixture] or [recipe.data.options]
+    tables = zip(options_of, parts, strict=True)
+    talks = [(options, part) for options, part in tables if isinstance(part, ConversationsSource)]
     if pretrained is None or not talks:
         return []
     both, images, failed = _loaded(pretrained.path)
@@ -111,7 +112,7 @@ def _own_form(options: Mapping[str, Any], path: Path) -> str:
     return f"{', '.join(f'data.options.{key}' for key in found)} is the recipe's own" if found else ""
 
 
-def _is_alike(part: ConversationsSource, index: int, rows: Mapping[str, ItemRows], given: _Processors) -> bool:
+def _is_alike(part: ConversationsSource, index: int, rows: ItemRows, given: _Processors) -> bool:
     """Compare one sample; False if nothing of it is compared: it cannot be read, or has other media than images."""
     from PIL import Image, ImageOps
 
@@ -125,11 +126,12 @@ def _is_alike(part: ConversationsSource, index: int, rows: Mapping[str, ItemRows
     pictures = [ImageOps.exif_transpose(Image.open(io.BytesIO(blob.read()))) for _, blob in media]
     if pictures and given.images is not None:
         theirs = given.images(images=[pictures], **given.call)["pixel_values"]
-        ours, shape = sample.media["image"], theirs.shape[-3:]
-        if all(item.shape[-3:] == shape for item in ours):
-            ours, theirs = torch.cat([item.reshape(-1, *shape) for item in ours]), theirs.reshape(-1, *shape)
+        items, shape = sample.media["image"], theirs.shape[-3:]
+        ours: Tensor | Sequence[Tensor] = items
+        if all(item.shape[-3:] == shape for item in items):
+            ours, theirs = torch.cat([item.reshape(-1, *shape) for item in items]), theirs.reshape(-1, *shape)
         elif given.patches is not None:
-            ours = given.patches.collate(ours, [item.size for item in meta.media])["media"]
+            ours = given.patches.collate(items, [item.size for item in meta.media])["media"]
         _check_pixels(meta.id, ours, theirs, given.images)
     if given.both is not None:
         tokens = expand_tokens(sample, meta, expand(meta, rows).meta, part.placeholders).tokens

@@ -13,8 +13,11 @@ from hetmesh.files import from_json, read_file
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.training.whole_directory import directory_of
 
-FORM = ("processor_config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json")
-FORM += ("chat_template.jinja", "chat_template.json")
+FORM = (
+    *("processor_config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+"""Files from which the samples of conversations are made."""
 
 
 def record_file(recipe: Recipe) -> Path:
