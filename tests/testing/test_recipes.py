@@ -10,8 +10,11 @@ import torch
 
 from hetmesh.boundary import World
 from hetmesh.cli.check import checked
+from hetmesh.errors import RecipeError
+from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import faults, plain_digits
 from hetmesh.testing.parity import Outcome, ParityError, compare, run
+from hetmesh.testing.recipe_own_graphs import LAYERS
 from hetmesh.testing.recipes import FEATURES, RecipeCase, draw_recipes, to_toml
 from hetmesh.testing.whole_runs import Ran, check_runs, compare_runs, has_run
 
@@ -220,3 +223,23 @@ def test_the_plain_loop_knows_nothing_of_hetmesh():
     assert "import hetmesh" not in (source := Path(plain_digits.__file__).read_text())
     assert "from hetmesh" not in source
     assert "hetmesh" not in {name.split(".")[0] for name in vars(sys.modules[plain_digits.__name__])}
+
+
+@pytest.mark.slow
+def test_sequence_parallelism_is_drawn_with_every_kind_of_layer_or_refused():
+    kinds = set(LAYERS.values())
+    refused = dict.fromkeys(kinds, 0)
+    for case in draw_recipes(40, 2, 4, graphs=("directories",)):
+        recipe = case.recipe
+        found = kinds & set(case.features)
+        if not found or recipe.meshes()["llm"].axis_size("tp") == 1:
+            continue
+        checked(recipe)
+        if "sequence parallel" not in case.features and "linear_attention" in found:
+            tables = tomli.loads(case.text)
+            tables["parallelism"].get("llm", tables["parallelism"])["enable_sequence_parallel"] = True
+            with pytest.raises(RecipeError, match="layers of kind .*linear_attention"):
+                checked(parse_recipe(tables))
+            refused["linear_attention"] += 1
+        assert not ({"sequence parallel", "linear_attention"} <= set(case.features))
+    assert refused["linear_attention"]
