@@ -10,6 +10,8 @@ import torch
 
 from hetmesh.boundary import World
 from hetmesh.cli.check import checked
+from hetmesh.errors import RecipeError
+from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import faults, plain_digits
 from hetmesh.testing.parity import Outcome, ParityError, compare, run
 from hetmesh.testing.recipes import FEATURES, RecipeCase, draw_recipes, to_toml
@@ -220,3 +222,15 @@ def test_the_plain_loop_knows_nothing_of_hetmesh():
     assert "import hetmesh" not in (source := Path(plain_digits.__file__).read_text())
     assert "from hetmesh" not in source
     assert "hetmesh" not in {name.split(".")[0] for name in vars(sys.modules[plain_digits.__name__])}
+
+
+@pytest.mark.slow
+def test_sequence_parallelism_is_not_drawn_with_layers_that_need_all_tokens_and_is_refused():
+    cases = draw_recipes(16, 2, 4, graphs=("directories",))
+    linear = [case for case in cases if "linear_attention" in case.features]
+    assert not any("sequence parallel" in case.features for case in linear)
+    case = next(case for case in linear if case.recipe.meshes()["llm"].axis_size("tp") > 1)
+    tables = tomli.loads(case.text)
+    tables["parallelism"].get("llm", tables["parallelism"])["enable_sequence_parallel"] = True
+    with pytest.raises(RecipeError, match=r"layers of kind \['linear_attention'\]"):
+        checked(parse_recipe(tables))

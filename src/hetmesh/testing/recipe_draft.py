@@ -35,7 +35,7 @@ class Draft:
         tables: the recipe's tables so far.
         layers: FQNs of the layers of each module that can be cut into pipeline stages.
         heads: of each module, what a tensor parallel degree must divide.
-        shares_tokens: modules that can be context parallel.
+        shares_tokens: modules that can be context parallel; of an LLM that is none, samples stay whole.
         experts, runs: make the LLM a mixture of experts wherever that is possible, and draw what only a whole run has,
             instead of sometimes.
     """

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from hypothesis import strategies as st
 
 from hetmesh.testing.recipe_draft import SINK, Draft, random_media, wire
-from hetmesh.testing.recipe_own_graphs import own_models, tiles
+from hetmesh.testing.recipe_own_graphs import directories, own_models
 
 
 def siglip(draw: st.DrawFn, draft: Draft, name: str = "vision", *, channels: int = 1) -> None:
@@ -185,6 +185,6 @@ GRAPHS: Mapping[str, Callable[[st.DrawFn, Draft], None]] = {
     "qwen3_vl": qwen3_vl,
     "text alone": text_alone,
     "own models": own_models,
-    "tiles": tiles,
+    "directories": directories,
 }
 """To add a graph, write one function and enter it here."""

@@ -51,10 +51,13 @@ def _items(draw: st.DrawFn, draft: Draft) -> bool:
 TILED = ("llava_onevision", "internvl")
 """Models of `tiny_vlms` whose images may be cut into tiles."""
 
+LAYERS = {"gemma3": "sliding_attention", "qwen3_5": "linear_attention"}
+"""Models of `tiny_vlms` -> the kind of layers that their LLMs have beside full attention."""
 
-def tiles(draw: st.DrawFn, draft: Draft) -> None:
-    """A whole model from a directory, whose images are one tile or several."""
-    name = draw(st.sampled_from(TILED))
+
+def directories(draw: st.DrawFn, draft: Draft) -> None:
+    """A whole model from a directory, whose images are one tile or several, or whose layers are of two kinds."""
+    name = draw(st.sampled_from((*TILED, *LAYERS)))
     raw = expand_hf_path(
         {"model": {"hf_path": str(tiny_vlms.kept(name))}, "data": {"source": "hetmesh.testing.sources"}}
     )
@@ -62,10 +65,11 @@ def tiles(draw: st.DrawFn, draft: Draft) -> None:
     draft.tables["boundaries"] = raw["boundaries"]
     if draw(st.booleans()):
         draft.tables["modules"]["vision"]["trainable"] = False
-    size = tiny_vlms.SIZES
-    draft.heads = {"vision": size["num_attention_heads"], SINK: tiny_vlms.TEXT["num_key_value_heads"]}
+    if LAYERS.get(name) == "linear_attention":
+        draft.shares_tokens = ()
+    draft.heads = {"vision": 2 if name in LAYERS else 4, SINK: tiny_vlms.TEXT["num_key_value_heads"]}
     prefix = "model.language_model"
-    blocks = (f"{prefix}.layers.{i}" for i in range(size["num_hidden_layers"]))
+    blocks = (f"{prefix}.layers.{i}" for i in range(4 if name == "gemma3" else 3))
     draft.layers[SINK] = (f"{prefix}.embed_tokens", *blocks, f"{prefix}.norm", "lm_head")
-    items = tomli.loads(f"options = {{ {tiny_vlms.ITEMS[name]} }}")["options"]
+    items = tomli.loads(f"options = {{ {tiny_vlms.ITEMS.get(name, tiny_vlms.IMAGES)} }}")["options"]
     random_media(draw, draft, items.pop("kinds"), **items, apart=True)

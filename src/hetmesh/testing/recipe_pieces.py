@@ -156,6 +156,8 @@ def batches(draw: st.DrawFn, draft: Draft) -> None:
 
 def packing(draw: st.DrawFn, draft: Draft) -> None:
     """Samples of a lane in one row; masks, which pack by themselves."""
+    if SINK not in draft.shares_tokens:
+        return
     if sometimes(draw):
         draft.table("training")["pack_samples"] = True
     if sometimes(draw):
@@ -174,7 +176,11 @@ def token_assignment(draw: st.DrawFn, draft: Draft) -> None:
 def sequence_parallelism(draw: st.DrawFn, draft: Draft) -> None:
     """Activations split over tensor parallel ranks."""
     own, module = draft.tables["parallelism"].get(SINK, {}), draft.tables["modules"][SINK]
-    whole = "lora" not in module and not (":" in module["model"] and draft.degree(SINK, "pipeline") > 1)
+    whole = (
+        SINK in draft.shares_tokens
+        and "lora" not in module
+        and not (":" in module["model"] and draft.degree(SINK, "pipeline") > 1)
+    )
     if own.get("tensor_parallel_degree", 1) > 1 and whole and sometimes(draw, 2):
         own["enable_sequence_parallel"] = True
 

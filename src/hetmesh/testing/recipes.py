@@ -22,7 +22,7 @@ from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.schedule.bubble_fill import INNER
 from hetmesh.testing.recipe_draft import Draft, sometimes
 from hetmesh.testing.recipe_graphs import GRAPHS
-from hetmesh.testing.recipe_own_graphs import ITEMS, OWN, TILED
+from hetmesh.testing.recipe_own_graphs import ITEMS, LAYERS, OWN, TILED
 from hetmesh.testing.recipe_pieces import OF_LAYOUT, PIECES, POLICIES, another_layout
 
 
@@ -192,6 +192,14 @@ def _uneven_lanes(recipe: Recipe) -> bool:
     return any(a % recipe.lanes and recipe.lanes % a for a in lanes)
 
 
+def _directory(recipe: Recipe) -> str:
+    return Path(recipe.modules[recipe.sink].initial_load_path or "").name
+
+
+def _of_kind(layers: str) -> Callable[[Recipe], bool]:
+    return lambda recipe: LAYERS.get(_directory(recipe)) == layers
+
+
 def _checkpoint(**values: Any) -> Callable[[Recipe], bool]:
     return lambda r: r.checkpoint.enable and all(getattr(r.checkpoint, key) == value for key, value in values.items())
 
@@ -276,7 +284,8 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "FSDP of their items": lambda r: any(
         m.model == ITEMS and r.wiring.meshes[name].axis_size("dp_shard") > 1 for name, m in r.modules.items()
     ),
-    "image tiles": lambda r: any(Path(m.initial_load_path or "").name in TILED for m in r.modules.values()),
+    "image tiles": lambda r: _directory(r) in TILED,
+    **{kind: _of_kind(kind) for kind in LAYERS.values()},
     **OF_RUNS,
 }
 """Feature -> whether a recipe uses it."""

@@ -133,9 +133,7 @@ class HfLlmAdapter(CausalLMAdapter):
             found["experts"] = "its samples are padded; set training.pack_samples = true"
         kinds = set(getattr(self.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
         if kinds:
-            found["token_sharded"] = (
-                f"its layers of kind {sorted(kinds)} need all tokens, and would get a share of them"
-            )
+            found["token_sharded"] = f"its layers of kind {sorted(kinds)} need all tokens, not a share"
         elif not self._text_plan.token_sharded:
             found["token_sharded"] = "tensor parallelism does not split the attention of all of its layers"
         elif self.whole.family.mask == "causal":  # masks are built from the shape of a share, unless packed
