@@ -216,7 +216,7 @@ def table(result: dict[str, Any]) -> str:
             f"{row['over_llm_and_traffic']:+.1%} over LLM and gradient sums"
         )
         lines.append(f"      {row['plan']}, {row['peak_gb']:.0f} GB; search {row['search_s']:.0f} s")
-    stale = {key.removeprefix("over_"): max(each) for key, each in result["drift"].items() if key != "worst"}
+    stale = {key.removeprefix("over_"): max(each) for key, each in result["drift"].items() if key.startswith("over_")}
     lines.append("drift, worst step over " + ", ".join(f"{key}: {value:.3f}" for key, value in stale.items()))
     lines.append(f"constants: {result['constants']}")
     return "\n".join(lines)
