@@ -100,9 +100,10 @@ class _Search:
                 best[placement] = tuple(self._filled(self._measured(plans))[:shown])
                 continue
             promising = self._promising(candidates(self.problem, placement), or_least=True)
-            final = self._simulated(promising, _FITTING)[: max(_FINALISTS, shown)]
+            leaders = self._simulated(promising, _FITTING)[: max(_FINALISTS, shown)]
             firsts = {plan.microbatch_size: plan for plan in reversed(promising)}  # estimates compare sizes badly
-            final = self._filled(self._near(list({plan.key(): plan for plan in (*final, *firsts.values())}.values())))
+            chosen = {plan.key(): plan for plan in (*leaders, *firsts.values())}
+            final = self._filled(self._near(list(chosen.values())))
             best[placement] = tuple(final[:shown])
         asked = {key: found for (_, key), found in self.known.items()}
         found = [each for each in asked.values() if each is not None]
