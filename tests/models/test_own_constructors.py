@@ -200,6 +200,17 @@ class Holding(Encoder):
         return self.twice(self.order[0](images.flatten(1)).unsqueeze(1)) * self.table["scale"].to(images)
 
 
+class Recurrent(Encoder):
+    """torch's RNNs keep a list of their parameters, and renew it."""
+
+    def __init__(self, media_shape, out_features=8):
+        super().__init__(media_shape, out_features)
+        self.rnn = nn.LSTM(media_shape[2], out_features, batch_first=True)
+
+    def forward(self, images):
+        return super().forward(images) + self.rnn(images.flatten(1, 2))[0][:, -1:]
+
+
 class WritesIntoRows(Language):
     def forward(self, batch, inputs):
         for rows in inputs.values():
@@ -263,8 +274,10 @@ def test_draws_that_no_seed_reaches_are_refused(kind):
         describe(tables)
 
 
-def test_what_a_constructor_may_keep_is_taken():
-    describe(recipe(vision="Holding"))
+@pytest.mark.parametrize("vision", ["Holding", "Recurrent"])
+def test_what_a_constructor_may_keep_is_taken(vision):
+    _, adapters, _ = describe(recipe(vision=vision))
+    assert adapters["vision"].untried == ""
 
 
 def test_all_global_generators_are_seeded_by_place_and_left_as_they_were():

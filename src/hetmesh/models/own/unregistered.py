@@ -25,7 +25,9 @@ def check_registered(example: nn.Module, request: AdapterRequest) -> None:
     names = {id(parameter): name for name, parameter in example.named_parameters()}
     modules = {id(module) for module in example.modules()}
     for owner in example.modules():
-        seen = {id(own): own for own in (owner._parameters, owner._buffers, owner._modules)}
+        renewed = vars(owner).get("_flat_weights")  # of torch's RNNs
+        known: list[Any] = [owner._parameters, owner._buffers, owner._modules, renewed]
+        seen = {id(own): own for own in known}
         own_classes = [each for each in type(owner).__mro__[:-1] if not each.__module__.startswith("torch.")]
         for key, value in (item for own in (*own_classes, owner) for item in vars(own).items()):
             for held in _held(value, modules, seen):
