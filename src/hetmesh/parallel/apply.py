@@ -65,7 +65,6 @@ class AdaptedModule(nn.Module):
         self.module = module
         self.compute_dtype = compute_dtype
         self.autocast = autocast
-        self.used: set[int] | None = None  # in this step; `fill_unused`
 
     def forward(self, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor | Mapping[str, Tensor]:
         """`adapter.forward`."""
@@ -92,6 +91,7 @@ class ParallelModule:
         axes: per parameter, over which axes of `spec` its gradient is summed, and along which it is sharded.
         tied: FQNs of the parameters that several layers of the whole module share.
         vocabulary: how the logits lie over the ranks of `tp`; None: each has all of them.
+        used: per entry of `stages` whose forwards may use only some parameters: which were used (`fill_unused`).
     """
 
     module: nn.Module
@@ -101,6 +101,7 @@ class ParallelModule:
     axes: Mapping[str, ParameterAxes] = field(default_factory=dict)
     tied: frozenset[str] = frozenset()
     vocabulary: VocabularyShards | None = None
+    used: Mapping[int, set[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.parameters_of(0)  # found before any forward, while FSDP has its shards in place
@@ -195,11 +196,13 @@ def parallelize(
     views = [module] if runs is None else [view(module, adapter.layers(), run) for run in runs]
     autocast = device_mesh.device_type if casts else None
     stages = tuple(AdaptedModule(adapter, each, compute_dtype, autocast) for each in views)
-    for stage in stages if sharded else ():
+    used: dict[int, set[int]] = {}
+    for i, stage in enumerate(stages if sharded else ()):
         held = set(stage.modules())
         apply_expert_sharding(stage, device_mesh, fully_shard_arguments(stage, options, device_mesh.device_type))
         alone = [] if gathered_whole else [layer for layer in layers if layer in held]
         apply_fully_shard(stage, alone, dense, options)
-        stage.used = fill_unused(stage) if gathered_whole else None
+        if gathered_whole:
+            used[i] = fill_unused(stage)
     axes = gradient_axes(dict(module.named_parameters()), spec, partial)
-    return ParallelModule(module, stages, spec, device_mesh, axes, tied, vocabulary)
+    return ParallelModule(module, stages, spec, device_mesh, axes, tied, vocabulary, used)

@@ -50,7 +50,7 @@ class Reduction:
         self.few_first = len(self.sums) > 1 and len(self.sums[0][1]) < len(own)
         self.parameters = [*{id(p): p for _, parameters in self.sums for p in parameters if p.requires_grad}.values()]
         self.always = frozenset(always)
-        self.used = parallel.stages[stage].used
+        self.used = parallel.used.get(stage)
         self.filled = {name: p for name, p in own.items() if self.used is not None and parallel.axes[name].in_backward}
         axes = [parallel.axes[name].summed for name in self.filled]
         self.agreeing = [
