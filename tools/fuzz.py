@@ -21,6 +21,7 @@ from pathlib import Path
 from kept import stamp
 
 FOLDER = Path(__file__).parent / "fuzzing"
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # for `support`, which hetmesh's own tests share
 
 
 def main(argv: Sequence[str] | None = None) -> int:

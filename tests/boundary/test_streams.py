@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 from hetmesh.boundary import Exchange, Label, World
 from hetmesh.boundary.buffers import Buffers
 from hetmesh.layout import Layout, MeshSpec, plan_transfer
-from hetmesh.testing.streams import streamed
+from support.streams import streamed
 
 MESH = MeshSpec.make(range(4), dp=4)
 SHAPE = (8, 8)

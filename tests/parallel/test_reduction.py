@@ -11,7 +11,7 @@ from hetmesh.boundary import World
 from hetmesh.layout import MeshSpec
 from hetmesh.parallel import ParallelModule, Reduction, gradient_sums, sum_gradients
 from hetmesh.parallel.gradient_axes import ParameterAxes
-from hetmesh.testing.streams import streamed
+from support.streams import streamed
 
 AXES = {"both": ("dp_replicate", "cp"), "cp": ("cp",), "none": (), "tied": ("dp_replicate", "cp")}
 STEPS = 7

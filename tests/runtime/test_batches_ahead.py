@@ -9,7 +9,7 @@ from hetmesh.graph import Stage
 from hetmesh.runtime.batches_ahead import BatchesAhead
 from hetmesh.runtime.recording import ActionClock
 from hetmesh.schedule import Action, Kind
-from hetmesh.testing.streams import StreamedCpu
+from support.streams import StreamedCpu
 
 LLM, VISION = Stage("llm"), Stage("vision")
 FORWARDS = [(VISION, 0), (LLM, 0), (LLM, 1)]

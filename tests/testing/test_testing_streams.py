@@ -2,7 +2,7 @@
 
 import torch
 
-from hetmesh.testing.streams import Races, StreamedCpu
+from support.streams import Races, StreamedCpu
 
 
 def passed_on(waits: bool, told: bool) -> Races:

@@ -7,7 +7,7 @@ import pytest
 from forked_command import ForkedCommand
 
 from hetmesh.boundary import World, init
-from hetmesh.testing.signal_points import SignalPoint
+from support.signal_points import SignalPoint
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import sys
 from multiprocessing import get_context
 from pathlib import Path
 
-from hetmesh.testing.signal_points import SignalPoint
+from support.signal_points import SignalPoint
 
 PRELOAD = ("hetmesh.cli.train", "hetmesh.cli.launch", "hetmesh.training.trainer", "torch._dynamo")
 

@@ -8,7 +8,7 @@ from hetmesh.boundary import World
 from hetmesh.runtime.batches_ahead import BatchesAhead
 from hetmesh.runtime.stage_streams import StageStreams
 from hetmesh.testing import parity
-from hetmesh.testing.streams import streamed
+from support.streams import streamed
 
 CASES = {
     "an encoder pipeline in gaps of a split backward": FILLED["an encoder pipeline on some of the ranks, a cap"],

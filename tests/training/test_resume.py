@@ -10,8 +10,8 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report.run_folder import read_run
-from hetmesh.testing.signal_points import SignalPoint
 from hetmesh.training.checkpointing.folders import complete_steps
+from support.signal_points import SignalPoint
 
 pytestmark = pytest.mark.slow
 

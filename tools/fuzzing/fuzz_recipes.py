@@ -9,7 +9,7 @@ outcomes the same to the last bit.
 
 What only whole runs have (`--feature checkpoint`, `timeline`, `free running` and so on) changes nothing in them, to the
 last bit; what goes on from a checkpoint, in the same layout or in another one, is the uninterrupted run
-(`hetmesh.testing.whole_runs`).
+(`support.whole_runs`).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from fuzzing.simplify import candidates_of as candidates_of
 from fuzzing.simplify import simplest
 from hetmesh.cli.check import checked
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.testing import plain_digits
 from hetmesh.testing.assignments import Policy, RandomAssignment
 from hetmesh.testing.dropout import draws_alike, has_dropout
 from hetmesh.testing.emulated_nccl import emulate
 from hetmesh.testing.parity import TOLERANCE, Outcome, ParityError, compare, reference, run_as
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.recipes import FEATURES, RecipeCase, draw_recipes
-from hetmesh.testing.whole_runs import check_runs, has_run
 from hetmesh.training.job import describe
 from hetmesh.training.modules import loaded_module
+from support import plain_digits
+from support.whole_runs import check_runs, has_run
 
 JUDGES = (
     "src/hetmesh/layout",
@@ -57,6 +57,7 @@ JUDGES = (
     "src/hetmesh/data",
     "src/hetmesh/training",
     "src/hetmesh/testing",
+    "tests/support",
 )
 """What an output of it judges (`kept.py`)."""
 
