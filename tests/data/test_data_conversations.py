@@ -253,13 +253,6 @@ def test_steps_that_are_not_done_are_refused_wherever_they_are_written(tmp_path)
         ImageProcessor.from_directory(tmp_path, "key")
 
 
-def test_sizes_in_numbers_of_pixels_of_an_unknown_kind_are_named(tmp_path):
-    config = {"image_processor_type": "Ernie4_5_VLMoeImageProcessor", "size": {"shortest_edge": 9, "longest_edge": 99}}
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
-    with pytest.raises(RecipeError, match="smart_resize and longest edges of this image_processor_type are not known"):
-        ImageProcessor.from_directory(tmp_path, "[data.options] image_processor")
-
-
 def test_files_that_no_8_bit_image_can_come_of(root, tmp_path):
     """Pillow would clip deeper pixels to black and white; opening a pipe would never end."""
     draw = np.random.default_rng(0)

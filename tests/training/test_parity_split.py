@@ -118,4 +118,6 @@ def test_a_projector_of_its_own_under_a_frozen_tower_and_an_llm_with_lora(pool4,
 def test_every_family_in_every_layout(pool4, tmp_path, name, layout):
     if name == "llava_cohere2" and layout == SP:
         pytest.skip("refused: layers with a sliding window")
+    if name == "qwen3_5" and layout in (CP_PP, SP, FROZEN):
+        pytest.skip("refused: layers of linear attention need all tokens, and are not packed")
     check(pool4, tmp_path, name, layout)

@@ -294,10 +294,6 @@ def _size(value: Any, where: str) -> tuple[int, int] | list[int]:
         sides = value["height"], value["width"]
     if isinstance(value, Mapping) and set(value) == {"shortest_edge"}:
         sides = (value["shortest_edge"],)
-    if not sides and isinstance(value, Mapping) and {"longest_edge", "max_pixels"} & set(value):
-        raise RecipeError(
-            f"{where}: {value!r}: smart_resize and longest edges of this image_processor_type are not known to hetmesh"
-        )
     if not sides:
         raise RecipeError(f"{where}: must be a number, {{height, width}} or {{shortest_edge}}, got {value!r}")
     if not all(type(side) is int and side > 0 for side in sides) or sides[0] * sides[-1] > MOST_PIXELS:

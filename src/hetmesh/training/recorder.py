@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hetmesh.balance import BatchPlan
-from hetmesh.cost import Profile, StepCosts
+from hetmesh.cost import Profile
 from hetmesh.errors import HetmeshError
 from hetmesh.files import write_json
 from hetmesh.runtime import Recording
@@ -20,6 +21,8 @@ from hetmesh.training.step_model import recipe_step_model
 
 if TYPE_CHECKING:
     from hetmesh.training.job import Job
+
+logger = logging.getLogger(__name__)
 
 FILE = "timeline.json"
 """In a run's dump folder: `step`, `measured` and, where the sizes of all modules are known, `predicted`."""
@@ -74,17 +77,20 @@ class StepRecorder:
             "step": step,
             "measured": Timeline.recorded(schedule, records, optimizer=optimizer).as_json(),
         }
-        with torch.random.fork_rng(devices=[]):  # modules are built to learn their sizes, and may draw
-            if (costs := self._costs(schedule, plan)) is not None:
-                out["predicted"] = simulate(schedule, costs).as_json()
+        if (predicted := self._predicted(schedule, plan)) is not None:
+            out["predicted"] = predicted
         write_json(self.path, out)
 
-    def _costs(self, schedule: Schedule, plan: BatchPlan) -> StepCosts | None:
+    def _predicted(self, schedule: Schedule, plan: BatchPlan) -> dict[str, Any] | None:
         job = self.job
         try:
-            model = recipe_step_model(job.recipe, job.graph, job.adapters, profile=self.profile)
-            return model.costs(plan, schedule)
+            with torch.random.fork_rng(devices=[]):  # modules are built to learn their sizes, and may draw
+                model = recipe_step_model(job.recipe, job.graph, job.adapters, profile=self.profile)
+                return simulate(schedule, model.costs(plan, schedule)).as_json()
         except HetmeshError:  # sizes of a user's module, or a machine's peak, are not known
+            return None
+        except Exception:  # steps are recorded by default: no prediction is worth a run
+            logger.warning("the recorded step could not be predicted; training goes on", exc_info=True)
             return None
 
 
