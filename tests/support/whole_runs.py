@@ -188,7 +188,11 @@ def plain(recipe: Recipe) -> Recipe:
     """`recipe` with nothing beside training but the evaluation at its end."""
     validation = recipe.validation.model_copy(update={"freq": 0, "free_running": 0})
     debug = recipe.debug.model_copy(update={"check_replicas": 0})
-    none = {"checkpoint": sections.Checkpoint(), "profiling": sections.Profiling(), "metrics": sections.Metrics()}
+    none = {
+        "checkpoint": sections.Checkpoint(),
+        "profiling": sections.Profiling(timeline=False),
+        "metrics": sections.Metrics(),
+    }
     return recipe.model_copy(update={**none, "validation": validation, "debug": debug})
 
 

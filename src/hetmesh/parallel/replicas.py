@@ -19,7 +19,7 @@ from hetmesh.parallel.gradients import local_part
 from hetmesh.parallel.tied import TiedParameter
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 2**22  # elements that are hashed at a time: the integers take 8 bytes each
+_CHUNK = 1 << 14  # elements; small, as it is held beside all weights when a run starts
 _NAMED = 8  # differing parameters that an error names
 
 
@@ -69,10 +69,11 @@ def _hash(part: Tensor) -> Tensor:
     """Two 64-bit sums of the bits of a tensor, the second weighted by position. Order of summation does not matter."""
     bits = part.detach().contiguous().view(-1).view(_INTEGERS[part.element_size()])
     sums = torch.zeros(2, dtype=torch.int64, device=part.device)
+    weights = torch.arange(1, min(len(bits), _CHUNK) + 1, device=part.device) * 0x9E3779B1
     for i, chunk in enumerate(bits.split(_CHUNK)):
         values = chunk.to(torch.int64)
-        weights = torch.arange(1, len(values) + 1, device=part.device) * 0x9E3779B1 + i
-        sums += torch.stack([values.sum(), (values * weights).sum()])
+        total = values.sum()
+        sums += torch.stack([total, (values * weights[: len(values)]).sum() + i * total])
     return sums
 
 

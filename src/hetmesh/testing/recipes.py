@@ -209,7 +209,7 @@ OF_RUNS: Mapping[str, Callable[[Recipe], bool]] = {
     "checkpoints beside training": _checkpoint(async_mode="async"),
     **{f"frozen {how}": _checkpoint(frozen=how) for how in ("each", "reference")},
     "last save in HF": _checkpoint(last_save_in_hf=True),
-    "timeline": lambda r: r.profiling.timeline,
+    "timeline": lambda r: r.profiling.timeline and "timeline" in r.profiling.model_fields_set,
     "held-out samples": lambda r: r.validation.samples is not None,
     "free running": lambda r: r.validation.free_running > 0,
     "Adam": lambda r: r.optimizer.name != "SGD" and "lr" in r.optimizer.model_fields_set,
