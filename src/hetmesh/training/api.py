@@ -121,7 +121,7 @@ from hetmesh.training.processor_check import check_processor
 from hetmesh.training.self_check import self_check
 from hetmesh.training.self_check_record import record
 recipe = pickle.load(sys.stdin.buffer)
-check_processor(recipe)
+print(*check_processor(recipe), sep="\n")
 record(recipe, self_check(recipe))
 """
 
@@ -144,5 +144,7 @@ def _compared(recipe: Recipe) -> str:
     apart = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     command = [sys.executable, "-c", _COMPARE]
     done = subprocess.run(command, input=pickle.dumps(recipe), env=apart, capture_output=True, check=False)
+    if compared := done.stdout.decode(errors="replace").strip():
+        print(compared, flush=True)
     said = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
     return "" if done.returncode == 0 else (said or [f"exit status {done.returncode}"])[0]
