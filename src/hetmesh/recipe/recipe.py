@@ -142,7 +142,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     if Path(path).suffix == ".py":
         raise RecipeError(
-            f"recipe {path}: a Python config, as torchtitan has from 0.3 on; hetmesh reads TOML recipes (`hetmesh init`)"
+            f"recipe {path}: a Python config, as torchtitan has from 0.3 on; recipes are TOML (`hetmesh init`)"
         )
     try:
         text = read_text(path)
