@@ -6,7 +6,9 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from hetmesh.cost import LayerShape, ModuleShape, WeightShape
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.simulate.stage_contents import stage_contents
 from hetmesh.testing import parity
 from hetmesh.training.simulated import simulate_recipe
 
@@ -154,3 +156,16 @@ def test_what_fsdp_cannot_shard_by_layers(pool4, model):
 
 def test_a_step_with_a_scalar_is_simulated():
     assert simulate_recipe(recipe("Scaled"), machine="h100").makespan > 0
+
+
+def test_what_is_gathered_whole_is_predicted_to_be():
+    def layer(name):
+        weights = tuple(WeightShape(f"{name}.{i}", (4, 4), 1, True, None, None) for i in range(3))
+        return LayerShape(name, weights)
+
+    layers = tuple(map(layer, ("blocks.0", "blocks.1", "blocks.2")))
+    by_block, whole = (
+        stage_contents(ModuleShape("m", layers, at_once), False, None, True, True, 1) for at_once in (False, True)
+    )
+    assert whole.held == {"": 144}
+    assert max(by_block.held.values()) == 48

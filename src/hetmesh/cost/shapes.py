@@ -158,10 +158,11 @@ def expert_share(layer: LayerShape, ranks: int) -> LayerShape:
 
 @dataclass(frozen=True)
 class ModuleShape(HashedOnce):
-    """The layers of a module in execution order."""
+    """The layers of a module in execution order; `gathered_whole`: FSDP gathers all of them together."""
 
     name: str
     layers: tuple[LayerShape, ...]
+    gathered_whole: bool = False
 
     __hash__ = HashedOnce.__hash__
 

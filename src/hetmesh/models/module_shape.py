@@ -62,7 +62,7 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
     rest = {fqn: p for fqn, p in module.named_parameters() if fqn not in seen}
     if rest:
         layers.insert(0, LayerShape("", _shapes(rest, shape_of)))
-    return ModuleShape(name, tuple(layers))
+    return ModuleShape(name, tuple(layers), abilities.gathered_whole)
 
 
 def _shapes(parameters: Mapping[str, nn.Parameter], shape_of: Any) -> tuple[WeightShape, ...]:

@@ -25,8 +25,8 @@ def blocks(shape: ModuleShape) -> frozenset[str]:
 
 @lru_cache(maxsize=64)
 def owners(shape: ModuleShape) -> dict[str, str]:
-    """The block of each weight; empty for those of none."""
-    by_name = {f"{block}.": block for block in blocks(shape)}
+    """The block with which FSDP gathers each weight; empty for those of none."""
+    by_name = {} if shape.gathered_whole else {f"{block}.": block for block in blocks(shape)}
     return {
         weight.name: next((block for prefix, block in by_name.items() if weight.name.startswith(prefix)), "")
         for weight in shape.weights
