@@ -18,7 +18,7 @@ from hetmesh.runtime import step_transfers
 from hetmesh.training.balance import recipe_balance
 from hetmesh.training.describe import describe, make_prepare
 from hetmesh.training.job import Job
-from hetmesh.training.upcoming import AHEAD, Upcoming, plan_step
+from hetmesh.training.upcoming import AHEAD, Background, Upcoming, plan_step
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 BATCH = 16
@@ -163,3 +163,12 @@ def kept(transpose):
         return found
 
     return same
+
+
+def test_the_end_of_a_run_waits_for_the_planning_thread():
+    """One that lets go of tensors while the interpreter ends aborts the process."""
+    background, let_go = Background(), threading.Event()
+    background.submit(lambda: let_go.wait(60))
+    let_go.set()
+    background.close()
+    assert not background._thread.is_alive()

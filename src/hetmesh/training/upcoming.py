@@ -127,6 +127,10 @@ class Upcoming:
         self._background.close()
 
 
+LEAVES_S = 2.0
+"""Seconds for which the end of a run waits for its planning thread."""
+
+
 class Background:
     """One thread that does one thing after the other. It never keeps a process from ending."""
 
@@ -153,7 +157,11 @@ class Background:
                 future.set_exception(error)
 
     def close(self) -> None:
-        """Do nothing more once the current thing is done."""
+        """Do nothing more once the current thing is done; wait for that, but not long.
+
+        A thread that lets go of tensors while the interpreter ends would abort the process, whose run was complete.
+        """
         self.closed = True
         if self._thread is not None:
             self._todo.put(None)
+            self._thread.join(LEAVES_S)
