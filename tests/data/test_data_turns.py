@@ -225,6 +225,20 @@ def test_weights_and_calls_that_cannot_be_honoured_are_refused(root, turn, given
     assert said(source(root, {"id": "t", "messages": [each | {"tool_calls": None} for each in TWICE], "tools": []}))
 
 
+def test_what_the_template_reads_of_a_turn_and_is_not_given_is_refused(root):  # noqa: F811
+    template = (
+        "{% for m in messages %}{{ m.role }}{{ m.name }}: {{ m.content }}{{ m['reasoning_content'] }}</s>{% endfor %}"
+    )
+    for key in ("name", "reasoning_content"):
+        turns = [each | {key: "so"} if each["role"] == "assistant" else each for each in TWICE]
+        assert said(source(root, {"id": "t", "messages": turns}))  # of which the tokenizer's template knows nothing
+        with pytest.raises(SampleError, match=f"sample 't': the chat template reads '{key}' of a turn"):
+            source(root, {"id": "t", "messages": turns}, chat_template=template).meta(0)
+    llava_form = [{"from": "human", "value": "what"}, {"from": "gpt", "value": "a cat"}]
+    with pytest.raises(SampleError, match="sample 't': it has 'system', which would be left out"):
+        source(root, {"id": "t", "system": "be terse", "conversations": llava_form}).meta(0)
+
+
 def test_media_in_an_answer_that_the_template_rewrites_are_refused_by_check(root):  # noqa: F811
     """A template may write an item of the assistant's turn as another text than the placeholder alone."""
     record = talk("what", [image(), text("a cat")])

@@ -25,7 +25,7 @@ from hetmesh.data.recordings import FRAMES
 from hetmesh.data.source import Sample, wants
 from hetmesh.data.spans import FileSpan
 from hetmesh.data.stores import Blob, Record, extension
-from hetmesh.data.turns import DATA_URL, MARKS, is_file_name, media_of, turns_of, untrained_turns
+from hetmesh.data.turns import DATA_URL, MARKS, check_unread, is_file_name, media_of, turns_of, untrained_turns
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.meta_arrays import MetaArrays
 from hetmesh.graph.sample import SampleMeta
@@ -332,6 +332,7 @@ class ConversationsSource:
                 name = str(record["id"])
             turns = turns_of(record, self._chat.breaks)
             untrained_turns(record)  # whose weights are read with the tokens
+            check_unread(record, self._chat.template)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if record is not None and type(error) is ValueError:  # in words of its own
                 raise SampleError(f"sample {name!r}: {error}") from error

@@ -3,6 +3,7 @@ LLaVA's."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -31,6 +32,9 @@ _NAMES = ("url", "path", "file", "data", "base64")
 
 _CALLS = ("tools", "tool_calls", "function_call")
 """What requests to chat models have beside texts; chat templates would write it, and are not given it."""
+
+_READ = ("role", "content", "from", "value", "weight", "train")
+"""Keys of a turn that are read."""
 
 
 def turns_of(record: Mapping[str, Any], breaks: Collection[str] = ()) -> list[tuple[str, Any]]:
@@ -82,6 +86,17 @@ def untrained_turns(record: Mapping[str, Any]) -> frozenset[int]:
         if not all(given.values()):
             found.add(i)
     return frozenset(found)
+
+
+def check_unread(record: Mapping[str, Any], template: str) -> None:
+    """Raise ValueError for what a record says and its prompt would lack: keys of turns that the chat template reads
+    (`reasoning_content`, `name`), which gets roles and contents alone, and a `system` beside `conversations`."""
+    turns = _turns(record)
+    if record.get("system") and turns is not record.get("messages"):
+        raise ValueError("it has 'system', which would be left out; write it as the first turn, from 'system'")
+    for key in dict.fromkeys(key for turn in turns for key, value in turn.items() if value and key not in _READ):
+        if re.search(rf"\b{re.escape(key)}\b", template):
+            raise ValueError(f"the chat template reads {key!r} of a turn, which it is not given; leave the sample out")
 
 
 def _turns(record: Mapping[str, Any]) -> list[Any]:

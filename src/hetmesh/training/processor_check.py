@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,13 +72,13 @@ def check_processor(recipe: Recipe) -> list[str]:
             call |= dict.fromkeys(set(ONE_TILE) & set(keys), False)
         own = options.get("pad_to_square") or (options.get("image_tiles") is False and not set(ONE_TILE) & set(keys))
         given = _Processors(None if why else both, None if own else images, call, towers[0].call if towers else None)
-        done = sum(_is_alike(part, index, rows, given) for index in range(min(SAMPLES, len(part))))
-        what = [*["tokens"] * (given.both is not None), *["pixels"] * (given.images is not None)]
+        first = min(SAMPLES, len(part))
+        done = sum(_is_alike(part, index, rows, given) for index in range(first))
+        what = [*["tokens"] * (given.both is not None), *["pixels"] * (given.images is not None)] if done else []
         without = f"; prompts were not: {why}" if why else ""
-        lines.append(
-            f"data: {' and '.join(what) or 'nothing'} of the first {counted(done, 'sample')} equal{'s' * (done == 1)} "
-            f"those of transformers' own processor{without}"
-        )
+        of = f"of the first {counted(first, 'sample')}{'' if done in (0, first) else f', of {done} of them,'}"
+        compared = f"{' and '.join(what)} {of} equal those" if what else f"nothing {of} was compared with those"
+        lines.append(f"data: {compared} of transformers' own processor{without}")
     return lines
 
 
@@ -125,7 +126,8 @@ def _is_alike(part: ConversationsSource, index: int, rows: ItemRows, given: _Pro
         return False
     pictures = [ImageOps.exif_transpose(Image.open(io.BytesIO(blob.read()))) for _, blob in media]
     if pictures and given.images is not None:
-        theirs = given.images(images=[pictures], **given.call)["pixel_values"]
+        with _asking(meta.id, given.images):
+            theirs = given.images(images=[pictures], **given.call)["pixel_values"]
         items, shape = sample.media["image"], theirs.shape[-3:]
         ours: Tensor | Sequence[Tensor] = items
         if all(item.shape[-3:] == shape for item in items):
@@ -135,12 +137,22 @@ def _is_alike(part: ConversationsSource, index: int, rows: ItemRows, given: _Pro
         _check_pixels(meta.id, ours, theirs, given.images)
     if given.both is not None:
         tokens = expand_tokens(sample, meta, expand(meta, rows).meta, part.placeholders).tokens
-        text = given.both.apply_chat_template(turns, tokenize=False)
-        bos = given.both.tokenizer.bos_token
-        more = {"add_special_tokens": False} if bos and text.startswith(bos) else {}
-        made = given.both(text=[text], images=[pictures] if pictures else None, **given.call, **more)
+        with _asking(meta.id, given.both):
+            text = given.both.apply_chat_template(turns, tokenize=False)
+            bos = given.both.tokenizer.bos_token
+            more = {"add_special_tokens": False} if bos and text.startswith(bos) else {}
+            made = given.both(text=[text], images=[pictures] if pictures else None, **given.call, **more)
         _check_tokens(meta.id, tokens.tolist(), made["input_ids"][0].tolist(), given.both)
     return True
+
+
+@contextmanager
+def _asking(sample: str, processor: Any) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of transformers' own
+        name = type(processor).__name__
+        raise SelfCheckError(f"sample {sample!r}: transformers' {name} cannot take it: {error}") from error
 
 
 def _check_pixels(sample: str, ours: Tensor | Sequence[Tensor], theirs: Tensor, images: Any) -> None:
