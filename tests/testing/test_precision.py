@@ -43,9 +43,9 @@ def loss(adapters, modules, media: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_tiny_change_reaches_the_loss():
-    """The change of the loss is that which the gradient predicts, to 3 digits; with the casts it is noise."""
+    """The change of the loss is that which the gradient predicts, to 3 digits; with the casts it is rounded away."""
     adapters, modules = make()
-    media = torch.rand(1, 1, 8, 8, dtype=torch.float64, requires_grad=True)
+    media = torch.rand(1, 1, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
 
     def relative_error() -> float:
         before = loss(adapters, modules, media)
@@ -58,7 +58,7 @@ def test_a_tiny_change_reaches_the_loss():
     with exact_dtypes(*modules.values()):
         sharp = relative_error()
     assert sharp < 1e-2
-    assert blunt > 0.5
+    assert blunt > 100 * sharp
 
 
 def test_it_is_the_same_function_and_leaves_no_trace():
