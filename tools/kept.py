@@ -5,14 +5,15 @@
     python tools/kept.py exhaustive.txt --judges src --commit C    # as of an earlier commit
 
 An output holds, under `kept`, its commit, its date, the load of the machine before, and of each file or folder that it
-judges the hashes of the contents (git's, shortened), those of the tool that made it too. A folder that is moved or
-renamed is the same: what counts is whether every content is still somewhere in the repository. Text files end with a
-line `kept: {...}`.
+judges the hashes of the contents, those of the tool that made it too. A folder that is moved or renamed is the same:
+what counts is whether every content is still somewhere in the repository. Neither imports of hetmesh nor comments and
+docstrings are part of a content. Text files end with a line `kept: {...}`.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
 import hashlib
 import json
@@ -66,7 +67,8 @@ def stamp_of_commit(judges: Sequence[str], commit: str) -> Stamp:
     held = {}
     for path in judges:
         lines = (line.split(None, 3) for line in _git("ls-tree", "-r", commit, "--", path).splitlines())
-        held[path] = {digest[:LENGTH] for _, _, digest, name in lines if Path(name).suffix in SUFFIXES}
+        blobs = ((digest, Path(name).suffix) for _, _, digest, name in lines)
+        held[path] = {_hash(_git_bytes("cat-file", "blob", blob), end) for blob, end in blobs if end in SUFFIXES}
         if not held[path]:
             raise FileNotFoundError(f"{path} has no code at {commit}")
     date = _git("show", "-s", "--format=%cs", commit)
@@ -103,12 +105,23 @@ def _hashes(path: str) -> set[str]:
     if not place.exists():
         raise FileNotFoundError(f"{path}, which is to be judged, does not exist")
     files = [place] if place.is_file() else [file for file in place.rglob("*") if file.suffix in SUFFIXES]
-    return {_blob(file) for file in files}
+    return {_hash(file.read_bytes(), file.suffix) for file in files}
 
 
-def _blob(file: Path) -> str:
-    content = file.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()[:LENGTH]
+def _hash(content: bytes, suffix: str) -> str:
+    code = _code(content.decode()).encode() if suffix == ".py" else content
+    return hashlib.sha1(code, usedforsecurity=False).hexdigest()[:LENGTH]
+
+
+def _code(text: str) -> str:
+    """The lines of a Python file without imports of hetmesh, docstrings, comments and empty lines."""
+    left_out: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        imports = isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "hetmesh"
+        if imports or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            left_out |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = (line for number, line in enumerate(text.splitlines(), 1) if number not in left_out)
+    return "\n".join(line for line in lines if line.strip() and not line.lstrip().startswith("#"))
 
 
 @functools.cache
@@ -130,8 +143,11 @@ def _commit(paths: Sequence[str]) -> str | None:
 
 
 def _git(*command: str) -> str:
-    done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    return _git_bytes(*command).decode().strip()
+
+
+def _git_bytes(*command: str) -> bytes:
+    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, check=True).stdout
 
 
 def _write(output: Path, of: Stamp) -> None:

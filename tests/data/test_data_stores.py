@@ -287,6 +287,7 @@ def converted(data: bytes, form: str) -> bytes:
         (["x.TIF"], "TIFF"),
         (["x.seg.png"], "PNG"),
         (["x.0.png", "x.1.png"], "PNG"),
+        (["x.png", "x.x.png"], "PNG"),
     ],
 )
 def test_every_image_beside_a_caption_is_read(root, tmp_path, names, form):  # noqa: F811
@@ -294,7 +295,7 @@ def test_every_image_beside_a_caption_is_read(root, tmp_path, names, form):  # n
     source = make(root, write_tar(tmp_path / "x.tar", [{"x.txt": b"a dog", **images}]))
     meta, sample = source.meta(0), source.load(0)
     check_sample(sample, meta, source.placeholders)
-    assert meta.num_items("image") == len(names)
+    assert meta.num_items("image") == len({item.flatten()[0].item() for item in sample.media["image"]}) == len(names)
     assert source.check_files(0) == []
 
 
@@ -303,6 +304,13 @@ def test_a_caption_of_a_recording_that_cannot_be_read_is_refused_by_name(root, t
     for ask in (source.check_files, source.meta, source.load):
         with pytest.raises(SampleError, match=r"sample 'x' of .*x\.tar: 'x\.mp3' cannot be read; images may be"):
             ask(0)
+
+
+def test_a_caption_of_nothing_that_is_read_is_refused(root, tmp_path):  # noqa: F811
+    source = make(root, write_tar(tmp_path / "x.tar", [{"x.jfif": PICTURES[0], "x.txt": b"a dog"}, {"y.txt": b"a"}]))
+    with pytest.raises(SampleError, match=r"sample 'x' of .*: it has only 'x\.jfif' beside its text; images may"):
+        source.meta(0)
+    assert source.meta(1).num_items("image") == 0  # a text alone
 
 
 def test_members_that_nobody_reads_are_said_of_each_sample(root, tmp_path):  # noqa: F811

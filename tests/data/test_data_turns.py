@@ -235,7 +235,7 @@ def test_what_the_template_reads_of_a_turn_and_is_not_given_is_refused(root):  #
         with pytest.raises(SampleError, match=f"sample 't': the chat template reads '{key}' of a turn"):
             source(root, {"id": "t", "messages": turns}, chat_template=template).meta(0)
     llava_form = [{"from": "human", "value": "what"}, {"from": "gpt", "value": "a cat"}]
-    with pytest.raises(SampleError, match="sample 't': it has 'system', which would be left out"):
+    with pytest.raises(SampleError, match="sample 't': it has 'system' beside its turns"):
         source(root, {"id": "t", "system": "be terse", "conversations": llava_form}).meta(0)
 
 
@@ -247,3 +247,33 @@ def test_media_in_an_answer_that_the_template_rewrites_are_refused_by_check(root
     plain = source(root, record)
     assert plain.check_files(0) == []
     assert said(plain)[1] == ["a cat </s>"]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": None}]}, "`value` of a turn"),
+        (
+            {"conversations": [{"from": "human", "value": "<video>\nq"}, {"from": "gpt", "value": "a"}]},
+            "its text contains '<video>'",
+        ),
+        ({"messages": TWICE, "system": "be terse"}, "it has 'system' beside its turns"),
+        ({"messages": TWICE, "weight": 0}, "it has 'weight' beside its turns"),
+        ({"messages": [{**TWICE[1], "loss": False}]}, "turn 0 has 'loss', which is not read"),
+        ({"messages": TWICE, "image": "a.png", "images": ["a.png"]}, "it has both 'image' and 'images'"),
+    ],
+)
+def test_what_a_record_says_and_nobody_reads_is_refused(root, record, message):  # noqa: F811
+    with pytest.raises(SampleError, match=f"sample 't': {message}"):
+        source(root, record | {"id": "t"}).meta(0)
+
+
+def test_two_texts_in_a_row_are_refused_where_the_template_parts_them(root):  # noqa: F811
+    template = (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}BETWEEN"
+        "{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}</s>{% endfor %}"
+    )
+    turns = [{"role": "user", "content": [text("see"), text("what")]}, TWICE[1]]
+    assert said(source(root, {"id": "t", "messages": turns}, chat_template=template.replace("BETWEEN", "")))
+    with pytest.raises(SampleError, match="sample 't': turn 0 has two texts in a row, between which the chat template"):
+        source(root, {"id": "t", "messages": turns}, chat_template=template.replace("BETWEEN", "; ")).meta(0)

@@ -61,11 +61,26 @@ def test_what_is_added_to_an_output_is_as_old_as_its_first_part(kept, tmp_path):
     assert changed(kept, kept.stamp(["src/room"])) == []
 
 
-def test_hashes_are_those_of_git(kept, tmp_path):
-    done = subprocess.run(["git", "hash-object", "src/room/a.py"], cwd=tmp_path, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip("no git here")
-    assert kept._blob(tmp_path / "src" / "room" / "a.py") == done.stdout[: kept.LENGTH]
+def test_imports_of_hetmesh_and_words_are_no_code(kept, tmp_path):
+    file = tmp_path / "src" / "room" / "a.py"
+    code = "import math\n{imports}\n\ndef f(x):\n    {words}\n    return math.sin(x) + a{end}\n"
+    file.write_text(code.format(imports="from hetmesh.layout import a", words='"""Sine."""', end=""))
+    of = kept.stamp(["src/room"])
+    imports = "from hetmesh.graph import (\n    a,\n    b,\n)"
+    file.write_text(code.format(imports=imports, words="# sine", end=""))
+    assert changed(kept, of) == []
+    file.write_text(code.format(imports="", words='"""Sine."""', end=" + 1"))
+    assert changed(kept, of) == ["src/room"]
+    file.write_text(code.format(imports="", words='"""Sine."""', end="").replace("import math", "import cmath as math"))
+    assert changed(kept, of) == ["src/room"]
+
+
+def test_an_earlier_commit_is_read_from_git(kept, tmp_path):
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e@x"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        if subprocess.run([*git, *command], cwd=tmp_path, capture_output=True).returncode:
+            pytest.skip("no git here")
+    assert kept.stamp_of_commit(["src/room"], "HEAD")["judges"] == kept.stamp(["src/room"])["judges"]
 
 
 def test_what_is_judged_has_to_exist(kept):
@@ -101,7 +116,7 @@ def test_every_benchmark_says_what_it_judges(load):
 
 def test_a_row_that_is_older_than_its_code_has_to_have_its_date(load, monkeypatch, tmp_path):
     table, kept = load("measured_table"), load("kept")
-    of = {"commit": "abc", "date": "2026-01-02", "judges": {"tools/bench.py": kept._blob(ROOT / "tools" / "bench.py")}}
+    of = {"commit": "abc", "date": "2026-01-02", "judges": {"tools/bench.py": kept._hashes("tools/bench.py").pop()}}
     rows = (table.Row("speed", "speed", "{:.1f}", ("value",), "again", "streams"),)
     monkeypatch.setattr(table, "ROWS", rows)
     monkeypatch.setattr(table, "RESULTS", tmp_path)

@@ -14,6 +14,7 @@ from hetmesh.cli import main
 from hetmesh.errors import RecipeError, SelfCheckError
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import tiny_vlms
+from hetmesh.training.api import _compared
 from hetmesh.training.self_check import self_check
 from hetmesh.training.self_check_bound import TOLERANCE
 from hetmesh.training.self_check_record import needs_self_check, record, record_file
@@ -176,6 +177,15 @@ def test_check_prints_what_the_directory_stands_for_and_who_owns_what(directory,
     given = parse_recipe(file.read_text())
     written = parse_recipe(again)
     assert (written.modules, written.boundaries, written.data) == (given.modules, given.boundaries, given.data)
+
+
+@pytest.mark.slow
+def test_the_process_that_compares_for_the_python_api_runs(tmp_path):
+    path = tiny_vlms.save("llava_siglip", tmp_path)
+    recipe = parse_recipe(tiny_vlms.recipe_text(path, f"[job]\ndump_folder = '{tmp_path}/out'"))
+    assert needs_self_check(recipe)
+    assert _compared(recipe) == ""
+    assert not needs_self_check(recipe)
 
 
 @pytest.mark.slow

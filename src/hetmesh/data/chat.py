@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hetmesh.data.chat_content import broken_lines, check_replacements, content_form, left_out
+from hetmesh.data.chat_content import broken_lines, check_replacements, content_form, joins_texts, left_out
 from hetmesh.data.template_bounds import ending
 from hetmesh.errors import RecipeError, SampleError
 
@@ -90,6 +90,7 @@ class Chat:
             self._form = content_form(self._apply, self.texts, key)
             self.breaks = broken_lines(self._apply, self._form, self.texts)
             """Kinds of media behind which the template begins a new line."""
+            self.joins_texts = joins_texts(self._apply, self._form)
             check_replacements(self._apply, self._form, self.texts, self._replacements, key)
             with contextlib.suppress(SampleError):  # it may want more of a conversation
                 self._render("", [("user", "a"), ("assistant", "b")])

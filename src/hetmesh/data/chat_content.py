@@ -74,6 +74,20 @@ def broken_lines(render: Render, form: Form, placeholders: Mapping[str, str]) ->
     return frozenset(k for k, token in placeholders.items() if (_written(render, form, token) or "").endswith("\n"))
 
 
+def joins_texts(render: Render, form: Form) -> bool:
+    """Whether a template writes two texts of a turn, one after the other, as the one text that they make."""
+    user, behind, said = MARKS
+    answer = {"role": "assistant", "content": form(said)}
+    try:
+        apart, joined = (
+            render([{"role": "user", "content": [{"type": "text", "text": text} for text in texts]}, answer])
+            for texts in ((user, behind), (user + behind,))
+        )
+    except Exception:  # a template may raise anything: this one takes no parts
+        return True
+    return form is str or apart == joined
+
+
 def left_out(render: Render, form: Form, placeholders: Mapping[str, str]) -> list[str]:
     """Kinds of media for which a template that takes parts writes nothing, so that texts hold the placeholder alone."""
     if form is not str:

@@ -332,7 +332,7 @@ class ConversationsSource:
                 name = str(record["id"])
             turns = turns_of(record, self._chat.breaks)
             untrained_turns(record)  # whose weights are read with the tokens
-            check_unread(record, self._chat.template)
+            check_unread(record, self._chat.template, self._chat.joins_texts)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if record is not None and type(error) is ValueError:  # in words of its own
                 raise SampleError(f"sample {name!r}: {error}") from error

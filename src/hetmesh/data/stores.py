@@ -251,10 +251,11 @@ class TarShards:
         return {}
 
     def media(self, index: int, kind: str, value: str | None, number: int) -> Blob:
-        """The member with this extension or name."""
-        for name, span in self._members(index):
-            if value in (name, extension(name), name.rpartition("/")[2]):
-                return span
+        """The member with this name, else with this extension, else with this name in its folder."""
+        for called in (str, extension, lambda name: name.rpartition("/")[2]):
+            for name, span in self._members(index):
+                if value == called(name):
+                    return span
         raise OSError(f"there is no member {value!r}, only {[name for name, _ in self._members(index)]}")
 
 
@@ -269,8 +270,10 @@ def _caption(text: str, members: Mapping[str, FileSpan]) -> dict[str, Any]:
     kinds = {each: each.rpartition(".")[2] for each in members}  # x.0.png and x.seg.png are images too
     if unread := [span.name for each, span in members.items() if kinds[each] in UNREAD]:
         raise ValueError(f"{unread[0]!r} cannot be read; images may be {IMAGES}, recordings {SOUNDS}")
-    media = [{"type": "image", "image": each} for each, kind in kinds.items() if kind in IMAGES]
-    media += [{"type": "audio", "audio": each} for each, kind in kinds.items() if kind in SOUNDS]
+    media = [{"type": "image", "image": members[each].name} for each, kind in kinds.items() if kind in IMAGES]
+    media += [{"type": "audio", "audio": members[each].name} for each, kind in kinds.items() if kind in SOUNDS]
+    if not media and (others := [span.name for each, span in members.items() if each not in TEXTS]):
+        raise ValueError(f"it has only {others[0]!r} beside its text; images may be {IMAGES}, recordings {SOUNDS}")
     return {"messages": [{"role": "user", "content": media}, {"role": "assistant", "content": text}]}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -33,7 +34,10 @@ _NAMES = ("url", "path", "file", "data", "base64")
 _CALLS = ("tools", "tool_calls", "function_call")
 """What requests to chat models have beside texts; chat templates would write it, and are not given it."""
 
-_READ = ("role", "content", "from", "value", "weight", "train")
+_WEIGHTS, _MASKS = ("weight", "train"), ("loss", "mask", "loss_mask")
+"""Keys by which data sets say which turns are targets; the first two are read."""
+
+_READ = ("role", "content", "from", "value", *_WEIGHTS)
 """Keys of a turn that are read."""
 
 
@@ -56,13 +60,13 @@ def turns_of(record: Mapping[str, Any], breaks: Collection[str] = ()) -> list[tu
         raise ValueError(f"it has {held[0]!r}, and videos are not read; leave the sample out, or give frames as images")
     if called := [key for each in (record, *_turns(record)) for key in _CALLS if each.get(key)]:
         raise ValueError(f"it has {called[0]!r}, which are not given to the chat template; leave the sample out")
+    if twice := [kind for kind in MARKS.values() if record.get(kind) and record.get(f"{kind}s")]:
+        raise ValueError(f"it has both {twice[0]!r} and '{twice[0]}s'; give all files in one of them")
     files = {kind: _Files(record, kind) for kind in MARKS.values()}
     if "messages" in record or "conversations" not in record:
         turns = [(_role(turn["role"]), _content(turn["content"], files, breaks)) for turn in record["messages"]]
     else:
-        turns = [
-            (_speaker(turn["from"]), _parts(str(turn["value"]), files, breaks)) for turn in record["conversations"]
-        ]
+        turns = [(_speaker(turn["from"]), _parts(_text(turn), files, breaks)) for turn in record["conversations"]]
     named = {kind for kind, _ in media_of(turns)}
     if left := [kind for kind, each in files.items() if each.take() is not None and (each.used or kind not in named)]:
         raise ValueError(f"more files of {left} than marks in the text (<image>, <audio>) or parts")
@@ -76,8 +80,12 @@ def untrained_turns(record: Mapping[str, Any]) -> frozenset[int]:
         ValueError: another weight, or one that makes a target of what the assistant does not say.
     """
     found: set[int] = set()
+    if whole := [key for key in _WEIGHTS if record.get(key) is not None and not record[key]]:
+        raise ValueError(f"it has {whole[0]!r} beside its turns, which is not read; leave the sample out")
     for i, turn in enumerate(_turns(record)):
-        given = {key: turn[key] for key in ("weight", "train") if turn.get(key) is not None}
+        if masks := [key for key in _MASKS if turn.get(key) is not None]:
+            raise ValueError(f"turn {i} has {masks[0]!r}, which is not read; give `weight` (0 or 1) or `train`")
+        given = {key: turn[key] for key in _WEIGHTS if turn.get(key) is not None}
         if any(value not in (0, 1) for value in given.values()):
             raise ValueError(f"turn {i} has {given}: `weight` must be 0 or 1, `train` true or false")
         speaker = turn.get("role", turn.get("from"))
@@ -88,15 +96,30 @@ def untrained_turns(record: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(found)
 
 
-def check_unread(record: Mapping[str, Any], template: str) -> None:
+def check_unread(record: Mapping[str, Any], template: str, joins_texts: bool) -> None:
     """Raise ValueError for what a record says and its prompt would lack: keys of turns that the chat template reads
-    (`reasoning_content`, `name`), which gets roles and contents alone, and a `system` beside `conversations`."""
+    (`reasoning_content`, `name`), which gets roles and contents alone; a `system` beside the turns; two texts one after
+    the other, which are given to it as one, unless it `joins_texts` too."""
     turns = _turns(record)
-    if record.get("system") and turns is not record.get("messages"):
-        raise ValueError("it has 'system', which would be left out; write it as the first turn, from 'system'")
+    if record.get("system") or record.get("system_prompt"):
+        raise ValueError("it has 'system' beside its turns, which is not read; write it as the first turn")
     for key in dict.fromkeys(key for turn in turns for key, value in turn.items() if value and key not in _READ):
         if re.search(rf"\b{re.escape(key)}\b", template):
             raise ValueError(f"the chat template reads {key!r} of a turn, which it is not given; leave the sample out")
+    for i, turn in enumerate(turns if not joins_texts else ()):
+        parts = turn.get("content")
+        kinds = [part.get("type") for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
+        if any(kind in _TEXTS and after in _TEXTS for kind, after in pairwise(kinds)):
+            raise ValueError(f"turn {i} has two texts in a row, between which the chat template writes more; join them")
+
+
+def _text(turn: Mapping[str, Any]) -> str:
+    text = turn["value"]
+    if not isinstance(text, str):
+        raise ValueError(f"`value` of a turn must be a text, got {text!r:.80}")
+    if "<video>" in text and turn["from"] in ("human", "user"):
+        raise ValueError("its text contains '<video>', and videos are not read; leave the sample out")
+    return text
 
 
 def _turns(record: Mapping[str, Any]) -> list[Any]:

@@ -115,7 +115,7 @@ def _check_forks(recipe: Recipe) -> None:
         )
 
 
-_COMPARE = """
+_COMPARE = r"""
 import pickle, sys
 from hetmesh.training.processor_check import check_processor
 from hetmesh.training.self_check import self_check

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ CODE_FOLDER = "code_folder"
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 ANSWERS_FILE = "answers.json"
+_ENDING_S = 3.0  # that a run which was killed a moment ago may take to end
 _HINT = "job.dump_folder must be a folder that can be written"
 
 
@@ -183,7 +185,10 @@ def _resumed(recipe: Recipe, folder: Path, step: int) -> RunFolder:
     summary = _summary(folder) if steps == step else {}
     if summary.get("steps") == step:
         return RunFolder(folder, step, summary=summary)
-    claim = _locked(folder)
+    claim, deadline = _locked(folder), time.monotonic() + _ENDING_S
+    while claim is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+        claim = _locked(folder)
     if claim is None:
         raise OutputError(
             f"{folder}: another process is training there; wait for it, or give another job.dump_folder to start anew"
