@@ -89,6 +89,53 @@ class SeesBatch(Encoder):
         return rows - rows.mean(0)
 
 
+class NormalisesGradient(Encoder):
+    def forward(self, images):
+        rows = super().forward(images)
+        if rows.requires_grad:
+            rows.register_hook(lambda gradient: gradient / gradient.norm())
+        return rows
+
+
+class Averaged(torch.autograd.Function):
+    @staticmethod
+    def forward(context, rows):
+        return rows * 2.0
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient / len(gradient)
+
+
+class AveragesGradient(nn.Module):
+    def __init__(self, in_features, out_features):
+        super().__init__()
+        self.out_features = out_features
+        self.linear = nn.Linear(in_features, out_features)
+
+    def forward(self, rows):
+        return self.linear(Averaged.apply(rows))
+
+
+class CentredWithGradients(Encoder):
+    def forward(self, images):
+        rows = super().forward(images)
+        return rows - rows.mean(0) if torch.is_grad_enabled() else rows
+
+
+class CentresThree(Encoder):
+    def forward(self, images):
+        rows = super().forward(images)
+        return rows - rows.mean(0) if len(rows) > 2 else rows
+
+
+class HooksInForward(Encoder):
+    def forward(self, images):
+        if not self.linear.weight._backward_hooks:
+            self.linear.weight.register_hook(lambda gradient: gradient * 2.0)
+        return super().forward(images)
+
+
 class DropsInTraining(Encoder):
     """Everything that draws for each sample by itself."""
 
@@ -254,6 +301,14 @@ def recipe(vision="Encoder", projector=None, llm="Language"):
         ({"vision": "CentredInTraining"}, r"modules\.vision: CentredInTraining computes in training what .* differ by"),
         ({"vision": "NormalisedInTraining"}, r"modules\.vision: NormalisedInTraining fails on one sample, in training"),
         ({"vision": "Mixup"}, r"modules\.vision: Mixup computes in training what .* differ by"),
+        (
+            {"vision": "NormalisesGradient"},
+            r"NormalisesGradient computes in training gradients .*linear\.weight",
+        ),
+        ({"projector": "AveragesGradient"}, r"AveragesGradient computes in training gradients .* the rows of rows"),
+        ({"vision": "CentredWithGradients"}, r"CentredWithGradients computes in training gradients .* no sums over"),
+        ({"vision": "CentresThree"}, r"CentresThree computes in training what .* differ by"),
+        ({"vision": "HooksInForward"}, r"HooksInForward sets a gradient hook on its parameter linear\.weight"),
         ({"vision": "SeesBatch"}, r"modules\.vision: SeesBatch computes in training what .* differ by"),
         ({"vision": "Lazy"}, r"modules\.vision: Lazy makes its parameters \['linear\.weight', 'linear\.bias'\] lazily"),
     ],

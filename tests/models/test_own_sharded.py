@@ -108,6 +108,20 @@ class Borrows(OneShape):
         return linear(super().forward(images), self.blocks[1][2].weight.T[: self.out_features, : self.out_features])
 
 
+class SkipsBlanks(OneShape):
+    """As models do that drop padding images; a lane without images gets one of zeros."""
+
+    def forward(self, images):
+        blank = (images == 0).flatten(1).all(1)
+        return super().forward(images) if not blank.all() else self.embed(images.flatten(1)) * 0.0
+
+
+class Compiled(OneShape):
+    def __init__(self, out_features=8):
+        super().__init__(out_features)
+        self.embed = torch.compile(self.embed, backend="eager")
+
+
 RECIPE = """
 [modules.llm]
 model = "qwen3"
@@ -149,7 +163,7 @@ def test_an_encoder_that_calls_its_layers_per_item(pool4, model, config):
     parity.check(pool4, recipe(model, largest=8, **config), timeout=30)
 
 
-@pytest.mark.parametrize("model", ["Scaled", "ScaledInside", "Twice", "Borrows"])
+@pytest.mark.parametrize("model", ["Scaled", "ScaledInside", "Twice", "Borrows", "SkipsBlanks", "Compiled"])
 def test_what_fsdp_cannot_shard_by_layers(pool4, model):
     parity.check(pool4, recipe(model), timeout=30)
 

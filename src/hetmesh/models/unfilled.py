@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from hetmesh.errors import RecipeError
-from hetmesh.models.fill import draw_weights, materialize
+from hetmesh.models.fill import draw_weights, materialize, plain_name
 from hetmesh.models.initial import Initial
 from hetmesh.models.recorder import Recorder
 
@@ -154,7 +154,7 @@ def _take_values(module: nn.Module, name: str, recorder: Recorder, known: Contai
         for key, parameter in owner._parameters.items():
             if parameter is None or id(parameter) in known:
                 continue
-            fqn = f"{prefix}.{key}" if prefix else key
+            fqn = plain_name(f"{prefix}.{key}" if prefix else key)  # of a layer that torch.compile wraps, say
             if id(parameter) not in taken:
                 originals.append(parameter)
                 where = f"modules.{name}: parameter {fqn}"

@@ -1,5 +1,5 @@
-"""Whether what a user's module makes of a sample depends on those beside it: called with two, and with each alone, in
-training and in evaluation.
+"""Whether what a user's module makes of a sample, or its gradients, depend on those beside it: called with several, and
+with each alone, in training and in evaluation.
 
 Lanes and microbatches hold other samples together in every layout, so a mean over the batch, or attention that sees
 padding, would train something else in each of them. Layers that are known to do so are refused by their class
@@ -8,11 +8,12 @@ padding, would train something else in each of them. Layers that are known to do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from hetmesh._torch_compat import has_gradient_hooks
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Adapter, AdapterRequest
 from hetmesh.models.build import build_module
@@ -86,6 +87,48 @@ def _try(adapter: OwnAdapter, modules: list[nn.Module], training: bool, vocab_si
             "together in every layout, so each would train something else: does it take a mean or a maximum over the "
             "batch, or attend to padding?"
         )
+    return _gradients(modules[0], forward, (together, *apart), where) if training else None
+
+
+def _gradients(
+    module: nn.Module, forward: Callable[[nn.Module, Call], Tensor], calls: Sequence[Call], where: str
+) -> str | None:
+    """Compare the gradients of a call with all samples with the sums of those of each: hooks on activations, autograd
+    functions and branches under `torch.is_grad_enabled` mix samples where a forward without gradients does not."""
+    found: list[dict[str, Tensor]] = []
+    weights, at = torch.zeros(()), 0
+    for call, (batch, inputs) in enumerate(calls):
+        module.zero_grad()
+        rows = {source: given.detach().requires_grad_() for source, given in inputs.items()}
+        try:
+            with torch.enable_grad():
+                out = forward(module, (batch, {source: given.clone() for source, given in rows.items()}))
+                if not out.requires_grad:
+                    return None
+                if call == 0:
+                    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+                with SameDraws():
+                    (out * weights[at : at + len(out)]).sum().backward()
+        except Exception as error:
+            return f"in training its backward failed: {type(error).__name__}: {error!s:.200}"
+        at += len(out) if call else 0
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        found.append({name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for name, p in named})
+        found[-1] |= {f"the rows of {source}": given.grad for source, given in rows.items() if given.grad is not None}
+    if hooked := [name for name, parameter in module.named_parameters() if has_gradient_hooks(parameter)]:
+        raise RecipeError(f"{where} sets a gradient hook on its parameter {hooked[0]}, which no layout keeps")
+    of_all, *of_each = found
+    for name, gradient in of_all.items():
+        each = [gradients[name] for gradients in of_each]
+        apart = torch.cat(each) if name.startswith("the rows of") else sum(each)
+        difference = float((gradient - apart).abs().max()) if gradient.numel() else 0.0
+        if not difference <= _TOLERANCE * max(float(gradient.abs().max()), 1.0):
+            raise RecipeError(
+                f"{where} computes in training gradients that are no sums over samples: that of {name} differs by "
+                f"{difference:.2g} where another sample is computed beside it. Lanes and microbatches hold other "
+                "samples together in every layout: does a hook or an autograd function normalise gradients, or take a "
+                "mean over the batch?"
+            )
     return None
 
 
@@ -97,20 +140,20 @@ def two_of_its_inputs(adapter: Adapter, vocab_size: int) -> Call | None:
 
 
 def calls_of(adapter: OwnAdapter, vocab_size: int) -> tuple[Call, Sequence[Call]]:
-    """A call with two samples, and one with each of them."""
+    """A call with several samples (two of an LLM, three of others), and one with each of them."""
     if isinstance(adapter, OwnSink):
         batch, inputs, lengths = two_samples(adapter, vocab_size)
         return (batch, inputs), [_one_sample(i, length, batch, inputs) for i, length in enumerate(lengths)]
     generator = torch.Generator().manual_seed(0)
     shape = _shape_of_one(adapter)
-    first, second = torch.randn(2, 1, *shape, generator=generator, dtype=torch.float64)
+    samples = torch.randn(3, 1, *shape, generator=generator, dtype=torch.float64)
     if isinstance(adapter, OwnItemsEncoder):
-        return ({"media.0": first[0], "media.1": second[0]}, {}), [
-            ({"media.0": each[0]}, {}) for each in (first, second)
+        return ({f"media.{i}": sample[0] for i, sample in enumerate(samples)}, {}), [
+            ({"media.0": sample[0]}, {}) for sample in samples
         ]
     calls: list[Call] = [
-        ({"media": each}, {}) if isinstance(adapter, OwnEncoder) else ({}, {"rows": each})
-        for each in (torch.cat([first, second]), first, second)
+        ({"media": some}, {}) if isinstance(adapter, OwnEncoder) else ({}, {"rows": some})
+        for some in (samples.flatten(0, 1), *samples)
     ]
     return calls[0], calls[1:]
 
