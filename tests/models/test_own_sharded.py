@@ -53,6 +53,16 @@ class BySize(PerItem):
         return hidden
 
 
+class BlanksEnterMore(PerItem):
+    """Its last layer is for blank items alone."""
+
+    def one(self, patches):
+        hidden = self.embed(patches)
+        for block in self.blocks[:2] if patches.any() else self.blocks:
+            hidden = hidden + block(hidden)
+        return hidden
+
+
 class OneShape(nn.Module):
     rows_per_item = 1
 
@@ -144,8 +154,9 @@ dtype = "float64"
 """
 
 
-def recipe(model, largest=4, **config):
+def recipe(model, largest=4, parallelism=None, **config):
     tables = tomli.loads(RECIPE.replace("LARGEST", str([1, largest, largest])))
+    tables["parallelism"] |= parallelism or {}
     tables["modules"]["vision"] = {"model": f"test_own_sharded:{model}", "config": config}
     return parse_recipe(tables)
 
@@ -161,6 +172,16 @@ def recipe(model, largest=4, **config):
 )
 def test_an_encoder_that_calls_its_layers_per_item(pool4, model, config):
     parity.check(pool4, recipe(model, largest=8, **config), timeout=30)
+
+
+REPLICAS = {"vision": {"ranks": [0, 1], "data_parallel_replicate_degree": 2}}
+IN_GAPS = {"pipeline_parallel_schedule": "bubble_fill", "bubble_fill_schedule": "zero_bubble"}
+IN_GAPS |= {"vision": {"ranks": [2, 3], "data_parallel_replicate_degree": 2}}
+
+
+@pytest.mark.parametrize("parallelism", [{}, REPLICAS, IN_GAPS], ids=["FSDP", "replicas", "zero_bubble"])
+def test_layers_that_only_a_blank_item_enters_have_no_gradient(pool4, parallelism):
+    parity.check(pool4, recipe("BlanksEnterMore", 8, parallelism), timeout=30)
 
 
 @pytest.mark.parametrize("model", ["Scaled", "ScaledInside", "Twice", "Borrows", "SkipsBlanks", "Compiled"])

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from hetmesh.errors import LayoutError
 from hetmesh.graph.module_options import DEFAULT, ModuleOptions
@@ -20,7 +21,7 @@ from hetmesh.parallel.blocks import blocks
 from hetmesh.parallel.compile import apply_compile
 from hetmesh.parallel.experts.apply import apply_expert_parallel, apply_expert_sharding, routed_tokens
 from hetmesh.parallel.experts.layers import ExpertLayers
-from hetmesh.parallel.fully_shard import apply_fully_shard, fill_unused, fully_shard_arguments
+from hetmesh.parallel.fully_shard import apply_fully_shard, fill_unused, fully_shard_arguments, sharded_forward
 from hetmesh.parallel.gradient_axes import ParameterAxes, fully_shard_axes, gradient_axes
 from hetmesh.parallel.random_state import seed_by_place
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
@@ -71,7 +72,8 @@ class AdaptedModule(nn.Module):
         if (tokens := routed_tokens(self.module)) is not None:
             tokens.note(batch)
         inputs = {source: rows.to(self.compute_dtype) for source, rows in inputs.items()}
-        with torch.autocast(self.autocast, self.compute_dtype) if self.autocast else nullcontext():
+        casts = torch.autocast(self.autocast, self.compute_dtype) if self.autocast else nullcontext()
+        with casts, sharded_forward(isinstance(self, FSDPModule)):
             output = self.adapter.forward(self.module, batch, inputs)
         if isinstance(output, Tensor):
             return output.to(self.compute_dtype)

@@ -9,7 +9,9 @@ nobody ever holds a whole gradient.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -81,6 +83,24 @@ def gathered_alone(root: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Modu
     return blocks[1:] if joined else blocks
 
 
+_in_backward: ContextVar[bool] = ContextVar("in_backward", default=False)
+
+
+@contextmanager
+def sharded_forward(sharded: bool) -> Iterator[None]:
+    """In the body `needs_backward` is true where `sharded` is."""
+    before = _in_backward.set(sharded)
+    try:
+        yield
+    finally:
+        _in_backward.reset(before)
+
+
+def needs_backward() -> bool:
+    """Whether the forward that runs is of a module that FSDP shards: its backward has to reduce, on every rank."""
+    return _in_backward.get()
+
+
 def fill_unused(root: nn.Module) -> set[int]:
     """Give zeros, in each backward, to the parameters of `root` that its forward did not use: other ranks may have used
     them, and FSDP reduces what has a gradient.
@@ -97,7 +117,8 @@ def fill_unused(root: nn.Module) -> set[int]:
         hidden = any(node.name() == REENTRANT for node in nodes)  # it does not show what it uses
         found = {id(getattr(node, "variable", None)) for node in nodes}
         held = [each for _, group in fsdp_groups(root) for each in group.fsdp_params]
-        used.update(id(each.sharded_param) for each in held if hidden or id(each.unsharded_param) in found)
+        if len(output):  # no rows are of a blank item, and say nothing of what samples use
+            used.update(id(each.sharded_param) for each in held if hidden or id(each.unsharded_param) in found)
         left = [p for p in (each.unsharded_param for each in held) if p.requires_grad and id(p) not in found]
         output.register_hook(lambda _: make_missing(left))
 

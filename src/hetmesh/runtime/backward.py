@@ -41,6 +41,9 @@ class SplitBackward:
         nor a backward within the backward (a reentrant checkpoint): then all of the backward happens here, and
         `weight_part` has nothing left to do.
         """
+        if not any(out.requires_grad for out in outputs):  # of no items
+            self.parameters = []
+            return
         if uses_twice(outputs, self.parameters):
             backward(outputs, gradients)
             self.parameters = []

@@ -17,6 +17,7 @@ from hetmesh.models.collate import collate_media, collate_tokens, media_items
 from hetmesh.models.own.token_shares import all_rows, around_shares
 from hetmesh.models.pretrained import prefixes
 from hetmesh.models.row_wise import RowWise
+from hetmesh.parallel.fully_shard import needs_backward
 from hetmesh.parallel.stages import PREVIOUS, is_absent
 
 
@@ -165,13 +166,16 @@ class OwnItemsEncoder(OwnAdapter):
 
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         items = [as_parameters(module, batch[f"media.{i}"]) for i in range(len(batch))]
-        none = not items
-        if none:
-            device = next((p.device for p in module.parameters()), None)
-            items = [as_parameters(module, torch.zeros(self.blank, device=device))]
-        output = module(items)
-        rows = self.checked(module, output, sum(self.item_rows(tuple(item.shape)) for item in items), len(items))
-        return rows[:0] if none else rows
+        if not items:
+            return self._of_a_blank(module)
+        return self.checked(module, module(items), sum(self.item_rows(tuple(i.shape)) for i in items), len(items))
+
+    def _of_a_blank(self, module: nn.Module) -> Tensor:
+        """No rows, of a blank item. Parameters get no gradient from it: which layers it enters no sample decides."""
+        device = next((p.device for p in module.parameters()), None)
+        item = as_parameters(module, torch.zeros(self.blank, device=device))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and needs_backward()):
+            return self.checked(module, module([item]), self.item_rows(tuple(item.shape)), 1)[:0]
 
 
 @dataclass(frozen=True)
