@@ -234,6 +234,9 @@ def test_what_the_template_reads_of_a_turn_and_is_not_given_is_refused(root):  #
         assert said(source(root, {"id": "t", "messages": turns}))  # of which the tokenizer's template knows nothing
         with pytest.raises(SampleError, match=f"sample 't': the chat template reads '{key}' of a turn"):
             source(root, {"id": "t", "messages": turns}, chat_template=template).meta(0)
+    turns = [each | {"id": 3, "m": "so"} for each in TWICE]  # words of the template, but not what it reads of a turn
+    written = "{% for m in messages %}{{ m.role }} id: {{ m.content }}</s>{% endfor %}"
+    source(root, {"id": "t", "messages": turns}, chat_template=written).meta(0)
     llava_form = [{"from": "human", "value": "what"}, {"from": "gpt", "value": "a cat"}]
     with pytest.raises(SampleError, match="sample 't': it has 'system' beside its turns"):
         source(root, {"id": "t", "system": "be terse", "conversations": llava_form}).meta(0)

@@ -12,6 +12,7 @@ from typing import Any
 
 from hetmesh.data.chat_content import broken_lines, check_replacements, content_form, joins_texts, left_out
 from hetmesh.data.template_bounds import ending
+from hetmesh.data.turns import unread_keys
 from hetmesh.errors import RecipeError, SampleError
 
 DEFAULT_TEMPLATE = (
@@ -220,6 +221,31 @@ class Chat:
     def turns(self, messages: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
         """Messages in the form in which the template takes them."""
         return [{"role": role, "content": self._form(text)} for role, text in messages]
+
+    def check_unread(self, sample_id: str, messages: Sequence[tuple[str, str]], record: Mapping[str, Any]) -> None:
+        """Check that the template writes the same when it gets all keys of the turns of `record`, of which `messages`
+        have roles and contents alone.
+
+        Raises:
+            SampleError: it writes something else, or fails.
+        """
+        unread = unread_keys(record)
+        turns = self.turns(messages) if any(unread) else []
+        for key in dict.fromkeys(key for keys in unread for key in keys):
+            given = [
+                {**turn, **({key: keys[key]} if key in keys else {})} for turn, keys in zip(turns, unread, strict=True)
+            ]
+            try:
+                reads = self._apply(given) != self._render(sample_id, messages)
+            except SampleError:
+                raise
+            except Exception:  # a template may raise anything
+                reads = True
+            if reads:
+                raise SampleError(
+                    f"sample {sample_id!r}: the chat template reads {key!r} of a turn, which it is not given; "
+                    "leave the sample out"
+                )
 
     def _render(self, sample_id: str, messages: Sequence[tuple[str, str]], asks: bool = False) -> str:
         try:

@@ -332,7 +332,7 @@ class ConversationsSource:
                 name = str(record["id"])
             turns = turns_of(record, self._chat.breaks)
             untrained_turns(record)  # whose weights are read with the tokens
-            check_unread(record, self._chat.template, self._chat.joins_texts)
+            check_unread(record, self._chat.joins_texts)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if record is not None and type(error) is ValueError:  # in words of its own
                 raise SampleError(f"sample {name!r}: {error}") from error
@@ -341,6 +341,7 @@ class ConversationsSource:
             ) from error
         named: list[tuple[str, str | None]] = []
         messages = [(role, self._text(name, content, named)) for role, content in turns]
+        self._chat.check_unread(name, messages, record)
         media: list[tuple[str, Blob]] = []
         for at, (kind, value) in enumerate(named):
             before = sum(other == kind for other, _ in named[:at])

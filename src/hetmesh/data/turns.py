@@ -3,7 +3,6 @@ LLaVA's."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
@@ -96,21 +95,21 @@ def untrained_turns(record: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(found)
 
 
-def check_unread(record: Mapping[str, Any], template: str, joins_texts: bool) -> None:
-    """Raise ValueError for what a record says and its prompt would lack: keys of turns that the chat template reads
-    (`reasoning_content`, `name`), which gets roles and contents alone; a `system` beside the turns; two texts one after
-    the other, which are given to it as one, unless it `joins_texts` too."""
-    turns = _turns(record)
+def check_unread(record: Mapping[str, Any], joins_texts: bool) -> None:
+    """Raise ValueError for what a record says and its prompt would lack: a `system` beside the turns; two texts one
+    after the other, which the chat template is given as one, unless it `joins_texts` too."""
     if record.get("system") or record.get("system_prompt"):
         raise ValueError("it has 'system' beside its turns, which is not read; write it as the first turn")
-    for key in dict.fromkeys(key for turn in turns for key, value in turn.items() if value and key not in _READ):
-        if re.search(rf"\b{re.escape(key)}\b", template):
-            raise ValueError(f"the chat template reads {key!r} of a turn, which it is not given; leave the sample out")
-    for i, turn in enumerate(turns if not joins_texts else ()):
+    for i, turn in enumerate(_turns(record) if not joins_texts else ()):
         parts = turn.get("content")
         kinds = [part.get("type") for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
         if any(kind in _TEXTS and after in _TEXTS for kind, after in pairwise(kinds)):
             raise ValueError(f"turn {i} has two texts in a row, between which the chat template writes more; join them")
+
+
+def unread_keys(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Per turn, what it has beside its role, its content and its weight (`name`, `reasoning_content`, `id`)."""
+    return [{key: value for key, value in turn.items() if value and key not in _READ} for turn in _turns(record)]
 
 
 def _text(turn: Mapping[str, Any]) -> str:
