@@ -95,7 +95,14 @@ class CastPlain(Plain):
             return super().forward(x)
 
 
-@pytest.mark.parametrize("kind", [Plain, CalledTwice, Tied, CastPlain, CastOnce, Expanded, Reentrant])
+class Unread(Plain):
+    """Does not read its input, as an LLM may that a microbatch without media enters."""
+
+    def forward(self, x):
+        return super().forward(torch.ones_like(x))
+
+
+@pytest.mark.parametrize("kind", [Plain, CalledTwice, Tied, CastPlain, CastOnce, Expanded, Reentrant, Unread])
 def test_a_backward_in_two_parts_equals_the_whole_one(kind):
     (expected, _), (given, in_between) = gradients(kind, False), gradients(kind, True)
     assert all(in_between) is (

@@ -58,7 +58,7 @@ def test_a_tiny_change_reaches_the_loss():
     with exact_dtypes(*modules.values()):
         sharp = relative_error()
     assert sharp < 1e-2
-    assert blunt > 100 * sharp
+    assert blunt > 0.5
 
 
 def test_it_is_the_same_function_and_leaves_no_trace():

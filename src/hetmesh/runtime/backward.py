@@ -39,12 +39,10 @@ class SplitBackward:
 
         Where a parameter is used twice, in two layers or by a layer that is called twice, torch cannot part the two,
         nor a backward within the backward (a reentrant checkpoint): then all of the backward happens here, and
-        `weight_part` has nothing left to do.
+        `weight_part` has nothing left to do. So it is where an output depends on none of `leaves`, as of an LLM that
+        does not read the rows of a microbatch without media: torch finds weights on the way from these alone.
         """
-        if not any(out.requires_grad for out in outputs):  # of no items
-            self.parameters = []
-            return
-        if uses_twice(outputs, self.parameters):
+        if uses_twice(outputs, self.parameters) or not all(_depends(out, leaves) for out in outputs):
             backward(outputs, gradients)
             self.parameters = []
             return
@@ -70,6 +68,21 @@ def _own_gradients(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         if tensor.grad is not None and 0 in tensor.grad.stride():
             tensor.grad = tensor.grad.contiguous()
+
+
+def _depends(output: Tensor, leaves: Sequence[Tensor]) -> bool:
+    """Whether the autograd graph of `output` reaches one of `leaves`, or there is none."""
+    wanted = set(map(id, leaves))
+    waiting: list[Any] = [] if output.grad_fn is None else [output.grad_fn]
+    seen = set(waiting)
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if id(getattr(node, "variable", None)) in wanted:
+                return True
+            if node is not None and node not in seen:
+                seen.add(node)
+                waiting.append(node)
+    return not output.requires_grad
 
 
 def uses_twice(outputs: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> bool:
