@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,18 @@ def test_two_runs_at_once_do_not_share_a_folder(world, tmp_path, monkeypatch, lo
     assert [note in line for line in again.describe()] == [False] + [True] * (not locks)
     for each in (first, second, again):
         each.release()
+
+
+def test_a_run_that_was_killed_may_take_a_moment_to_let_its_folder_go(world, tmp_path):
+    saved(tmp_path / "run", 1)
+    enabled = recipe(tmp_path / "run", "--checkpoint.enable", "true", "--training.steps", "9")
+    killed = claim_folder(enabled, world)
+    ending = threading.Timer(0.3, killed.claim.close)
+    ending.start()
+    resumed = claim_folder(enabled, world)
+    ending.join()
+    assert resumed.step == 1
+    resumed.release()
 
 
 def test_what_a_run_did_until_its_folder_was_free_is_not_lost(world, tmp_path, monkeypatch):
