@@ -25,7 +25,13 @@ def keeps_keys(adapter: Adapter, model: Any, packed: bool) -> bool:
     """
     if packed or not isinstance(adapter, CausalLMAdapter) or adapter.abilities.use_packed is None:
         return False
-    return "past_key_values" in inspect.signature(adapter.decoder_of(model).forward).parameters
+    return _cache_argument(adapter.decoder_of(model)) is not None
+
+
+def _cache_argument(decoder: Any) -> str | None:
+    """The name under which the forward of `decoder` takes its cache; transformers renamed it in 5.24."""
+    parameters = inspect.signature(decoder.forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in parameters), None)
 
 
 def next_logits(
@@ -44,12 +50,13 @@ def next_logits(
     start, stop = known.get_seq_length(), int(batch["target_positions"][-1]) + 1
     embedded = adapter.embedded(model, batch["input_ids"], batch, inputs)[None, start:stop]
     features = adapter.added_features(model, embedded, batch, inputs) if start == 0 else {}
-    hidden = adapter.decoder_of(model)(
+    decoder = adapter.decoder_of(model)
+    hidden = decoder(
         inputs_embeds=embedded,
         position_ids=batch["position_ids"][..., start:stop],
         attention_mask=None,
-        past_key_values=known,
         use_cache=True,
+        **{str(_cache_argument(decoder)): known},
         **features,
     ).last_hidden_state
     return adapter.logits(model, hidden[0, -1:])

@@ -30,6 +30,8 @@ def uncompared_plans(recipe: Recipe, adapters: Mapping[str, Adapter], vocab_size
     for name, adapter in adapters.items():
         if isinstance(adapter, OwnAdapter) and adapter.untried:
             notes.append(f"modules.{name}: whether its samples matter to each other was not tried: {adapter.untried}")
+        if adapter.abilities.gathered_whole and recipe.wiring.meshes[name].axis_size("fsdp") > 1:
+            notes.append(f"modules.{name}: FSDP gathers it whole: not every call is known to enter each layer once")
         degree, added = recipe.wiring.meshes[name].axis_size("tp"), recipe.modules[name].plan
         plan = {**adapter.tensor_parallel_plan(), **added}
         if degree == 1 or not plan or (":" not in recipe.modules[name].model and not added):

@@ -37,7 +37,8 @@ def text_plan(whole: WholeModel, module: nn.Module) -> TextPlan:
     config, decoder = whole.text_config, whole.decoder
     own = {f"{decoder}.{pattern}": style for pattern, style in (config.base_model_tp_plan or {}).items()}
     own = {pattern: style for pattern, style in own.items() if matching(module, pattern)}
-    plan = _with_norms(_known(own, module), module) if own else _by_names(module, decoder)
+    # Some plans name no layer at all: Qwen3-VL's of transformers 5.24 has the embedding alone.
+    plan = _with_norms(_known(own, module), module) or _by_names(module, decoder)
     if whole.get("get_output_embeddings").weight is not whole.get("get_input_embeddings").weight:
         head = (whole.model_class._tp_plan or {}).get(whole.head)
         if plan and head not in STYLES and type(module.get_submodule(whole.head)) is nn.Linear:
