@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from hetmesh.testing import tiny_vlms
+from hetmesh.boundary import World, init
 from hetmesh.testing.emulated_nccl import emulate
 from hetmesh.testing.pool import WorkerPool
+from support import tiny_vlms
+from support.forked_command import ForkedCommand
+from support.signal_points import SignalPoint
 
 # The same examples on every run and machine; timings of a shared machine are no reason to fail.
 settings.register_profile(
@@ -89,3 +92,25 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         return folder / name if (folder / name).exists() else tiny_vlms.save(name, folder)
 
     return saved
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """This process alone, closed after the test."""
+    world = init()
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="module")
+def start_training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., ForkedCommand]]:
+    """`start_training(recipe, *overrides, points=())`: the command, started; leads a process group of its own."""
+    started: list[ForkedCommand] = []
+
+    def start(recipe: Path | str, *overrides: str, points: tuple[SignalPoint, ...] = ()) -> ForkedCommand:
+        started.append(ForkedCommand((str(recipe), *overrides), tmp_path_factory.mktemp("printed"), points))
+        return started[-1]
+
+    yield start
+    for command in started:
+        command.kill()

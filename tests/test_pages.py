@@ -34,7 +34,7 @@ RUN_BY = {
         "hetmesh generate outputs/digits --sample 0": (f"{COMMANDS}::test_train_then_ask_then_export",),
         "pip install -e '.[test]' && pytest": (".ci/run",),
         "hetmesh init /models/llava-1.5-7b-hf --data /data/pets > pets.toml": (
-            "tests/training/test_starter.py::test_readmes_four_commands_from_a_directory_and_a_folder_of_images",
+            "tests/resolve/test_starter.py::test_readmes_four_commands_from_a_directory_and_a_folder_of_images",
         ),
         "[modules.vision]": ("tests/test_readme.py::test_the_recipe_that_is_shown_is_part_of_the_digits_recipe",),
         "[model]": ("tests/training/test_readme_commands.py::test_the_heart_of_a_recipe_of_a_directory",),

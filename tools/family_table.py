@@ -3,7 +3,7 @@
     python tools/family_table.py            # print it
     python tools/family_table.py --write    # put it into its page, src/hetmesh/models/split/README.md
 
-Each family is a tiny random model of transformers (`hetmesh.testing.tiny_vlms`); a config with other layers may allow
+Each family is a tiny random model of transformers (`support.tiny_vlms`); a config with other layers may allow
 less, which `hetmesh check` says.
 """
 
@@ -44,8 +44,8 @@ def row_of(name: str, folder: Path) -> Mapping[str, str]:
     """The cells of a family."""
     from hetmesh.models.can_do import can_do
     from hetmesh.recipe.recipe import parse_recipe
-    from hetmesh.testing import tiny_vlms
-    from hetmesh.training.describe import describe
+    from hetmesh.resolve.describe import describe
+    from support import tiny_vlms
 
     recipe = parse_recipe(tiny_vlms.recipe_text(tiny_vlms.save(name, folder)))
     return can_do(describe(recipe)[1], recipe.sink)

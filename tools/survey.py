@@ -28,9 +28,9 @@ from kept import stamp
 JUDGES = (
     "src/hetmesh/models",
     "src/hetmesh/recipe",
-    "src/hetmesh/training/self_check.py",
-    "src/hetmesh/training/self_check_bound.py",
-    "src/hetmesh/training/self_check_samples.py",
+    "src/hetmesh/verify/self_check.py",
+    "src/hetmesh/verify/self_check_bound.py",
+    "src/hetmesh/verify/self_check_samples.py",
     "src/hetmesh/training/part_checks.py",
     "src/hetmesh/testing/whole_reference.py",
     "tools/surveying",

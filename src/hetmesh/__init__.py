@@ -30,12 +30,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hetmesh.api import open_job, train
     from hetmesh.boundary import World, abandon, backward, device_mesh, init, redistribute
     from hetmesh.cli.launch import launch
     from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, plan_transfer
     from hetmesh.parallel import sum_over_shards
     from hetmesh.recipe.recipe import Recipe, load_recipe, parse_recipe
-    from hetmesh.training.api import open_job, train
     from hetmesh.training.job import Job
     from hetmesh.training.own_pipeline import Part, Pipeline
 
@@ -55,12 +55,12 @@ _HOMES = {
     "init": "hetmesh.boundary",
     "launch": "hetmesh.cli.launch",
     "load_recipe": "hetmesh.recipe.recipe",
-    "open_job": "hetmesh.training.api",
+    "open_job": "hetmesh.api",
     "parse_recipe": "hetmesh.recipe.recipe",
     "plan_transfer": "hetmesh.layout",
     "redistribute": "hetmesh.boundary",
     "sum_over_shards": "hetmesh.parallel",
-    "train": "hetmesh.training.api",
+    "train": "hetmesh.api",
 }
 
 __all__ = [

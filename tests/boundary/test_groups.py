@@ -11,8 +11,9 @@ from hetmesh.boundary.transport import MEMORY
 from hetmesh.graph import stage_graph
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report import as_text, explain
-from hetmesh.training.job import Job, describe
-from hetmesh.training.module_shapes import module_shapes
+from hetmesh.resolve.describe import describe
+from hetmesh.resolve.module_shapes import module_shapes
+from hetmesh.training.job import Job
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LARGE = (

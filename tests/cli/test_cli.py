@@ -21,10 +21,10 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 @pytest.fixture
 def trainer(monkeypatch):
     """A trainer that only notes what it was asked to train."""
-    module = types.ModuleType("hetmesh.training.trainer")
+    module = types.ModuleType("hetmesh.api")
     module.recipes = []  # type: ignore[attr-defined]
-    module.train = module.recipes.append  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "hetmesh.training.trainer", module)
+    module.run_recipe = module.recipes.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "hetmesh.api", module)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -111,7 +111,7 @@ def test_a_failing_run_is_status_1(trainer, capsys):
     def train(recipe):
         raise BoundaryTimeout("boundary vision->projector: rank 2 waited 5 s")
 
-    trainer.train = train
+    trainer.run_recipe = train
     assert main(["train", str(RECIPES / "digits_single.toml")]) == 1
     assert "rank 2 waited" in one_error(capsys)
 

@@ -28,8 +28,8 @@ def train(recipe):
     dist.all_reduce(torch.ones(1))
     dist.destroy_process_group()
 
-trainer = sys.modules["hetmesh.training.trainer"] = types.ModuleType("hetmesh.training.trainer")
-trainer.train = train
+trainer = sys.modules["hetmesh.api"] = types.ModuleType("hetmesh.api")
+trainer.run_recipe = train
 from hetmesh.cli import main
 sys.exit(main(["train", "recipes/digits.toml"]))
 """

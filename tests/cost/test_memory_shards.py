@@ -8,8 +8,9 @@ from hetmesh.boundary import World
 from hetmesh.cost import static_memory
 from hetmesh.parallel import local_part
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.training.job import Job, describe
-from hetmesh.training.module_shapes import module_shapes
+from hetmesh.resolve.describe import describe
+from hetmesh.resolve.module_shapes import module_shapes
+from hetmesh.training.job import Job
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from hetmesh.cli.check import checked
 from hetmesh.data.registry import recipe_source
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.training import media_files
+from hetmesh.resolve import media_files
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from hetmesh.models.split.behind_head import keeps_logits_apart, whole_head
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.testing import tiny_vlms
-from hetmesh.training.describe import describe
+from hetmesh.resolve.describe import describe
+from support import tiny_vlms
 
 VOCAB, FEATURES = 11, 4
 

@@ -29,7 +29,7 @@ from hetmesh.models.pretrained import Pretrained
 from hetmesh.models.qwen3_moe import Qwen3MoeAdapter
 from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.models.split.whole_model import whole_model
-from hetmesh.testing import tiny_vlms
+from support import tiny_vlms
 
 pytestmark = pytest.mark.slow
 EXPERTS = 6

@@ -23,11 +23,11 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.parallel import local_part
 from hetmesh.recipe.recipe import Recipe, parse_recipe
+from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.modules import loaded_module
 from hetmesh.testing.parity import TOLERANCE, compare, reference, run
-from hetmesh.training.describe import make_prepare
-from hetmesh.training.job import Job, describe
-from hetmesh.training.modules import loaded_module
-from often import combinations
+from hetmesh.training.job import Job
+from support.often import combinations
 
 VOCAB, MEDIA = 40, 1
 IMAGE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}

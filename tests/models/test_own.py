@@ -22,8 +22,8 @@ from hetmesh.graph import BoundarySpec
 from hetmesh.models import make_adapters
 from hetmesh.models.mlp import MlpAdapter
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
+from hetmesh.resolve.describe import describe
 from hetmesh.testing import parity
-from hetmesh.training.describe import describe
 
 PAGE = (Path(hetmesh.models.own.__file__).parent / "README.md").read_text(encoding="utf-8")
 

@@ -13,8 +13,8 @@ import hetmesh
 from hetmesh.cli.check import checked
 from hetmesh.errors import GradientError, RecipeError
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.testing import own_models
-from hetmesh.training.describe import describe
+from hetmesh.resolve.describe import describe
+from support import own_models
 
 
 class Encoder(nn.Module):
@@ -326,7 +326,7 @@ def test_what_each_sample_alone_decides_is_taken(own):
 @pytest.mark.parametrize("branch", own_models.BRANCHES)
 def test_a_branch_of_training_is_refused_where_it_mixes_samples(branch):
     made = recipe()
-    place = {"projector": {"model": "hetmesh.testing.own_models:Widen", "config": {"branch": branch}}}
+    place = {"projector": {"model": "support.own_models:Widen", "config": {"branch": branch}}}
     edges = [{"from": "vision", "to": "projector"}, {"from": "projector", "to": "llm", "at": "image"}]
     modules = {name: {"model": each.model} for name, each in made.modules.items()} | place
     text = {"modules": modules, "boundaries": edges, "data": {"source": "digits"}}

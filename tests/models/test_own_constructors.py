@@ -14,8 +14,8 @@ import hetmesh
 from hetmesh.errors import RecipeError, ReplicaError
 from hetmesh.models import build_empty, build_module
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.resolve.describe import describe
 from hetmesh.testing import parity
-from hetmesh.training.describe import describe
 
 
 class DrawsElsewhere(Encoder):

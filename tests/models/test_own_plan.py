@@ -9,8 +9,8 @@ from torch.nn.functional import gelu
 from hetmesh.errors import RecipeError
 from hetmesh.models.own import plan_probe
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.training.describe import describe
-from hetmesh.training.own_plans import uncompared_plans
+from hetmesh.resolve.custom_plans import uncompared_plans
+from hetmesh.resolve.describe import describe
 
 UP_DOWN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 

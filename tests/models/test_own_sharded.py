@@ -8,9 +8,9 @@ from torch.nn.functional import linear
 
 from hetmesh.cost import LayerShape, ModuleShape, WeightShape
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.resolve.simulated_step import simulate_recipe
 from hetmesh.simulate.stage_contents import stage_contents
 from hetmesh.testing import parity
-from hetmesh.training.simulated import simulate_recipe
 
 
 def layer(width):

@@ -10,8 +10,8 @@ from hetmesh.models import MODELS
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.pretrained import Pretrained
 from hetmesh.models.qwen3_vl_moe_text import Qwen3VLMoeTextAdapter
-from hetmesh.testing import tiny_vlms
 from hetmesh.testing.precision import exact_dtypes
+from support import tiny_vlms
 
 CONFIG = {
     "hidden_size": 12,

@@ -17,8 +17,8 @@ from hetmesh.models.pretrained import Pretrained
 from hetmesh.models.split.text_plan import text_plan
 from hetmesh.models.split.whole_model import whole_model
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.testing import tiny_vlms
-from hetmesh.training.describe import describe
+from hetmesh.resolve.describe import describe
+from support import tiny_vlms
 
 
 def recipe(path, more="", **media):

@@ -12,8 +12,8 @@ from torch import nn
 from hetmesh.errors import RecipeError
 from hetmesh.models import build_module, build_unfilled
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.testing import tiny_vlms
-from hetmesh.training.describe import describe
+from hetmesh.resolve.describe import describe
+from support import tiny_vlms
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from hetmesh.planner import PLACEMENTS, Predictor, candidates, search
 from hetmesh.planner.candidates import joined, module_plans
 from hetmesh.planner.search import BATCHES
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.training.planning import recipe_problem
+from hetmesh.resolve.planning import recipe_problem
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,9 @@ from hetmesh.cost import LayerShape, ModuleShape, WeightShape, load_machine
 from hetmesh.graph import Activation, BoundarySpec, MediaItem, ModuleGraph, ModuleSpec, SampleMeta
 from hetmesh.layout import MeshSpec
 from hetmesh.planner.encoder_plans import best_split, encoder_plans, splits
-from hetmesh.planner.fill_bubbles import fill_bubbles
 from hetmesh.schedule import PolicyOptions
 from hetmesh.simulate import StepModel, simulate
+from hetmesh.simulate.fill_bubbles import fill_bubbles
 
 
 def test_o11_every_plan_divides_the_llm_s_degrees_and_shares_the_samples_evenly():

@@ -12,9 +12,9 @@ from hetmesh.planner import PLACEMENTS, candidates, laid_out
 from hetmesh.planner.default_splits import default_splits
 from hetmesh.planner.estimate import Estimator
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.resolve.planning import recipe_problem
 from hetmesh.simulate import LayerCosts
 from hetmesh.simulate.stage_contents import stage_contents
-from hetmesh.training.planning import recipe_problem
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits.toml"
 

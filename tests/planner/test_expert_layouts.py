@@ -14,8 +14,8 @@ from hetmesh.recipe.overrides import parse_overrides
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.recipe.rewrite import rewritten
 from hetmesh.report.plan_text import plan_json, plan_text
-from hetmesh.training.describe import describe
-from hetmesh.training.planning import plan_keys, planned_text, recipe_problem
+from hetmesh.resolve.describe import describe
+from hetmesh.resolve.planning import plan_keys, planned_text, recipe_problem
 
 pytestmark = pytest.mark.slow
 

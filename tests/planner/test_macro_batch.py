@@ -15,9 +15,9 @@ from hetmesh.graph import SampleMeta
 from hetmesh.planner.macro_batch import PER_SAMPLE, SHARE, agreeing_batches, certify, drifting, parted
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report.plan_text import macro_batch_lines
-from hetmesh.training import planning
-from hetmesh.training.describe import make_loader
-from hetmesh.training.planning import recipe_macro_batch, recipe_problem
+from hetmesh.resolve import planning
+from hetmesh.resolve.describe import make_loader
+from hetmesh.resolve.planning import recipe_macro_batch, recipe_problem
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from benchmarks.balance.laws import LAWS

@@ -20,9 +20,9 @@ from hetmesh.planner.predict import LANES
 from hetmesh.planner.search import BATCHES
 from hetmesh.planner.some_lanes import some_lanes
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
+from hetmesh.records.metrics import amount
 from hetmesh.report.plan_text import nothing_found
-from hetmesh.training.metrics import amount
-from hetmesh.training.planning import not_kept, planned_text, recipe_problem
+from hetmesh.resolve.planning import not_kept, planned_text, recipe_problem
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.recipe.keys import SECTIONS, valid_keys
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.recipe.torchtitan_keys import FOREIGN
-from hetmesh.training.refusals import check_recipe, check_run
+from hetmesh.resolve.refusals import check_recipe, check_run
 
 DEFAULTS = json.loads((Path(__file__).parent / "torchtitan_0_2_2.json").read_text())["defaults"]
 MODULE = '[modules.llm]\nmodel = "qwen3"\n'

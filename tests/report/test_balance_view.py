@@ -16,9 +16,9 @@ from hetmesh.report.balance_text import WIDTH, balance_text
 from hetmesh.report.balance_values import Histogram
 from hetmesh.report.balance_view import balance_view
 from hetmesh.report.given_lengths import GivenLengths
-from hetmesh.training.balance import recipe_balance
-from hetmesh.training.describe import describe
-from hetmesh.training.simulated import simulate_recipe
+from hetmesh.resolve.balance_options import recipe_balance
+from hetmesh.resolve.describe import describe
+from hetmesh.resolve.simulated_step import simulate_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -18,8 +18,8 @@ from hetmesh.report.balance_view import balance_view
 from hetmesh.report.explain import cell, layout_text
 from hetmesh.report.text import traffic_text
 from hetmesh.report.values import BoundaryView, Traffic
-from hetmesh.training.planning import recipe_problem
-from hetmesh.training.simulated import simulate_recipe
+from hetmesh.resolve.planning import recipe_problem
+from hetmesh.resolve.simulated_step import simulate_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from written_runs import write_run
 
 from hetmesh.cli import main
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
@@ -20,6 +19,7 @@ from hetmesh.report.page_sections import sections
 from hetmesh.report.run_folder import RunView, read_run
 from hetmesh.report.run_series import Series, series
 from hetmesh.simulate import Spans, Timeline
+from support.written_runs import write_run
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -5,11 +5,11 @@ import shutil
 import subprocess
 
 import pytest
-from written_runs import write_run
 
 from hetmesh.report.page import run_page
 from hetmesh.report.page_html import as_html
 from hetmesh.report.run_folder import read_run
+from support.written_runs import write_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 ASK = (

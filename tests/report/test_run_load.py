@@ -6,9 +6,9 @@ import pytest
 
 from hetmesh.balance.batch_load import BatchLoad, ModuleLoad
 from hetmesh.cli import main
+from hetmesh.records.metrics import StepMetrics, flat
+from hetmesh.records.step_values import StepLoad
 from hetmesh.report.run_folder import read_run
-from hetmesh.training.meter import StepLoad
-from hetmesh.training.metrics import StepMetrics, flat
 
 
 def metrics(step):

@@ -5,13 +5,12 @@ import re
 import socket
 import time
 
-from written_runs import write_lines
-
 from hetmesh.cli import main
+from hetmesh.records.events import RunEvents, is_writing
 from hetmesh.report.page_story import ago, state, wall_time, when
 from hetmesh.report.run_folder import read_run
 from hetmesh.report.run_series import series
-from hetmesh.training.run_events import RunEvents, is_writing
+from support.written_runs import write_lines
 
 HOUR = 3615.0  # and a bit: the clock of a line is rounded
 

@@ -5,11 +5,11 @@ from measured_memory import ADAPTERS, ALONE, PIPELINE, STEP, both, measured, rec
 
 from hetmesh.balance import plan_batch
 from hetmesh.cost import load_machine
+from hetmesh.resolve.balance_options import recipe_balance
+from hetmesh.resolve.describe import describe, make_loader
+from hetmesh.resolve.recipe_step_model import recipe_step_model
+from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.simulate import simulate
-from hetmesh.training.balance import recipe_balance
-from hetmesh.training.job import describe, make_loader
-from hetmesh.training.recipe_schedule import recipe_schedule
-from hetmesh.training.step_model import recipe_step_model
 
 pytestmark = pytest.mark.slow
 

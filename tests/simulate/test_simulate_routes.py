@@ -12,11 +12,11 @@ from hetmesh.cost import StageCost, StepCosts, TransferCost
 from hetmesh.graph import BoundarySpec, Edge, ModuleGraph, ModuleSpec, Route, Routes, SampleMeta, Stage, stage_graph
 from hetmesh.layout import MeshSpec
 from hetmesh.report.trace import trace
+from hetmesh.resolve.recipe_step_model import recipe_step_model
+from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.schedule import Action, Kind, one_f_one_b, sequential
 from hetmesh.simulate import Timeline, dependency_points, peak_rows, simulate
 from hetmesh.testing.assignments import RandomAssignment
-from hetmesh.training.recipe_schedule import recipe_schedule
-from hetmesh.training.step_model import recipe_step_model
 
 VISION, LLM = Stage("vision"), Stage("llm")
 EDGE = Edge(VISION, LLM)

@@ -16,13 +16,12 @@ from hetmesh.layout import plan_transfer
 from hetmesh.layout.intervals import extent
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report.explain import explain
+from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.module_shapes import module_shapes
+from hetmesh.resolve.recipe_step_model import recipe_step_model
+from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.simulate import LayerCosts, StepModel, rank_work
 from hetmesh.simulate.layer_costs import PARTS, How
-from hetmesh.training.describe import make_prepare
-from hetmesh.training.job import describe
-from hetmesh.training.module_shapes import module_shapes
-from hetmesh.training.recipe_schedule import recipe_schedule
-from hetmesh.training.step_model import recipe_step_model
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 MACHINE = Machine("test", "", {"float32": 1e9}, memory_bandwidth=1e10, node_bandwidth=1e9, efficiency=1.0)

@@ -19,20 +19,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import World
+from hetmesh.checkpoint.saved_run import SavedRun
+from hetmesh.export.export import export_last
+from hetmesh.inference.one_process import OneProcess
 from hetmesh.recipe import sections
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.records.checkpoint_folders import complete_steps
+from hetmesh.records.metrics import StepMetrics
+from hetmesh.resolve.held_out import held_out_source
 from hetmesh.testing.parity import TOLERANCE, Outcome, ParityError, is_split
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.precision import exact_dtypes
-from hetmesh.testing.recipe_runs import BEHIND
-from hetmesh.testing.recipes import OF_RUNS, RecipeCase
-from hetmesh.training.checkpointing.folders import complete_steps
-from hetmesh.training.held_out import held_out_source
-from hetmesh.training.metrics import StepMetrics
-from hetmesh.training.one_process import OneProcess
 from hetmesh.training.recorder import FILE as TIMELINE
-from hetmesh.training.saved_run import SavedRun
 from hetmesh.training.trainer import Trainer
+from support.recipe_runs import BEHIND
+from support.recipes import OF_RUNS, RecipeCase
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class _Watched(Trainer):
     def _export(self) -> None:
         pass
 
-    def export(self) -> None:
+    def export_now(self) -> None:
         if self.recipe.checkpoint.last_save_in_hf:
             super()._export()
 
@@ -75,11 +76,11 @@ def run_whole(rank: int, recipe: Recipe, stop: int | None = None) -> Ran:
         return metrics.step == stop
 
     with contextlib.redirect_stdout(io.StringIO()):
-        trainer = _Watched(recipe, World.current(), on_step=keep)
+        trainer = _Watched(recipe, World.current(), on_step=keep, export=export_last)
         job, first = trainer.job, trainer.step
         with exact_dtypes(job.root, every_cast=is_split(job.adapters)):
             trainer.run()
-        trainer.export()
+        trainer.export_now()
     job.expert_placement.to_own_places(trainer.optimizers)
     parameters = {name: _full(p.detach()).clone() for name, p in job.root.named_parameters()}
     last, answered = trainer.validation.last, trainer.validation.answered

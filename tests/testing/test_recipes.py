@@ -14,8 +14,8 @@ from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import faults
 from hetmesh.testing.parity import Outcome, ParityError, compare, run
-from hetmesh.testing.recipes import FEATURES, RecipeCase, draw_recipes, to_toml
 from support import plain_digits
+from support.recipes import FEATURES, RecipeCase, draw_recipes, to_toml
 from support.whole_runs import Ran, check_runs, compare_runs, has_run
 
 TOOLS = Path(__file__).parents[2] / "tools"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hetmesh.training.describe import describe
+from hetmesh.resolve.describe import describe
 
 TOOLS = Path(__file__).parents[2] / "tools"
 

@@ -11,8 +11,8 @@ import pytest
 from hetmesh.errors import RecipeError
 from hetmesh.models.can_do import LLM, YES
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.testing import tiny_vlms
-from hetmesh.training.describe import describe
+from hetmesh.resolve.describe import describe
+from support import tiny_vlms
 
 TOOLS = Path(__file__).parents[2] / "tools"
 PAGE = Path(__file__).parents[2] / "src" / "hetmesh" / "models" / "split" / "README.md"

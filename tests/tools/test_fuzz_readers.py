@@ -19,6 +19,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from PIL import Image
 
+from hetmesh.checkpoint.dcp_reader import unpacked
+from hetmesh.checkpoint.reading import Planner
 from hetmesh.cost import Profile, load_machine
 from hetmesh.data import template_bounds
 from hetmesh.data.digit_files import read_digit
@@ -30,14 +32,12 @@ from hetmesh.data.stores import TarShards
 from hetmesh.data.tables import Tables
 from hetmesh.data.tiles import tiling_of
 from hetmesh.errors import CheckpointError, HetmeshError, RecipeError, SampleError
+from hetmesh.export.directory_files import copy_files
 from hetmesh.files import from_json, place_in, read_file
 from hetmesh.models.pretrained import Pretrained
 from hetmesh.recipe.overrides import parse_overrides
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.training.checkpointing.reader import unpacked
-from hetmesh.training.checkpointing.reading import Planner
-from hetmesh.training.checksums import METADATA, Reader, read_metadata
-from hetmesh.training.export_files import copy_files
+from hetmesh.records.checksums import METADATA, Reader, read_metadata
 
 ROOT = Path(__file__).parents[2]
 
@@ -191,7 +191,7 @@ def test_nothing_foreign_is_unpickled():
         for line in file.read_text(encoding="utf-8").splitlines()
         if plain.search(line)
     }
-    assert found == {"src/hetmesh/training/api.py: recipe = pickle.load(sys.stdin.buffer)"}  # our own recipe, by a pipe
+    assert found == {"src/hetmesh/api.py: recipe = pickle.load(sys.stdin.buffer)"}  # our own recipe, by a pipe
 
 
 def test_an_index_takes_no_memory_for_a_number_in_it(tmp_path):

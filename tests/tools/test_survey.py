@@ -53,7 +53,7 @@ def test_what_trains_another_way_is_called_silently_wrong(load, monkeypatch):
     one_class = load("surveying.one_class")
     from hetmesh.models.split.llm_half import HfLlmAdapter
 
-    monkeypatch.setattr("hetmesh.training.self_check.self_check", lambda recipe: 0.0)  # a gate that sees nothing
+    monkeypatch.setattr("hetmesh.verify.self_check.self_check", lambda recipe: 0.0)  # a gate that sees nothing
     logits = HfLlmAdapter.logits
     monkeypatch.setattr(HfLlmAdapter, "logits", lambda *given: logits(*given) * 1.01)
     row = one_class.survey("llava", "LlavaForConditionalGeneration")

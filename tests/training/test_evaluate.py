@@ -11,12 +11,12 @@ from hetmesh.data.digits import DigitsSource
 from hetmesh.data.loader import Loader
 from hetmesh.errors import SampleError
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.modules import loaded_module
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.testing.sources import RandomMedia
-from hetmesh.training.describe import make_prepare
 from hetmesh.training.evaluate import Evaluation, evaluate, show
-from hetmesh.training.job import Job, describe
-from hetmesh.training.modules import loaded_module
+from hetmesh.training.job import Job
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SAMPLES = 37  # no multiple of the batch size

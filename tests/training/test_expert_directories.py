@@ -18,20 +18,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import World
+from hetmesh.checkpoint.saved_run import saved_run
 from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError
+from hetmesh.export.export import export, export_last
 from hetmesh.models import pretrained_of
 from hetmesh.models.split.whole_forward import all_logits, load_whole
 from hetmesh.models.split.whole_model import whole_model
 from hetmesh.recipe.recipe import Recipe, parse_recipe
-from hetmesh.testing import tiny_vlms
+from hetmesh.resolve.describe import describe, make_prepare
 from hetmesh.testing.parity import compare, reference, run_as
 from hetmesh.testing.whole_reference import whole_reference
-from hetmesh.training.describe import describe, make_prepare
 from hetmesh.training.evaluate import evaluate
-from hetmesh.training.export import export
-from hetmesh.training.saved_run import saved_run
 from hetmesh.training.trainer import Trainer
+from support import tiny_vlms
 
 EP_TP = "data_parallel_replicate_degree = 2\ntensor_parallel_degree = 2\nexpert_parallel_degree = 2"
 EP_FSDP = "data_parallel_shard_degree = 4\nexpert_parallel_degree = 2"
@@ -91,7 +91,7 @@ def load_and_save(rank: int, given: Recipe, kind: Any) -> tuple[Counter[str], in
     """
     counts, opened = Counter[str](), safetensors.safe_open
     with patch.object(safetensors, "safe_open", lambda file, *how: CountedReads(opened(file, *how), counts)):
-        trainer = Trainer(given, World.current())
+        trainer = Trainer(given, World.current(), export=export_last)
     trainer.reporter.close()
     theirs = kind.from_pretrained(given.modules["llm"].initial_load_path).state_dict()
     held, wrong = 0, []
@@ -119,7 +119,7 @@ def check_reads(ranks: Any, layout: str) -> None:
 
 def trained(rank: int, given: Recipe) -> float:
     """The run and its checkpoint; the loss of an evaluation on the first eight samples behind it."""
-    trainer = Trainer(given, World.current())
+    trainer = Trainer(given, World.current(), export=export_last)
     trainer.reporter.close()
     for _ in range(given.training.steps):
         trainer.train_step()

@@ -12,11 +12,11 @@ from hetmesh.boundary import World
 from hetmesh.errors import RecipeError
 from hetmesh.parallel.experts import ExpertBlock
 from hetmesh.parallel.experts import placement as moves
+from hetmesh.records.metrics import StepMetrics, flat
+from hetmesh.resolve.describe import describe
 from hetmesh.testing.parity import ParityError, compare, reference, run
 from hetmesh.training import expert_placement
-from hetmesh.training.describe import describe
 from hetmesh.training.expert_placement import Moved
-from hetmesh.training.metrics import StepMetrics, flat
 
 STEPS = 3
 SPREAD = sorted(case for case, (tables, _) in CASES.items() if "expert_parallel_degree" in "".join(tables))

@@ -9,7 +9,7 @@ from hetmesh.data import Loader
 from hetmesh.data.digits import DigitsSource
 from hetmesh.graph import Stage
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.training.describe import describe, make_prepare
+from hetmesh.resolve.describe import describe, make_prepare
 from hetmesh.training.feed import Feed
 
 RECIPES = Path(__file__).parents[2] / "recipes"

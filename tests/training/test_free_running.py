@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from hetmesh.boundary import World
+from hetmesh.checkpoint.checkpointer import Checkpointer
+from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.data.digits import DigitsSource
 from hetmesh.errors import RecipeError, SampleError
+from hetmesh.inference.generate import answer_tokens
+from hetmesh.inference.one_process import OneProcess
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.resolve.held_out import held_out_source
 from hetmesh.testing.sources import RandomMedia
-from hetmesh.training.checkpoint import Checkpointer
 from hetmesh.training.evaluate import evaluate
 from hetmesh.training.free_running import free_running
-from hetmesh.training.generate import answer_tokens
-from hetmesh.training.held_out import held_out_source
 from hetmesh.training.job import Job
-from hetmesh.training.one_process import OneProcess
-from hetmesh.training.saved_run import SavedRun
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SAMPLES = 30

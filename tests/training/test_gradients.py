@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from hetmesh.boundary import World
+from hetmesh.boundary.scalars import reduce_over_ranks
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.testing.parity import reference
 from hetmesh.training.feed import Feed
-from hetmesh.training.gradients import clip_factor, counted, reduce_over_ranks, scale, squared_norm
+from hetmesh.training.gradients import clip_factor, counted, scale, squared_norm
 from hetmesh.training.job import Job
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -13,7 +13,7 @@ from hetmesh.errors import SampleError
 from hetmesh.graph import Stage
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.training.describe import describe, make_prepare
+from hetmesh.resolve.describe import describe, make_prepare
 from hetmesh.training.feed import Feed
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -138,7 +138,7 @@ def test_hetmesh_train_ends_with_that_error(start_training, tmp_path):
     )
     process = start_training(
         RECIPES / "digits.toml",
-        *("--data.source", "faulty_sources:FaultyDigits", "--data.options.fault", "drop"),
+        *("--data.source", "support.faulty_sources:FaultyDigits", "--data.options.fault", "drop"),
         *("--data.options.at", str(bad), "--data.options.rank", "1", "--training.local_batch_size", str(batch)),
         *("--metrics.enable_tensorboard", "false", "--job.dump_folder", str(tmp_path)),
     )

@@ -11,9 +11,9 @@ import pytest
 from hetmesh.cli import main
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.resolve.held_out import held_out_source
 from hetmesh.testing.sources import RandomMedia
 from hetmesh.training.evaluate import evaluate
-from hetmesh.training.held_out import held_out_source
 from hetmesh.training.job import Job
 from hetmesh.training.trainer import Trainer
 

@@ -10,10 +10,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hetmesh.errors import RecipeError
 from hetmesh.layout import MeshSpec
+from hetmesh.parallel.root import Root
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.training.checkpointing.folders import complete_steps
-from hetmesh.training.optimizers import Root, learning_rate, make_optimizers
-from hetmesh.training.refusals import check_recipe
+from hetmesh.records.checkpoint_folders import complete_steps
+from hetmesh.resolve.refusals import check_recipe
+from hetmesh.training.optimizers import learning_rate, make_optimizers
 
 TEXT = """
 [modules]
@@ -116,7 +117,14 @@ def test_an_update_that_fails_on_one_rank_ends_all_of_them_and_is_not_saved(star
     """Megatron-LM's test_mimo_optimizer_consensus.py: whether all ranks were updated is no rank's own opinion."""
     command = start_training(
         Path(__file__).parents[2] / "recipes" / "digits_overlapping.toml",
-        *("--data.source", "faulty_sources:FailingUpdate", "--training.steps", "3", "--training.local_batch_size", "8"),
+        *(
+            "--data.source",
+            "support.faulty_sources:FailingUpdate",
+            "--training.steps",
+            "3",
+            "--training.local_batch_size",
+            "8",
+        ),
         *("--checkpoint.enable", "true", "--checkpoint.interval", "1", "--validation.samples", "4"),
         *("--job.dump_folder", str(tmp_path / "run"), "--metrics.enable_tensorboard", "false"),
     )

@@ -14,7 +14,7 @@ from hetmesh.testing import faults
 from hetmesh.testing.bounds import minimal_elements
 from hetmesh.testing.parity import TOLERANCE, ParityError, compare, reference, run
 from hetmesh.training.job import Job
-from often import combinations
+from support.often import combinations
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -9,15 +9,15 @@ from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError
 from hetmesh.graph import SampleMeta, Stage
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.resolve import schedules as recipe_schedule_module
+from hetmesh.resolve.balance_options import recipe_balance
+from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.recipe_step_model import TYPICAL_PEAK
+from hetmesh.resolve.schedules import StepSchedules, over_in_flight, recipe_schedule
 from hetmesh.schedule import Kind
 from hetmesh.testing import faults
 from hetmesh.testing.assignments import Deferred, RandomAssignment
 from hetmesh.testing.parity import ParityError, compare, reference
-from hetmesh.training import recipe_schedule as recipe_schedule_module
-from hetmesh.training.balance import recipe_balance
-from hetmesh.training.describe import describe, make_prepare
-from hetmesh.training.recipe_schedule import StepSchedules, over_in_flight, recipe_schedule
-from hetmesh.training.step_model import TYPICAL_PEAK
 
 INNER = ("1f1b", "interleaved", "zero_bubble")
 SLICES = "bubble_fill_layers_per_slice = 1"

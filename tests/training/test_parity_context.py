@@ -1,15 +1,16 @@
 """Parity of context parallelism and packing: every token once, wherever it lies."""
 
 import pytest
-from received_rows import received_rows
 from test_parity_pipeline import recipe, table
 
 from hetmesh.attention.in_transformers import counter
 from hetmesh.balance import boundary_layouts
 from hetmesh.boundary import World
 from hetmesh.errors import RecipeError
+from hetmesh.resolve.describe import describe
 from hetmesh.testing.parity import compare, reference, run
-from hetmesh.training.job import Job, describe
+from hetmesh.training.job import Job
+from support.received_rows import received_rows
 
 
 def on_this_rank(rank, recipe):

@@ -6,10 +6,10 @@ from test_parity_pipeline import on_this_rank, table
 from hetmesh.boundary import World
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.resolve.describe import describe
 from hetmesh.testing import faults
 from hetmesh.testing.parity import ParityError, compare, reference, run
 from hetmesh.testing.precision import exact_dtypes
-from hetmesh.training.describe import describe
 from hetmesh.training.expert_loads import ExpertLoads
 from hetmesh.training.job import Job
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from received_rows import received_rows
 from torch.distributed.fsdp import FSDPModule
 
 from hetmesh.balance import plan_batch
@@ -13,11 +12,11 @@ from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError
 from hetmesh.graph import Stage
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.resolve.describe import describe, make_prepare
 from hetmesh.testing import faults
 from hetmesh.testing.parity import Outcome, ParityError, compare, reference, run
-from hetmesh.training.describe import make_prepare
-from hetmesh.training.job import describe
-from often import combinations
+from support.often import combinations
+from support.received_rows import received_rows
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from hetmesh.boundary import World
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import faults
 from hetmesh.testing.parity import ParityError, compare, reference, run
-from often import combinations
+from support.often import combinations
 
 MODEL = """
 [modules.vision]

@@ -16,11 +16,11 @@ from hetmesh.models import MODELS
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.multimodal_rope import multimodal_positions
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.modules import loaded_module
 from hetmesh.testing import faults
 from hetmesh.testing.parity import ParityError, compare, reference, run
 from hetmesh.testing.precision import exact_dtypes
-from hetmesh.training.describe import describe, make_prepare
-from hetmesh.training.modules import loaded_module
 
 RECIPE = """
 [modules.vision]

@@ -12,12 +12,12 @@ from hetmesh.balance import plan_batch
 from hetmesh.boundary import World
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.resolve.balance_options import recipe_balance
+from hetmesh.resolve.describe import describe, make_prepare
 from hetmesh.runtime.step import StepRunner
 from hetmesh.testing import faults
 from hetmesh.testing.assignments import Deferred, RandomAssignment
 from hetmesh.testing.parity import ParityError, compare, reference, run
-from hetmesh.training.balance import recipe_balance
-from hetmesh.training.describe import describe, make_prepare
 
 
 def delayed_run(rank, recipe, policy, fault=None):

@@ -8,9 +8,10 @@ import re
 import pytest
 
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.testing import parity, tiny_vlms
+from hetmesh.testing import parity
 from hetmesh.testing.parity import compare, run_as
 from hetmesh.testing.whole_reference import whole_reference
+from support import tiny_vlms
 
 LAYOUTS = {
     "encoder DP 2 beside LLM TP 2": """

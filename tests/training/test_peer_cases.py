@@ -12,7 +12,7 @@ import pytest
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.testing.parity import check
-from hetmesh.testing.recipes import to_toml
+from support.recipes import to_toml
 
 SIGLIP = {"hidden_size": 8, "num_attention_heads": 4, "patch_size": 4, "image_size": 8, "intermediate_size": 8}
 QWEN3 = {"hidden_size": 12, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4, "intermediate_size": 12}

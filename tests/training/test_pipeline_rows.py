@@ -15,12 +15,12 @@ from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError
 from hetmesh.graph import Stage
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
+from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.schedule import Kind
 from hetmesh.simulate import Timeline, bubbles, simulate
-from hetmesh.training.describe import make_prepare
 from hetmesh.training.feed import Feed
-from hetmesh.training.job import Job, describe
-from hetmesh.training.recipe_schedule import recipe_schedule
+from hetmesh.training.job import Job
 
 
 class Saved(nn.Module):

@@ -10,8 +10,8 @@ from torch import nn
 from hetmesh.boundary import World
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.resolve.describe import describe
 from hetmesh.testing.parity import reference, run
-from hetmesh.training.job import describe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_overlapping.toml"
 SMALL = ("--training.local_batch_size", "8", "--parallelism.llm.pipeline_parallel_microbatch_size", "4")

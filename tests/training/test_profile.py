@@ -7,8 +7,8 @@ import pytest
 from hetmesh.cost import Profile, Work, layer_kind
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.training.describe import describe, make_prepare
-from hetmesh.training.module_shapes import module_shapes
+from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.module_shapes import module_shapes
 from hetmesh.training.profile import profile_recipe, sample_shapes
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from tiny_directory import save_directory
 
 from hetmesh.cli import main
+from support.tiny_directory import save_directory
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")]
 

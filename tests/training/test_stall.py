@@ -29,7 +29,7 @@ def stalled(start_training, tmp_path_factory):
         folder = tmp_path_factory.mktemp(name)
         process = start_training(
             RECIPES / f"{name}.toml",
-            *("--data.source", "faulty_sources:FaultyDigits", "--data.options.fault", "stall"),
+            *("--data.source", "support.faulty_sources:FaultyDigits", "--data.options.fault", "stall"),
             *("--training.local_batch_size", str(BATCH), "--metrics.enable_tensorboard", "false"),
             *("--job.dump_folder", str(folder), *overrides),
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.training.checkpointing.folders import complete_steps
+from hetmesh.records.checkpoint_folders import complete_steps
 from hetmesh.training.stopping import Stopped, StopSignals
 from hetmesh.training.trainer import Trainer
 

@@ -17,15 +17,15 @@ from hetmesh.boundary import World
 from hetmesh.cli import main
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.records.events import is_writing
+from hetmesh.records.metrics import StepMetrics
+from hetmesh.records.metrics_file import trim_metrics
+from hetmesh.records.reporter import Reporter
+from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.modules import loaded_module
 from hetmesh.simulate import Timeline
 from hetmesh.testing.precision import exact_dtypes
-from hetmesh.training.describe import describe, make_prepare
 from hetmesh.training.kernels import choose_kernels
-from hetmesh.training.metrics import StepMetrics
-from hetmesh.training.metrics_file import trim_metrics
-from hetmesh.training.modules import loaded_module
-from hetmesh.training.reporter import Reporter
-from hetmesh.training.run_events import is_writing
 from hetmesh.training.trainer import Trainer
 
 RECIPES = Path(__file__).parents[2] / "recipes"

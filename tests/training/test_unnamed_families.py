@@ -10,12 +10,12 @@ import pytest
 import hetmesh
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.testing import tiny_vlms
+from hetmesh.resolve.describe import describe
 from hetmesh.testing.parity import compare, run_as
 from hetmesh.testing.whole_reference import whole_reference
-from hetmesh.training.describe import describe
-from hetmesh.training.self_check import self_check
-from hetmesh.training.self_check_bound import TOLERANCE
+from hetmesh.verify.self_check import self_check
+from hetmesh.verify.self_check_bound import TOLERANCE
+from support import tiny_vlms
 
 IMAGE = {"image_token_id": tiny_vlms.IMAGE}
 

@@ -14,9 +14,9 @@ from hetmesh.data.payloads import Direct, SplitSources
 from hetmesh.errors import SampleError
 from hetmesh.graph import Edge
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.resolve.balance_options import recipe_balance
+from hetmesh.resolve.describe import describe, make_prepare
 from hetmesh.runtime import step_transfers
-from hetmesh.training.balance import recipe_balance
-from hetmesh.training.describe import describe, make_prepare
 from hetmesh.training.job import Job
 from hetmesh.training.upcoming import AHEAD, Background, Upcoming, plan_step
 

@@ -31,15 +31,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetmesh.boundary import World
+from hetmesh.checkpoint.checkpointer import Checkpointer
 from hetmesh.recipe.recipe import Recipe, load_recipe
 from hetmesh.testing.pool import WorkerPool
-from hetmesh.training.checkpoint import Checkpointer
 from hetmesh.training.trainer import Trainer
 
 JUDGES = (
-    "src/hetmesh/training/checkpointing",
-    "src/hetmesh/training/checkpoint.py",
-    "src/hetmesh/training/checksums.py",
+    "src/hetmesh/checkpoint",
+    "src/hetmesh/checkpoint/checkpointer.py",
+    "src/hetmesh/records/checksums.py",
 )
 """What an output of it judges (`kept.py`)."""
 

@@ -16,18 +16,18 @@ from typing import Any
 
 import torch
 
+from hetmesh.dryrun.dry_run import with_microbatches
+from hetmesh.dryrun.dry_runs import fullest_group
 from hetmesh.recipe.recipe import Recipe, load_recipe
-from hetmesh.training.dry_run import with_microbatches
-from hetmesh.training.dry_runs import fullest_group
 
 JUDGES = (
     "src/hetmesh/cost",
     "src/hetmesh/simulate",
     "src/hetmesh/runtime",
     "src/hetmesh/parallel",
-    "src/hetmesh/training/dry_run.py",
-    "src/hetmesh/training/dry_runs.py",
-    "src/hetmesh/training/step_model.py",
+    "src/hetmesh/dryrun/dry_run.py",
+    "src/hetmesh/dryrun/dry_runs.py",
+    "src/hetmesh/resolve/recipe_step_model.py",
 )
 """What an output of it judges (`kept.py`)."""
 

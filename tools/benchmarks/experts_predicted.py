@@ -27,13 +27,13 @@ from hetmesh.balance import plan_batch
 from hetmesh.boundary import World
 from hetmesh.cost import load_machine
 from hetmesh.recipe.recipe import Recipe, load_recipe
+from hetmesh.resolve.balance_options import recipe_balance
+from hetmesh.resolve.describe import describe, make_loader
+from hetmesh.resolve.recipe_step_model import recipe_step_model
+from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.runtime import LiveBytes
 from hetmesh.simulate import simulate
 from hetmesh.testing.pool import WorkerPool
-from hetmesh.training.balance import recipe_balance
-from hetmesh.training.describe import describe, make_loader
-from hetmesh.training.recipe_schedule import recipe_schedule
-from hetmesh.training.step_model import recipe_step_model
 from hetmesh.training.trainer import Trainer
 
 JUDGES = ("src/hetmesh/cost", "src/hetmesh/simulate", "src/hetmesh/parallel/experts")

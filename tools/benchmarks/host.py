@@ -32,8 +32,8 @@ from hetmesh.cost import lane_work
 from hetmesh.data import Loader
 from hetmesh.graph import MediaItem, MetaArrays, SampleMeta
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.training.balance import recipe_balance
-from hetmesh.training.describe import describe, make_prepare
+from hetmesh.resolve.balance_options import recipe_balance
+from hetmesh.resolve.describe import describe, make_prepare
 from hetmesh.training.job import Job
 from hetmesh.training.upcoming import Upcoming
 

@@ -26,8 +26,8 @@ from hetmesh.boundary import World
 from hetmesh.data.loader import Loader
 from hetmesh.models import build_module
 from hetmesh.recipe.recipe import Recipe, load_recipe
+from hetmesh.resolve.describe import describe
 from hetmesh.testing.pool import WorkerPool
-from hetmesh.training.job import describe
 from hetmesh.training.trainer import Trainer
 
 JUDGES = (

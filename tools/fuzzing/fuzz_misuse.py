@@ -27,15 +27,15 @@ from hetmesh.errors import HetmeshError
 from hetmesh.recipe.keys import SECTIONS, valid_keys
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.recipe.sections import LoRA
-from hetmesh.testing.recipes import RecipeCase, draw_recipes
+from support.recipes import RecipeCase, draw_recipes
 
 JUDGES = (
     "src/hetmesh/recipe",
     "src/hetmesh/cli",
     "src/hetmesh/boundary",
     "src/hetmesh/layout",
-    "src/hetmesh/training/refusals.py",
-    "src/hetmesh/training/module_refusals.py",
+    "src/hetmesh/resolve/refusals.py",
+    "src/hetmesh/resolve/module_refusals.py",
 )
 """What an output of it judges (`kept.py`)."""
 

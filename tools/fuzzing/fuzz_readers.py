@@ -45,11 +45,11 @@ JUDGES = (
     "src/hetmesh/report",
     "src/hetmesh/cost/machine.py",
     "src/hetmesh/cost/fitted.py",
-    "src/hetmesh/training/checkpointing",
-    "src/hetmesh/training/checksums.py",
-    "src/hetmesh/training/initial_load.py",
-    "src/hetmesh/training/export_files.py",
-    "src/hetmesh/training/metrics_file.py",
+    "src/hetmesh/checkpoint",
+    "src/hetmesh/records/checksums.py",
+    "src/hetmesh/checkpoint/initial_load.py",
+    "src/hetmesh/export/directory_files.py",
+    "src/hetmesh/records/metrics_file.py",
     "src/hetmesh/files.py",
 )
 """What an output of it judges (`kept.py`)."""

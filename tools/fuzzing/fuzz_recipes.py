@@ -31,15 +31,15 @@ from fuzzing.simplify import candidates_of as candidates_of
 from fuzzing.simplify import simplest
 from hetmesh.cli.check import checked
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.describe import describe
+from hetmesh.resolve.modules import loaded_module
 from hetmesh.testing.assignments import Policy, RandomAssignment
 from hetmesh.testing.dropout import draws_alike, has_dropout
 from hetmesh.testing.emulated_nccl import emulate
 from hetmesh.testing.parity import TOLERANCE, Outcome, ParityError, compare, reference, run_as
 from hetmesh.testing.pool import WorkerPool
-from hetmesh.testing.recipes import FEATURES, RecipeCase, draw_recipes
-from hetmesh.training.job import describe
-from hetmesh.training.modules import loaded_module
 from support import plain_digits
+from support.recipes import FEATURES, RecipeCase, draw_recipes
 from support.whole_runs import check_runs, has_run
 
 JUDGES = (

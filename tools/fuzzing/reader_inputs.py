@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from hetmesh.checkpoint.saved_run import saved_run
 from hetmesh.cli import main as hetmesh
 from hetmesh.data import make_source
 from hetmesh.data.index import build_index
@@ -26,12 +27,11 @@ from hetmesh.errors import HetmeshError
 from hetmesh.files import read_file, to_json
 from hetmesh.models.pretrained import Pretrained
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.testing import tiny_vlms
-from hetmesh.testing.recipes import draw_recipes
-from hetmesh.training import checksums
-from hetmesh.training.describe import describe
-from hetmesh.training.saved_run import saved_run
-from hetmesh.training.simulated import simulate_recipe
+from hetmesh.records import checksums
+from hetmesh.resolve.describe import describe
+from hetmesh.resolve.simulated_step import simulate_recipe
+from support import tiny_vlms
+from support.recipes import draw_recipes
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 WORDS = ["<pad>", "<|image_pad|>", "<unk>", "<|im_end|>", "user", "assistant", "what", "is", "this", "a", "cat", "dog"]

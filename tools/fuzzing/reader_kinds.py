@@ -21,12 +21,15 @@ from hetmesh.data.digit_files import read_digit
 from hetmesh.data.find_conversations import find_conversations
 from hetmesh.data.lengths import read_lengths
 from hetmesh.errors import HetmeshError
+from hetmesh.export import directory_files as export_files
+from hetmesh.inference import generate
 from hetmesh.models.pretrained import Pretrained
 from hetmesh.recipe.recipe import Recipe, load_recipe
-from hetmesh.training import dump_folder, export_files, generate, self_check_record
-from hetmesh.training.describe import describe
-from hetmesh.training.module_shapes import module_shapes
-from hetmesh.training.simulated import simulate_recipe
+from hetmesh.records import dump_folder
+from hetmesh.resolve.describe import describe
+from hetmesh.resolve.module_shapes import module_shapes
+from hetmesh.resolve.simulated_step import simulate_recipe
+from hetmesh.verify import self_check_record
 
 TABLES = ("table.parquet", "table.arrow", "saved")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import tomli
 
-from hetmesh.testing.recipes import RecipeCase, to_toml
+from support.recipes import RecipeCase, to_toml
 
 DEGREES = (
     "pipeline_parallel_degree",

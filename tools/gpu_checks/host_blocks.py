@@ -27,8 +27,8 @@ from gpu_checks.found import Found, Place
 from gpu_checks.ranks import run_ranks
 from gpu_checks.trace import Block, Span, blocks, launches, prepared, reads
 from hetmesh.boundary import World
+from hetmesh.dryrun.dry_run import dry_run
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.training.dry_run import dry_run
 from hetmesh.training.trainer import Trainer
 
 RECIPES = Path(__file__).parents[2] / "recipes"

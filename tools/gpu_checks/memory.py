@@ -19,14 +19,14 @@ from gpu_checks.sizes import EQUAL, LARGE, ONE_RANK, SMALL, TWO_RANKS, sized
 from hetmesh.balance import plan_batch
 from hetmesh.boundary import World
 from hetmesh.cost import load_machine
+from hetmesh.dryrun.dry_run import dry_run
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.balance_options import recipe_balance
+from hetmesh.resolve.describe import describe, make_loader
+from hetmesh.resolve.memory_fit import step_memory
+from hetmesh.resolve.recipe_step_model import recipe_step_model
+from hetmesh.resolve.schedules import StepSchedules
 from hetmesh.runtime import LiveBytes
-from hetmesh.training.balance import recipe_balance
-from hetmesh.training.dry_run import dry_run
-from hetmesh.training.job import describe, make_loader
-from hetmesh.training.memory_fit import step_memory
-from hetmesh.training.recipe_schedule import StepSchedules
-from hetmesh.training.step_model import recipe_step_model
 from hetmesh.training.trainer import Trainer
 
 WARM_UP = 2

@@ -21,11 +21,11 @@ from gpu_checks.found import Found, Place
 from gpu_checks.sizes import EQUAL, LARGE, ONE_RANK, RECIPES, sized
 from hetmesh.balance import plan_batch
 from hetmesh.cost import Work, lane_work, module_flops
+from hetmesh.dryrun.dry_run import dry_run
 from hetmesh.recipe.recipe import Recipe, load_recipe
-from hetmesh.training.balance import recipe_balance
-from hetmesh.training.dry_run import dry_run
-from hetmesh.training.job import describe, make_loader
-from hetmesh.training.module_shapes import module_shapes
+from hetmesh.resolve.balance_options import recipe_balance
+from hetmesh.resolve.describe import describe, make_loader
+from hetmesh.resolve.module_shapes import module_shapes
 from hetmesh.training.trainer import Trainer
 
 WARM_UP = 3

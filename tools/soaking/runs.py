@@ -177,7 +177,7 @@ class Results:
 
     def step(self) -> int:
         """Of the newest complete checkpoint; 0 if there is none."""
-        from hetmesh.training.checkpointing.folders import complete_steps
+        from hetmesh.records.checkpoint_folders import complete_steps
 
         return max(complete_steps(self.checkpoints), default=0)
 

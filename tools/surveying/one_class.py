@@ -100,8 +100,8 @@ def _tried(path: Path, row: dict[str, Any], judge: Judge) -> dict[str, Any]:
     from hetmesh.models.split.item_calls import apart
     from hetmesh.models.split.whole_model import whole_model
     from hetmesh.recipe.recipe import parse_recipe
-    from hetmesh.training.describe import describe
-    from hetmesh.training.self_check import _encoders
+    from hetmesh.resolve.describe import describe
+    from hetmesh.verify.self_check import _encoders
 
     try:
         recipe = parse_recipe(_recipe(path, {}))
@@ -134,7 +134,7 @@ def _tried(path: Path, row: dict[str, Any], judge: Judge) -> dict[str, Any]:
 
 def _judged(text: str) -> dict[str, Any]:
     from hetmesh.recipe.recipe import parse_recipe
-    from hetmesh.training.self_check import self_check
+    from hetmesh.verify.self_check import self_check
 
     recipe = parse_recipe(text)
     return {"max_difference": self_check(recipe), **_trained(recipe)}

@@ -28,8 +28,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     for line in checked(recipe):
         print(line)
     if recipe.model.hf_path is not None:
-        from hetmesh.training.describe import describe
-        from hetmesh.training.expansion import expansion
+        from hetmesh.resolve.describe import describe
+        from hetmesh.resolve.expansion import expansion
 
         print(f"[model] hf_path = '{recipe.model.hf_path}' stands for:")
         print("\n".join(f"  {line}" for line in expansion(recipe, describe(recipe)[1])))
@@ -40,9 +40,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _compared(recipe: Recipe) -> list[str]:
-    from hetmesh.training.processor_check import check_processor
-    from hetmesh.training.self_check import NOT_COMPARED, self_check
-    from hetmesh.training.self_check_record import record
+    from hetmesh.verify.processor_check import check_processor
+    from hetmesh.verify.self_check import NOT_COMPARED, self_check
+    from hetmesh.verify.self_check_record import record
 
     data = check_processor(recipe)
     difference = self_check(recipe)
@@ -59,15 +59,15 @@ def checked(recipe: Recipe, files: bool = True) -> list[str]:
     Raises:
         RecipeError: everything that is wrong, a line each.
     """
+    from hetmesh.checkpoint.initial_check import check_initial_weights
     from hetmesh.errors import Refusals
-    from hetmesh.training.describe import check_first_batch, describe
-    from hetmesh.training.dump_folder import resumable
-    from hetmesh.training.held_out import held_out_source
-    from hetmesh.training.initial_check import check_initial_weights
-    from hetmesh.training.media_files import check_media_files, in_order_of_training
-    from hetmesh.training.own_plans import uncompared_plans
-    from hetmesh.training.refusals import check_run
-    from hetmesh.training.summary import summary
+    from hetmesh.records.dump_folder import resumable
+    from hetmesh.resolve.custom_plans import uncompared_plans
+    from hetmesh.resolve.describe import check_first_batch, describe
+    from hetmesh.resolve.held_out import held_out_source
+    from hetmesh.resolve.media_files import check_media_files, in_order_of_training
+    from hetmesh.resolve.refusals import check_run
+    from hetmesh.resolve.summary import summary
 
     refusals, adapters, source, held_out = Refusals(), None, None, None
     notes: list[str] = []

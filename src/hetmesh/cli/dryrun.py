@@ -23,9 +23,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     recipe = load_recipe(args.recipe, overrides)
     if args.rank != "all" and not args.rank.isdecimal():
         raise RecipeError(f"--rank {args.rank}: give a number, or all")
+    from hetmesh.dryrun.dry_runs import dry_runs
     from hetmesh.files import to_json
     from hetmesh.report.dry_run_text import dry_run_json, dry_run_lines
-    from hetmesh.training.dry_runs import dry_runs
 
     rank = None if args.rank == "all" else int(args.rank)
     found = dry_runs(recipe, rank, machine=args.machine, microbatches=args.microbatches)

@@ -31,9 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Write the directory, and say what is in it."""
-    from hetmesh.training.export import DTYPES as KNOWN
-    from hetmesh.training.export import export
-    from hetmesh.training.saved_run import saved_run
+    from hetmesh.checkpoint.saved_run import saved_run
+    from hetmesh.export.export import DTYPES as KNOWN
+    from hetmesh.export.export import export
 
     if overrides:
         raise RecipeError(f"{overrides[0]}: a run that is over cannot be changed; export takes no recipe keys")

@@ -12,7 +12,7 @@ from hetmesh.errors import RecipeError
 
 if TYPE_CHECKING:
     from hetmesh.data.source import Source
-    from hetmesh.training.one_process import OneProcess
+    from hetmesh.inference.one_process import OneProcess
 
 
 class _Media(argparse.Action):
@@ -40,9 +40,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     _check(args)
     import torch
 
+    from hetmesh.checkpoint.saved_run import saved_run
+    from hetmesh.inference.one_process import OneProcess
     from hetmesh.recipe.recipe import load_recipe
-    from hetmesh.training.one_process import OneProcess
-    from hetmesh.training.saved_run import saved_run
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     path = Path(args.run)
@@ -77,7 +77,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _asked(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
     from hetmesh.data.in_memory import MemorySource
-    from hetmesh.training.generate import prompt_source
+    from hetmesh.inference.generate import prompt_source
 
     asker = prompt_source(model.source, model.recipe)
     sample = asker.prompt(args.question, args.media or ())
@@ -92,7 +92,7 @@ def _asked(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
 def _held_out(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
     from hetmesh.data.continued import answer_start
     from hetmesh.data.source import QuestionSource
-    from hetmesh.training.held_out import held_out_source
+    from hetmesh.resolve.held_out import held_out_source
 
     if not model.recipe.validation.enable:
         raise RecipeError("--sample: validation.enable = false, so the recipe has no held-out samples; ask a question")
@@ -115,7 +115,8 @@ def _held_out(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
 
 
 def _tokens(model: OneProcess, source: Source, index: int, args: argparse.Namespace) -> list[int]:
-    from hetmesh.training.generate import answer_tokens, end_tokens
+    from hetmesh.data.end_tokens import end_tokens
+    from hetmesh.inference.generate import answer_tokens
 
     ends = end_tokens(model.source, model.recipe)
     most, temperature, seed = args.max_new_tokens, args.temperature, args.seed

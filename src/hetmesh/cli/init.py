@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from hetmesh.files import writing
     from hetmesh.recipe.recipe import parse_recipe
     from hetmesh.report.starter_text import starter_text
-    from hetmesh.training.starter import starter
+    from hetmesh.resolve.init_recipe import starter
 
     folder = raw["data"].get("options", {}).get("media_folder")
     data = None if args.data is None else find_conversations(args.data, folder)

@@ -29,7 +29,7 @@ from hetmesh.recipe.recipe import Recipe
 # What the first step would import in every worker at once. The first DTensor operation alone imports ~300 modules.
 # Two of them are private: a name that a later torch drops costs only time.
 PRELOAD = ("torch._dynamo", "torch.distributed.tensor._random", "torch.distributed.tensor.parallel")
-TRAINER = "hetmesh.training.trainer"
+TRAINER = "hetmesh.api"
 HOST = "127.0.0.1"
 # Cores of a machine where threads of one worker wait for each other more than they compute: digits_single on two cores
 # that others use too takes 8 s of CPU for 20 steps with one thread, 60 s with two.
@@ -111,7 +111,7 @@ def _run(function: Callable[..., object], count: int, args: tuple[Any, ...], who
 
 
 def _train(recipe: Recipe) -> None:
-    importlib.import_module(TRAINER).train(recipe)
+    importlib.import_module(TRAINER).run_recipe(recipe)
 
 
 def work(

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from hetmesh.files import to_json, writing
     from hetmesh.planner import search
     from hetmesh.report.plan_text import nothing_found, plan_json, plan_text
-    from hetmesh.training.planning import (
+    from hetmesh.resolve.planning import (
         batches_to_simulate,
         not_kept,
         planned_text,

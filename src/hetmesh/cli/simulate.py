@@ -33,9 +33,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from hetmesh.report.gantt import save_gantt
     from hetmesh.report.gantt_text import bubble_table, gantt_text, headline, summary_json
     from hetmesh.report.trace import save_trace
-    from hetmesh.training.job import describe
-    from hetmesh.training.module_shapes import module_shapes, notes_on_experts
-    from hetmesh.training.simulated import simulate_recipe
+    from hetmesh.resolve.describe import describe
+    from hetmesh.resolve.module_shapes import module_shapes, notes_on_experts
+    from hetmesh.resolve.simulated_step import simulate_recipe
 
     timeline = simulate_recipe(recipe, machine=args.machine, profile=args.profile, beside=args.beside)
     if args.png:

@@ -46,9 +46,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if recipe.world_size > 1:
         return launch_recipe(recipe)
     torch.set_num_threads(threads_per_worker(1))
-    from hetmesh.training.trainer import train
+    from hetmesh.api import run_recipe
 
-    train(recipe)
+    run_recipe(recipe)
     return 0
 
 
@@ -76,10 +76,11 @@ def _join(place: Place, args: argparse.Namespace, overrides: Sequence[str]) -> i
     from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from hetmesh.training.trainer import train
+    from hetmesh.api import run_recipe
 
     try:
-        (record(train) if place.launcher == TORCHRUN else train)(recipe)  # torchrun's report then quotes the error
+        # torchrun's report then quotes the error
+        (record(run_recipe) if place.launcher == TORCHRUN else run_recipe)(recipe)
     except (DistNetworkError, DistStoreError) as error:
         first = str(error).strip().partition("\n")[0]
         message = LaunchError(
@@ -101,7 +102,7 @@ def _self_checked(recipe: Recipe, args: argparse.Namespace, overrides: Sequence[
     Raises:
         SelfCheckError: they differ, or could not be compared.
     """
-    from hetmesh.training.self_check_record import needs_self_check, record_file
+    from hetmesh.verify.self_check_record import needs_self_check, record_file
 
     if not needs_self_check(recipe):
         return []

@@ -15,7 +15,6 @@ from hetmesh.balance.loads import BatchLoads, Slots
 from hetmesh.balance.pipeline import Score
 from hetmesh.cost import StepCosts, Work, module_flops
 from hetmesh.planner.candidates import samples_of_batches
-from hetmesh.planner.fill_bubbles import fill_bubbles
 from hetmesh.planner.layout_plan import LayoutPlan, laid_out
 from hetmesh.planner.problem import Problem
 from hetmesh.planner.some_lanes import some_lanes
@@ -32,6 +31,7 @@ from hetmesh.simulate import (
     simulate,
     worst,
 )
+from hetmesh.simulate.fill_bubbles import fill_bubbles
 
 LANES = 4
 """Lanes of the sink in a simulation that decides, at least."""

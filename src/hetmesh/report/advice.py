@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from statistics import mean, variance
 
+from hetmesh.formatting import counted, ranks_text
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.report.page_values import Advice
 from hetmesh.report.run_folder import RunView
@@ -13,7 +14,6 @@ from hetmesh.report.run_load import run_load
 from hetmesh.report.run_series import at, names_in, number, series
 from hetmesh.report.values import RecipeView
 from hetmesh.simulate import Timeline, average_bubbles, bubbles
-from hetmesh.training.wording import counted, ranks_text
 
 WAIT, IDLE, UNEVEN, PADDING = 0.05, 0.15, 0.1, 0.1
 """Shares of a step from which waits for samples, idle ranks, uneven loads and padding are worth a word."""

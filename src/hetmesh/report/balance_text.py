@@ -9,9 +9,9 @@ from itertools import zip_longest
 
 from hetmesh.balance.batch_load import ModuleLoad
 from hetmesh.balance.policies.auto import EVEN, MARGIN
+from hetmesh.formatting import counted, table
+from hetmesh.records.metrics import amount
 from hetmesh.report.balance_values import BalancerResult, BalanceView, Candidate, Histogram, ModuleSizes
-from hetmesh.training.metrics import amount
-from hetmesh.training.wording import counted, table
 
 WIDTH = 120
 """Most characters of a line."""

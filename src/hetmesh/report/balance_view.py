@@ -33,12 +33,12 @@ from hetmesh.report.balance_values import BalancerResult, BalanceView, Candidate
 from hetmesh.report.expert_use import expert_use
 from hetmesh.report.given_lengths import GivenLengths
 from hetmesh.report.run_lines import metrics_lines
+from hetmesh.resolve.balance_options import sample_costs
+from hetmesh.resolve.describe import describe, make_loader
+from hetmesh.resolve.module_shapes import module_shapes
+from hetmesh.resolve.recipe_step_model import named_step_model
+from hetmesh.resolve.schedules import StepSchedules
 from hetmesh.simulate import StepModel, simulate
-from hetmesh.training.balance import sample_costs
-from hetmesh.training.describe import describe, make_loader
-from hetmesh.training.module_shapes import module_shapes
-from hetmesh.training.recipe_schedule import StepSchedules
-from hetmesh.training.step_model import named_step_model
 
 SHOWN = ("none", "auto")
 """Policies whose loads are shown as histograms."""
@@ -57,7 +57,7 @@ def balance_view(
 
     Args:
         lengths: a file of lengths (`hetmesh.data.lengths`), whose samples take the place of the recipe's.
-        machine, profile: as of `hetmesh.training.simulated.simulate_recipe`.
+        machine, profile: as of `hetmesh.resolve.simulated_step.simulate_recipe`.
 
     Raises:
         RecipeError: what `hetmesh check` would find, a line of `lengths` that does not fit, sizes of a module or a

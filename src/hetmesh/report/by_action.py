@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hetmesh.formatting import table
 from hetmesh.simulate import Timeline
-from hetmesh.training.wording import table
 
 KINDS: Mapping[str, str] = {
     "GATHER": "gather parameters",

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from hetmesh.dryrun.dry_run_values import DryRun, DryRuns, RankGroup
+from hetmesh.formatting import ranks_text
 from hetmesh.runtime.live_bytes import SpanBytes
-from hetmesh.training.dry_run_values import DryRun, DryRuns, RankGroup
-from hetmesh.training.wording import ranks_text
 
 NOT_MODELLED = "not modelled: fragments of the allocator, workspaces inside kernels (cuBLAS, attention), time"
 _BESIDE = ("communicators", "context")

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hetmesh.formatting import counted
 from hetmesh.graph import ModuleGraph
 from hetmesh.models import Adapter
-from hetmesh.training.wording import counted
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from hetmesh.graph import BoundarySpec, ModuleGraph, boundary_edge
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, missing_elements, plan_transfer
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.report.values import BoundaryView, HeldView, ModuleView, RecipeView, Traffic
+from hetmesh.resolve.balance_options import recipe_balance
+from hetmesh.resolve.describe import describe, make_loader
+from hetmesh.resolve.memory_fit import memory_fit
+from hetmesh.resolve.module_shapes import module_shapes, notes_on_experts
+from hetmesh.resolve.recipe_step_model import agreed_step_model
+from hetmesh.resolve.schedules import StepSchedules
 from hetmesh.schedule import Schedule, peaks_in_flight
 from hetmesh.simulate import peak_rows
-from hetmesh.training.balance import recipe_balance
-from hetmesh.training.job import describe, make_loader
-from hetmesh.training.memory_fit import memory_fit
-from hetmesh.training.module_shapes import module_shapes, notes_on_experts
-from hetmesh.training.recipe_schedule import StepSchedules
-from hetmesh.training.step_model import agreed_step_model
 
 LINKS = (MEMORY, "gloo", "nccl")
 """What may carry messages: the memory of one host, where all ranks are on its CPUs, or a backend."""

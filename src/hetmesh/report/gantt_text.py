@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from hetmesh.formatting import ranks_text, table
+from hetmesh.records.metrics import amount
 from hetmesh.simulate import CLASSES, Timeline, average_bubbles, bubble_spans, bubbles
 from hetmesh.simulate.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, OPTIMIZER
-from hetmesh.training.metrics import amount
-from hetmesh.training.wording import ranks_text, table
 
 MARKS = {"dp_gather": "g", "dp_scatter": "r", "pp_warmup": " ", "pp_cooldown": " ", "pp_other": "·"}
 LEGEND = (

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from hetmesh.formatting import counted, ranks_text
+from hetmesh.records.metrics import amount
 from hetmesh.simulate import MemoryFit, RankMemory
-from hetmesh.training.metrics import amount
-from hetmesh.training.wording import counted, ranks_text
 
 _WORDS = {
     "optimizer": "optimizer state",

@@ -8,8 +8,13 @@ from typing import Any
 
 import tomlkit
 
+from hetmesh.checkpoint.saved_run import run_recipe
 from hetmesh.errors import HetmeshError, RecipeError
+from hetmesh.formatting import counted
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.records.dump_folder import ANSWERS_FILE, METRICS_FILE, RECIPE_FILE, SUMMARY_FILE
+from hetmesh.records.events import EVENTS_FILE
+from hetmesh.records.metrics import amount
 from hetmesh.report.advice import advice, waits_for_samples
 from hetmesh.report.explain import explain
 from hetmesh.report.page_sections import sections
@@ -19,12 +24,7 @@ from hetmesh.report.run_folder import RunView
 from hetmesh.report.run_series import number, series
 from hetmesh.report.values import RecipeView
 from hetmesh.simulate import average_bubbles
-from hetmesh.training.dump_folder import ANSWERS_FILE, METRICS_FILE, RECIPE_FILE, SUMMARY_FILE
-from hetmesh.training.metrics import amount
 from hetmesh.training.recorder import FILE as TIMELINE_FILE
-from hetmesh.training.run_events import EVENTS_FILE
-from hetmesh.training.saved_run import run_recipe
-from hetmesh.training.wording import counted
 
 
 def run_page(run: RunView, folder: str | Path) -> RunPage:

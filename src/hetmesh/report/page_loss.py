@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from hetmesh.formatting import counted
+from hetmesh.records.metrics import short
 from hetmesh.report.page_story import time_text
 from hetmesh.report.page_values import Curves, Marks, PageSection, PageTable, Picture
 from hetmesh.report.run_folder import RunView
 from hetmesh.report.run_series import Series, at, names_in, number, series
-from hetmesh.training.metrics import short
-from hetmesh.training.wording import counted
 
 MOST_ROWS = 12  # of evaluations: the last ones
 MOST_KINDS = 6  # of questions, as curves and columns

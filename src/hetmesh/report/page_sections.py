@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import quantiles
 from typing import Any
 
+from hetmesh.formatting import counted, ranks_text
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.records.metrics import amount
 from hetmesh.report.by_action import KINDS, action_rows, action_times
 from hetmesh.report.gantt_text import bubble_rows, headline
 from hetmesh.report.memory_text import contents, verdict
@@ -19,8 +21,6 @@ from hetmesh.report.run_series import Series, at, names_in, series
 from hetmesh.report.text import module_rows, traffic_text
 from hetmesh.report.values import RecipeView
 from hetmesh.simulate import MemoryFit, Timeline
-from hetmesh.training.metrics import amount
-from hetmesh.training.wording import counted, ranks_text
 
 RECORD = "no step was recorded: [profiling] timeline_step has not come yet, or timeline is false"
 LOGGED = "no logged step is there yet; they are every [metrics] log_freq steps, and the last one"

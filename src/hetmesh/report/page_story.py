@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from statistics import median
 
+from hetmesh.formatting import counted
+from hetmesh.records.events import FAILED, FINISHED, STOPPED
+from hetmesh.records.metrics import duration
 from hetmesh.report.page_values import PageSection, PageTable, State
 from hetmesh.report.run_folder import RunView
 from hetmesh.report.run_series import number, series
 from hetmesh.report.run_story import RunStory, Start
-from hetmesh.training.metrics import duration
-from hetmesh.training.run_events import FAILED, FINISHED, STOPPED
-from hetmesh.training.wording import counted
 
 NO_EVENTS = "no events.jsonl is in the folder: when the run started, saved and ended is not known"
 MOST_ROWS = 12  # of starts, and of checkpoints: the last ones

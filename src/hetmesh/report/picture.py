@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hetmesh.records.metrics import amount
 from hetmesh.report.figures import new_figure, save_figure
 from hetmesh.report.values import ModuleView, RecipeView
-from hetmesh.training.metrics import amount
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")
 """Paul Tol's bright scheme: distinguishable for colour-blind readers too."""

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from hetmesh.formatting import counted, ranks_text, table
 from hetmesh.planner import Found, LayoutPlan, MacroBatch, Prediction, Problem, plan_fit
 from hetmesh.planner.macro_batch import SHARE
 from hetmesh.planner.search import BATCHES
 from hetmesh.recipe.meshes import DEGREE_OF_AXIS, EXPERT_DEGREE
 from hetmesh.recipe.schedule_names import schedule_spelling
+from hetmesh.records.metrics import amount
 from hetmesh.report.memory_text import contents, fit_json, verdict
+from hetmesh.resolve.module_shapes import notes_on_experts
 from hetmesh.simulate import CLASSES
-from hetmesh.training.metrics import amount
-from hetmesh.training.module_shapes import notes_on_experts
-from hetmesh.training.wording import counted, ranks_text, table
 
 _BUBBLES = {name: name.replace("_", " ") for name in CLASSES} | {"tp": "collectives in layers"}
 CLOSE = 0.1

@@ -10,11 +10,11 @@ from typing import Any
 
 from hetmesh.errors import GraphError, RecipeError
 from hetmesh.files import json_object
+from hetmesh.records.dump_folder import ANSWERS_FILE, METRICS_FILE
 from hetmesh.report.run_lines import event_lines, metrics_lines
 from hetmesh.report.run_load import RunLoad, run_load
 from hetmesh.report.run_story import RunStory, run_story
 from hetmesh.simulate import Timeline
-from hetmesh.training.dump_folder import ANSWERS_FILE, METRICS_FILE
 
 SHOWN = ("step", "loss", "grad_norm", "samples_per_s", "tokens_per_s", "mfu", "memory_bytes")
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from hetmesh.errors import RecipeError
 from hetmesh.files import from_json, read_file
+from hetmesh.formatting import counted
+from hetmesh.records.dump_folder import METRICS_FILE
+from hetmesh.records.events import EVENTS_FILE
 from hetmesh.report.run_series import number
-from hetmesh.training.dump_folder import METRICS_FILE
-from hetmesh.training.run_events import EVENTS_FILE
-from hetmesh.training.wording import counted
 
 Line = Mapping[str, Any]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hetmesh.formatting import table
 from hetmesh.report.figures import new_figure, save_figure
 from hetmesh.report.picture import COLOURS
 from hetmesh.report.run_series import at, number
-from hetmesh.training.wording import table
 
 KEYS = ("max_over_mean", "std_over_mean", "padding")
 TITLES = ("largest load of a microbatch on a lane, over the mean", "standard deviation, over the mean")

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hetmesh.records.dump_folder import METRICS_FILE
+from hetmesh.records.events import ENDED, SAVED, STARTED, is_writing, now
 from hetmesh.report.run_lines import Line
 from hetmesh.report.run_series import at, number
-from hetmesh.training.dump_folder import METRICS_FILE
-from hetmesh.training.run_events import ENDED, SAVED, STARTED, is_writing, now
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hetmesh.formatting import counted
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.records.metrics import amount
 from hetmesh.report.plan_text import layout_lines
-from hetmesh.training.metrics import amount
-from hetmesh.training.starter import Starter
-from hetmesh.training.wording import counted
+from hetmesh.resolve.init_recipe import Starter
 
 ORDER = (
     "job",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from hetmesh.formatting import counted, ranks_text, table
+from hetmesh.records.metrics import amount
 from hetmesh.report.memory_text import fit_lines
 from hetmesh.report.values import BoundaryView, ModuleView, RecipeView, Traffic
-from hetmesh.training.metrics import amount
-from hetmesh.training.wording import counted, ranks_text, table
 
 
 def as_text(view: RecipeView, width: int = 100) -> str:

@@ -7,7 +7,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from hetmesh.recipe.module_options import packs, splits_tokens
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.sections import Module
-from hetmesh.training.job import describe
+from hetmesh.resolve.describe import describe
 
 
 def has_dropout(recipe: Recipe) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import World
+from hetmesh.boundary.scalars import reduce_over_ranks
 from hetmesh.data.loader import DrawnSample, Loader
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import output_key
@@ -27,16 +28,16 @@ from hetmesh.models.own.adapters import OwnSink
 from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.parallel import RandomPlace, entering, local_gradient, seed_by_place
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.modules import loaded_module
 from hetmesh.testing.assignments import Policy
 from hetmesh.testing.dense_masks import DenseAttention, dense_mask, masked
 from hetmesh.testing.expert_balance import Routings
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.precision import exact_dtypes
-from hetmesh.training.describe import make_prepare
 from hetmesh.training.feed import Feed
-from hetmesh.training.gradients import reduce_over_ranks, scale, squared_norm
-from hetmesh.training.job import Job, describe
-from hetmesh.training.modules import loaded_module
+from hetmesh.training.gradients import scale, squared_norm
+from hetmesh.training.job import Job
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 """Largest relative error, by `[training] dtype`."""

@@ -16,9 +16,9 @@ from hetmesh.models.split.llm_half import use_loop_in_fp64
 from hetmesh.models.split.whole_forward import load_whole, whole_logits
 from hetmesh.models.split.whole_model import PROJECTOR, whole_model
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.describe import describe, make_prepare
 from hetmesh.testing.parity import Outcome, descend
 from hetmesh.testing.precision import exact_dtypes
-from hetmesh.training.describe import describe, make_prepare
 
 T = TypeVar("T", Tensor, Tensor | None)
 

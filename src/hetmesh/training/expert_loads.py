@@ -11,14 +11,10 @@ from torch import Tensor
 from hetmesh.balance.expert_placement import Placement, skew
 from hetmesh.parallel.experts import ExpertLayers, RoutedTokens
 from hetmesh.parallel.experts.apply import routed_tokens
+from hetmesh.records.step_values import Loads
 
 if TYPE_CHECKING:
     from hetmesh.training.job import Job
-
-Loads = Mapping[str, Mapping[str, float]]
-"""By module: `balance_loss`, the mean over tokens and blocks, without its coefficient (`experts per token` where
-routing is even); `max_over_mean`, the tokens of the busiest expert over the mean expert's, in the block where that is
-largest; `ranks_max_over_mean`, the same of ranks along `ep`; `without_tokens`, experts of any block that got none."""
 
 
 class ExpertLoads:

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetmesh.boundary import World
+from hetmesh.boundary.scalars import reduce_over_ranks
 from hetmesh.errors import GradientError
 from hetmesh.parallel import ParallelModule, local_gradient, local_part
-from hetmesh.training.gradients import counted, reduce_over_ranks, squared_norm
+from hetmesh.training.gradients import counted, squared_norm
 
 _TOLERANCE = 0.1
 """A mean in place of a sum is off by half or more, unless few parameters are concerned; a smooth loss by 1e-3."""

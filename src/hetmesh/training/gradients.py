@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection, Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from hetmesh.boundary import World
 from hetmesh.parallel import ParallelModule, local_gradient
 
 
@@ -63,24 +60,6 @@ def counted(modules: Iterable[ParallelModule], rank: int, elsewhere: Collection[
         for name, p in each.module.named_parameters()
         if id(p) not in elsewhere and each.axes[name].is_first_replica(each.spec, rank)
     ]
-
-
-def reduce_over_ranks(values: Iterable[Tensor | float], world: World) -> list[float]:
-    """Sum some scalars over all ranks of the job, in float64. Collective; the host waits for the device, once."""
-    stacked = torch.stack([_scalar(value, world.device) for value in values])
-    group = world.group(range(world.size))
-    began = time.perf_counter()
-    with world.waiting("sum of losses and norms over all ranks"):
-        dist.all_reduce(stacked, group=group)
-        sums = stacked.tolist()
-    world.log.agreeing_s += time.perf_counter() - began
-    return sums
-
-
-def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.detach().to(device, torch.float64)
-    return torch.full((), value, dtype=torch.float64, device=device)  # filled there: nothing is copied
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

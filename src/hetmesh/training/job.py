@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
 from hetmesh.boundary import World
 from hetmesh.boundary.groups import ends_are_tied, stage_meshes, tied_pairs
+from hetmesh.boundary.scalars import reduce_over_ranks
+from hetmesh.checkpoint.resume import Configs, configs
 from hetmesh.data.loader import TRAIN, DrawnBatch, Loader
 from hetmesh.data.payloads import Payloads
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, SampleMeta, Stage, stage_graph
@@ -31,24 +33,23 @@ from hetmesh.parallel import (
     sum_tied_parameters,
     tied_parameters,
 )
+from hetmesh.parallel.root import Root
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.balance_options import recipe_balance
+from hetmesh.resolve.custom_plans import uncompared_plans
+from hetmesh.resolve.describe import describe, make_loader
+from hetmesh.resolve.module_shapes import module_shape_of
+from hetmesh.resolve.modules import fill_module, unfilled_module
+from hetmesh.resolve.schedules import StepSchedules
 from hetmesh.runtime import Reducer, Runtime
 from hetmesh.schedule import Schedule
-from hetmesh.training.balance import recipe_balance
-from hetmesh.training.describe import describe, make_loader
 from hetmesh.training.expert_placement import ExpertPlacement
 from hetmesh.training.feed import Feed
 from hetmesh.training.first_steps import FirstSteps
-from hetmesh.training.gradients import counted, reduce_over_ranks, squared_norm
+from hetmesh.training.gradients import counted, squared_norm
 from hetmesh.training.loss import CheckedLoss, OwnLoss, cross_entropy_of
-from hetmesh.training.module_shapes import module_shape_of
-from hetmesh.training.modules import fill_module, unfilled_module
 from hetmesh.training.non_finite import NonFiniteSteps
-from hetmesh.training.optimizers import Root
 from hetmesh.training.own_loop import StepResult, forward_backward
-from hetmesh.training.own_plans import uncompared_plans
-from hetmesh.training.recipe_schedule import StepSchedules
-from hetmesh.training.resume import Configs, configs
 from hetmesh.training.upcoming import Upcoming
 
 

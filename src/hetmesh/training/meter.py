@@ -2,111 +2,23 @@
 
 from __future__ import annotations
 
-import resource
-import sys
-import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from hetmesh.balance import BalanceOptions, BatchPlan, assign, batch_loads, graph_slots
-from hetmesh.balance.batch_load import BatchLoad, batch_load, plan_assignment
+from hetmesh.balance.batch_load import batch_load, plan_assignment
 from hetmesh.balance.from_graph import within_range
-from hetmesh.boundary import World
-from hetmesh.cost import Work, find_machine, imbalance, lane_work, load_machine, module_flops
-from hetmesh.training.balance import sample_costs
-from hetmesh.training.expert_loads import Loads
+from hetmesh.boundary.scalars import gather_over_ranks
+from hetmesh.cost import Work, imbalance, lane_work, module_flops
+from hetmesh.records.step_values import Measured, StepCost, StepLoad
+from hetmesh.resolve.balance_options import sample_costs
+from hetmesh.resolve.module_shapes import module_shapes
+from hetmesh.runtime.device_peak import find_peak, peak_memory
 from hetmesh.training.feed import Loaded
-from hetmesh.training.module_shapes import module_shapes
 
 if TYPE_CHECKING:
-    from hetmesh.recipe.recipe import Recipe
     from hetmesh.training.job import Job
 
 DIRECTIONS = ("forward", "backward")
-_SMALLEST, _LARGEST = 64, 1024  # of the square matrix product that stands for a CPU's peak
-_LONG_ENOUGH = 0.01  # s
-
-
-@dataclass(frozen=True)
-class PeakFlops:
-    """The FLOP/s of one device that MFU refers to, None if unknown, and where the number comes from."""
-
-    flops: float | None
-    dtype: str
-    origin: str
-
-    def __str__(self) -> str:
-        if self.flops is None:
-            return f"no MFU: {self.origin}"
-        return f"MFU refers to {self.flops / 1e9:,.0f} GFLOP/s in {self.dtype} per rank ({self.origin})"
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """What every rank knows about a step from metadata.
-
-    Attributes:
-        flops: per module, forward and backward, over all its ranks; modules of unknown sizes are left out.
-        module_mfu: the module's FLOPs over what its own ranks could have done in the time of the step at their peak in
-            the dtype in which it computes.
-        mfu: the time that all allocated ranks would have needed at their peak, over the time that they took.
-        imbalance: per module: the busiest lane's rows over the mean lane's (`hetmesh.cost.imbalance`).
-    """
-
-    flops: Mapping[str, int] = field(default_factory=dict)
-    module_mfu: Mapping[str, float] = field(default_factory=dict)
-    mfu: float | None = None
-    imbalance: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class StepLoad:
-    """How even the microbatches and lanes of a step were.
-
-    Attributes:
-        drawn: had every sample stayed where it was drawn, in as many microbatches as the recipe asks for.
-        balanced: as they were.
-    """
-
-    drawn: BatchLoad
-    balanced: BatchLoad
-
-    def record(self) -> dict[str, Any]:
-        """What metrics.jsonl has of it: `load` by module, and `deferred_samples`."""
-        load = {
-            name: asdict(each) | {f"drawn_{key}": value for key, value in asdict(self.drawn.modules[name]).items()}
-            for name, each in self.balanced.modules.items()
-        }
-        rounded = {name: {key: round(value, 4) for key, value in each.items()} for name, each in load.items()}
-        return {"load": rounded, "deferred_samples": self.balanced.deferred}
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What the ranks measured in one step, gathered.
-
-    Attributes:
-        memory_bytes: the largest peak of any rank so far: allocated on CUDA, else resident.
-        active_ranks: ranks that hold a module.
-        allocated_ranks: ranks of the job.
-        boundary_bytes: received over all ranks, by boundary and direction.
-        wait_s: seconds that the rank which waited longest did nothing but wait for a boundary's messages.
-        data: of the samples, `bytes_read` and `bytes_needed` over all ranks, `bytes_read_most` by any rank, and
-            `wait_s`, the seconds that the rank which waited longest for them did.
-        experts: how even routing was, by module.
-    """
-
-    memory_bytes: int
-    active_ranks: int
-    allocated_ranks: int
-    boundary_bytes: Mapping[str, Mapping[str, int]]
-    wait_s: Mapping[str, float]
-    data: Mapping[str, float] = field(default_factory=dict)
-    experts: Loads = field(default_factory=dict)
 
 
 class Meter:
@@ -194,59 +106,3 @@ class Meter:
             },
             self.experts.loads.read(routed.sum(0), targets, self.experts.placements),
         )
-
-
-def gather_over_ranks(values: list[float], world: World, more: torch.Tensor | None = None) -> torch.Tensor:
-    """`values` of every rank, and behind them `more`, which lies on its device: float64 `[ranks, numbers]` on the CPU.
-    Collective over all ranks of the job."""
-    own = world.accelerator.pinned(torch.tensor(values, dtype=torch.float64)).to(world.device, non_blocking=True)
-    own = own if more is None else torch.cat([own, more])
-    everyone = torch.zeros(world.size, len(own), dtype=torch.float64, device=world.device)
-    everyone[world.rank] = own
-    with world.waiting("metrics of all ranks"):
-        dist.all_reduce(everyone, group=world.group(range(world.size)))
-        return everyone.cpu()
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that tensors have taken on a CUDA device, else the most that this process had resident."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return resident if sys.platform == "darwin" else 1024 * resident
-
-
-def device_name(device: torch.device) -> str:
-    """What a CUDA device reports to be, else its type."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def find_peak(recipe: Recipe, world: World, dtype: torch.dtype) -> PeakFlops:
-    """The peak of `[metrics] machine`, else of what the CUDA device reports to be, else measured on the CPU."""
-    device, name, kind = world.device, recipe.metrics.machine, str(dtype).removeprefix("torch.")
-    reported = device_name(device) if device.type == "cuda" else None
-    machine = load_machine(name) if name else find_machine(reported) if reported else load_machine("cpu")
-    if machine is None:
-        return PeakFlops(None, kind, f"no machine description fits {reported!r}; give one as [metrics] machine")
-    if (flops := machine.peak(kind)) is not None:
-        return PeakFlops(flops, kind, f"machine {machine.name!r}")
-    if device.type == "cuda":
-        return PeakFlops(None, kind, f"machine {machine.name!r} has no peak for {kind}")
-    return PeakFlops(measure_peak(dtype), kind, "measured by a matrix product on every rank at once")
-
-
-def measure_peak(dtype: torch.dtype, times: int = 3) -> float:
-    """FLOP/s of this process in a square matrix product: the best of `times`, large enough to take milliseconds."""
-    size, seconds = _SMALLEST, 0.0
-    while size < _LARGEST and seconds < _LONG_ENOUGH:  # a CPU without bfloat16 units is 50 times slower in it
-        size *= 2
-        a, b = (torch.ones(size, size, dtype=dtype) for _ in range(2))
-        torch.mm(a[:32], b)  # starts threads and loads kernels
-        seconds = min(_seconds(a, b) for _ in range(times))
-    return 2 * size**3 / seconds
-
-
-def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
-    started = time.perf_counter()
-    torch.mm(a, b)
-    return time.perf_counter() - started

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hetmesh.boundary import World
-from hetmesh.training.gradients import reduce_over_ranks
-from hetmesh.training.metrics import StepMetrics
+from hetmesh.boundary.scalars import reduce_over_ranks
+from hetmesh.records.metrics import StepMetrics
 
 OnStep = Callable[[StepMetrics], bool | None]
 """Called on every rank after each step, with equal losses and norms; True, on any rank, ends the run after it."""

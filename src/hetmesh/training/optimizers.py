@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,16 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hetmesh import _titan
+from hetmesh.parallel.root import Root
 from hetmesh.recipe.recipe import Recipe
-
-
-class Root(nn.Module):
-    """All modules of this rank under one root, so that every parameter has its own name: `llm.model.norm.weight`."""
-
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        super().__init__()
-        for name, module in modules:
-            self.add_module(name, module)
 
 
 def make_optimizers(recipe: Recipe, root: Root) -> tuple[Any, Any] | None:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hetmesh.balance import BatchPlan, plan_batch
 from hetmesh.boundary import World
+from hetmesh.boundary.scalars import reduce_over_ranks
 from hetmesh.errors import BoundaryError, GraphError, HetmeshError
 from hetmesh.graph import (
     LANE_AXES,
@@ -43,7 +44,7 @@ from hetmesh.recipe.schedule_names import schedule_name
 from hetmesh.runtime import Runtime
 from hetmesh.schedule import POLICIES, Schedule
 from hetmesh.training.gradient_check import check_gradients, check_replica_gradients
-from hetmesh.training.gradients import clip_factor, counted, reduce_over_ranks, scale, squared_norm
+from hetmesh.training.gradients import clip_factor, counted, scale, squared_norm
 from hetmesh.training.part_checks import (
     CheckedSum,
     check_equal_parameters,

@@ -30,10 +30,10 @@ from hetmesh.data.loader import DrawnSample, Loader
 from hetmesh.models import lora_plan
 from hetmesh.models.module_shape import HEAD, module_shape
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
-from hetmesh.training.job import describe, make_loader
+from hetmesh.resolve.describe import describe, make_loader
+from hetmesh.resolve.modules import loaded_module
 from hetmesh.training.kernels import choose_attention
 from hetmesh.training.loss import sum_cross_entropy
-from hetmesh.training.modules import loaded_module
 
 if TYPE_CHECKING:
     from hetmesh.graph import ModuleGraph

@@ -14,10 +14,10 @@ from hetmesh.balance import BatchPlan
 from hetmesh.cost import Profile
 from hetmesh.errors import HetmeshError
 from hetmesh.files import write_json
+from hetmesh.resolve.recipe_step_model import recipe_step_model
 from hetmesh.runtime import Recording
 from hetmesh.schedule import Schedule
 from hetmesh.simulate import Timeline, simulate
-from hetmesh.training.step_model import recipe_step_model
 
 if TYPE_CHECKING:
     from hetmesh.training.job import Job

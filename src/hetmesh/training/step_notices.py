@@ -11,9 +11,9 @@ from hetmesh.data.cut_samples import describe_cut
 from hetmesh.data.loader import DrawnBatch, describe_without_targets
 from hetmesh.errors import SampleError
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.records.reporter import Reporter
+from hetmesh.resolve.schedules import over_in_flight
 from hetmesh.schedule import Schedule
-from hetmesh.training.recipe_schedule import over_in_flight
-from hetmesh.training.reporter import Reporter
 from hetmesh.training.skip import describe_unreadable
 
 

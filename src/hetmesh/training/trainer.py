@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,30 +14,32 @@ from typing import Any
 import torch
 
 from hetmesh.boundary import World
+from hetmesh.checkpoint.checkpointer import Checkpointer
+from hetmesh.checkpoint.initial_load import load_initial_weights
+from hetmesh.checkpoint.resume import ADVICE, changes, check_changes, described, run_state
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.payloads import Payloads
 from hetmesh.errors import OutputError, RecipeError
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.training.checkpoint import Checkpointer
-from hetmesh.training.checkpointing.references import References, check_references, referenced, references
-from hetmesh.training.dump_folder import RunFolder, claim_folder
+from hetmesh.records.dump_folder import RunFolder, claim_folder
+from hetmesh.records.events import FAILED, FINISHED, STOPPED
+from hetmesh.records.metrics import StepMetrics, run_summary
+from hetmesh.records.reporter import Reporter
+from hetmesh.records.step_values import StepCost
+from hetmesh.resolve.held_out import held_out_source
+from hetmesh.resolve.references import References, check_references, referenced, references
+from hetmesh.runtime.device_peak import device_name
 from hetmesh.training.evaluate import Evaluation
 from hetmesh.training.gradients import clip_factor, scale
-from hetmesh.training.held_out import held_out_source
-from hetmesh.training.initial_load import load_initial_weights
 from hetmesh.training.job import Job
 from hetmesh.training.kernels import choose_kernels
 from hetmesh.training.loading import open_payloads
 from hetmesh.training.loss import OwnLoss
-from hetmesh.training.meter import Meter, StepCost, device_name
-from hetmesh.training.metrics import StepMetrics, run_summary
+from hetmesh.training.meter import Meter
 from hetmesh.training.non_finite import describe_non_finite
 from hetmesh.training.on_step import OnStep, says_stop
 from hetmesh.training.optimizers import keeping_options, learning_rate, make_optimizers, take_step
 from hetmesh.training.recorder import StepRecorder
-from hetmesh.training.reporter import Reporter
-from hetmesh.training.resume import ADVICE, changes, check_changes, described, run_state
-from hetmesh.training.run_events import FAILED, FINISHED, STOPPED
 from hetmesh.training.skip import Skipped, leave_out_unreadable
 from hetmesh.training.step_notices import StepNotices
 from hetmesh.training.stopping import Stopped, StopSignals
@@ -44,8 +47,13 @@ from hetmesh.training.validation import RunValidation
 from hetmesh.training.what_next import results, what_next, when_finished
 from hetmesh.training.world_of import world_of
 
+Export = Callable[[Recipe, Path], list[str]]
+"""Writes the checkpoint in a folder as a directory that transformers loads; returns what to print."""
 
-def train(recipe: Recipe, *, loss: OwnLoss | None = None, on_step: OnStep | None = None) -> dict[str, Any]:
+
+def train(
+    recipe: Recipe, *, loss: OwnLoss | None = None, on_step: OnStep | None = None, export: Export | None = None
+) -> dict[str, Any]:
     """Train what `recipe` describes on this rank; every rank of the job calls it.
 
     Where `hetmesh.init` has made a World already it is used, and left open.
@@ -53,6 +61,7 @@ def train(recipe: Recipe, *, loss: OwnLoss | None = None, on_step: OnStep | None
     Args:
         loss: summed over targets (`hetmesh.training.loss.OwnLoss`); None: cross-entropy.
         on_step: called after each step, with its metrics.
+        export: what `checkpoint.last_save_in_hf` calls on rank 0 (`hetmesh.export.export.export_last`).
 
     Returns:
         The summary of the run, equal on all ranks; rank 0 has written it to summary.json.
@@ -65,11 +74,17 @@ def train(recipe: Recipe, *, loss: OwnLoss | None = None, on_step: OnStep | None
     """
     # Before anything has a thread: workers that load samples are forked from here.
     with open_payloads(recipe) as payloads, world_of(recipe) as world:
-        return train_in(world, recipe, payloads, loss=loss, on_step=on_step)
+        return train_in(world, recipe, payloads, loss=loss, on_step=on_step, export=export)
 
 
 def train_in(
-    world: World, recipe: Recipe, payloads: Payloads, *, loss: OwnLoss | None = None, on_step: OnStep | None = None
+    world: World,
+    recipe: Recipe,
+    payloads: Payloads,
+    *,
+    loss: OwnLoss | None = None,
+    on_step: OnStep | None = None,
+    export: Export | None = None,
 ) -> dict[str, Any]:
     """`train` in a World."""
     folder = claim_folder(recipe, world)
@@ -77,7 +92,7 @@ def train_in(
         if world.rank == 0:
             print("\n".join(when_finished(recipe, folder)), flush=True)
         return folder.summary
-    return Trainer(recipe, world, folder, payloads, loss=loss, on_step=on_step).run()
+    return Trainer(recipe, world, folder, payloads, loss=loss, on_step=on_step, export=export).run()
 
 
 class Trainer:
@@ -86,7 +101,7 @@ class Trainer:
     Args:
         folder: what `claim_folder` gave; None claims one.
         payloads: where samples are loaded; None: on this rank, when they are needed.
-        loss, on_step: see `train`.
+        loss, on_step, export: see `train`.
     """
 
     def __init__(
@@ -98,7 +113,11 @@ class Trainer:
         *,
         loss: OwnLoss | None = None,
         on_step: OnStep | None = None,
+        export: Export | None = None,
     ) -> None:
+        if recipe.checkpoint.last_save_in_hf and export is None:
+            raise TypeError("checkpoint.last_save_in_hf: the trainer needs `export`, e.g. hetmesh.export's export_last")
+        self.export = export
         self.began = time.perf_counter()
         torch.manual_seed(recipe.debug.seed)
         choose_kernels(recipe, world)
@@ -335,12 +354,9 @@ class Trainer:
 
     def _export(self) -> None:
         """Write the last checkpoint once more, as a directory that transformers loads. Collective."""
-        from hetmesh.training.export import export_last
-
-        path, lines = self.checkpointer.folder / f"step-{self.step}", list[str]()
-        self.checkpointer.on_first_rank(
-            f"{path} cannot be exported", lambda: lines.extend(export_last(self.recipe, path))
-        )
+        assert self.export is not None
+        export, path, lines = self.export, self.checkpointer.folder / f"step-{self.step}", list[str]()
+        self.checkpointer.on_first_rank(f"{path} cannot be exported", lambda: lines.extend(export(self.recipe, path)))
         self.reporter.print("\n".join(lines))
 
     def _resume(self) -> None:

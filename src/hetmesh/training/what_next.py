@@ -8,7 +8,7 @@ from pathlib import Path
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.source import PromptSource, Source
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.training.dump_folder import SUMMARY_FILE, RunFolder
+from hetmesh.records.dump_folder import SUMMARY_FILE, RunFolder
 
 
 def results(recipe: Recipe, folder: Path) -> str:

@@ -25,11 +25,11 @@ from hetmesh.balance import plan_batch
 from hetmesh.cost import Lanes
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.schedules import StepSchedules
 from hetmesh.simulate import average_bubbles, simulate
 from hetmesh.simulate.lanes import group_ranks, plan_flows
 from hetmesh.testing.pool import WorkerPool
-from hetmesh.training.describe import describe, make_prepare
-from hetmesh.training.recipe_schedule import StepSchedules
 
 JUDGES = ("src/hetmesh/schedule", "src/hetmesh/simulate", "src/hetmesh/runtime")
 """What an output of it judges (`kept.py`)."""

@@ -33,13 +33,12 @@ from hetmesh.cost import Rates, computed_work, frozen_blind, module_times, parti
 from hetmesh.cost.partition import runs
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.module_shapes import module_shapes
 from hetmesh.testing.pool import WorkerPool
-from hetmesh.training.describe import make_prepare
-from hetmesh.training.job import describe
-from hetmesh.training.module_shapes import module_shapes
 from hetmesh.training.trainer import Trainer
 
-JUDGES = ("src/hetmesh/cost", "src/hetmesh/schedule", "src/hetmesh/simulate", "src/hetmesh/training/splits.py")
+JUDGES = ("src/hetmesh/cost", "src/hetmesh/schedule", "src/hetmesh/simulate", "src/hetmesh/resolve/splits.py")
 """What an output of it judges (`kept.py`)."""
 
 WARM_UP = 1  # step

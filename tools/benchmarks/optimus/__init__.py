@@ -50,7 +50,7 @@ JUDGES = (
     "src/hetmesh/schedule",
     "src/hetmesh/simulate",
     "src/hetmesh/planner/encoder_plans.py",
-    "src/hetmesh/planner/fill_bubbles.py",
+    "src/hetmesh/simulate/fill_bubbles.py",
     "src/hetmesh/planner/some_lanes.py",
 )
 """What an output of it judges (`kept.py`)."""

@@ -23,9 +23,9 @@ from hetmesh.errors import HetmeshError
 from hetmesh.graph import Activation, BoundarySpec, MediaItem, ModuleGraph, ModuleSpec, SampleMeta
 from hetmesh.graph.module_options import ModuleOptions
 from hetmesh.layout import MeshSpec
-from hetmesh.planner.fill_bubbles import fill_bubbles
 from hetmesh.schedule import POLICIES, PolicyOptions
 from hetmesh.simulate import StepModel, simulate
+from hetmesh.simulate.fill_bubbles import fill_bubbles
 
 RANKS, PP, LANES, MICROBATCHES, SAMPLES = 16, 4, 2, 8, 16
 WIDTHS = {"vision": (27, 1152, 4304, MERGE), "audio": (32, 1280, 5120, AUDIO_MERGE), "llm": (32, 4096, 14336, 1)}

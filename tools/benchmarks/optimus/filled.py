@@ -11,9 +11,9 @@ from benchmarks.optimus.layouts import EARLY, colocated, step
 from hetmesh.balance import BatchPlan
 from hetmesh.errors import ScheduleError
 from hetmesh.planner.encoder_plans import EncoderPlan, encoder_plans
-from hetmesh.planner.fill_bubbles import fill_bubbles
 from hetmesh.schedule import PolicyOptions, Schedule, peaks_in_flight
 from hetmesh.simulate import StepModel, simulate
+from hetmesh.simulate.fill_bubbles import fill_bubbles
 
 IN_FLIGHT = 64  # samples of one replica whose activations an encoder stage may hold: 32 of the LLM's microbatches
 TURNS = 3  # most stages of the encoder per rank; with more, the messages between them make its first rows late

@@ -8,7 +8,7 @@ from typing import Any
 
 from hetmesh.planner import search
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.training.planning import recipe_problem
+from hetmesh.resolve.planning import recipe_problem
 
 RECIPE = "siglip_qwen3_8b"
 BATCHES = {256: 1024, 3072: 6144}

@@ -23,11 +23,11 @@ from benchmarks.plans.steps import PlanSteps, measure
 from benchmarks.schedule.predict import step_costs
 from hetmesh.balance import plan_batch
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.balance_options import recipe_balance
+from hetmesh.resolve.describe import describe, make_loader
+from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.simulate import simulate
 from hetmesh.testing.pool import WorkerPool
-from hetmesh.training.balance import recipe_balance
-from hetmesh.training.describe import describe, make_loader
-from hetmesh.training.recipe_schedule import recipe_schedule
 
 JUDGES = (
     "src/hetmesh/balance",

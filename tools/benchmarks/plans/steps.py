@@ -12,9 +12,10 @@ from benchmarks.busy import BusyMeter, Sizes, blocks, pin
 from benchmarks.schedule.stages import Measured, Probe
 from hetmesh.balance import BatchPlan, plan_batch
 from hetmesh.boundary import World
+from hetmesh.boundary.scalars import reduce_over_ranks
 from hetmesh.data.loader import DrawnBatch
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.training.gradients import clip_factor, counted, reduce_over_ranks, scale, squared_norm
+from hetmesh.training.gradients import clip_factor, counted, scale, squared_norm
 from hetmesh.training.job import Job
 from hetmesh.training.optimizers import make_optimizers, take_step
 

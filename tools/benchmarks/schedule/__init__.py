@@ -38,13 +38,12 @@ from hetmesh.balance import plan_batch
 from hetmesh.cost import Profile
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.recipe_step_model import recipe_step_model
+from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.schedule import Schedule
 from hetmesh.simulate import CLASSES, Bubbles, Timeline, average_bubbles, busiest_rank, simulate
 from hetmesh.testing.pool import WorkerPool
-from hetmesh.training.describe import make_prepare
-from hetmesh.training.job import describe
-from hetmesh.training.recipe_schedule import recipe_schedule
-from hetmesh.training.step_model import recipe_step_model
 
 JUDGES = ("src/hetmesh/cost", "src/hetmesh/schedule", "src/hetmesh/simulate", "src/hetmesh/runtime")
 """What an output of it judges (`kept.py`)."""

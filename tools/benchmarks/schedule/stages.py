@@ -17,6 +17,7 @@ from hetmesh.cost import Profile, Work
 from hetmesh.data.loader import DrawnBatch
 from hetmesh.graph import Stage
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.runtime import Recording
 from hetmesh.runtime.step import StepRunner
 from hetmesh.schedule import Action, Kind
@@ -25,7 +26,6 @@ from hetmesh.simulate import rank_work
 from hetmesh.training.feed import Feed
 from hetmesh.training.job import Job
 from hetmesh.training.profile import profile_recipe
-from hetmesh.training.recipe_schedule import recipe_schedule
 
 PARTS = {
     Kind.FORWARD: "forward",

@@ -26,12 +26,11 @@ from benchmarks.straggler.source import recipe
 from hetmesh.balance import plan_batch
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.balance_options import recipe_balance
+from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.simulate import simulate
 from hetmesh.testing.pool import WorkerPool
-from hetmesh.training.balance import recipe_balance
-from hetmesh.training.describe import make_prepare
-from hetmesh.training.job import describe
-from hetmesh.training.recipe_schedule import recipe_schedule
 
 JUDGES = ("src/hetmesh/balance", "src/hetmesh/simulate", "src/hetmesh/runtime", "src/hetmesh/training/upcoming.py")
 """What an output of it judges (`kept.py`)."""

@@ -1,0 +1,1 @@
+"""The trainer on a device that computes nothing."""

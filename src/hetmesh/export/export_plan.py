@@ -1,0 +1,256 @@
+"""What an export writes: which directories, which tensors in each under which names, and where their values come from.
+
+Nothing is read but the headers of the source directories' files and the checkpoint's index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hetmesh.checkpoint.saved_run import SavedRun
+from hetmesh.errors import CheckpointError, RecipeError
+from hetmesh.export.origins import Origin, Regrouped, as_stored
+from hetmesh.models import Adapter, check_weights, pretrained_of
+from hetmesh.models.build import build_on_meta
+from hetmesh.models.load import own_tensors, stored_forms
+from hetmesh.models.lora import ADAPTER
+from hetmesh.models.model_forms import saved_forms
+from hetmesh.models.own.adapters import OwnAdapter
+from hetmesh.models.pretrained import Pretrained
+from hetmesh.models.stored_form import StoredForm, refitted
+from hetmesh.recipe.hf_families import class_of
+from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.describe import adapters_of, describe
+from hetmesh.resolve.modules import empty_module
+from hetmesh.resolve.whole_directory import directory_of
+
+COMPUTED = ("max_position_embeddings", "rope_parameters", "sliding_window", "use_sliding_window")
+"""Keys that change what is computed, and that a recipe may set otherwise than the directory of its weights."""
+
+_SHOWN = 8  # names in a message
+
+
+@dataclass(frozen=True)
+class Directory:
+    """One directory.
+
+    Attributes:
+        place: its path inside the exported one; empty for that itself.
+        tensors: by the names that they get.
+        config: what config.json says, None where there is none.
+        source: the directory whose tokenizer and other files are copied.
+        loads_with: what reads it, empty where nothing but safetensors does.
+        left_out: tensors that the class has and the run has not, since nothing in it reads them.
+    """
+
+    place: str
+    tensors: Mapping[str, Origin | Regrouped]
+    config: Mapping[str, Any] | None = None
+    source: Pretrained | None = None
+    loads_with: str = ""
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """One linear layer with an adapter: its FQN in the model of its directory, keys of A and B in the checkpoint."""
+
+    name: str
+    a: str
+    b: str
+    module: str
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What is to be written: `directories`, and `adapters` by the place of the directory that they belong to."""
+
+    directories: tuple[Directory, ...]
+    adapters: Mapping[str, tuple[Adapted, ...]]
+
+
+def export_plan(run: SavedRun, *, merge: bool) -> ExportPlan:
+    """What to write of a checkpoint.
+
+    One directory where all modules come from one multimodal model of transformers: its tensors, all of them, under the
+    names that they have there. Else a directory per module.
+
+    Args:
+        merge: adapters are added to the weights beside which they are; else the weights are as they were before.
+
+    Raises:
+        CheckpointError: the checkpoint has other tensors than the recipe's modules.
+        RecipeError: the recipe's directories or data are not there any more.
+    """
+    recipe = run.recipe
+    adapters = _adapters(recipe)
+    parts = {name: _Part.of(run, name, adapters[name], merge) for name in recipe.modules}
+    _check_complete(run, parts)
+    whole = directory_of(recipe)
+    if whole is not None:
+        return _as_directory(recipe, whole, parts)
+    directories = tuple(_as_module(recipe, name, part) for name, part in parts.items())
+    return ExportPlan(directories, {name: part.adapted(name) for name, part in parts.items() if part.lora})
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """One module: its skeleton without weights, and where each of its tensors comes from.
+
+    Attributes:
+        names: by name in the module without adapters; of tied tensors the first.
+        aliases: the others -> the first.
+        lora: keys of A and B in the checkpoint by FQN of the linear layer.
+    """
+
+    adapter: Adapter
+    module: nn.Module
+    names: Mapping[str, Origin]
+    aliases: Mapping[str, str]
+    lora: Mapping[str, tuple[str, str]]
+    wanted: frozenset[str]
+
+    @classmethod
+    def of(cls, run: SavedRun, name: str, adapter: Adapter, merge: bool) -> _Part:
+        module, keys = empty_module(run.recipe, adapter, name).module, run.recipe.modules[name].lora
+        shapes, aliases = own_tensors(module)
+        wanted = {f"{name}.{key}" for key in module.state_dict()}
+        pairs = {}
+        for key in wanted:
+            if f".lora_A.{ADAPTER}." in key:
+                layer = key.removeprefix(f"{name}.").partition(".lora_A.")[0]
+                pairs[layer] = (key, key.replace(".lora_A.", ".lora_B."))
+        names = {}
+        for own in shapes:
+            layer, _, last = own.rpartition(".")
+            if layer in pairs:
+                added = pairs[layer] if merge and last == "weight" else ()
+                scale = keys.alpha / keys.rank if keys is not None and added else 0.0
+                names[own] = Origin((f"{name}.{layer}.base_layer.{last}", *added), scale)
+            else:
+                names[own] = Origin((f"{name}.{own}",))
+        return cls(adapter, module, names, aliases, pairs, frozenset(wanted))
+
+    def adapted(self, module: str, fqns: Mapping[str, str] | None = None) -> tuple[Adapted, ...]:
+        """Its adapters; `fqns`: name of a tensor in the model of the directory by name in the module."""
+        found = []
+        for layer, (a, b) in self.lora.items():
+            weight = f"{layer}.weight"
+            fqn = weight if fqns is None else fqns[weight]
+            found.append(Adapted(fqn.removesuffix(".weight"), a, b, module))
+        return tuple(found)
+
+
+def _adapters(recipe: Recipe) -> dict[str, Adapter]:
+    """The modules' adapters; data are looked at only where sizes come from there."""
+    if any(pretrained_of(name, module) is None for name, module in recipe.modules.items()):
+        return describe(recipe)[1]
+    return adapters_of(recipe, vocab_size=0)
+
+
+def _check_complete(run: SavedRun, parts: Mapping[str, _Part]) -> None:
+    """Raise CheckpointError unless the checkpoint holds the tensors of all modules, in their shapes, and no others."""
+    wanted = frozenset().union(*(part.wanted for part in parts.values()))
+    held = set(run.names)
+    wrong = [
+        f"{len(names)} {what}: {_listed(sorted(names))}"
+        for what, names in (("missing", wanted - held), ("of no module", held - wanted))
+        if names
+    ]
+    for name, part in parts.items():
+        for key, tensor in part.module.state_dict().items():
+            key = f"{name}.{key}"
+            if key in held and run.shape(key) != tuple(tensor.shape):
+                wrong.append(f"{key} is {list(run.shape(key))}, not {list(tensor.shape)}")
+    if wrong:
+        raise CheckpointError(f"checkpoint {run.path} does not fit its recipe: {'. '.join(wrong[:_SHOWN])}")
+
+
+def _as_directory(recipe: Recipe, whole: Pretrained, parts: Mapping[str, _Part]) -> ExportPlan:
+    written: dict[str, Origin] = {}
+    forms: dict[str, StoredForm] = {}
+    fqns: dict[str, dict[str, str]] = {}
+    for name, part in parts.items():
+        _check_config(recipe, name, whole)
+        found = check_weights(part.adapter, part.module, whole)
+        named = part.adapter.checkpoint_names
+        shapes, _ = own_tensors(part.module)
+        known = stored_forms(part.adapter, whole)
+        every = {**whole.named(shapes, named, known), **found}
+        for own, theirs in every.items():
+            first = part.aliases.get(own, own)
+            if first in part.names:  # else it is another module's, or nobody's
+                written[theirs], forms[theirs] = part.names[first], known[theirs]
+        fqns[name] = found
+    tensors = as_stored(written, forms, whole)
+    places = {theirs: tensors.get(theirs) or Origin((theirs,), source=whole) for theirs in whole.tensors}
+    adapters: list[Adapted] = []
+    if any(part.lora for part in parts.values()):
+        from hetmesh.models.split.whole_model import whole_model
+
+        inside = {theirs: ours for ours, theirs in whole_model(whole).checkpoint_names.items()}
+        for name, part in parts.items():
+            in_model = {own: inside[theirs] for own, theirs in fqns[name].items()}
+            adapters += part.adapted(name, in_model)
+    directory = Directory("", places, whole.config, whole, f"transformers.{class_of(whole.config)}")
+    return ExportPlan((directory,), {"": tuple(adapters)} if adapters else {})
+
+
+def _check_config(recipe: Recipe, name: str, whole: Pretrained) -> None:
+    parts = [whole.config, *(part for part in whole.config.values() if isinstance(part, Mapping))]
+    for key, value in recipe.modules[name].config.items():
+        if key in COMPUTED and not any(part.get(key) == value for part in parts):
+            raise RecipeError(
+                f"modules.{name}.config.{key} = {value!r}: {whole.path}/config.json has another value, which an export "
+                "would have too, and so compute something else; change it there and train again"
+            )
+
+
+def _as_module(recipe: Recipe, name: str, part: _Part) -> Directory:
+    import transformers
+
+    pretrained = pretrained_of(name, recipe.modules[name])
+    if recipe.modules[name].model.startswith("hf_"):  # a piece of a class, which nothing loads alone
+        assert pretrained is not None
+        found, known = check_weights(part.adapter, part.module, pretrained), stored_forms(part.adapter, pretrained)
+        origins = {found[own]: origin for own, origin in part.names.items()}
+        return Directory(name, as_stored(origins, {theirs: known[theirs] for theirs in origins}, pretrained))
+    if not isinstance(part.module, transformers.PreTrainedModel) or isinstance(part.adapter, OwnAdapter):
+        return Directory(name, part.names)
+    kind: Any = type(part.module)
+    config: Any = part.module.config
+    told = {**config.to_diff_dict(), "architectures": [kind.__name__]}
+    whole = build_on_meta(_Whole(kind, config))  # type: ignore[arg-type]
+    every = {} if whole is None else own_tensors(whole)[0]
+    absent = sorted(every.keys() - part.names.keys())
+    package = "transformers" if hasattr(transformers, kind.__name__) else kind.__module__
+    shapes = own_tensors(part.module)[0]
+    tensors: dict[str, Origin | Regrouped] = dict(part.names)
+    saved = None if whole is None else saved_forms(whole, {own: every[own] for own in part.names})
+    if saved is not None:
+        tensors = as_stored(part.names, {own: refitted(form, shapes[own]) for own, form in saved.items()})
+    if absent and pretrained is not None:  # which the module has no use for
+        there = pretrained.named(shapes, part.adapter.checkpoint_names)
+        tensors |= {own: Origin((there[own],), source=pretrained) for own in absent if own in there}
+        absent = [own for own in absent if own not in there]
+    return Directory(name, tensors, told, pretrained, f"{package}.{kind.__name__}", tuple(absent))
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A class of transformers with all that it has."""
+
+    kind: Any
+    config: Any
+
+    def build(self) -> nn.Module:
+        return self.kind(self.config)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,72 @@
+"""Answers of a model in one process, token by token.
+
+What encoders and projectors make of the media is computed once. So are the keys and values of an LLM whose attention is
+causal and transformers' own. Any other LLM (of masks that are not causal, of one's own) computes all tokens again for
+each new one, by the forward of training, at a cost that grows with the square of the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import Tensor
+
+from hetmesh.data.continued import Continued
+from hetmesh.data.mixture import MixtureSource
+from hetmesh.data.source import PromptSource, Source
+from hetmesh.errors import RecipeError
+from hetmesh.inference.one_process import OneProcess
+from hetmesh.recipe.recipe import Recipe
+
+
+def answer_tokens(
+    model: OneProcess,
+    source: Source,
+    index: int = 0,
+    *,
+    most: int = 128,
+    ends: Collection[int] = (),
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> Iterator[int]:
+    """The tokens of an answer to sample `index` of `source` (to what comes before its last answer), one by one.
+    Placeholders of media are never said.
+
+    Args:
+        most: tokens.
+        ends: tokens that end an answer; such a one is the last that is given.
+        temperature: 0 takes the most likely token; above, one is drawn from softmax(logits / temperature).
+        seed: of what is drawn.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    silent = list(source.placeholders.values())
+    rows: dict[str, Tensor] = {}
+    cache = model.cache()
+    said: list[int] = []
+    while len(said) < most and not (said and said[-1] in ends):
+        logits = model.logits(Continued(source, [index], [said]), rows, cache)[-1].double().cpu()
+        logits[silent] = -torch.inf
+        if temperature > 0:
+            chosen = int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=draw))
+        else:
+            chosen = int(logits.argmax())
+        said.append(chosen)
+        yield chosen
+
+
+def prompt_source(source: Source, recipe: Recipe) -> PromptSource:
+    """What makes samples of questions: the recipe's source, or the first of its mixture that can.
+
+    Raises:
+        RecipeError: none can.
+    """
+    parts = source.parts.values() if isinstance(source, MixtureSource) else (source,)
+    for part in parts:
+        if isinstance(part, PromptSource):
+            return part
+    named = " and ".join(repr(each.source) for each in recipe.data.mixture or (recipe.data,))
+    raise RecipeError(
+        f"data.source = {named}: it cannot make a sample of a question (it has no `prompt`; "
+        "hetmesh.data.source.PromptSource); ask one of its own with --sample"
+    )

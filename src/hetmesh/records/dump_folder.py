@@ -1,0 +1,275 @@
+"""Which folder a run writes to: one that it resumes, or one without results of another run. Rank 0 looks and claims."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hetmesh.boundary import World
+from hetmesh.errors import HetmeshError, OutputError, RecipeError
+from hetmesh.files import from_json, read_file, to_json, writing
+from hetmesh.recipe.recipe import Recipe
+from hetmesh.records.checkpoint_folders import complete_steps, newest_step
+from hetmesh.records.events import EVENTS_FILE
+from hetmesh.records.folder_lock import Claim, claim_by
+from hetmesh.records.metrics_file import is_evaluation, kept_lines, trim_metrics
+
+RECIPE_FILE = "recipe.json"
+"""In a run's folder: the recipe with all defaults, as it was last started. Locked while the run writes there."""
+
+CODE_FOLDER = "code_folder"
+"""Beside the recipe's tables in that file, where it names code: the folder that it was read from."""
+
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+ANSWERS_FILE = "answers.json"
+_ENDING_S = 3.0  # that a run which was killed a moment ago may take to end
+_HINT = "job.dump_folder must be a folder that can be written"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run writes, equal on all ranks.
+
+    Attributes:
+        path: the folder.
+        step: the checkpoint to resume from; None for a run that starts anew.
+        evaluated: whether an evaluation after `step` is in its metrics.jsonl; the last start may have ended before it.
+        occupied: the recipe's dump_folder, where another run's results are in it; None where `path` is that folder.
+        summary: of a run that is finished and has nothing left to do; None otherwise.
+        claim: rank 0's, of recipe.json, by which others know that a run is writing here; None on other ranks.
+    """
+
+    path: Path
+    step: int | None = None
+    occupied: Path | None = None
+    summary: dict[str, Any] | None = None
+    evaluated: bool = False
+    claim: Claim | None = field(default=None, compare=False, repr=False)
+
+    def describe(self) -> list[str]:
+        """What a user should know before the run starts, a line each."""
+        lines = []
+        if self.occupied is not None:
+            lines.append(f"results of another run are in {self.occupied}: this one writes to {self.path}")
+        if self.step is not None:
+            lines.append(f"resuming at step {self.step} of {self.path}")
+        if self.claim is not None and self.claim.unnoticed:
+            unnoticed = f"while this run writes there, {self.claim.unnoticed} would not be noticed"
+            lines.append(f"note: {self.path} is on a file system without file locks: {unnoticed}")
+        return lines
+
+    def release(self) -> None:
+        """Let others have the folder."""
+        if self.claim is not None:
+            self.claim.close()
+
+    def begin(self, recipe: Recipe) -> dict[str, Any] | None:
+        """Write down the recipe; drop an earlier summary and the metrics of steps that will come again, and of the last
+        step's evaluation, which does too. Nothing is changed before this: a resume that is refused leaves everything as
+        it was. Does nothing on ranks without the claim.
+
+        Returns:
+            What `trim_metrics` dropped.
+        """
+        if self.claim is None:
+            return None
+        with writing(self.path / RECIPE_FILE, _HINT):
+            told = recipe.model_dump(mode="json", by_alias=True)
+            if recipe.code_folder is not None:
+                told[CODE_FOLDER] = recipe.code_folder
+            _replace_content(self.claim.fileno(), (to_json(told, indent=2) + "\n").encode())
+        dropped = None
+        if self.step is not None:
+            again = self.step == recipe.training.steps and recipe.validation.enable
+            dropped = trim_metrics(self.path / METRICS_FILE, self.step, evaluates=again)
+            with writing(self.path / SUMMARY_FILE):  # of a run that had fewer steps; not of this one before its end
+                (self.path / SUMMARY_FILE).unlink(missing_ok=True)
+        return dropped
+
+
+def _replace_content(descriptor: int, text: bytes) -> None:
+    """Let JSON be what a file holds, which is JSON at every instant: a kill may come at any, and the file is locked, so
+    that another one cannot take its name. A disk without room for it leaves what was there. Raises OSError."""
+    size = os.fstat(descriptor).st_size
+    more = b" " * (len(text) - size)
+    if more and os.pwrite(descriptor, more, size) < len(more):
+        os.ftruncate(descriptor, size)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.pwrite(descriptor, text.ljust(size), 0)
+    os.ftruncate(descriptor, len(text))
+
+
+def claim_folder(recipe: Recipe, world: World) -> RunFolder:
+    """Choose the folder of a run and claim it. Collective: rank 0 looks, the others hear of it.
+
+    With `[checkpoint] enable` a run goes on from the newest checkpoint under its dump_folder (or under the folder that
+    an earlier run of this dump_folder took). Otherwise results that are there are left alone: `digits` is followed by
+    `digits-2`, `digits-3` and so on.
+
+    Raises:
+        OutputError: the folder cannot be written, its metrics.jsonl is not a run's, or a run is writing there.
+        CheckpointError: the newest checkpoint has lost its checksums.
+        RecipeError: `[training] steps` is below the step of the checkpoint.
+    """
+    chosen: RunFolder | None = None
+    message: list[Any] = [None]
+    if world.rank == 0:
+        try:
+            with writing(recipe.job.dump_folder, _HINT):
+                chosen = _claim(recipe)
+            message = [(str(chosen.path), chosen.step, chosen.occupied, chosen.summary, chosen.evaluated)]
+        except HetmeshError as error:
+            message = [error]
+    with world.waiting("choice of the run's folder", "rank 0"):
+        dist.broadcast_object_list(message, src=0, group=world.group(range(world.size)), device=world.device)
+    if isinstance(message[0], HetmeshError):
+        raise message[0]
+    path, *rest = message[0]
+    return chosen or RunFolder(Path(path), *rest)
+
+
+def _claim(recipe: Recipe) -> RunFolder:
+    asked, keys = _asked(recipe), recipe.checkpoint
+    if (found := resumable(recipe)) is not None:
+        return _resumed(recipe, *found)
+    for folder in _numbered(asked):
+        if holds_results(folder, keys.folder) or (claim := _locked(folder)) is None:
+            continue
+        if not holds_results(folder, keys.folder):  # nobody was quicker than the lock
+            return RunFolder(folder, occupied=None if folder == asked else asked, claim=claim)
+        claim.close()
+    raise AssertionError("there are always more numbers")
+
+
+def resumable(recipe: Recipe) -> tuple[Path, int] | None:
+    """The folder and the step of the checkpoint that a run of `recipe` goes on from; None: it starts anew.
+
+    Raises:
+        OutputError: a folder cannot be read.
+        CheckpointError: the newest checkpoint has lost its checksums.
+    """
+    if not recipe.checkpoint.enable:
+        return None
+    asked = _asked(recipe)
+    with writing(asked, _HINT):
+        for folder in reversed([asked, *_followers(asked)]):
+            if (step := newest_step(folder / recipe.checkpoint.folder)) >= 0:
+                return folder, step
+    return None
+
+
+def _asked(recipe: Recipe) -> Path:
+    asked = Path(recipe.job.dump_folder)
+    asked = asked if asked.name not in ("", "..") else asked.resolve()
+    if not asked.name:
+        raise RecipeError(f"job.dump_folder = {recipe.job.dump_folder!r}: give a folder of the run's own")
+    return asked
+
+
+def _resumed(recipe: Recipe, folder: Path, step: int) -> RunFolder:
+    steps = recipe.training.steps
+    if steps < step:
+        raise RecipeError(
+            f"training.steps = {steps}: the run in {folder} is at step {step} already; raise it, or give another "
+            "job.dump_folder to start anew"
+        )
+    summary = _summary(folder) if steps == step else {}
+    if summary.get("steps") == step:
+        return RunFolder(folder, step, summary=summary)
+    claim, deadline = _locked(folder), time.monotonic() + _ENDING_S
+    while claim is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+        claim = _locked(folder)
+    if claim is None:
+        raise OutputError(
+            f"{folder}: another process is training there; wait for it, or give another job.dump_folder to start anew"
+        )
+    if (newest_step(folder / recipe.checkpoint.folder), _summary(folder) if steps == step else {}) != (step, summary):
+        claim.close()  # the run that had the lock until now went on meanwhile
+        return _claim(recipe)
+    kept, _ = kept_lines(folder / METRICS_FILE, step)
+    return RunFolder(folder, step, claim=claim, evaluated=any(is_evaluation(each, step) for _, each in kept))
+
+
+def holds_results(folder: Path, checkpoints: str = "checkpoint") -> bool:
+    """Whether a run has left something in `folder`: lines of metrics, a summary, events or a complete checkpoint."""
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{folder} cannot be written: it is a file; {_HINT}")
+    metrics, events = folder / METRICS_FILE, folder / "tensorboard"
+    with writing(folder, _HINT):
+        if metrics.exists() and metrics.stat().st_size:
+            return True
+        if any((folder / name).exists() for name in (SUMMARY_FILE, "timeline.json")):
+            return True
+        return (events.is_dir() and any(events.iterdir())) or bool(complete_steps(folder / checkpoints))
+
+
+def _numbered(asked: Path) -> Iterator[Path]:
+    yield asked
+    number = 2
+    while True:
+        yield asked.with_name(f"{asked.name}-{number}")
+        number += 1
+
+
+def _followers(asked: Path) -> list[Path]:
+    """Folders beside `asked` that earlier runs took because there were results in `asked`, by their numbers: some may
+    have been removed since. Raises OSError."""
+    try:
+        beside = os.listdir(asked.parent)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # nor can a run make folders there then
+        return []
+    numbered = rf"{re.escape(asked.name)}-([2-9]|[1-9][0-9]{{1,3}})"  # more digits are the date of somebody's copy
+    numbers = [re.fullmatch(numbered, name) for name in beside]
+    folders = [asked.with_name(f"{asked.name}-{n}") for n in sorted(int(name[1]) for name in numbers if name)]
+    return [folder for folder in folders if _asked_for(folder) == asked.name]
+
+
+def _asked_for(folder: Path) -> str | None:
+    try:
+        recipe = from_json(read_file(folder / RECIPE_FILE))
+        return Path(recipe["job"]["dump_folder"]).name
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    try:
+        found = from_json(read_file(folder / SUMMARY_FILE))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def check_folder(recipe: Recipe) -> None:
+    """Raise OutputError where a run of `recipe` cannot write its files, as far as that is seen without making any."""
+    found = resumable(recipe)
+    folder = _asked(recipe) if found is None else found[0]
+    if found is not None or not holds_results(folder, recipe.checkpoint.folder):
+        _check_files(folder)
+
+
+def _check_files(folder: Path) -> None:
+    """Raise OutputError for a file that rank 0 could not open once all ranks train: the others would wait for it."""
+    for file in (folder / name for name in (RECIPE_FILE, METRICS_FILE, EVENTS_FILE, SUMMARY_FILE)):
+        if file.is_dir():
+            raise OutputError(f"{file} cannot be written: it is a folder; remove it, or give another job.dump_folder")
+        if file.exists() and not os.access(file, os.W_OK):
+            raise OutputError(f"{file} cannot be written: permission denied; {_HINT}")
+
+
+def _locked(folder: Path) -> Claim | None:
+    """The claim of the folder, by its recipe.json; None where another process has it."""
+    _check_files(folder)
+    with writing(folder, _HINT):
+        folder.mkdir(parents=True, exist_ok=True)
+        return claim_by(folder / RECIPE_FILE)

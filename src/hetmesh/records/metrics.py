@@ -1,0 +1,201 @@
+"""What is known about a step: one line of metrics.jsonl, one log line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hetmesh.records.step_values import Measured, StepCost, StepLoad
+
+LINE_WIDTH = 120
+"""Most characters of a log line."""
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of metrics.jsonl.
+
+    Attributes:
+        step: 1 for the first optimizer step.
+        loss: cross-entropy per valid target token of the global batch.
+        grad_norm: global 2-norm over all modules before clipping, replicas counted once.
+        lr: `[optimizer] lr` times the schedule's factor; modules with an own rate scale alike.
+        samples_per_s, tokens_per_s: of the whole job; tokens without padding.
+        time_s: wall time of the step.
+        cost: FLOPs, MFU and imbalance; empty on ranks other than 0.
+        measured: memory, bytes and waits, of the steps that are logged.
+        load: how even microbatches and lanes were, of the steps that are logged; None on ranks other than 0.
+        skipped: the step was left out, since loss or gradient were not finite.
+        skipped_steps: so far, this one included; skipped_in_a_row: the last ones.
+        samples_without_target: of the global batch: they add nothing to the loss.
+        samples_skipped: of the global batch: they could not be read, and add nothing either.
+        samples_by_source: of the global batch, where they come from a mixture.
+        media_dropped, tokens_dropped: what of the global batch did not fit into `seq_len`.
+        expert_placement: by module, experts that changed their rank behind this step, how even ranks were and are, and
+            the tokens of each expert since the last time.
+        over_in_flight: microbatches beyond `bubble_fill_in_flight` that encoders might hold in this step.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    samples_per_s: float
+    tokens_per_s: float
+    time_s: float
+    cost: StepCost = field(default_factory=StepCost)
+    measured: Measured | None = None
+    skipped: bool = False
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    samples_without_target: int = 0
+    samples_skipped: int = 0
+    media_dropped: int = 0
+    tokens_dropped: int = 0
+    over_in_flight: int = 0
+    samples_by_source: Mapping[str, int] = field(default_factory=dict)
+    load: StepLoad | None = None
+    expert_placement: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def record(self) -> dict[str, Any]:
+        """The line of metrics.jsonl; what is unknown is left out, and so are counts of 0."""
+        own = {key: getattr(self, key) for key in ("step", "loss", "grad_norm", "lr")}
+        own |= {key: getattr(self, key) for key in ("samples_per_s", "tokens_per_s", "time_s")}
+        names = ("skipped_steps", "skipped_in_a_row", "samples_without_target", "samples_skipped")
+        more = ("media_dropped", "tokens_dropped", "over_in_flight")
+        counts: dict[str, Any] = {name: getattr(self, name) for name in (*names, *more)}
+        counts |= {"samples_by_source": self.samples_by_source, "expert_placement": self.expert_placement}
+        found = asdict(self.cost) | (asdict(self.measured) if self.measured else {})
+        found |= self.load.record() if self.load else {}
+        return own | {k: v for k, v in counts.items() if v} | {k: v for k, v in found.items() if v not in (None, {})}
+
+    def line(self, steps: int, left_s: float | None = None) -> str:
+        """The log line, for people: what fits into `LINE_WIDTH` characters, which for any usual numbers is everything.
+
+        Args:
+            steps: of the whole run.
+            left_s: seconds until its end, as far as known.
+        """
+        shown = [
+            f"step {self.step}/{steps}",
+            f"loss {short(self.loss, 4)}" + (" (skipped)" if self.skipped else ""),
+            f"grad norm {short(self.grad_norm, 3)}",
+            f"lr {self.lr:.3g}",
+            f"{short(self.tokens_per_s, 0, 1e9)} tokens/s",
+            f"{self.time_s:.3g} s",
+        ]
+        if left_s is not None:
+            shown.append(f"ETA {duration(left_s)}")
+        while len(line := "  ".join(shown)) > LINE_WIDTH:
+            shown.pop()
+        return line
+
+    def details(self) -> str:
+        """What `[metrics] verbose` adds to the log line."""
+        return "  ".join(self._details())
+
+    def _details(self) -> Iterator[str]:
+        yield f"{self.samples_per_s:.0f} samples/s"
+        if self.cost.mfu is not None:
+            yield f"MFU {self.cost.mfu:.1%}"
+        if self.measured is not None:
+            yield f"memory {amount(self.measured.memory_bytes)}B"
+            yield f"{self.measured.active_ranks} of {self.measured.allocated_ranks} ranks active"
+        for name, uneven in self.cost.imbalance.items():
+            shown = [name]
+            if name in self.cost.flops:
+                shown.append(f"{amount(self.cost.flops[name])}FLOP")
+            if name in self.cost.module_mfu:
+                shown.append(f"MFU {self.cost.module_mfu[name]:.1%}")
+            shown.append(f"imbalance {uneven:.2f}")
+            if self.load is not None and name in self.load.balanced.modules:
+                now, drawn = (load.modules[name].max_over_mean for load in (self.load.balanced, self.load.drawn))
+                shown.append(f"largest load {now:.2f} ({drawn:.2f} as drawn)")
+            yield " ".join(shown)
+        for name, sizes in self.measured.boundary_bytes.items() if self.measured else ():
+            assert self.measured is not None
+            yield f"{name} {amount(sum(sizes.values()))}B waited {1000 * self.measured.wait_s[name]:.0f} ms"
+        for name, load in self.measured.experts.items() if self.measured else ():
+            yield (
+                f"experts of {name} balance loss {load['balance_loss']:.3f} max/mean {load['max_over_mean']:.2f} of "
+                f"ranks {load['ranks_max_over_mean']:.2f} {load['without_tokens']:.0f} without tokens"
+            )
+        if self.media_dropped or self.tokens_dropped:
+            yield f"cut by seq_len: {self.tokens_dropped} tokens and {self.media_dropped} media items"
+        if self.samples_by_source:
+            yield "samples of " + ", ".join(f"{name} {count}" for name, count in self.samples_by_source.items())
+        if self.over_in_flight:
+            yield f"bubble_fill_in_flight exceeded by {self.over_in_flight}"
+        if self.samples_skipped:
+            yield f"{self.samples_skipped} samples skipped"
+        if self.measured is not None and self.measured.data:
+            data = self.measured.data
+            yield (
+                f"samples read {amount(data['bytes_read'])}B of {amount(data['bytes_needed'])}B needed waited "
+                f"{1000 * data['wait_s']:.0f} ms"
+            )
+
+
+def run_summary(
+    steps: int,
+    ranks: int,
+    seconds: float,
+    *,
+    loss: float | None,
+    cut_short: bool,
+    skipped_steps: int,
+    samples_skipped: int,
+    evaluated: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What summary.json says of training; counts of 0 are left out.
+
+    Args:
+        steps: that are done, those before a resume included.
+        seconds: that this start has trained.
+        loss: of the last step; None where there was no step.
+        cut_short: `on_step` has ended the run before its last step.
+        evaluated: what the evaluations have found.
+    """
+    summary: dict[str, Any] = {"steps": steps, "ranks": ranks, "train_seconds": round(seconds, 3)}
+    if loss is not None:
+        summary["loss"] = loss
+    if cut_short:
+        summary["stopped_by_on_step"] = True
+    counts = {"skipped_steps": skipped_steps, "samples_skipped": samples_skipped}
+    return {**summary, **{name: count for name, count in counts.items() if count}, **evaluated}
+
+
+def amount(value: float) -> str:
+    """A number with a decimal prefix: `amount(12_345_678)` is `"12.3 M"`."""
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if value < 999.5:
+            return f"{value:.3g} {prefix}"
+        value /= 1000
+    return f"{value:.3g} E"
+
+
+def short(value: float, decimals: int, limit: float = 1e4) -> str:
+    """A number in a few characters: with so many decimals below `limit`, beyond that with a power of ten."""
+    return f"{value:.{decimals}f}" if abs(value) < limit else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """A time as a clock shows it: `duration(3725)` is `"1:02:05"`, `duration(200_000)` is `"2d 7:33"`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours}:{minutes:02}"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers of nested tables as one table, keys joined by `/`, as TensorBoard and Weights & Biases group them."""
+    out: dict[str, float] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            out |= flat(value, f"{prefix}{key}/")
+        elif not isinstance(value, Sequence):
+            out[f"{prefix}{key}"] = value
+    return out

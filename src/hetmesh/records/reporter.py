@@ -1,0 +1,220 @@
+"""The reporter: writes metrics.jsonl, events.jsonl, summary.json, loggers, log lines and a progress bar, on rank 0."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from hetmesh.errors import OutputError
+from hetmesh.files import to_json, write_json, writing
+from hetmesh.records.dump_folder import ANSWERS_FILE, METRICS_FILE, SUMMARY_FILE
+from hetmesh.records.events import SAVED, RunEvents, now
+from hetmesh.records.folder_lock import Claim
+from hetmesh.records.loggers import Loggers, require_wandb
+from hetmesh.records.metrics import StepMetrics, flat
+
+_MEMORY = 0.9  # of the pace that the time left is worked out from: about the last ten steps
+
+
+class _Log(Console):
+    """Standard output, for as long as it takes what is printed: a run goes on without it, and says so."""
+
+    def on_broken_pipe(self) -> None:
+        """Who read is gone (rich would end the process)."""
+        self.lost("its reader is gone")
+
+    def lost(self, why: str) -> None:
+        """Print no more."""
+        if self.quiet:
+            return
+        self.quiet = True
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its end
+        with suppress(OSError):
+            told = f"note: standard output takes no more ({why}): the run goes on without its log\n"
+            os.write(2, told.encode())
+
+
+class Reporter:
+    """Writes metrics on rank 0 and does nothing on the others.
+
+    Args:
+        folder: the run's dump folder; lines are added to its metrics.jsonl.
+        steps: of the whole run.
+        resumed_at: steps done by earlier runs.
+        log_freq: steps between two log lines.
+        verbose: log lines with everything that is known.
+        tensorboard, wandb: which loggers to feed.
+        config: the recipe, for Weights & Biases.
+        claim: `RunFolder.claim`, released by `close`.
+
+    Raises:
+        RecipeError: wandb is wanted but not installed.
+        OutputError: a file cannot be written. So does every method.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        *,
+        rank: int,
+        resumed_at: int = 0,
+        log_freq: int = 10,
+        verbose: bool = False,
+        tensorboard: bool = False,
+        wandb: bool = False,
+        config: Mapping[str, Any] | None = None,
+        claim: Claim | None = None,
+    ) -> None:
+        if wandb:
+            require_wandb()  # on every rank: no one waits for a rank 0 that has failed
+        self.folder, self.steps, self.log_freq, self.verbose = folder, steps, log_freq, verbose
+        self.active = rank == 0
+        self.console = _Log(quiet=not self.active, highlight=False)
+        self._pace: float | None = None
+        self._warned: set[str] = set()
+        self._claim = claim
+        if not self.active:
+            return
+        self._path = folder / METRICS_FILE
+        with writing(self._path):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a", encoding="utf-8")
+        self._events = RunEvents(folder, anew=resumed_at == 0)
+        self._loggers = Loggers(folder, tensorboard=tensorboard, wandb=wandb, config=config, resumed_at=resumed_at)
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("loss {task.fields[loss]:.4f}  grad norm {task.fields[norm]:.3f}"),
+            TextColumn("{task.fields[rate]:.0f} tokens/s"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._progress.add_task("train", total=steps, completed=resumed_at, loss=0.0, norm=0.0, rate=0.0)
+        self._progress.start()
+
+    def logs(self, step: int) -> bool:
+        """Whether `step` gets a log line; the same on every rank."""
+        return step % self.log_freq == 0 or step == self.steps
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Report one step."""
+        if not self.active:
+            return
+        self._write(metrics.record())
+        if self._pace is not None:
+            self._pace = _MEMORY * self._pace + (1 - _MEMORY) * metrics.time_s
+        elif metrics.step > 1:  # the first one also starts everything
+            self._pace = metrics.time_s
+        self._progress.update(
+            self._task,
+            completed=metrics.step,
+            loss=metrics.loss,
+            norm=metrics.grad_norm,
+            rate=metrics.tokens_per_s,
+        )
+        if not self.logs(metrics.step) and not metrics.skipped:
+            return
+        self._loggers.log({k: v for k, v in flat(metrics.record()).items() if k != "step"}, metrics.step)
+        if not self.console.is_terminal or metrics.skipped:
+            left = None if self._pace is None else self._pace * (self.steps - metrics.step)
+            line = metrics.line(self.steps, left)
+            self.print(f"{line}  {metrics.details()}" if self.verbose else line)
+
+    def sync(self) -> None:
+        """Let all lines of metrics.jsonl be on the disk: those of the steps that a checkpoint is about to hold."""
+        if self.active and not self._file.closed:
+            with writing(self._path):
+                os.fsync(self._file.fileno())
+
+    def warn_once(self, about: str, text: str) -> None:
+        """Print a warning, the first one of the run about this only: the rest are counted in the metrics."""
+        if about not in self._warned:
+            self._warned.add(about)
+            self.print(text)
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        """A line of metrics.jsonl."""
+        with writing(self._path):
+            self._file.write(to_json({**record, "timestamp": now()}) + "\n")
+            self._file.flush()
+
+    def evaluation(
+        self, step: int, scores: Mapping[str, float], by_kind: Mapping[str, float] | None = None, **more: float
+    ) -> None:
+        """Report an evaluation, which has a line of its own in metrics.jsonl.
+
+        Args:
+            scores: a name and a number each.
+            by_kind: share of right answers per kind of question.
+            more: what only that line has.
+        """
+        named = {**scores, **(by_kind or {})}
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in named.items())
+        self.print(f"validation at step {step}: {shown}")
+        if self.active and not self._file.closed:
+            kinds = {"answer_accuracy_by_kind": by_kind} if by_kind else {}
+            self._write({"step": step, "validation": {**scores, **kinds, **more}})
+            self._loggers.log({f"validation/{k}": v for k, v in named.items()}, step)
+
+    def started(self, step: int, **values: Any) -> None:
+        """Note in events.jsonl that the step after `step` comes next, and what else is known of this start."""
+        if self.active:
+            self._events.started(step, steps=self.steps, **values)
+
+    def saved(self, step: int, **values: Any) -> None:
+        """Note that the checkpoint of `step` is complete, unless the run is over."""
+        if self.active and not self._file.closed:
+            self._events.add(SAVED, step=step, **values)
+
+    def ended(self, step: int, how: str, reason: str | None = None) -> None:
+        """Note how the run ended."""
+        if self.active:
+            self._events.ended(step, how, reason)
+
+    def answers(self, text: str, how: str) -> None:
+        """Print answered questions, and keep them, with how they were answered, for the run's page."""
+        if self.active and text:
+            self.print(text)
+            write_json(self.folder / ANSWERS_FILE, {"how": how, "text": text})
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Write summary.json."""
+        if self.active:
+            write_json(self.folder / SUMMARY_FILE, values, indent=2)
+
+    def print(self, text: str) -> None:
+        """Print lines on rank 0, each as it is, however long."""
+        try:
+            self.console.print(text, markup=False, soft_wrap=True)
+        except OSError as error:
+            self.console.lost(error.strerror or type(error).__name__)
+
+    def close(self) -> None:
+        """Flush and close everything.
+
+        Raises:
+            OutputError: not all could be written; where an error is on its way already, that one is told.
+        """
+        if not self.active:
+            return
+        failing = sys.exception() is not None
+        with suppress(OutputError) if failing else nullcontext(), ExitStack() as each:  # from the last one on
+            if self._claim is not None:
+                each.callback(self._claim.close)
+            each.callback(self._loggers.close)
+            each.callback(self._events.close)
+            each.enter_context(writing(self._path))
+            each.callback(self._file.close)
+            each.callback(self._progress.stop)

@@ -1,0 +1,1 @@
+"""What a recipe means before anything is built."""

@@ -1,0 +1,269 @@
+"""Between a recipe and the planner: what it works on, and what a layout means in a recipe's keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from hetmesh.boundary.groups import job_communicators
+from hetmesh.cost import Profile
+from hetmesh.cost.experts import ExpertSizes
+from hetmesh.errors import RecipeError
+from hetmesh.graph import LANE_AXES, Activation, ModuleGraph
+from hetmesh.layout import MeshSpec
+from hetmesh.models import Adapter
+from hetmesh.planner import PLACEMENTS, LayoutPlan, MacroBatch, ModuleFacts, Problem, certify, laid_out, sample_flops
+from hetmesh.planner.search import BATCHES as SIMULATED
+from hetmesh.recipe.meshes import DEGREE_OF_AXIS, EXPERT_DEGREE
+from hetmesh.recipe.module_options import packs_anyway
+from hetmesh.recipe.overrides import parse_overrides
+from hetmesh.recipe.recipe import Recipe, parse_recipe
+from hetmesh.recipe.rewrite import rewritten
+from hetmesh.recipe.schedule_names import schedule_name, schedule_spelling
+from hetmesh.resolve.balance_options import recipe_balance
+from hetmesh.resolve.describe import describe, make_loader
+from hetmesh.resolve.recipe_step_model import named_step_model
+from hetmesh.schedule import POLICIES
+
+BATCHES = 4
+"""Global batches of samples that the planner sees."""
+
+_CERTIFIED = 4096  # samples, from all of the run, that are looked at for a stable split and for drift
+
+_WHOLE = {
+    "placement": lambda value: value in PLACEMENTS,
+    "schedule": lambda value: value in POLICIES,
+    "microbatch_size": lambda value: _is_size(value),
+}
+_CHECKPOINTS = ("none", "full")
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def recipe_problem(
+    recipe: Recipe,
+    *,
+    machine: str | None = None,
+    ranks: int | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    memory_bytes: int | None = None,
+    profile: str | None = None,
+) -> Problem:
+    """What the planner searches for `recipe`; its own layout counts for nothing, its global batch size stays.
+
+    Args:
+        machine: a name or TOML file; None: `[metrics] machine`, else this CPU.
+        ranks: None: those of the recipe.
+        fixed: `"llm.tensor_parallel_degree"` -> 8 and the like; also `placement`, `schedule` and `microbatch_size`.
+        profile: a file of `hetmesh profile`; None: `[profiling] profile`, and without one the analytic costs.
+
+    Raises:
+        RecipeError: what `hetmesh check` would find, or a key of `fixed` that there is not.
+    """
+    fitted = profile or recipe.profiling.profile
+    source, adapters, laid = describe(recipe)
+    _check_packing(recipe, adapters)
+    graph, size = _without_layout(recipe, laid), recipe.batch.global_batch_size
+    model = named_step_model(recipe, graph, adapters, machine, profile)
+    loader = make_loader(recipe, source, graph, adapters)
+    samples = loader.drawn([i for step in range(BATCHES) for i in loader.indices(step)]).metas
+    facts = {name: _facts(recipe, name, adapters[name], model.shape(name), graph.sink.name) for name in graph.order}
+    return Problem(
+        graph,
+        facts,
+        model.machine,
+        recipe.world_size if ranks is None else ranks,
+        samples,
+        size,
+        recipe.optimizer.name,
+        recipe_balance(recipe, graph, adapters),
+        _fixed(fixed or {}, facts),
+        memory_bytes,
+        Profile.load(fitted) if fitted else None,
+        communicators=lambda graph: job_communicators(graph, 1 + max(graph.ranks), lambda spec: facts[spec.name].shape),
+    )
+
+
+def recipe_macro_batch(recipe: Recipe, problem: Problem) -> MacroBatch | None:
+    """What samples from all of the run say about how ranks are parted between modules; None where there is nothing to
+    part."""
+    if not 2 <= len(problem.own) <= problem.ranks:
+        return None
+    source, adapters, graph = describe(recipe)
+    loader = make_loader(recipe, source, graph, adapters)
+    steps, size = recipe.training.steps, recipe.batch.global_batch_size
+    wanted = min(max(-(-_CERTIFIED // size), BATCHES), steps)
+    each = [i for k in range(wanted) for i in loader.indices(k * steps // wanted)]
+    return certify(sample_flops(problem, loader.drawn(each).metas), problem.own, problem.ranks)
+
+
+def batches_to_simulate(macro: MacroBatch | None, global_batch_size: int) -> int:
+    """Sampled global batches that hold a certified macro batch, of those that a problem has; some anyway."""
+    wanted = -(-macro.samples // global_batch_size) if macro is not None else 0
+    return min(max(wanted, SIMULATED), BATCHES)
+
+
+def _check_packing(recipe: Recipe, adapters: Mapping[str, Adapter]) -> None:
+    """Experts get no padding; what context parallelism or a single sample spares the recipe, no other layout would."""
+    for name, adapter in adapters.items():
+        if adapter.abilities.experts is not None and not packs_anyway(recipe, name):
+            raise RecipeError(
+                f"modules.{name}: most layouts of a {recipe.modules[name].model} need its samples in one row; set "
+                "training.pack_samples = true"
+            )
+
+
+def _without_layout(recipe: Recipe, graph: ModuleGraph) -> ModuleGraph:
+    """All modules on one rank: nothing of the recipe's own layout is left, also not what comes with one."""
+    plain = MeshSpec((0,), (LANE_AXES[0],), (1,))
+    modules = [
+        replace(
+            spec,
+            mesh=plain,
+            splits=(),
+            activation=None,
+            frozen_layers=frozenset(),
+            token_axes=(),
+            tokens_per_row=0,
+            packed=packs_anyway(recipe, spec.name),
+            assignment="balanced",
+            options=replace(spec.options, reshard_after_forward="default", sequence_parallel=False),
+        )
+        for spec in graph.modules
+    ]
+    return ModuleGraph(tuple(modules), graph.boundaries)
+
+
+def _facts(recipe: Recipe, name: str, adapter: Adapter, shape: Any, sink: str) -> ModuleFacts:
+    abilities, sizes = adapter.abilities, adapter.tensor_parallel_sizes().values()
+    layers = frozenset(layer.name for layer in shape.layers if layer.name)
+    trained = frozenset(layer.name for layer in shape.layers if layer.trainable)
+    activation: Activation | None = abilities.activation
+    return ModuleFacts(
+        shape,
+        activation,
+        abilities.first_layers,
+        math.gcd(*sizes),
+        name == sink and abilities.use_packed is not None,
+        recipe.wiring.tables[name] == name or name == sink or not recipe.wiring.topology.inputs(name),
+        layers - trained if recipe.modules[name].trainable else frozenset(),
+        None if (own := abilities.experts) is None else ExpertSizes(own.count, own.chosen, own.features, own.inner),
+    )
+
+
+def _fixed(given: Mapping[str, Any], facts: Mapping[str, ModuleFacts]) -> dict[tuple[str, str], object]:
+    keys = [*DEGREE_OF_AXIS.values(), EXPERT_DEGREE, "activation_checkpoint"]
+    axis_of = {key: axis for axis, key in DEGREE_OF_AXIS.items()} | {EXPERT_DEGREE: "ep"}
+    out: dict[tuple[str, str], object] = {}
+    for key, value in given.items():
+        module, dot, name = key.rpartition(".")
+        value = schedule_name(value) if key == "schedule" else value
+        own = [each for each, fact in facts.items() if fact.alone]
+        if not dot and key in _WHOLE:
+            valid = _WHOLE[key](value)
+        elif module in own and name in keys:
+            valid = value in _CHECKPOINTS if name == keys[-1] else _is_size(value)
+        else:
+            raise RecipeError(
+                f"--fix {key}: valid are {', '.join(_WHOLE)}, and for MODULE of {own} MODULE.KEY with KEY of {keys}"
+            )
+        if not valid:
+            raise RecipeError(f"--fix {key}: {value!r} is not valid")
+        out[module, axis_of.get(name, name)] = value
+    return out
+
+
+def plan_keys(recipe: Recipe, plan: LayoutPlan, global_batch_size: int) -> dict[tuple[str, ...], Any]:
+    """The recipe's keys that say `plan`."""
+    keys: dict[tuple[str, ...], Any] = {
+        ("training", "global_batch_size"): global_batch_size,
+        ("training", "local_batch_size"): plan.microbatch_size,
+    }
+    if plan.encoder_sizes or recipe.balance.microbatch_sizes:
+        keys["balance", "microbatch_sizes"] = plan.encoder_sizes
+    if plan.shares or recipe.balance.microbatch_shares:
+        keys["balance", "microbatch_shares"] = {name: list(own) for name, own in plan.shares.items()}
+    tables: dict[str, dict[str, Any]] = {}
+    for name, own in plan.modules.items():
+        first, last = own.ranks[0], own.ranks[1] - 1
+        table: dict[str, Any] = {"ranks": f"{first}-{last}" if first < last else str(first)}
+        for axis, key in DEGREE_OF_AXIS.items():
+            if own.degree(axis) > 1 or (axis == "dp_replicate" and own.degree("dp_shard") == 1):
+                table[key] = own.degree(axis)
+        if own.expert_parallel > 1:
+            table[EXPERT_DEGREE] = own.expert_parallel
+        tables[name] = table
+        keys["modules", name, "activation_checkpoint"] = own.activation_checkpoint
+    keys["parallelism",] = {"pipeline_parallel_schedule": schedule_spelling(plan.schedule), **tables}
+    return keys
+
+
+_PLANNED = {
+    "ranks",
+    *DEGREE_OF_AXIS.values(),
+    EXPERT_DEGREE,
+    "pipeline_parallel_schedule",
+    "pipeline_parallel_microbatch_size",
+    "module_fqns_per_model_part",
+    "pipeline_parallel_layers_per_stage",
+}
+
+
+def not_kept(recipe: Recipe) -> list[str]:
+    """Keys of the recipe's layout beside those that a plan says, none of which is in the recipe that is written: they
+    are of a layout that is no more."""
+    flat = recipe.parallelism.model_fields_set - {"modules", "experts_of_all"} - _PLANNED
+    tables = recipe.parallelism.modules.items()
+    own = [f"parallelism.{name}.{key}" for name, table in tables for key in table.model_fields_set - _PLANNED]
+    return sorted([*(f"parallelism.{key}" for key in flat), *own])
+
+
+def planned_text(recipe: Recipe, text: str, overrides: Sequence[str], problem: Problem, plan: LayoutPlan) -> str:
+    """The recipe's text with the layout of `plan`: what was given on the command line is in it, and stages are named
+    where the recipe would be cut into others by itself.
+
+    Args:
+        text, overrides: what `recipe` was read from.
+
+    Raises:
+        RecipeError: it would not be what was planned.
+    """
+    keys = {path: value for path, value in parse_overrides(overrides) if path[0] != "parallelism"}
+    keys |= plan_keys(recipe, plan, problem.global_batch_size)
+    planned = laid_out(problem, plan)
+    graph = _described(rewritten(text, keys))
+    for name in plan.modules:
+        if graph[name].splits != planned[name].splits:
+            table, stages = keys["parallelism",][name], [list(layers) for layers in planned[name].splits]
+            if stages:
+                table["module_fqns_per_model_part"] = stages
+            else:  # bubble_fill would cut it into slices
+                table["pipeline_parallel_layers_per_stage"] = len(planned[name].layers)
+    text = rewritten(text, keys)
+    graph = _described(text)
+    for name in graph.order:
+        for field in fields(graph[name]):
+            one, other = (getattr(each[name], field.name) for each in (graph, planned))
+            if one != other:
+                raise RecipeError(f"the recipe that was planned gives {name!r} {field.name} {one}, not {other}")
+    if (after := _said(parse_recipe(text), plan)) != (before := _said(recipe, plan)):
+        changed = [key for key in before if before[key] != after[key]]
+        raise RecipeError(f"the recipe cannot be rewritten without changing {changed}")
+    return text
+
+
+def _described(text: str) -> ModuleGraph:
+    return describe(parse_recipe(text))[2]
+
+
+def _said(recipe: Recipe, plan: LayoutPlan) -> dict[str, Any]:
+    """All but the layout."""
+    given = recipe.model_dump(exclude={"parallelism": True, "training": {"local_batch_size", "global_batch_size"}})
+    del given["balance"]["microbatch_sizes"], given["balance"]["microbatch_shares"]
+    for name in plan.modules:
+        del given["modules"][name]["activation_checkpoint"]
+    return given

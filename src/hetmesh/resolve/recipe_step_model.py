@@ -1,0 +1,105 @@
+"""The StepModel of a recipe: the sizes of its modules, its machine, and a CPU's peak where the machine has none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hetmesh.cost import Machine, Profile, load_machine
+from hetmesh.errors import RecipeError
+from hetmesh.graph import ModuleGraph
+from hetmesh.resolve.module_shapes import module_shapes
+from hetmesh.runtime.device_peak import measure_peak
+from hetmesh.simulate import StepModel
+
+if TYPE_CHECKING:
+    from hetmesh.models import Adapter
+    from hetmesh.recipe.recipe import Recipe
+
+
+def named_step_model(
+    recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Adapter], machine: str | None, profile: str | None
+) -> StepModel:
+    """`recipe_step_model` with the machine and the profile that a command names.
+
+    Args:
+        machine: a name or TOML file.
+        profile: a file of `hetmesh profile`; None: `[profiling] profile`.
+    """
+    fitted = profile or recipe.profiling.profile
+    return recipe_step_model(
+        recipe,
+        graph,
+        adapters,
+        machine=load_machine(machine) if machine else None,
+        profile=Profile.load(fitted) if fitted else None,
+    )
+
+
+def agreed_step_model(
+    recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Adapter], machine_name: str | None = None
+) -> StepModel | None:
+    """A model that is the same in every process of a job, since nothing is measured: a CPU has a typical peak. None
+    where the sizes of a module are not known.
+
+    Args:
+        machine_name: a name or TOML file; None: `[metrics] machine`, else a CPU.
+
+    Raises:
+        RecipeError: the machine or the profile of the recipe cannot be read.
+    """
+    machine = load_machine(machine_name or recipe.metrics.machine or "cpu")
+    kinds = {str(module.options.row_dtype).removeprefix("torch.") for module in graph.modules}
+    missing = {kind: TYPICAL_PEAK for kind in sorted(kinds) if machine.peak(kind) is None}
+    machine = replace(machine, peak_flops={**machine.peak_flops, **missing})
+    profile = Profile.load(recipe.profiling.profile) if recipe.profiling.profile else None
+    if any(shape is None for shape in module_shapes(recipe, adapters).values()):
+        return None
+    return recipe_step_model(recipe, graph, adapters, machine=machine, profile=profile)
+
+
+TYPICAL_PEAK = 5e10
+"""FLOPs per second of a machine that says none: about a CPU core."""
+
+
+def recipe_step_model(
+    recipe: Recipe,
+    graph: ModuleGraph,
+    adapters: Mapping[str, Adapter],
+    *,
+    machine: Machine | None = None,
+    profile: Profile | None = None,
+) -> StepModel:
+    """What predicts the steps of `recipe`.
+
+    Args:
+        graph, adapters: from `hetmesh.training.job.describe`.
+        machine: default: that of `[metrics] machine`, else a CPU, whose missing peaks are measured here.
+        profile: its fitted seconds take the place of the analytic ones for every layer.
+
+    Raises:
+        RecipeError: a module cannot be built on the meta device, so that its sizes are not known, or the machine is
+            unknown.
+    """
+    machine = machine or load_machine(recipe.metrics.machine or "cpu")
+    shapes = {}
+    for name, shape in module_shapes(recipe, adapters).items():
+        if shape is None:
+            raise RecipeError(f"modules.{name}: its costs are not known, since it cannot be built on the meta device")
+        shapes[name] = shape
+    if profile is None and machine.name == "cpu":
+        used = {module.options.row_dtype for module in graph.modules}
+        kinds = {str(dtype).removeprefix("torch."): dtype for dtype in sorted(used, key=str)}
+        missing = {kind: measure_peak(dtype) for kind, dtype in kinds.items() if machine.peak(kind) is None}
+        machine = replace(machine, peak_flops={**machine.peak_flops, **missing})
+    decays = [recipe.optimizer.weight_decay, *(own.weight_decay for own in recipe.modules.values())]
+    return StepModel(
+        graph,
+        shapes,
+        machine,
+        profile=profile,
+        optimizer=recipe.optimizer.name,
+        implementation=recipe.optimizer.implementation,
+        weight_decay=any(decays),
+    )

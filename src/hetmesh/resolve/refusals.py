@@ -1,0 +1,274 @@
+"""Everything that can be wrong with a recipe beyond its text: what its models, its data or hetmesh cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hetmesh.cost import Profile, load_machine
+from hetmesh.errors import HetmeshError, RecipeError, Refusals
+from hetmesh.graph import dense_mesh
+from hetmesh.models import Adapter
+from hetmesh.parallel.compile import unknown_backend
+from hetmesh.recipe.module_options import token_axes
+from hetmesh.recipe.sections import ScheduleKeys
+from hetmesh.records.checkpoint_folders import check_complete
+from hetmesh.records.dump_folder import check_folder, resumable
+from hetmesh.records.loggers import require_wandb
+from hetmesh.resolve.module_refusals import check_module
+from hetmesh.resolve.references import referenced
+from hetmesh.resolve.splits import why_not_by_slices
+
+if TYPE_CHECKING:
+    from hetmesh.recipe.recipe import Recipe
+
+
+def check_recipe(
+    recipe: Recipe,
+    adapters: Mapping[str, Adapter] | None = None,
+    placeholders: Collection[str] | None = None,
+) -> None:
+    """Check `recipe` in one process, without process groups, weights or data.
+
+    Keys, ranks, degrees, boundaries and batch sizes were checked when the recipe was loaded.
+
+    Args:
+        adapters: the modules' adapters; None leaves out what needs them.
+        placeholders: the placeholders that the data source knows; None leaves them unchecked.
+
+    Raises:
+        RecipeError: all that is wrong, a line each: key, what was given, what is valid.
+    """
+    refusals = Refusals()
+    for check in (
+        _precision,
+        _offload,
+        _compile,
+        _freezing,
+        _optimizer,
+        _skipping,
+        _learning_rates,
+        _schedule_keys,
+        _bubble_fill,
+    ):
+        check(recipe, refusals)
+    if placeholders is not None:
+        _placeholders(recipe, placeholders, refusals)
+    if adapters is not None:
+        _layers_per_slice(recipe, adapters, refusals)
+    for name, adapter in (adapters or {}).items():
+        check_module(recipe, name, adapter, refusals)
+    refusals.finish()
+
+
+def check_run(recipe: Recipe) -> None:
+    """Check what a run of `recipe` needs and no other verb: loggers and the files of its `[metrics]` and `[profiling]`.
+
+    Raises:
+        RecipeError: all that is wrong, a line each.
+    """
+    refusals, keys = Refusals(), recipe.checkpoint
+    try:
+        check_folder(recipe)
+    except HetmeshError as error:
+        refusals.add(f"job.dump_folder: {error}")
+    if keys.exclude_from_loading and not keys.initial_load_path:
+        refusals.add(
+            f"checkpoint.exclude_from_loading = {list(keys.exclude_from_loading)}: nothing is loaded without "
+            "checkpoint.initial_load_path; give it, or leave this key out"
+        )
+    if keys.last_save_in_hf and not keys.enable:
+        refusals.add("checkpoint.last_save_in_hf = True: it is of the last checkpoint; set checkpoint.enable = true")
+    if keys.export_dtype not in (None, "float32") and not keys.last_save_in_hf:  # float32 is torchtitan's default
+        refusals.add(
+            f"checkpoint.export_dtype = {keys.export_dtype!r}: it is of the last checkpoint; set "
+            "checkpoint.last_save_in_hf = true"
+        )
+    if keys.enable and keys.frozen == "reference":
+        _references(recipe, refusals)
+    if keys.initial_load_path and resumable(recipe) is None:  # a run that goes on has its own weights
+        with refusals.collect():
+            check_complete(Path(keys.initial_load_path), "checkpoint.initial_load_path")
+    if recipe.metrics.enable_wandb:
+        with refusals.collect():
+            require_wandb()
+    if recipe.metrics.machine:
+        try:
+            load_machine(recipe.metrics.machine)
+        except RecipeError as error:
+            refusals.add(f"metrics.machine: {error}")
+    if recipe.profiling.profile:
+        try:
+            Profile.load(recipe.profiling.profile)
+        except HetmeshError as error:
+            refusals.add(f"profiling.profile: {error}")
+    refusals.finish()
+
+
+def _precision(recipe: Recipe, refusals: Refusals) -> None:
+    training = recipe.training
+    if training.dtype == "float32":
+        return
+    keys: dict[str, str | None] = {"training": training.mixed_precision_param}
+    keys |= {f"modules.{name}": module.mixed_precision_param for name, module in recipe.modules.items()}
+    for table, computes in keys.items():
+        if computes == "bfloat16":
+            refusals.add(
+                f"{table}.mixed_precision_param = 'bfloat16' needs training.dtype = 'float32', got {training.dtype!r}"
+            )
+
+
+def _offload(recipe: Recipe, refusals: Refusals) -> None:
+    meshes = recipe.wiring.meshes.values()
+    if recipe.training.enable_cpu_offload and all(dense_mesh(mesh).axis_size("dp_shard") == 1 for mesh in meshes):
+        refusals.add(
+            "training.enable_cpu_offload: it moves the shards of modules with a data_parallel_shard_degree above 1 to "
+            "the CPU, but no module has one"
+        )
+
+
+def _compile(recipe: Recipe, refusals: Refusals) -> None:
+    keys = recipe.compile
+    if keys.enable and "model" in keys.components and (valid := unknown_backend(keys.backend)):
+        refusals.add(f"compile.backend = {keys.backend!r}: torch knows no such backend; valid are {', '.join(valid)}")
+
+
+def _learning_rates(recipe: Recipe, refusals: Refusals) -> None:
+    total, steps = recipe.lr_scheduler.total_steps, recipe.training.steps
+    if total is not None and total < steps:
+        refusals.add(
+            f"lr_scheduler.total_steps = {total}: the schedule would end before the run, which has training.steps = "
+            f"{steps}; valid are {steps} and more"
+        )
+
+
+def _placeholders(recipe: Recipe, placeholders: Collection[str], refusals: Refusals) -> None:
+    source = f"data source {recipe.data.source!r} has the placeholders {sorted(placeholders)}"
+    for i, boundary in enumerate(recipe.boundaries):
+        if boundary.at is not None and boundary.at not in placeholders:
+            refusals.add(f"boundaries[{i}].at = {boundary.at!r}: {source}")
+    for name, module in recipe.modules.items():
+        if module.media is not None and module.media not in placeholders:
+            refusals.add(f"modules.{name}.media = {module.media!r}: {source}")
+
+
+def _freezing(recipe: Recipe, refusals: Refusals) -> None:
+    """What nothing is trained by: options of frozen modules, adapters in them, a model of nothing else."""
+    frozen = [name for name, module in recipe.modules.items() if not module.trainable]
+    for name in frozen:
+        module = recipe.modules[name]
+        if module.lora is not None:
+            refusals.add(
+                f"modules.{name}.trainable = false, but modules.{name}.lora gives it adapters to train, beside which "
+                "all else is frozen anyway; leave out one of them"
+            )
+            continue
+        for key in ("lr", "weight_decay"):
+            if (value := getattr(module, key)) is not None:
+                refusals.add(
+                    f"modules.{name}.{key} = {value!r}: the module is frozen (modules.{name}.trainable = false), so no "
+                    "optimizer changes it; leave out one of them"
+                )
+    if len(frozen) == len(recipe.modules) and all(module.lora is None for module in recipe.modules.values()):
+        given = ", ".join(f"modules.{name}.trainable = false" for name in frozen)
+        refusals.add(f"{given}: nothing would be trained; make a module trainable, or give one a lora table")
+
+
+def _skipping(recipe: Recipe, refusals: Refusals) -> None:
+    keys, key = recipe.training, "max_consecutive_non_finite"
+    if key in keys.model_fields_set and keys.on_non_finite == "stop":
+        refusals.add(
+            f"training.{key} = {getattr(keys, key)}: the first step that is not finite ends the run; leave it out, or "
+            'set training.on_non_finite = "skip"'
+        )
+
+
+_OF_ADAM = ("beta1", "beta2", "eps")
+
+
+def _optimizer(recipe: Recipe, refusals: Refusals) -> None:
+    keys = recipe.optimizer
+    if keys.name == "SGD" and keys.implementation == "fused" and "implementation" in keys.model_fields_set:
+        refusals.add(
+            "optimizer.implementation = 'fused': torch's fused SGD does not take sharded parameters (DTensors); valid "
+            "with optimizer.name = 'SGD' are 'foreach' (also where the key is left out) and 'for-loop'"
+        )
+    for key in _OF_ADAM if keys.name == "SGD" else ():
+        if key in keys.model_fields_set:
+            refusals.add(
+                f"optimizer.{key} = {getattr(keys, key)!r}: optimizer.name = 'SGD' has no {key}; leave it out, or take "
+                "AdamW or Adam"
+            )
+
+
+_KEYS_OF = {"three_phase_": "three_phase", "bubble_fill_": "bubble_fill", "interleaved_": "interleaved"}
+"""Schedule keys by how they begin -> the one schedule that they mean something to."""
+
+
+def _schedule_keys(recipe: Recipe, refusals: Refusals) -> None:
+    """Keys of schedules that the run does not have: whoever gives one expects something of it."""
+    for key in ScheduleKeys.model_fields:
+        of = next((schedule for begin, schedule in _KEYS_OF.items() if key.startswith(begin)), None)
+        value = recipe.schedule_key(key)
+        if of is None or value is None or of in (recipe.schedule, recipe.sink_schedule):
+            continue
+        chosen = repr(recipe.schedule) + (f" over {recipe.sink_schedule!r}" if recipe.fills_bubbles else "")
+        refusals.add(
+            f"{recipe.schedule_place(key)} = {value!r}: it is a key of the schedule {of!r}, and this one is "
+            f"{chosen}; leave it out, or take {of!r}"
+        )
+    key = "context_parallel_assignment"
+    if (value := recipe.schedule_key(key)) is not None:
+        place = recipe.schedule_place(key)
+        readers = recipe.modules if place == f"parallelism.{key}" else [recipe.sink]
+        if not any(token_axes(recipe, name) for name in readers):
+            refusals.add(
+                f"{place} = {value!r}: no ranks share the tokens of a sample; leave it out, or give "
+                f"{recipe.sink!r} a context_parallel_degree above 1, or tensor parallel ranks and "
+                "enable_sequence_parallel"
+            )
+
+
+def _bubble_fill(recipe: Recipe, refusals: Refusals) -> None:
+    """Encoders that fill the gaps of the LLM's pipeline must lie there."""
+    if not recipe.fills_bubbles:
+        return
+    wiring = recipe.wiring
+    encoders = [name for name in wiring.topology.names if name != recipe.sink and not wiring.topology.inputs(name)]
+    own = set(wiring.meshes[recipe.sink].ranks)
+    if not any(own & set(wiring.meshes[name].ranks) for name in encoders):
+        refusals.add(
+            f"parallelism.pipeline_parallel_schedule = 'bubble_fill': no encoder shares ranks with {recipe.sink!r} "
+            f"({','.join(map(str, sorted(own)))}), whose gaps it would fill; put one there, or take the schedule 1f1b, "
+            "interleaved or zero_bubble"
+        )
+
+
+def _layers_per_slice(recipe: Recipe, adapters: Mapping[str, Adapter], refusals: Refusals) -> None:
+    """Some module must have its stages by `bubble_fill_layers_per_slice`."""
+    key = "bubble_fill_layers_per_slice"
+    value = recipe.schedule_key(key)
+    if not recipe.fills_bubbles or value is None:
+        return
+    others = [name for name in recipe.wiring.topology.names if name != recipe.sink and name in adapters]
+    why = {name: why_not_by_slices(recipe, name, adapters) for name in others}
+    if others and all(why.values()):
+        told = "; ".join(f"{name!r}: {reason}" for name, reason in why.items())
+        refusals.add(f"{recipe.schedule_place(key)} = {value!r}: it cuts no module ({told}); leave it out")
+
+
+def _references(recipe: Recipe, refusals: Refusals) -> None:
+    """Refuse `[checkpoint] frozen = "reference"` where there is nothing to refer to, or something else."""
+    names = referenced(recipe)
+    if not names:
+        refusals.add(
+            "checkpoint.frozen = 'reference': no module is frozen whole (trainable = false, no lora) and has an "
+            "initial_load_path to refer to; write 'once'"
+        )
+    own = [name for name in names if name not in recipe.checkpoint.exclude_from_loading]
+    if recipe.checkpoint.initial_load_path and own:
+        refusals.add(
+            f"checkpoint.frozen = 'reference': checkpoint.initial_load_path gives {', '.join(own)} other weights than "
+            "their directories have; write 'once', or name them in checkpoint.exclude_from_loading"
+        )

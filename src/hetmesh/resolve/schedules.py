@@ -1,0 +1,128 @@
+"""The schedule that a recipe asks for, of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
+
+from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
+from hetmesh.errors import RecipeError, ScheduleError
+from hetmesh.graph import ModuleGraph, Routes, SampleMeta, StageGraph, stage_graph
+from hetmesh.resolve.recipe_step_model import TYPICAL_PEAK, agreed_step_model
+from hetmesh.resolve.splits import TYPICAL
+from hetmesh.schedule import POLICIES, PolicyOptions, Schedule
+from hetmesh.simulate import StepModel
+from hetmesh.simulate.fill_bubbles import fill_bubbles, fill_typical
+
+if TYPE_CHECKING:
+    from hetmesh.models import Adapter
+    from hetmesh.recipe.recipe import Recipe
+
+
+def recipe_schedule(recipe: Recipe, graph: ModuleGraph, routes: Routes | int, training: bool = True) -> Schedule:
+    """The schedule that `recipe` asks for, of a step with the `routes` of its BatchPlan, or of so many microbatches in
+    every module; `bubble_fill` with nominal durations, and with `bubble_fill_in_flight` raised where these routes need
+    more."""
+    return POLICIES[recipe.schedule](cached_stage_graph(graph), routes, training, schedule_options(recipe))
+
+
+LONG = 1.0
+"""Seconds from which on a step is worth a schedule of its own, some 50 ms of work on each rank beside the step before:
+by 6 FLOPs per parameter and token of a full batch."""
+
+
+KEPT = 64
+"""Relations of microbatches whose schedules are kept: with deferral each step may have its own."""
+
+
+class StepSchedules:
+    """The schedules of a recipe's steps. Under `bubble_fill`, where the sizes of all modules are known, those of `LONG`
+    steps follow what each microbatch costs; of shorter ones what typical microbatches do.
+
+    Args:
+        graph, adapters: from `hetmesh.resolve.describe`.
+        model: what steps cost; None: `agreed_step_model`, so that all ranks find the same schedule.
+    """
+
+    def __init__(
+        self, recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Adapter], model: StepModel | None = None
+    ) -> None:
+        self.recipe, self.graph = recipe, graph
+        self.model = (model or agreed_step_model(recipe, graph, adapters)) if recipe.fills_bubbles else None
+        self._typical: dict[Routes, Schedule] = {}
+
+    @cached_property
+    def each_step(self) -> bool:
+        """Whether every step has a schedule by its own costs."""
+        assert self.model is not None
+        parameters = sum(self.model.shape(name).parameters for name in self.graph.order)
+        tokens = self.recipe.batch.global_batch_size * self.recipe.training.seq_len
+        return 6 * parameters * tokens >= LONG * TYPICAL_PEAK * len(self.graph.ranks)
+
+    def of(self, plan: BatchPlan, training: bool = True) -> Schedule:
+        """The schedule of the step of `plan`."""
+        if self.model is None or not training:
+            return recipe_schedule(self.recipe, self.graph, plan.routes, training)
+        options = schedule_options(self.recipe)
+        if self.each_step:
+            return fill_bubbles(self.model, plan, training, options)
+        found = self._typical.pop(plan.routes, None)
+        if found is None:
+            found = fill_typical(self.model, plan.routes, training, options, TYPICAL)
+        self._typical[plan.routes] = found  # behind all others: the first is that of longest ago
+        if len(self._typical) > KEPT:
+            del self._typical[next(iter(self._typical))]
+        return found
+
+
+def over_in_flight(recipe: Recipe, schedule: Schedule) -> int:
+    """Microbatches beyond `bubble_fill_in_flight` that a stage of an encoder may hold in `schedule`, since the order of
+    the LLM needs them; 0 where the recipe has no such key."""
+    cap, sink = recipe.schedule_key("bubble_fill_in_flight"), schedule.stages.sink.module
+    held = [most for stage, most in schedule.in_flight.items() if stage.module != sink]
+    return 0 if cap is None else max([0, *(most - cap for most in held)])
+
+
+def check_schedule(recipe: Recipe, graph: ModuleGraph) -> None:
+    """Raise RecipeError if microbatches of the sizes that the recipe gives have no schedule under bubble_fill. Which
+    feed which may be another matter in a step, by deferral or a free number: then the cap gives way."""
+    if not recipe.fills_bubbles:
+        return
+    options = replace(schedule_options(recipe), raise_in_flight=False)
+    try:
+        POLICIES[recipe.schedule](cached_stage_graph(graph), usual_routes(recipe, graph), True, options)
+    except ScheduleError as error:
+        where = recipe.schedule_place("bubble_fill_in_flight")
+        key = "" if options.in_flight is None else f"{where} = {options.in_flight}: "
+        raise RecipeError(f"{key}{error}") from error
+
+
+def usual_routes(recipe: Recipe, graph: ModuleGraph) -> Routes | int:
+    """Which microbatches feed which where samples are all alike, and none is deferred."""
+    sizes, shares = recipe.balance.microbatch_sizes, recipe.balance.microbatch_shares
+    if not sizes and not shares:
+        return recipe.batch.num_microbatches
+    samples = [SampleMeta(str(i), 1, rows=dict.fromkeys(graph.order, 1)) for i in range(recipe.batch.global_batch_size)]
+    balance = BalanceOptions(recipe.balance.policy, microbatch_sizes=sizes, microbatch_shares=shares)
+    return plan_batch(graph, samples, recipe.batch.microbatch_size, balance).routes
+
+
+def schedule_options(recipe: Recipe) -> PolicyOptions:
+    """What the recipe asks of its policy."""
+    return PolicyOptions(
+        window=recipe.schedule_key("three_phase_window"),
+        recompute=bool(recipe.schedule_key("three_phase_recompute")),
+        offload=bool(recipe.schedule_key("three_phase_offload")),
+        early=bool(recipe.schedule_key("interleaved_early_warmup")),
+        inner=recipe.schedule_key("bubble_fill_schedule") or "1f1b",
+        in_flight=recipe.schedule_key("bubble_fill_in_flight"),
+        raise_in_flight=True,
+    )
+
+
+@lru_cache(maxsize=64)
+def cached_stage_graph(graph: ModuleGraph) -> StageGraph:
+    """`stage_graph`, once per graph: policies cache by it."""
+    return stage_graph(graph)

@@ -1,0 +1,181 @@
+"""Whether the first samples of a recipe's conversations are what transformers' own processor makes of them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetmesh.data.conversations import ConversationsSource
+from hetmesh.data.expand import ItemRows, expand, expand_tokens
+from hetmesh.data.mixture import MixtureSource
+from hetmesh.errors import RecipeError, SampleError, SelfCheckError
+from hetmesh.formatting import counted
+from hetmesh.models import placeholder_rows
+from hetmesh.models.split.encoder_half import HfEncoderAdapter
+from hetmesh.recipe.hf_path import expand_hf_path
+from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.describe import describe
+from hetmesh.resolve.whole_directory import directory_of
+
+SAMPLES = 4
+"""Of each set of conversations, that are compared."""
+
+FORM = ("tokenizer", "chat_template", "replacements", "special_tokens", "placeholders")
+"""Options that make a prompt: where one is not what the directory stands for, the recipe has a form of its own."""
+
+ONE_TILE = ("crop_to_patches", "do_image_splitting", "do_pan_and_scan")
+"""Keys of image processors that `image_tiles = false` turns off."""
+
+
+@dataclass(frozen=True)
+class _Processors:
+    both: Any  # of images and text; None where it is not compared
+    images: Any
+    call: dict[str, Any]  # what is asked of images
+    patches: Any  # an image's tensor -> its patches, of models that take these
+
+
+def check_processor(recipe: Recipe) -> list[str]:
+    """Compare tokens one by one, and pixels within one grey level.
+
+    Returns:
+        What was compared and what was not, a line for each set of conversations.
+
+    Raises:
+        SelfCheckError: they differ; names the sample, the key and the first token or pixel.
+    """
+    pretrained = directory_of(recipe)
+    source, adapters, graph = describe(recipe)
+    parts = list(source.parts.values()) if isinstance(source, MixtureSource) else [source]
+    options_of = [each.options for each in recipe.data.mixture] or [recipe.data.options]
+    tables = zip(options_of, parts, strict=True)
+    talks = [(options, part) for options, part in tables if isinstance(part, ConversationsSource)]
+    if pretrained is None or not talks:
+        return []
+    both, images, failed = _loaded(pretrained.path)
+    towers = [a for a in adapters.values() if isinstance(a, HfEncoderAdapter) and a.media == "image"]
+    lines, rows = [], placeholder_rows(graph, adapters)
+    for options, part in talks:
+        why = failed or _own_form(options, pretrained.path)
+        if not why and both.chat_template is None:
+            why = f"{type(both).__name__} has no chat template"
+        call = {**getattr(both, "images_kwargs", {}), "return_tensors": "pt"}
+        keys = () if images is None else images.valid_kwargs.__annotations__
+        if options.get("image_tiles") is False:
+            call |= dict.fromkeys(set(ONE_TILE) & set(keys), False)
+        own = options.get("pad_to_square") or (options.get("image_tiles") is False and not set(ONE_TILE) & set(keys))
+        given = _Processors(None if why else both, None if own else images, call, towers[0].call if towers else None)
+        first = min(SAMPLES, len(part))
+        done = sum(_is_alike(part, index, rows, given) for index in range(first))
+        what = [*["tokens"] * (given.both is not None), *["pixels"] * (given.images is not None)] if done else []
+        without = f"; prompts were not: {why}" if why else ""
+        of = f"of the first {counted(first, 'sample')}{'' if done in (0, first) else f', of {done} of them,'}"
+        compared = f"{' and '.join(what)} {of} equal those" if what else f"nothing {of} was compared with those"
+        lines.append(f"data: {compared} of transformers' own processor{without}")
+    return lines
+
+
+def _loaded(path: Path) -> tuple[Any, Any, str]:
+    """The processors of a directory, of images and text and of images alone, and why the first does not load."""
+    from transformers import AutoImageProcessor, AutoProcessor, ProcessorMixin
+
+    both, images, why = None, None, ""
+    try:
+        both = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        if not isinstance(both, ProcessorMixin):
+            both, why = None, "transformers has no processor of images and text for it"
+    except Exception as error:  # whatever it lacks here
+        why = f"transformers' own does not load here ({' '.join(str(error).split())[:160]})"
+    try:  # that of Pillow, which rounds as images are rounded here
+        images = AutoImageProcessor.from_pretrained(path, local_files_only=True, backend="pil")
+        if both is not None:
+            both.image_processor = images
+    except Exception:  # there is none
+        images = getattr(both, "image_processor", None)
+    return both, images, why
+
+
+def _own_form(options: Mapping[str, Any], path: Path) -> str:
+    """Why the prompts of a recipe are its own; empty where they are the directory's."""
+    try:
+        raw = {"model": {"hf_path": str(path)}, "data": {"options": {"path": ""}}}
+        filled = expand_hf_path(raw)["data"]["options"]
+    except RecipeError:  # whose form nobody here knows
+        return "the form of a conversation is the recipe's own"
+    found = [key for key in FORM if options.get(key) != filled.get(key)]
+    return f"{', '.join(f'data.options.{key}' for key in found)} is the recipe's own" if found else ""
+
+
+def _is_alike(part: ConversationsSource, index: int, rows: ItemRows, given: _Processors) -> bool:
+    """Compare one sample; False if nothing of it is compared: it cannot be read, or has other media than images."""
+    from PIL import Image, ImageOps
+
+    try:
+        meta, sample = part.meta(index), part.load(index)
+        turns, media = part.turns(index)
+    except SampleError:  # which the run itself reports
+        return False
+    if any(kind != "image" for kind, _ in media):
+        return False
+    pictures = [ImageOps.exif_transpose(Image.open(io.BytesIO(blob.read()))) for _, blob in media]
+    if pictures and given.images is not None:
+        with _asking(meta.id, given.images):
+            theirs = given.images(images=[pictures], **given.call)["pixel_values"]
+        items, shape = sample.media["image"], theirs.shape[-3:]
+        ours: Tensor | Sequence[Tensor] = items
+        if all(item.shape[-3:] == shape for item in items):
+            ours, theirs = torch.cat([item.reshape(-1, *shape) for item in items]), theirs.reshape(-1, *shape)
+        elif given.patches is not None:
+            ours = given.patches.collate(items, [item.size for item in meta.media])["media"]
+        _check_pixels(meta.id, ours, theirs, given.images)
+    if given.both is not None:
+        tokens = expand_tokens(sample, meta, expand(meta, rows).meta, part.placeholders).tokens
+        with _asking(meta.id, given.both):
+            text = given.both.apply_chat_template(turns, tokenize=False)
+            bos = given.both.tokenizer.bos_token
+            more = {"add_special_tokens": False} if bos and text.startswith(bos) else {}
+            made = given.both(text=[text], images=[pictures] if pictures else None, **given.call, **more)
+        _check_tokens(meta.id, tokens.tolist(), made["input_ids"][0].tolist(), given.both)
+    return True
+
+
+@contextmanager
+def _asking(sample: str, processor: Any) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of transformers' own
+        name = type(processor).__name__
+        raise SelfCheckError(f"sample {sample!r}: transformers' {name} cannot take it: {error}") from error
+
+
+def _check_pixels(sample: str, ours: Tensor | Sequence[Tensor], theirs: Tensor, images: Any) -> None:
+    level = (images.rescale_factor if images.do_rescale else 1) / (min(images.image_std) if images.do_normalize else 1)
+    what = f"sample {sample!r}: pixel_values: "
+    if not isinstance(ours, Tensor) or ours.shape != theirs.shape:
+        shapes = ours.shape if isinstance(ours, Tensor) else [each.shape for each in ours]
+        raise SelfCheckError(f"{what}{shapes}, and {theirs.shape} by transformers' {type(images).__name__}")
+    if len(far := ((ours - theirs).abs() > 1.01 * level).nonzero()):
+        at = tuple(far[0].tolist())
+        raise SelfCheckError(
+            f"{what}{len(far)} of {ours.numel()} differ by more than a grey level ({level:.4f}), first {list(at)}: "
+            f"{ours[at]:.4f}, and {theirs[at]:.4f} by transformers' {type(images).__name__}"
+        )
+
+
+def _check_tokens(sample: str, ours: list[int], theirs: list[int], both: Any) -> None:
+    if ours == theirs:
+        return
+    pairs = zip(ours, theirs, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+    said = [repr(both.tokenizer.decode(ids[at : at + 1])) if at < len(ids) else "the end" for ids in (ours, theirs)]
+    raise SelfCheckError(
+        f"sample {sample!r}: input_ids: token {at} of {len(ours)} is {said[0]}, and {said[1]} of {len(theirs)} by "
+        f"transformers' {type(both).__name__}"
+    )

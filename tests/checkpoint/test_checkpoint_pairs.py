@@ -1,0 +1,234 @@
+"""A checkpoint of any layout goes on in any other as if nothing had happened: losses, and state to the last bit."""
+
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from test_parity_pipeline import table
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from hetmesh.boundary import World
+from hetmesh.checkpoint.checkpointer import Checkpointer
+from hetmesh.checkpoint.reading import saved_tensors
+from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.testing.precision import exact_dtypes
+from hetmesh.training.trainer import Trainer
+from support.checkpoint_pieces import different
+
+pytestmark = pytest.mark.slow
+
+# Optimizer: eps far above its default keeps AdamW smooth where gradients are rounding errors.
+MODEL = """
+[modules.vision]
+model = "siglip"
+[modules.vision.config]
+hidden_size = 8
+num_hidden_layers = 2
+num_attention_heads = 4
+patch_size = 4
+image_size = 8
+intermediate_size = 12
+[modules.projector]
+model = "mlp"
+[modules.llm]
+model = "qwen3_moe"
+[modules.llm.config]
+hidden_size = 16
+num_hidden_layers = 3
+num_attention_heads = 4
+num_key_value_heads = 4
+head_dim = 4
+moe_intermediate_size = 8
+num_experts = 4
+num_experts_per_tok = 2
+router_aux_loss_coef = 0.1
+[[boundaries]]
+from = "vision"
+to = "projector"
+[[boundaries]]
+from = "projector"
+to = "llm"
+at = "image"
+[data]
+source = "hetmesh.testing.sources:RandomMedia"
+[data.options]
+kinds = { image = [1, 8, 8] }
+text_only = 0.4
+[training]
+global_batch_size = 8
+local_batch_size = 2
+pack_samples = true
+dtype = "float64"
+max_norm = 0.05
+steps = 30
+[optimizer]
+eps = 0.01
+[lr_scheduler]
+warmup_steps = 4
+[checkpoint]
+enable = true
+"""
+EXPERTS = """num_experts = 4
+num_experts_per_tok = 2
+router_aux_loss_coef = 0.1
+"""
+VARIANTS = {
+    "all trained": lambda text: text,
+    "frozen encoder": lambda text: text.replace('"siglip"', '"siglip"\ntrainable = false'),
+    "LoRA": lambda text: (
+        text.replace("qwen3_moe", "qwen3")
+        .replace("moe_intermediate_size", "intermediate_size")
+        .replace(EXPERTS, "")
+        .replace("[modules.llm.config]", "[modules.llm.lora]\nrank = 2\nalpha = 4\n[modules.llm.config]")
+    ),
+}
+
+
+def both(ep=1, **degrees):
+    return [table("vision", "0-3", **degrees), table("llm", "0-3", **degrees, expert_parallel_degree=ep)]
+
+
+PIPELINE = 'pipeline_parallel_schedule = "1F1B"\npipeline_parallel_microbatch_size = 1'
+LAYOUTS = {
+    "one rank": [table("vision", "0"), table("llm", "0")],
+    "dp 4": both(ep=4, data_parallel_replicate_degree=4),
+    "tp 4": both(tp=4),
+    "tp 2, dp 2": both(ep=2, tp=2, data_parallel_replicate_degree=2),
+    "pp 2, fsdp 2": [
+        table("vision", "0-3", data_parallel_replicate_degree=4),
+        table("llm", "0-3", pp=2, fsdp=2, expert_parallel_degree=2) + f"\n{PIPELINE}",
+    ],
+    "disjoint": [table("vision", "0-1", fsdp=2), table("llm", "2-3", tp=2)],
+    "overlapping, hsdp": [
+        table("vision", "1", fsdp=1),
+        table("llm", "0-3", data_parallel_replicate_degree=2, fsdp=2, expert_parallel_degree=2),
+    ],
+}
+
+
+def recipe(folder, layout, variant="all trained"):
+    text = VARIANTS[variant](MODEL)
+    if variant == "LoRA":
+        layout = [each.replace("expert_parallel_degree", "# expert_parallel_degree") for each in layout]
+    return parse_recipe("\n".join([text, *layout]), ("--job.dump_folder", str(folder)))
+
+
+def go_on(rank, recipe, save_after, steps, again=None):
+    """Resume, save once more into `again`, take `steps` steps and save after the first `save_after`: where it was
+    resumed, and the losses."""
+    trainer = Trainer(recipe, World.current())
+    trainer.reporter.close()
+    resumed, losses = trainer.step, []
+    if again is not None:
+        saver = Checkpointer(trainer.world, Path(again))
+        saver.save(trainer.step, trainer.job.root, trainer.optimizers, trainer._position())
+    with exact_dtypes(trainer.job.root):
+        for _ in range(steps):
+            losses.append(trainer.train_step().loss)
+            if len(losses) == save_after:
+                trainer.save()
+    trainer.upcoming.close()
+    return resumed, losses
+
+
+def run(pool, folder, layout, *arguments, variant="all trained"):
+    given = recipe(folder, layout, variant)
+    return pool(given.world_size).run(go_on, given, *arguments, timeout=180)
+
+
+def uninterrupted(pool, folder, steps, variant="all trained", alone=LAYOUTS["one rank"]):
+    return run(pool, folder, alone, 0, steps, variant=variant)[0][1]
+
+
+def content(path):
+    """All that a checkpoint holds, tensors whole."""
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else ""
+        for name, entry in saved_tensors(path).items()
+    }
+    with warnings.catch_warnings():  # that there is one process
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.load(state, checkpoint_id=str(path), no_dist=True)
+    return state
+
+
+def layouts_aside(state):
+    """What does not belong to a layout: all but random states of ranks, and the recipe that names the ranks."""
+    return {k: v for k, v in state.items() if not k.startswith("random.") and k != "extra.run"}
+
+
+def chain(pool, folder, layouts, variant="all trained"):
+    """Each layout resumes what the one before it saved, and goes on for three steps, the first of which is saved."""
+    losses = uninterrupted(pool, folder / "whole", len(layouts) + 4, variant, layouts[0])
+    run(pool, folder, layouts[0], 2, 2, variant=variant)
+    for step, layout in enumerate(layouts[1:], 2):
+        again = folder / f"again-{step}"
+        for resumed, taken in run(pool, folder, layout, 1, 3, str(again), variant=variant):
+            assert resumed == step
+            assert taken == pytest.approx(losses[step : step + 3], rel=1e-10), layout
+        saved, after = (content(path / f"step-{step}") for path in (folder / "checkpoint", again))
+        assert different(layouts_aside(saved), layouts_aside(after)) == []
+        shutil.rmtree(again)
+
+
+CYCLE = ["one rank", "dp 4", "pp 2, fsdp 2", "tp 2, dp 2", "disjoint", "overlapping, hsdp", "tp 4", "one rank"]
+
+
+def test_each_layout_goes_on_from_another_ones_checkpoint(pool, tmp_path):
+    chain(pool, tmp_path, [LAYOUTS[name] for name in CYCLE])
+
+
+@pytest.mark.parametrize("variant", ["frozen encoder", pytest.param("LoRA", marks=pytest.mark.exhaustive)])
+def test_what_is_frozen_goes_on_in_another_layout(pool, tmp_path, variant):
+    chain(pool, tmp_path, [LAYOUTS[name] for name in ("one rank", "overlapping, hsdp", "tp 4")], variant)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("first", LAYOUTS)
+def test_every_pair_of_layouts(pool, tmp_path, first, variant):
+    losses = uninterrupted(pool, tmp_path / "whole", 5, variant)
+    run(pool, tmp_path, LAYOUTS[first], 2, 2, variant=variant)
+    for second in LAYOUTS.keys() - {first}:
+        for resumed, taken in run(pool, tmp_path, LAYOUTS[second], 0, 3, variant=variant):
+            assert resumed == 2
+            assert taken == pytest.approx(losses[2:], rel=1e-10), second
+
+
+def test_what_is_loaded_is_saved_again_to_the_last_bit(pool, tmp_path):
+    """Equal keys and exact state (the comparator of Megatron-LM's PR #6743), random states and the recipe included."""
+    layout = LAYOUTS["overlapping, hsdp"]
+    run(pool, tmp_path, layout, 2, 2)
+    run(pool, tmp_path, layout, 0, 0, str(tmp_path / "again"))
+    before, after = content(tmp_path / "checkpoint" / "step-2"), content(tmp_path / "again" / "step-2")
+    assert different(before, after) == []
+    parameters = {name.removeprefix("model.") for name in before if name.startswith("model.")}
+    for moment in ("exp_avg", "exp_avg_sq", "step"):
+        assert {f"optimizer.state.{name}.{moment}" for name in parameters} <= before.keys()
+    others = {f"random.{rank}.cpu" for rank in range(4)} | {"extra.sample", "extra.run", "lr_scheduler.last_epoch"}
+    assert others <= before.keys()
+    wrong = dict(after)
+    for name in ("optimizer.state.llm.lm_head.weight.exp_avg_sq", "random.3.cpu", "extra.sample"):
+        wrong[name] = wrong[name] + 1
+        assert different(before, wrong) == [name]  # so it sees what it should
+        wrong[name] = after[name]
+
+
+DEEP = MODEL.replace("num_hidden_layers = 3", "num_hidden_layers = 7")
+THREE = {  # section 4 of the peers' cases, of enc | LLM: (tp, pp)
+    "2 | 2, 3": [table("vision", "0-1", tp=2), table("llm", "2-7", tp=2, pp=3) + f"\n{PIPELINE}"],
+    "1 | 1, 7": [table("vision", "0"), table("llm", "1-7", pp=7) + f"\n{PIPELINE}"],
+    "2, 2 | 2, 2": [table("vision", "0-3", tp=2, pp=2), table("llm", "4-7", tp=2, pp=2) + f"\n{PIPELINE}"],
+}
+
+
+@pytest.mark.parametrize(
+    "order", [(0, 1, 2, 0), pytest.param((0, 2, 1, 0), marks=pytest.mark.exhaustive)], ids=["forth", "back"]
+)
+def test_megatron_checkpoints_in_every_ordered_pair_of_three_layouts(pool, tmp_path, order, monkeypatch):
+    """Where Megatron-LM's `test_mimo_checkpoint.py` loads what the same layout saved. Each pair is in one order."""
+    monkeypatch.setitem(VARIANTS, "all trained", lambda text: DEEP)
+    chain(pool, tmp_path, [list(THREE.values())[i] for i in order])

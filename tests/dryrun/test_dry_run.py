@@ -1,0 +1,112 @@
+"""A dry run: a rank's real step on a fake device."""
+
+import json
+
+import pytest
+
+from support.dry_run_cases import FOLDER, dry, grouped, left_behind, printed
+
+KINDS = ("digits", "digits_cp_pp", "digits_qwen3vl")
+OTHERS = sorted({path.stem for path in FOLDER.glob("digits*.toml")} - set(KINDS))
+SHARED = ("context_parallel_degree=1", "tensor_parallel_degree=2", "enable_sequence_parallel=true")
+
+
+def waits_within(run):
+    """Where the host waits for its device inside an action."""
+    return [(wait, times) for wait, times in run.waits if wait.within]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*KINDS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)])
+def test_a_step_leaves_parameters_and_optimizer_state(apart, name):
+    run, block_masks = apart(dry, name, 0)
+    # Masks of attention are kept for the microbatches to come; nothing else is left.
+    assert run.live - run.state <= block_masks
+    assert run.live == run.state or block_masks
+    frozen = name in ("digits_frozen", "digits_lora")  # all that rank 0 has
+    assert run.state == run.built if frozen else run.state > run.built
+    assert run.built >= run.built_peak / 1.2
+    assert run.peak >= max(span.peak for span in run.actions)
+    assert run.timed_waits == 0
+    assert waits_within(run) == []
+    assert sum(work.flops for work in run.work.values()) > 0
+
+
+EXPERTS = {
+    "as it is": ((), 3),
+    "microbatches": (("--parallelism.llm.pipeline_parallel_microbatch_size=8",), 3 * 4),
+    "CP 2": (("--parallelism.llm.ranks=0-3", "--parallelism.llm.context_parallel_degree=2"), 3),
+    "TP 2": (("--parallelism.llm.ranks=0-3", "--parallelism.llm.tensor_parallel_degree=2"), 3),
+    "FSDP 4": (
+        (
+            *("--parallelism.llm.ranks=0-3", "--parallelism.llm.data_parallel_replicate_degree=1"),
+            "--parallelism.llm.data_parallel_shard_degree=4",
+        ),
+        3,
+    ),
+    "recomputed": (("--activation_checkpoint.mode=full",), 3 * 2),  # and routed again
+}
+"""Changes of digits_moe.toml, and how often a rank routes: its blocks times its microbatches."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [each if each == "microbatches" else pytest.param(each, marks=pytest.mark.exhaustive) for each in EXPERTS]
+)
+def test_the_host_reads_the_sizes_of_each_mixture_of_experts_once_and_nothing_else(apart, case):
+    changes, times = EXPERTS[case]
+    run, _ = apart(dry, "digits_moe", 3, *changes)
+    within = [(wait.line, wait.what) for wait, count in run.waits if wait.within for _ in range(count)]
+    assert len(within) == times
+    assert {(line.partition(":")[0], what) for line, what in within} == {("parallel/experts/exchange.py", "tolist")}
+    assert sum(each.messages for each in run.traffic if "sizes" in each.edge) == times
+    assert run.waiting("host_to_device") == run.timed_waits == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [(), SHARED], ids=["context parallel", "sequence parallel"])
+def test_the_host_knows_where_rows_and_features_go(apart, keys):
+    run, _ = apart(dry, "digits_qwen3vl", 2, *(f"--parallelism.llm.{key}" for key in keys))
+    assert {edge.edge for edge in run.traffic} >= {"vision->llm forward", "vision.deepstack.1->llm backward"}
+    assert waits_within(run) == []
+
+
+@pytest.mark.slow
+def test_equal_ranks_are_one_group_and_the_predicted_peak_is_near(apart):
+    runs = apart(grouped, "digits")
+    assert [group.ranks for group in runs.groups] == [(0,), (1,), (2, 3)]
+    assert runs.machine == "h100"
+    assert max(group.memory_error for group in runs.groups) < 0.2
+    edges = {each.edge for group in runs.groups for each in group.run.traffic}
+    assert edges == {"vision->projector forward", "vision->projector backward"}
+
+
+@pytest.mark.slow
+def test_the_command_prints_text_and_json(apart):
+    status, text = apart(printed, ["dryrun", "recipes/digits.toml", "--rank", "2"])
+    assert status == 0
+    assert "B llm.0" in text
+    assert "fits h100" in text
+    assert max(map(len, text.splitlines())) <= 160
+    status, text = apart(printed, ["dryrun", "recipes/digits.toml", "--json"])
+    assert status == 0
+    assert json.loads(text)["fits"] is True
+    status, text = apart(printed, ["dryrun", "recipes/digits.toml", "--rank", "7"])
+    assert status == 2
+    assert "ranks 0-3" in text
+
+
+@pytest.mark.slow
+def test_offloaded_parameters_stay_on_the_host(apart):
+    given = ["dryrun", "recipes/digits_fsdp.toml", "--training.enable_cpu_offload=true", "--json"]
+    status, text = apart(printed, given)
+    assert status == 0, text
+    group = json.loads(text)["groups"][0]
+    assert group["built"] < 1024  # but for buffers
+    waits = [each for each in group["waits"] if each["line"] == "" and each["model"] == ""]
+    assert {each["what"] for each in waits} == {"an event"}, "FSDP's own copies are pinned; it waits for gradients"
+
+
+@pytest.mark.slow
+def test_a_caller_finds_all_as_it_was(apart):
+    assert apart(left_behind) == {}

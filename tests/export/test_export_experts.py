@@ -1,0 +1,156 @@
+"""Mixtures of experts in and out: the forms that hubs have, and those that transformers saves, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_export import recipe, save_now, tensors
+
+from hetmesh.checkpoint.saved_run import saved_run
+from hetmesh.export.export import export
+from hetmesh.recipe.recipe import Recipe, parse_recipe
+from hetmesh.testing.parity import compare, run_as
+from hetmesh.testing.whole_reference import whole_reference
+from support import tiny_vlms
+from support.often import combinations
+
+pytestmark = pytest.mark.slow
+
+FSDP = """
+[parallelism.vision]
+ranks = "0-3"
+[parallelism.llm]
+ranks = "0-3"
+data_parallel_shard_degree = 4
+"""
+TP_AND_PP = """
+[parallelism.vision]
+ranks = [0, 1]
+[parallelism.llm]
+ranks = "0-3"
+tensor_parallel_degree = 2
+pipeline_parallel_degree = 2
+pipeline_parallel_schedule = "1f1b"
+pipeline_parallel_microbatch_size = 2
+"""
+
+
+def save_moe(folder: Path, **how: Any) -> Path:
+    """A tiny Qwen3-MoE, as transformers saves it."""
+    import transformers as t
+
+    torch.manual_seed(5)
+    model = t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**{**tiny_vlms.TEXT, **tiny_vlms.EXPERTS, "head_dim": 6}))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder, **how)
+    return folder
+
+
+def beside_a_tower(path: Path, folder: Path, ranks: str = "0", more: str = "", *changes: str) -> Recipe:
+    """A recipe of the Qwen3-MoE at `path` behind a tiny tower with random weights."""
+    return parse_recipe(
+        f"""
+        [job]
+        dump_folder = '{folder}'
+        [modules.vision]
+        model = "siglip"
+        config = {{ hidden_size = 16, num_hidden_layers = 1, num_attention_heads = 2, image_size = 8, patch_size = 4 }}
+        [modules.projector]
+        model = "mlp"
+        [modules.llm]
+        model = "qwen3_moe"
+        initial_load_path = '{path}'
+        [[boundaries]]
+        from = "vision"
+        to = "projector"
+        [[boundaries]]
+        from = "projector"
+        to = "llm"
+        at = "image"
+        [parallelism]
+        ranks = "{ranks}"
+        {more}
+        [data]
+        source = "hetmesh.testing.sources:RandomMedia"
+        options = {{ kinds = {{ image = [3, 8, 8] }}, text_only = 1.0 }}
+        [training]
+        local_batch_size = 2
+        pack_samples = true
+        steps = 2
+        [checkpoint]
+        enable = true
+    """,
+        changes,
+    )
+
+
+def transposed(path: Path) -> Path:
+    """A directory as it is on the hub: experts' matrices transposed."""
+    held = load_file(path / "model.safetensors")
+    held = {n: e.transpose(1, 2).contiguous() if ".experts." in n else e for n, e in held.items()}
+    save_file(held, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def equal(before: Path, after: Path) -> bool:
+    """Whether two directories have the same tensors, bit by bit."""
+    ours, theirs = tensors(after), tensors(before)
+    return ours.keys() == theirs.keys() and all(
+        ours[name].dtype == each.dtype and torch.equal(ours[name], each) for name, each in theirs.items()
+    )
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        for parameter in model.parameters():  # where it lies in a mapped file, kernels round otherwise
+            parameter.data = parameter.data.clone()
+        return model(input_ids=torch.tensor([[5, 7, 9, 11, 3, 8]])).logits
+
+
+LAYOUTS = {"FSDP": FSDP, "TP and PP": TP_AND_PP}
+OFTEN = {("TP and PP", "of the hub"), ("FSDP", "of save_pretrained")}  # how shards are read is not how they are named
+
+
+@pytest.mark.parametrize(("layout", "form"), combinations(OFTEN, LAYOUTS, ["of the hub", "of save_pretrained"]))
+def test_no_steps_give_a_multimodal_directory_back(pool4, tmp_path, layout, form):
+    path = tiny_vlms.save("qwen3_vl_moe", tmp_path)
+    kind = type(tiny_vlms.build("qwen3_vl_moe"))
+    if form == "of the hub":
+        transposed(path)
+    given = recipe(path, tmp_path / "run", LAYOUTS[layout])
+    given = given.model_copy(update={"training": given.training.model_copy(update={"dtype": "float32"})})
+    pool4.run(save_now, given, 0, timeout=120)
+    done = export(saved_run(tmp_path / "run"), tmp_path / "out", largest=40_000)
+    assert equal(path, tmp_path / "out")
+    if form == "of the hub":
+        assert ", 6 made of parts of the run's" in "".join(done).replace("(", ", ")
+    else:
+        kind.from_pretrained(path).save_pretrained(tmp_path / "theirs")
+        assert equal(tmp_path / "theirs", tmp_path / "out")
+    exported, told = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(told.values())
+    assert torch.equal(logits(exported), logits(kind.from_pretrained(path)))
+
+
+def test_what_was_trained_on_shards_is_what_one_process_trains_and_exports(pool4, pool, tmp_path):
+    path = transposed(tiny_vlms.save("qwen3_vl_moe", tmp_path))
+    pool(1).run(save_now, recipe(path, tmp_path / "one"), 2, timeout=120)
+    pool4.run(save_now, recipe(path, tmp_path / "four", FSDP), 2, timeout=120)
+    for run in ("one", "four"):
+        export(saved_run(tmp_path / run), tmp_path / f"{run}-hf")
+    one, four, before = tensors(tmp_path / "one-hf"), tensors(tmp_path / "four-hf"), tensors(path)
+    assert one.keys() == four.keys() == before.keys()
+    changed = [name for name in one if ".experts." in name and (one[name] - before[name]).abs().max() > 1e-5]
+    assert len(changed) == 6
+    assert all(torch.allclose(one[key], four[key], rtol=0, atol=1e-12) for key in one)
+
+
+@pytest.mark.parametrize("layout", [FSDP, TP_AND_PP], ids=["FSDP", "TP and PP"])
+def test_experts_that_ranks_have_all_of_or_shards_train_as_transformers_does(pool4, tmp_path, layout):
+    given = parse_recipe(tiny_vlms.recipe_text(transposed(tiny_vlms.save("qwen3_vl_moe", tmp_path)), layout))
+    compare(whole_reference(given), pool4.run(run_as, given, 3, None, None, timeout=120), 1e-10)

@@ -1,0 +1,218 @@
+"""Frozen modules and LoRA: parity on every placement, and nothing paid for what is frozen (U11, C3)."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hetmesh.boundary import World
+from hetmesh.checkpoint.initial_load import load_initial_weights
+from hetmesh.errors import RecipeError
+from hetmesh.graph import Stage
+from hetmesh.models.lora import add_lora, base_name, is_adapter
+from hetmesh.recipe.recipe import load_recipe
+from hetmesh.resolve.describe import describe
+from hetmesh.testing.parity import compare, reference, run
+from hetmesh.training.feed import Feed
+from hetmesh.training.job import Job
+from hetmesh.training.trainer import Trainer
+from support.often import combinations
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+PLACEMENTS = ("digits", "digits_colocated", "digits_overlapping")
+WAYS = {
+    "frozen encoder": ["--modules.vision.trainable=false"],
+    "frozen LLM": ["--modules.llm.trainable=false"],
+    "projector only": ["--modules.vision.trainable=false", "--modules.llm.trainable=false"],
+    "LoRA": ["--modules.vision.trainable=false", "--modules.projector.trainable=false", "--modules.llm.lora.rank=4"],
+    "LoRA in encoder and some layers": [
+        "--modules.vision.lora.rank=2",
+        "--modules.llm.lora.rank=3",
+        '--modules.llm.lora.target_modules=["q_proj", "down_proj"]',
+    ],
+}
+
+
+def recipe_of(name, *overrides):
+    return load_recipe(RECIPES / f"{name}.toml", ("--training.local_batch_size=4", *overrides))
+
+
+def watched(rank, recipe):
+    world = World.current()
+    world.log.clear()
+    outcome = run(recipe, world, steps=2)
+    return outcome, {m.label.boundary for m in world.log.messages if m.label.direction == "backward"}
+
+
+OFTEN = {
+    *(("digits", way) for way in WAYS),
+    *(("digits_colocated", way) for way in ("frozen LLM", "LoRA in encoder and some layers")),
+    *(("digits_overlapping", way) for way in ("frozen encoder", "LoRA")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "way"), combinations(OFTEN, PLACEMENTS, WAYS))
+def test_parity(pool4, name, way):
+    recipe = recipe_of(name, "--training.dtype=float64", *WAYS[way])
+    results = pool4.run(watched, recipe)
+    assert compare(reference(recipe, steps=2), [outcome for outcome, _ in results], 1e-10) < 1e-10
+    talked = set().union(*(boundaries for _, boundaries in results))
+    if recipe.modules["vision"].lora is None and not recipe.modules["vision"].trainable:
+        assert "vision->projector" not in talked  # no message back to a frozen encoder
+    if way == "LoRA":
+        assert not talked
+
+
+def cost_of_training(rank, recipe, folder):
+    """Bytes of gradients and optimizer state per module after one step, and the activations that were kept."""
+    world = World.current()
+    recipe = recipe.model_copy(update={"job": recipe.job.model_copy(update={"dump_folder": folder})})
+    trainer = Trainer(recipe, world)
+    trainer.train_step()
+    trainer.reporter.close()
+    parameters = {
+        name: sum(0 if p.grad is None else p.grad.numel() for p in module.parameters())
+        for name, module in trainer.job.root.named_children()
+    }
+    states = dict.fromkeys(parameters, 0)
+    if trainer.optimizers is not None:
+        for key, value in trainer.optimizers[0].state_dict().items():
+            if key.startswith("state.") and isinstance(value, torch.Tensor):
+                states[key.split(".")[1]] += value.numel()
+    return parameters, states
+
+
+@pytest.mark.slow
+def test_what_is_frozen_has_no_gradient_and_no_optimizer_state(pool4, tmp_path):
+    recipe = recipe_of("digits", *WAYS["LoRA"])
+    for rank, (gradients, states) in enumerate(pool4.run(cost_of_training, recipe, str(tmp_path))):
+        for module in gradients:
+            if module == "llm":
+                assert 0 < gradients[module] < 30_000, rank  # of 155,000 parameters
+                assert states[module] > 0, rank
+            else:
+                assert gradients[module] == states[module] == 0, (rank, module)
+
+
+def kept_activations(rank, recipe):
+    """Bytes that autograd keeps of one forward of the encoder."""
+    job = Job.assemble(recipe, World.current())
+    kept = []
+    if Stage("vision") in job.runtime.modules:
+        adapted = job.runtime.modules[Stage("vision")]
+        forward = adapted.forward
+
+        def counting(batch, inputs):
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+                return forward(batch, inputs)
+
+        adapted.forward = counting
+    drawn = next(job.loader)
+    plan = job.plan([d.meta for d in drawn])
+    job.runtime.run(job.schedule(plan), plan, Feed(job.loader, drawn, plan, job.adapters, rank), step=0)
+    return sum(kept)
+
+
+@pytest.mark.slow
+def test_a_frozen_encoder_keeps_no_activations(pool4):
+    assert pool4.run(kept_activations, recipe_of("digits"))[0] > 0
+    assert pool4.run(kept_activations, recipe_of("digits", "--modules.vision.trainable=false")) == [0, 0, 0, 0]
+
+
+def save_then_load(rank, folder, second):
+    """Train two steps, save; start another recipe from it; return its weights and the saved ones."""
+    world = World.current()
+    first = recipe_of("digits", f"--job.dump_folder={folder}")
+    trainer = Trainer(first, world)
+    trainer.train_step()
+    trainer.train_step()
+    trainer.save()
+    trainer.reporter.close()
+    saved = {k: v.to_local() if hasattr(v, "to_local") else v for k, v in trainer.job.root.state_dict().items()}
+    job = Job.assemble(second, world)
+    before = {k: v.clone() for k, v in job.root.state_dict().items()}
+    load_initial_weights(
+        world, job.root, Path(folder) / "checkpoint" / "step-2", second.checkpoint.exclude_from_loading
+    )
+    wrong = []
+    for name, value in job.root.state_dict().items():
+        value = value.to_local() if hasattr(value, "to_local") else value
+        fresh = is_adapter(name) or name.startswith("projector.")
+        expected = before[name] if fresh else saved[base_name(name)]
+        expected = expected.to_local() if hasattr(expected, "to_local") else expected
+        if not torch.equal(value, expected):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_the_weights_of_another(pool4, tmp_path):
+    second = recipe_of("digits", *WAYS["LoRA"], '--checkpoint.exclude_from_loading=["projector"]')
+    assert pool4.run(save_then_load, str(tmp_path), second) == [[], [], [], []]
+
+
+def refused(rank, folder, exclude, overrides):
+    job = Job.assemble(recipe_of("digits", *overrides), World.current())
+    with pytest.raises(RecipeError) as caught:
+        load_initial_weights(World.current(), job.root, Path(folder), exclude)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_weights_that_do_not_fit_are_named(pool4, tmp_path):
+    assert "no complete checkpoint" in pool4.run(refused, str(tmp_path), (), ())[0]
+    pool4.run(save_then_load, str(tmp_path), recipe_of("digits", '--checkpoint.exclude_from_loading=["projector"]'))
+    step = str(tmp_path / "checkpoint" / "step-2")
+    assert "['visoin'] match no module" in pool4.run(refused, step, ("visoin",), ())[0]
+    message = pool4.run(refused, step, (), ("--modules.llm.config.intermediate_size=128",))[2]
+    assert "model.llm.model.layers.0.mlp.gate_proj.weight was float32 [256, 96] and is float32 [128, 96]" in message
+    message = pool4.run(refused, step, (), ("--modules.vision.config.num_hidden_layers=3",))[0]
+    assert "it lacks model.vision." in message
+
+
+def test_gradients_stop_where_nothing_upstream_is_trainable():
+    _, _, stages = describe(recipe_of("digits", "--modules.vision.trainable=false"))
+    assert not stages.backward_reaches("vision")
+    assert stages.backward_reaches("projector")
+    assert Stage("vision").index == 0
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 5)
+
+
+class Tiny(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+        self.head = nn.Linear(5, 2)
+
+
+class Options:
+    rank, alpha, dropout, target_modules = 2, 4.0, 0.0, None
+
+
+def test_lora_leaves_the_function_as_it_is_and_trains_only_adapters():
+    module = Tiny().double()
+    x = torch.randn(4, 3).double()
+    before = module.block.inner(x)
+    add_lora(module, Options(), "tiny", seed=0, layers=("block", "head"))
+    assert torch.equal(module.block.inner(x), before)  # B is zero
+    trainable = {name for name, p in module.named_parameters() if p.requires_grad}
+    assert trainable == {"block.inner.lora_A.default.weight", "block.inner.lora_B.default.weight"}
+    assert base_name("block.inner.base_layer.weight") == "block.inner.weight"
+    again = Tiny().double()
+    add_lora(again, Options(), "tiny", seed=0, layers=("block", "head"))
+    assert torch.equal(again.block.inner.lora_A.default.weight, module.block.inner.lora_A.default.weight)
+
+
+def test_lora_targets_that_do_not_exist_are_named():
+    options = type("O", (Options,), {"target_modules": ("q_proj",)})
+    with pytest.raises(RecipeError, match=r"no linear layer is called \['q_proj'\]; there are \['head', 'inner'\]"):
+        add_lora(Tiny(), options(), "tiny", seed=0, layers=("block",))
+    with pytest.raises(RecipeError, match="no linear layer inside"):
+        add_lora(Tiny(), Options(), "tiny", seed=0, layers=("head",))
