@@ -4,8 +4,9 @@
     python tools/bench.py losses --against tools/results/losses.json
 
 For changes that are to change no result: each recipe of `recipes/digits*.toml` is trained by `hetmesh train` from its
-seed (digits_frozen too, whose weights come from a run of another recipe otherwise). `equal` names the recipes whose losses and gradient norms are those of the kept output, bit for bit; `differing`
-the others, with the largest relative difference of a loss and of a gradient norm.
+seed (digits_frozen too, whose weights come from a run of another recipe otherwise). `equal` names the recipes whose
+losses and gradient norms are those of the kept output, bit for bit; `differing` the others, with the largest relative
+difference of a loss and of a gradient norm.
 """
 
 from __future__ import annotations
