@@ -227,6 +227,18 @@ def test_sequence_parallelism_of_eager_attention_is_refused(tmp_path, monkeypatc
 
 
 @pytest.mark.slow
+def test_positions_of_other_rows_than_patches_are_refused_by_check(tmp_path, monkeypatch):
+    """hy_v4_vl puts a row at the end of each line of an image, and its processes once died of that."""
+
+    def longer(self, input_ids, **_):
+        raise RuntimeError("The expanded size of the tensor (29) must match the existing size (35)")
+
+    monkeypatch.setattr("transformers.Qwen2_5_VLModel.get_rope_index", longer)
+    with pytest.raises(RecipeError, match="its get_rope_index does not take images of one row per merged patch"):
+        describe(recipe(tiny_vlms.save("qwen2_5_vl", tmp_path)))
+
+
+@pytest.mark.slow
 def test_tokens_are_not_split_where_a_layer_has_no_attention_that_is_split(directory, monkeypatch):
     whole = whole_model_of(directory("internvl"))
     plan = whole.text_config.base_model_tp_plan

@@ -23,7 +23,7 @@ from hetmesh.models.deepstack import deepstack_arguments, layer_index
 from hetmesh.models.experts import COEFFICIENT, HALVES, balance_of, fused_layers, two_halves
 from hetmesh.models.pretrained import Names, Pretrained
 from hetmesh.models.split.behind_head import keeps_logits_apart, whole_head
-from hetmesh.models.split.rope_index import check_around, rope_positions
+from hetmesh.models.split.rope_index import check_around, has_plain_positions, rope_positions
 from hetmesh.models.split.scaling import embedding_scale
 from hetmesh.models.split.text_plan import TextPlan, text_plan
 from hetmesh.models.split.tower_plan import repeated_blocks
@@ -68,6 +68,8 @@ class HfLlmAdapter(CausalLMAdapter):
                 f"{request.key}: its vocabulary has {config.vocab_size} tokens, that of the data source "
                 f"{request.vocab_size}"
             )
+        if whole.positions == "rope_index":
+            has_plain_positions(whole)
         balance = balance_of(request, config) if shares else 0.0
         return cls(config, whole.model_class, request.sources, whole=whole, balance=balance, packed=request.packed)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hetmesh.errors import SampleError
+from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.models.adapter import ItemGrid
 from hetmesh.models.multimodal_rope import multimodal_positions
@@ -31,13 +31,28 @@ def rope_positions(whole: WholeModel, meta: SampleMeta, grids: Mapping[str, Item
         meta: an expanded sample.
         grids: by kind of media.
     """
-    if whole.__dict__.get("_plain_positions") is None:
-        own = {"image": lambda shape: (1, *shape)}
-        same = _by_model(whole, PROBE, own) == multimodal_positions(PROBE, own)
-        whole.__dict__["_plain_positions"] = same
-    if whole.__dict__["_plain_positions"] or not meta.media:
+    if has_plain_positions(whole) or not meta.media:
         return multimodal_positions(meta, grids)
     return _by_model(whole, meta, grids)
+
+
+def has_plain_positions(whole: WholeModel) -> bool:
+    """Whether `get_rope_index` gives what `multimodal_positions` gives; tried once.
+
+    Raises:
+        RecipeError: it cannot take the grids of images with a row per patch, so that other positions are meant.
+    """
+    if whole.__dict__.get("_plain_positions") is None:
+        own = {"image": lambda shape: (1, *shape)}
+        try:
+            found = _by_model(whole, PROBE, own)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise RecipeError(
+                f"{whole.pretrained}: its get_rope_index does not take images of one row per merged patch: "
+                f"{' '.join(str(error).split())}"
+            ) from error
+        whole.__dict__["_plain_positions"] = found == multimodal_positions(PROBE, own)
+    return bool(whole.__dict__["_plain_positions"])
 
 
 def _by_model(whole: WholeModel, meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> Positions:
