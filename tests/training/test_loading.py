@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hetmesh.data import Loader
+from hetmesh.data import Loader, workers
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.source import wants
 from hetmesh.errors import SampleError
@@ -122,3 +122,11 @@ def test_samples_that_cannot_be_read_are_left_out_on_all_ranks_named_and_counted
     for mine, other in zip(lines["skip"], lines["masked"], strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+
+
+def test_a_trainer_that_is_killed_while_it_takes_a_tensor_leaves_no_traceback_of_the_loader(capsys):
+    """Found by `soak.py kills`, in 2 of 200: the thread of multiprocessing that hands tensors over printed one."""
+    workers._without_lost_connections(ConnectionResetError, ConnectionResetError(104, "Connection reset by peer"), None)
+    assert capsys.readouterr().err == ""
+    workers._without_lost_connections(ValueError, ValueError("a fault"), None)
+    assert "ValueError: a fault" in capsys.readouterr().err

@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -219,7 +220,15 @@ def _begin(parent: int | None, worker: int) -> None:
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.excepthook = _without_lost_connections
     _keep_memory()
+
+
+def _without_lost_connections(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print what the thread that hands tensors over could not handle, but for a connection that the trainer left: it
+    was killed, which its launcher reports."""
+    if not issubclass(kind, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _keep_memory() -> None:
