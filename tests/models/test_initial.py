@@ -11,8 +11,8 @@ from hetmesh._torch_compat import StridedShard, seeded_generator
 from hetmesh.errors import RecipeError
 from hetmesh.layout import Layout, MeshSpec
 from hetmesh.models import build_unfilled
-from hetmesh.models.fill import copy_part
-from hetmesh.models.initial import BLOCK, Elements, Identity, Initial, Operation
+from hetmesh.models.weights.fill import copy_part
+from hetmesh.models.weights.initial import BLOCK, Elements, Identity, Initial, Operation
 
 WIDTH = 700
 ROWS = 2 * (BLOCK // WIDTH) + 101

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetmesh.models.stored_form import (
+from hetmesh.models.weights.stored_form import (
     beside,
     by_stored,
     cut,

@@ -2,14 +2,14 @@
 
 from hetmesh.graph.module_graph import Activation
 from hetmesh.models.adapter import Abilities, Adapter, AdapterRequest, BoundaryLike, ModuleLike, SampleLike
-from hetmesh.models.build import build_empty, build_module, build_unfilled
-from hetmesh.models.load import check_weights, load_weights, stand_ins
-from hetmesh.models.lora import add_lora, lora_plan
 from hetmesh.models.multimodal_rope import sample_positions
 from hetmesh.models.registry import MODELS, make_adapters, pretrained_of
 from hetmesh.models.row_counts import module_rows, placeholder_rows
 from hetmesh.models.side_outputs import with_side_outputs
-from hetmesh.models.unfilled import Unfilled
+from hetmesh.models.weights.build import build_empty, build_module, build_unfilled
+from hetmesh.models.weights.load import check_weights, load_weights, stand_ins
+from hetmesh.models.weights.lora import add_lora, lora_plan
+from hetmesh.models.weights.unfilled import Unfilled
 
 __all__ = [
     "MODELS",

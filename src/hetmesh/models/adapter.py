@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from hetmesh.graph.module_graph import Activation
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.layout import Intervals
-from hetmesh.models.pretrained import Names, Pretrained
-from hetmesh.models.stored_form import StoredForm
+from hetmesh.models.weights.pretrained import Names, Pretrained
+from hetmesh.models.weights.stored_form import StoredForm
 from hetmesh.parallel.experts.layers import ExpertLayers
 
 

@@ -9,8 +9,8 @@ import torch
 
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Adapter
-from hetmesh.models.build import build_empty
-from hetmesh.models.lora import add_lora
+from hetmesh.models.weights.build import build_empty
+from hetmesh.models.weights.lora import add_lora
 
 YES, LLM, TOWER, NO = "yes", "LLM", "tower", "no"
 """A cell: all modules can, only the LLM, only what is before it, none."""

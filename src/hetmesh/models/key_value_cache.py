@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hetmesh.models.adapter import Adapter
-from hetmesh.models.causal_lm import CausalLMAdapter
+from hetmesh.models.named.causal_lm import CausalLMAdapter
 
 KEYS = "keys and values"
 Cache = dict[str, Any]

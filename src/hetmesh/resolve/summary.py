@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from hetmesh.formatting import counted, ranks_text, table
-from hetmesh.models.build import build_on_meta, why_whole
+from hetmesh.models.weights.build import build_on_meta, why_whole
 from hetmesh.parallel.random_state import DROPOUT
 from hetmesh.recipe.hf_path import prompt_note
 from hetmesh.recipe.recipe import Recipe

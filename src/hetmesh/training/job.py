@@ -22,7 +22,7 @@ from hetmesh.data.loader import TRAIN, DrawnBatch, Loader
 from hetmesh.data.payloads import Payloads
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, SampleMeta, Stage, stage_graph
 from hetmesh.models import Adapter, lora_plan
-from hetmesh.models.fill import materialize, move_buffers
+from hetmesh.models.weights.fill import materialize, move_buffers
 from hetmesh.parallel import (
     ParallelModule,
     Reduction,

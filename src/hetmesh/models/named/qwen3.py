@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hetmesh.models.adapter import AdapterRequest
-from hetmesh.models.causal_lm import CausalLMAdapter
 from hetmesh.models.config_keys import positive_int
+from hetmesh.models.named.causal_lm import CausalLMAdapter
 
 
 class Qwen3Adapter(CausalLMAdapter):

@@ -17,8 +17,8 @@ from hetmesh.layout import Intervals
 from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
 from hetmesh.models.collate import media_items
 from hetmesh.models.config_keys import positive_int, transformers_config
-from hetmesh.models.encoder import check_encoder
-from hetmesh.models.pretrained import Names, prefixes
+from hetmesh.models.named.encoder import check_encoder
+from hetmesh.models.weights.pretrained import Names, prefixes
 
 SIZES = (
     "hidden_size",

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from hetmesh.errors import RecipeError
-from hetmesh.models.fill import draw_weights, materialize, plain_name
-from hetmesh.models.initial import Initial
-from hetmesh.models.recorder import Recorder
+from hetmesh.models.weights.fill import draw_weights, materialize, plain_name
+from hetmesh.models.weights.initial import Initial
+from hetmesh.models.weights.recorder import Recorder
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.config_keys import positive_int, transformers_config
-from hetmesh.models.encoder import EncoderAdapter, check_encoder, check_sizes
-from hetmesh.models.pretrained import prefixes
+from hetmesh.models.named.encoder import EncoderAdapter, check_encoder, check_sizes
+from hetmesh.models.weights.pretrained import prefixes
 from hetmesh.parallel.stages import is_absent
 
 

@@ -16,7 +16,7 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
 from hetmesh.models.collate import collate_media
 from hetmesh.models.config_keys import positive_int
-from hetmesh.models.pretrained import Names, prefixes
+from hetmesh.models.weights.pretrained import Names, prefixes
 from hetmesh.parallel.stages import PREVIOUS
 
 IMAGE_TOWER_PLAN: Mapping[str, Any] = MappingProxyType(

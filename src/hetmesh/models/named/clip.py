@@ -11,7 +11,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph.module_graph import Activation
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.config_keys import transformers_config
-from hetmesh.models.encoder import (
+from hetmesh.models.named.encoder import (
     IMAGE_DIVISORS,
     IMAGE_SIZES,
     ImageTowerAdapter,

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 
 from hetmesh.models.adapter import AdapterRequest
-from hetmesh.models.model_forms import class_forms
-from hetmesh.models.pretrained import Pretrained
-from hetmesh.models.qwen3_moe import Qwen3MoeAdapter, expert_sizes
-from hetmesh.models.qwen3_vl_text import Qwen3VLTextAdapter
-from hetmesh.models.stored_form import StoredForm
+from hetmesh.models.named.qwen3_moe import Qwen3MoeAdapter, expert_sizes
+from hetmesh.models.named.qwen3_vl_text import Qwen3VLTextAdapter
+from hetmesh.models.weights.model_forms import class_forms
+from hetmesh.models.weights.pretrained import Pretrained
+from hetmesh.models.weights.stored_form import StoredForm
 
 
 class Qwen3VLMoeTextAdapter(Qwen3MoeAdapter, Qwen3VLTextAdapter):
@@ -26,7 +26,7 @@ class Qwen3VLMoeTextAdapter(Qwen3MoeAdapter, Qwen3VLTextAdapter):
         """
         from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
 
-        from hetmesh.models.qwen3_vl_moe_causal_lm import Qwen3VLMoeTextForCausalLM
+        from hetmesh.models.named.qwen3_vl_moe_causal_lm import Qwen3VLMoeTextForCausalLM
 
         adapter = cls.make_vl(request, Qwen3VLMoeTextConfig, Qwen3VLMoeTextForCausalLM, expert_sizes(request))
         return cls.with_experts(request, adapter)

@@ -12,7 +12,7 @@ from typing import Any
 
 from hetmesh.errors import RecipeError
 from hetmesh.files import json_object
-from hetmesh.models.stored_form import StoredForm, beside, whole
+from hetmesh.models.weights.stored_form import StoredForm, beside, whole
 
 Names = tuple[tuple[str, str], ...]
 """One way in which checkpoints name a module's tensors: `(prefix in the module, prefix in the checkpoint)` pairs."""

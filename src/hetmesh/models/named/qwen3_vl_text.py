@@ -11,11 +11,11 @@ from torch import Tensor
 from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import Abilities, AdapterRequest, ItemGrid
-from hetmesh.models.causal_lm import CausalLMAdapter
 from hetmesh.models.config_keys import positive_int
-from hetmesh.models.deepstack import deepstack_arguments, layer_index
 from hetmesh.models.multimodal_rope import multimodal_positions
-from hetmesh.models.qwen3 import derived_sizes
+from hetmesh.models.named.causal_lm import CausalLMAdapter
+from hetmesh.models.named.deepstack import deepstack_arguments, layer_index
+from hetmesh.models.named.qwen3 import derived_sizes
 
 TIED = "tie_word_embeddings"
 
@@ -34,7 +34,7 @@ class Qwen3VLTextAdapter(CausalLMAdapter):
         """
         from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 
-        from hetmesh.models.qwen3_vl_causal_lm import Qwen3VLTextForCausalLM
+        from hetmesh.models.named.qwen3_vl_causal_lm import Qwen3VLTextForCausalLM
 
         return cls.make_vl(request, Qwen3VLTextConfig, Qwen3VLTextForCausalLM, derived_sizes(request))
 

@@ -16,9 +16,9 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
 from hetmesh.models.collate import collate_tokens
 from hetmesh.models.config_keys import positive_int, transformers_config
-from hetmesh.models.model_forms import class_forms
-from hetmesh.models.pretrained import Pretrained, prefixes
-from hetmesh.models.stored_form import StoredForm, in_parts
+from hetmesh.models.weights.model_forms import class_forms
+from hetmesh.models.weights.pretrained import Pretrained, prefixes
+from hetmesh.models.weights.stored_form import StoredForm, in_parts
 from hetmesh.parallel.stages import PREVIOUS, is_absent
 from hetmesh.parallel.tokens import tokens_of
 

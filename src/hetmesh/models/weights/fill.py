@@ -18,8 +18,8 @@ from hetmesh.layout.intervals import Intervals
 from hetmesh.layout.layout import Layout
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.layout.placements import Placement, RowSplit, sharded_dim
-from hetmesh.models.initial import Initial
-from hetmesh.models.lora import base_name
+from hetmesh.models.weights.initial import Initial
+from hetmesh.models.weights.lora import base_name
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """What activation checkpointing and torch.compile put into parameter names."""

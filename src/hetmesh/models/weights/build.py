@@ -12,7 +12,7 @@ from torch import nn
 from hetmesh._torch_compat import has_gradient_hooks
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Adapter
-from hetmesh.models.unfilled import Unfilled, built_really, random_state, recorded
+from hetmesh.models.weights.unfilled import Unfilled, built_really, random_state, recorded
 
 
 def build_module(adapter: Adapter, name: str, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -10,10 +10,10 @@ from torch import nn
 
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Abilities, AdapterRequest
-from hetmesh.models.causal_lm import CausalLMAdapter
 from hetmesh.models.config_keys import positive_int
-from hetmesh.models.experts import HALVES, balance_of, fused_layers, two_halves
-from hetmesh.models.qwen3 import derived_sizes
+from hetmesh.models.named.causal_lm import CausalLMAdapter
+from hetmesh.models.named.experts import HALVES, balance_of, fused_layers, two_halves
+from hetmesh.models.named.qwen3 import derived_sizes
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch.nn.functional import gelu
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import NONE, AdapterRequest
 from hetmesh.models.config_keys import check_keys, positive_int
-from hetmesh.models.pretrained import prefixes
 from hetmesh.models.row_wise import RowWise
+from hetmesh.models.weights.pretrained import prefixes
 
 
 class Mlp(nn.Module):

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from hetmesh.errors import RecipeError
-from hetmesh.models.conversions import Taken, converted
-from hetmesh.models.pretrained import Pretrained
-from hetmesh.models.stored_form import Shape, StoredForm, whole
+from hetmesh.models.weights.conversions import Taken, converted
+from hetmesh.models.weights.pretrained import Pretrained
+from hetmesh.models.weights.stored_form import Shape, StoredForm, whole
 
 
 @dataclass(frozen=True)

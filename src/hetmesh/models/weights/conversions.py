@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetmesh.errors import RecipeError
-from hetmesh.models.stored_form import Shape, StoredForm, cut, exchanged, joined, renumbered, stacked, whole
+from hetmesh.models.weights.stored_form import Shape, StoredForm, cut, exchanged, joined, renumbered, stacked, whole
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from hetmesh.models.adapter import Adapter
-from hetmesh.models.fill import local_share, materialize, plain_name
-from hetmesh.models.lora import is_adapter
-from hetmesh.models.pretrained import Pretrained
-from hetmesh.models.stored_form import Read, StoredForm, reads
+from hetmesh.models.weights.fill import local_share, materialize, plain_name
+from hetmesh.models.weights.lora import is_adapter
+from hetmesh.models.weights.pretrained import Pretrained
+from hetmesh.models.weights.stored_form import Read, StoredForm, reads
 from hetmesh.parallel.stages import absent_layers
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hetmesh._torch_compat import TorchDispatchMode, tree_leaves, trunc_normal_calls
-from hetmesh.models.initial import Elements, Identity, Initial, Operation
+from hetmesh.models.weights.initial import Elements, Identity, Initial, Operation
 
 aten = torch.ops.aten
 CPU, META = torch.device("cpu"), torch.device("meta")

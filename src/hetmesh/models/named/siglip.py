@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.config_keys import transformers_config
-from hetmesh.models.encoder import (
+from hetmesh.models.named.encoder import (
     IMAGE_DIVISORS,
     IMAGE_SIZES,
     ImageTowerAdapter,
