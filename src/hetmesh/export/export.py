@@ -224,7 +224,7 @@ def _read_blocks(
         value = _trained(part, run.read(part.keys))
         for name, block in blocks:
             inside = tuple(slice(start, stop) for start, stop in block.place)
-            out[name][block.there(block.place)] = as_dtype(block.as_stored(value[inside]), out[name].dtype, name)
+            out[name][block.slices(block.place)] = as_dtype(block.to_file(value[inside]), out[name].dtype, name)
     return out
 
 

@@ -152,8 +152,8 @@ def _check_weights(recipe: Recipe, name: str) -> None:
 
 
 def _of_run(recipe: Recipe, adapter: Adapter, name: str, run: SavedRun) -> nn.Module:
-    unfilled = empty_module(recipe, adapter, name)
-    module = unfilled.filled()
+    deferred = empty_module(recipe, adapter, name)
+    module = deferred.materialized()
     held = set(run.names)
     wanted: dict[str, Tensor] = {}
     for key, tensor in module.state_dict().items():

@@ -40,8 +40,8 @@ MODELS: dict[str, Callable[[AdapterRequest], Adapter | None]] = {
     "hf_projector": HfProjectorAdapter.make,
     "hf_llm": HfLlmAdapter.make,
 }
-"""Ready-made models by the name a recipe gives them. To add one, write its `make` and enter it here: it returns None
-as long as it needs a neighbour's width that the request does not know yet."""
+"""Ready-made models by their name in recipes. To add one, enter its `make` here; `make` returns None as long as it
+needs a neighbour's width that the request does not have yet."""
 
 
 def make_adapters(

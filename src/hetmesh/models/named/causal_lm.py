@@ -1,4 +1,4 @@
-"""A transformers causal LM as the sink: tokens and rows at placeholders -> logits of the target tokens."""
+"""A transformers causal LM as the sink: tokens, and rows at placeholders -> logits of the target tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CausalLMAdapter:
     """A decoder `model` with `embed_tokens`, `layers` and `norm`, and a head `lm_head`.
 
     Padding is on the right and attention causal, so no real token ever sees padding and no mask is needed: attention
-    runs `is_causal` without a dense one. `lm_head` runs on the positions that predict a target, and on no other.
+    runs with `is_causal` and no dense mask. `lm_head` runs only on the positions that predict a target.
 
     Attributes:
         config: a transformers config.
@@ -46,20 +46,20 @@ class CausalLMAdapter:
         (("model.", ""),),  # saved without its head, which is then tied
     )
     in_two_dims: ClassVar[Mapping[str, tuple[int, int]]] = MappingProxyType({})
-    """Ends of the names of tensors of which the module has one dim as two -> that dim, and the first of the two."""
+    """Name suffixes of tensors that the module holds with a dim split in two -> that dim, and the size of the first."""
     checkpoint_unused: ClassVar = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
     @classmethod
     def make_from(
         cls, request: AdapterRequest, config_class: Any, model_class: Any, derived: Mapping[str, Any]
     ) -> CausalLMAdapter:
-        """The adapter of a recipe's module, whose config table goes over the `derived` values.
+        """The adapter of a recipe's module; its config table overrides the `derived` values.
 
         `vocab_size` is the data source's unless given (a larger one is legal). With `initial_load_path` the directory's
-        config.json takes the place of the `derived` values.
+        config.json replaces the `derived` values.
 
         Raises:
-            RecipeError: unknown keys, sizes that do not fit each other, or a place in the graph it cannot have.
+            RecipeError: unknown keys, sizes that do not fit each other, or modules that consume its output.
         """
         if request.consumers:
             raise RecipeError(f"{request.key}: an LLM emits logits, not rows, but {list(request.consumers)} consume it")
@@ -95,8 +95,8 @@ class CausalLMAdapter:
         )
 
     def stored_forms(self, pretrained: Pretrained) -> Mapping[str, StoredForm]:
-        """The tensors of a directory as the module has them. One that does not divide as `in_two_dims` says stays as it
-        is, so that its shape is refused where all are compared."""
+        """The tensors of a directory as the module holds them. One that cannot be split as `in_two_dims` says is left
+        unchanged, so that the comparison of shapes refuses it."""
         forms = dict(self.read_forms(pretrained))
         for end, (dim, count) in self.in_two_dims.items():
             for name, form in forms.items():
@@ -105,7 +105,7 @@ class CausalLMAdapter:
         return forms
 
     def read_forms(self, pretrained: Pretrained) -> Mapping[str, StoredForm]:
-        """The same as `model_class` has them."""
+        """The tensors of a directory as `model_class` holds them."""
         return class_forms(self.model_class, self.config, pretrained)
 
     def build(self) -> nn.Module:
@@ -113,12 +113,12 @@ class CausalLMAdapter:
 
     @property
     def _token_sharded(self) -> tuple[str, ...]:
-        # The mask of a sliding window would be built from the shape of a share.
+        # transformers would build the mask of a sliding window from the shape of a token share.
         windows = "sliding_attention" in (getattr(self.config, "layer_types", None) or ())
         return () if windows else ("model.layers", "model.norm")
 
     def use_packed(self, module: nn.Module) -> None:
-        """Let `module` take samples in one row, and tokens that ranks share: its attention becomes hetmesh's own."""
+        """Let `module` take packed samples, and tokens shared between ranks: its attention becomes hetmesh's own."""
         use_in(module, self.config)
 
     def layers(self) -> tuple[str, ...]:
@@ -154,13 +154,13 @@ class CausalLMAdapter:
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         model: Any = module
         ids, position_ids = batch["input_ids"], batch["position_ids"]
-        if ids.numel() == 0:  # transformers' views are ambiguous on empty tensors: one token that predicts nothing
+        if ids.numel() == 0:  # transformers cannot reshape empty tensors: use one token that predicts nothing
             ids, position_ids = ids.new_zeros(1, 1), position_ids.new_zeros(*position_ids.shape[:-2], 1, 1)
         tokens = tokens_of(module)
         flat = inputs[PREVIOUS] if PREVIOUS in inputs else self.embedded(model, ids, batch, inputs)
-        # Handing over the finished masks (none) keeps transformers from looking for packed sequences and building one.
-        # Models without a choice of masks (Llama) take no finished ones: they look, find no packing, and build none.
-        # Eager attention is causal by its mask alone, which transformers then builds.
+        # Finished masks (here: none) keep transformers from detecting packed sequences and building a mask. Models
+        # without sliding layers (Llama) accept no finished masks: they detect no packing, and build none. Eager
+        # attention is causal only by its mask, which transformers then builds.
         decoder = self.decoder_of(model)
         builds = getattr(decoder, "has_sliding_layers", True) or decoder.config._attn_implementation == "eager"
         masks: Any = None if builds else {"full_attention": None}
@@ -198,7 +198,7 @@ class CausalLMAdapter:
         return model.lm_head(hidden)
 
     def embedded(self, model: Any, ids: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
-        """The flat tokens that this rank keeps, rows in the places of their placeholders."""
+        """The flat embedded tokens that this rank keeps, with rows in place of their placeholders."""
         tokens = tokens_of(model)
         flat = tokens.split(self.embed(model, ids).flatten(0, 1))
         for source, at in self.sources.items():
@@ -210,8 +210,7 @@ class CausalLMAdapter:
     def added_features(
         self, model: Any, hidden: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        """What the model is also called with so that it adds the features among `inputs`, which are no rows, behind
-        some of its layers.
+        """Further arguments of the decoder, by which it adds the side outputs among `inputs` after some of its layers.
 
         Args:
             hidden: the embedded tokens, `[B, S, features]`; of packed or shared tokens `[1, kept, features]`.
@@ -223,5 +222,5 @@ class CausalLMAdapter:
         if rows.shape != (positions.numel(), width):
             raise BoundaryError(
                 f"rows of module {source!r} have shape {tuple(rows.shape)}, but {positions.numel()} {at!r} "
-                f"placeholders of width {width} wait for them"
+                f"placeholders of width {width} expect them"
             )

@@ -29,7 +29,7 @@ class ClipAdapter(ImageTowerAdapter):
     Attributes:
         class_token: also emit the class token's row, before those of the patches.
         feature_layer: the block whose output is read, counted from the end: -1 is the last one, -2 the one before
-            (LLaVA's choice). Blocks behind it are not built.
+            (LLaVA's choice). Later blocks are not built.
     """
 
     class_token: bool = False
@@ -49,13 +49,13 @@ class ClipAdapter(ImageTowerAdapter):
         from transformers.models.clip.configuration_clip import CLIPVisionConfig
 
         media = check_encoder(request, "clip")
-        own = {key: request.config[key] for key in ("class_token", "feature_layer") if key in request.config}
-        request = replace(request, config={k: v for k, v in request.config.items() if k not in own})
+        extra = {key: request.config[key] for key in ("class_token", "feature_layer") if key in request.config}
+        request = replace(request, config={k: v for k, v in request.config.items() if k not in extra})
         config = transformers_config(
             request, CLIPVisionConfig, derived_image_keys(request), types=("clip_vision_model",)
         )
         check_sizes(request, config, IMAGE_SIZES, IMAGE_DIVISORS)
-        adapter = cls(config, media, **own)
+        adapter = cls(config, media, **extra)
         if not isinstance(adapter.class_token, bool):
             raise RecipeError(f"{request.key}.config.class_token: must be true or false, got {adapter.class_token!r}")
         blocks = config.num_hidden_layers
@@ -76,8 +76,8 @@ class ClipAdapter(ImageTowerAdapter):
 
     @property
     def checkpoint_unused(self) -> tuple[str, ...]:
-        behind = (rf"encoder\.layers\.{i}\..*" for i in range(self._blocks, self.config.num_hidden_layers))
-        return (r"post_layernorm\..*", r"embeddings\.position_ids", *behind)
+        later = (rf"encoder\.layers\.{i}\..*" for i in range(self._blocks, self.config.num_hidden_layers))
+        return (r"post_layernorm\..*", r"embeddings\.position_ids", *later)
 
     def build(self) -> nn.Module:
         from transformers.models.clip.modeling_clip import CLIPVisionModel

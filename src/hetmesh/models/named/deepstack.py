@@ -1,5 +1,5 @@
-"""DeepStack features (arXiv:2406.04334) as arguments of the decoders of transformers that add them to image tokens
-behind their first layers."""
+"""DeepStack features (arXiv:2406.04334) as arguments of transformers' decoders, which add them to image tokens after
+their first layers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hetmesh.parallel.stages import PREVIOUS
 from hetmesh.parallel.tokens import tokens_of
 
 FEATURE = "deepstack."
-"""How the side outputs of the encoder begin; their number is that of the layer."""
+"""Prefix of the names of the encoder's side outputs; the number after it is that of the decoder layer."""
 
 
 def layer_index(output: str, layers: int) -> int | None:
-    """The number of the layer behind which a side output is added, of so many; None: there is none."""
+    """The number of the layer after which a side output is added; None if it is not one of `layers` layers."""
     index = output.removeprefix(FEATURE)
     known = output.startswith(FEATURE) and index.isdigit() and int(index) < layers
     return int(index) if known else None
@@ -26,15 +26,14 @@ def layer_index(output: str, layers: int) -> int | None:
 def deepstack_arguments(
     adapter: CausalLMAdapter, model: Any, hidden: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """What the decoder is also called with, from the side outputs among `inputs`; see
-    `CausalLMAdapter.added_features`."""
+    """Further arguments of the decoder, from the side outputs among `inputs`; see `CausalLMAdapter.added_features`."""
     features: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for source, at in adapter.sources.items():
-        own = {k: rows for k, rows in inputs.items() if k != PREVIOUS and k.startswith(f"{source}.{FEATURE}")}
-        if not own:
+        outputs = {k: rows for k, rows in inputs.items() if k != PREVIOUS and k.startswith(f"{source}.{FEATURE}")}
+        if not outputs:
             continue
         positions = tokens_of(model).locate(batch, f"positions.{at}")
-        for key, rows in own.items():
+        for key, rows in outputs.items():
             adapter.check_rows(key, at, rows, positions, hidden.shape[-1])
             features.setdefault(int(key.rpartition(".")[2]), []).append((positions, rows))
     if not features:
@@ -44,11 +43,10 @@ def deepstack_arguments(
 
 
 def _added(hidden: Tensor, mask: None, features: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """In place of the decoders' own method, whose mask as an index has the host wait for the device to know how many
-    tokens it has.
+    """Replaces the decoder's own method, whose boolean mask makes the host wait for the device to count its tokens.
 
     Args:
-        features: positions among the flat tokens of `hidden`, and the rows to add there; none for the layers of other
+        features: positions among the flat tokens of `hidden`, and the rows to add there; empty for layers of other
             stages.
     """
     flat = hidden.flatten(0, 1)

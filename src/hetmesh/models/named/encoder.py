@@ -71,7 +71,7 @@ class EncoderAdapter:
 
     @property
     def first_layers(self) -> tuple[str, ...]:
-        """Layers between which something else passes than between blocks: they share a pipeline stage."""
+        """Layers that exchange other activations than blocks do, so that they share a pipeline stage."""
         return ()
 
     @property
@@ -118,7 +118,7 @@ class EncoderAdapter:
         else:
             items = batch["media"]
         n = items.shape[0]
-        if n == 0:  # its views are ambiguous on empty tensors: one blank item whose rows are dropped
+        if n == 0:  # transformers cannot reshape empty tensors: use one blank item and drop its rows
             shape = (passed, self.activation.features) if PREVIOUS in inputs else self.media_shape
             items = torch.cat([items, items.new_zeros(1, *shape)])  # still a function of the input
         return self.encode(module, items)[:n].reshape(-1, self.out_features)
@@ -184,8 +184,8 @@ def check_sizes(request: AdapterRequest, config: Any, sizes: Sequence[str], divi
                 f"{request.key}.config.{divisor}: must divide {key} = {getattr(config, key)}, "
                 f"got {getattr(config, divisor)}"
             )
-    # An image need not be whole patches: as in transformers the rest at its right and lower edge is not read (SigLIP
-    # so400m has patches of 14 in images of 384).
+    # image_size need not be a multiple of patch_size: as in transformers, the remainder at the right and lower edge is
+    # not read (SigLIP so400m has patches of 14 in images of 384).
     if "patch_size" in sizes and config.patch_size > config.image_size:
         raise RecipeError(
             f"{request.key}.config.patch_size: must be at most image_size = {config.image_size}, "

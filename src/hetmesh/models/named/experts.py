@@ -1,8 +1,8 @@
-"""transformers' fused experts as hetmesh keeps them: gate and up as two tensors of one parameter.
+"""transformers' fused experts as hetmesh holds them: gate and up as two tensors of one parameter.
 
-transformers holds `gate_up_proj` as `[experts, 2 * inner, features]`, the gate's rows before those of up. A rank that
-takes a share of `inner` needs rows of both, which is no shard of that; of `[experts, 2, inner, features]`, which is
-the same memory, it is one (dim 2).
+transformers holds `gate_up_proj` as `[experts, 2 * inner, features]`, the gate's rows before those of up. A rank with a
+share of `inner` needs rows of both, which are not contiguous; in `[experts, 2, inner, features]`, the same memory, they
+are a shard of dim 2.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from hetmesh.models.adapter import AdapterRequest
 from hetmesh.parallel.experts.layers import ExpertLayers
 
 HALVES: Mapping[str, tuple[int, int]] = MappingProxyType({"experts.gate_up_proj": (1, 2)})
-"""What `two_halves` makes of a checkpoint's tensors: `CausalLMAdapter.in_two_dims`."""
+"""How `two_halves` splits a dim of a checkpoint's tensors: a value of `CausalLMAdapter.in_two_dims`."""
 
 
 def two_halves(module: nn.Module) -> nn.Module:
-    """`module` with the fused experts inside it kept as `[experts, 2, inner, features]`, in place. Called as before, it
-    computes what transformers' own code computes."""
+    """Hold the fused experts inside `module` as `[experts, 2, inner, features]`, in place. Its forward still computes
+    what transformers' code computes."""
     for part in list(module.modules()):
         weight = part._parameters.get("gate_up_proj")
         if weight is not None and weight.dim() == 3 and not getattr(part, "is_transposed", False):
-            own: Any = part
-            own.register_parameter(
+            experts: Any = part
+            experts.register_parameter(
                 "gate_up_proj", nn.Parameter(weight.detach().unflatten(1, (2, -1)), requires_grad=weight.requires_grad)
             )
-            own.__class__ = _with_two_halves(type(part))
+            experts.__class__ = _with_two_halves(type(part))
     return module
 
 
@@ -56,16 +56,15 @@ def fused_layers(config: Any, balance: float, prefix: str = "model.layers") -> E
 
 
 def balance_of(request: AdapterRequest, config: Any) -> float:
-    """The weight of the load-balancing loss: the recipe's own `router_aux_loss_coef`. Where weights come from a
-    directory whose config.json does not ask for router logits, transformers trains without one unless it is told
-    otherwise, and so does hetmesh.
+    """The weight of the load-balancing loss: `router_aux_loss_coef` of the recipe, else of the config. Where weights
+    come from a directory whose config.json does not ask for router logits, the default is 0, as in transformers.
 
     Raises:
         RecipeError: it is negative or not finite; or the recipe asks for router logits.
     """
     if (asked := request.config.get("output_router_logits")) is not None:
         raise RecipeError(
-            f"{request.key}.config.output_router_logits = {asked!r}: router logits are no output here; what counts is "
+            f"{request.key}.config.output_router_logits = {asked!r}: router logits are never returned; set "
             f"{COEFFICIENT}, the weight of the load-balancing loss: 0 for none"
         )
     given = request.config.get(COEFFICIENT)
@@ -84,12 +83,12 @@ _CLASSES: dict[Any, Any] = {}
 
 
 def _with_two_halves(kind: Any) -> Any:
-    """A subclass of transformers' experts whose forward is theirs, on the weights in their shape."""
+    """A subclass of a transformers experts class that runs its forward on the weights in their original shape."""
     if kind not in _CLASSES:
 
         def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
             theirs: Any = kind.forward
-            if self.gate_up_proj.dtype == torch.float64:  # which grouped products do not know: their loop
+            if self.gate_up_proj.dtype == torch.float64:  # which grouped products do not support
                 theirs = theirs.__wrapped__
             return theirs(_Joined(self), *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Llama LLM (transformers' LlamaForCausalLM): Llama 2 and 3, Vicuna and others of its build."""
+"""Llama LLM (transformers' LlamaForCausalLM): Llama 2 and 3, Vicuna and other models of this architecture."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from hetmesh.models.named.qwen3 import derived_sizes
 
 @dataclass(frozen=True)
 class Qwen3MoeAdapter(CausalLMAdapter):
-    """Qwen3 with mixture-of-experts blocks, which ranks along `ep` share.
+    """Qwen3 with mixture-of-experts blocks, whose experts ranks along `ep` can share.
 
     Attributes:
         balance: the weight of the load-balancing loss.
@@ -96,8 +96,8 @@ def _check_experts(request: AdapterRequest, config: Any) -> None:
     step, layers = config.decoder_sparse_step, config.num_hidden_layers
     if not 1 <= step <= layers:
         raise RecipeError(
-            f"{request.key}.config.decoder_sparse_step = {step!r}: every so many layers one has experts; valid are 1 "
-            f"(all) to num_hidden_layers = {layers} (the last alone)"
+            f"{request.key}.config.decoder_sparse_step = {step!r}: the interval between layers with experts; valid are 1 "
+            f"(all) to num_hidden_layers = {layers} (only the last)"
         )
     if config.num_experts_per_tok > config.num_experts:
         raise RecipeError(
@@ -107,7 +107,7 @@ def _check_experts(request: AdapterRequest, config: Any) -> None:
     missing = sorted({*request.config.get("mlp_only_layers", ())} - {*range(config.num_hidden_layers)})
     if missing:
         raise RecipeError(
-            f"{request.key}.config.mlp_only_layers: there are no layers {missing}; valid are 0 to "
+            f"{request.key}.config.mlp_only_layers: layers {missing} do not exist; valid are 0 to "
             f"{config.num_hidden_layers - 1}"
         )
     if config.num_experts > MOST_EXPERTS:

@@ -1,4 +1,5 @@
-"""transformers' Qwen3VLMoeTextModel with a head: a class of its own, as importing its parents takes seconds."""
+"""transformers' Qwen3VLMoeTextModel with a head; in a file of its own because importing its base classes takes
+seconds."""
 
 from __future__ import annotations
 

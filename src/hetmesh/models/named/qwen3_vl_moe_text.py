@@ -22,7 +22,7 @@ class Qwen3VLMoeTextAdapter(Qwen3MoeAdapter, Qwen3VLTextAdapter):
         `qwen3_vl_text`. Routing weights of a token always add up to 1 (there is no `norm_topk_prob`).
 
         Raises:
-            RecipeError: as those two.
+            RecipeError: as for these two.
         """
         from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
 
@@ -32,7 +32,8 @@ class Qwen3VLMoeTextAdapter(Qwen3MoeAdapter, Qwen3VLTextAdapter):
         return cls.with_experts(request, adapter)
 
     def read_forms(self, pretrained: Pretrained) -> Mapping[str, StoredForm]:
-        """Experts' matrices are transposed on the hub; those that `save_pretrained` wrote are not. Shapes tell."""
+        """Experts' matrices are transposed in the released checkpoints, but not in those that `save_pretrained` wrote;
+        they are told apart by their shapes."""
         count, inner, features = self.config.num_experts, self.config.moe_intermediate_size, self.config.hidden_size
         shapes = {
             "mlp.experts.gate_up_proj": (count, 2 * inner, features),

@@ -22,12 +22,12 @@ TIED = "tie_word_embeddings"
 
 class Qwen3VLTextAdapter(CausalLMAdapter):
     """Qwen3 whose rotary positions have three axes (time, height, width), and which adds DeepStack features to the
-    image tokens behind its first layers."""
+    image tokens after its first layers."""
 
     @classmethod
     def make(cls, request: AdapterRequest) -> CausalLMAdapter:
-        """The adapter of a recipe's module; keys not given follow the others as those of `qwen3`; the axes share
-        out a head's frequencies as in the released models.
+        """The adapter of a recipe's module; keys not given follow the others as those of `qwen3`; a head's
+        frequencies are divided among the axes as in the released models.
 
         Raises:
             RecipeError: also where `rope_parameters.mrope_section` does not fit the width of a head.
@@ -42,7 +42,7 @@ class Qwen3VLTextAdapter(CausalLMAdapter):
     def make_vl(
         cls, request: AdapterRequest, config_class: Any, model_class: Any, derived: dict[str, Any]
     ) -> CausalLMAdapter:
-        """`make` for a config and a class like Qwen3-VL's."""
+        """`make` for a config class and a model class like Qwen3-VL's."""
         if (head := request.config.get("head_dim", derived.get("head_dim"))) is not None and request.pretrained is None:
             derived["rope_parameters"] = _rope_parameters(positive_int(request, "head_dim", head))
         # transformers keeps this key in the config of the whole model.
@@ -65,7 +65,7 @@ class Qwen3VLTextAdapter(CausalLMAdapter):
         return plan if self.config.tie_word_embeddings else {**plan, **self.model_class._tp_plan}
 
     def layer_of_output(self, output: str) -> str | None:
-        """The layer behind which a side output of the encoder is added to its tokens; None: there is none."""
+        """The layer after which a side output of the encoder is added to its tokens; None if there is none."""
         index = layer_index(output, self.config.num_hidden_layers)
         return None if index is None else f"model.layers.{index}"
 
@@ -80,7 +80,7 @@ class Qwen3VLTextAdapter(CausalLMAdapter):
 
 
 def _rope_parameters(head_dim: int) -> dict[str, Any]:
-    """Frequencies shared out to time, height and width as in the released models: 24, 20, 20 of a head of 128."""
+    """Frequencies divided among time, height and width as in the released models: 24, 20, 20 for a head of 128."""
     side = head_dim // 2 * 5 // 16
     return {
         "rope_type": "default",
@@ -91,7 +91,7 @@ def _rope_parameters(head_dim: int) -> dict[str, Any]:
 
 
 def _check_sections(request: AdapterRequest, config: Any) -> None:
-    """Raise RecipeError unless the axes share out the frequencies of a head."""
+    """Raise RecipeError unless the frequencies of the axes add up to those of a head."""
     parameters = config.rope_parameters or {}
     sections = parameters.get("mrope_section", [24, 20, 20])
     if len(sections) != 3 or sum(sections) != config.head_dim // 2:

@@ -39,14 +39,15 @@ TENSOR_PARALLEL_PLAN: Mapping[str, str] = MappingProxyType(
         for fc, style in (("linear_fc1", "colwise"), ("linear_fc2", "rowwise"))
     }
 )
-"""Attention stays whole: its queries, keys and values are one linear layer, whose output no even split cuts by head."""
+"""Attention is not split: queries, keys and values are one linear layer, whose output cannot be split evenly by
+head."""
 
 
 @dataclass(frozen=True)
 class Qwen3VLVisionAdapter:
-    """Images `[channels, height, width]`, both sides a multiple of `patch_size * spatial_merge_size`, each of its own
-    size. A row is what `merger` makes of `spatial_merge_size**2` patches; so is each DeepStack feature. The patches of
-    all images lie in one sequence, in which each sees its own image.
+    """Images `[channels, height, width]` of any sizes, both sides a multiple of `patch_size * spatial_merge_size`.
+    `merger` makes one row of `spatial_merge_size**2` patches, and one of each DeepStack feature. The patches of all
+    images lie in one sequence, in which each attends to its own image only.
 
     Attributes:
         config: a Qwen3VLVisionConfig.
@@ -135,15 +136,15 @@ class Qwen3VLVisionAdapter:
 
     @property
     def tokens_per_row(self) -> int:
-        """Patches that one row is made of; ranks along `cp` share the patches of a lane."""
+        """Patches per row; ranks along `cp` share the patches of a lane."""
         return self.config.spatial_merge_size**2
 
     def use_packed(self, module: nn.Module) -> None:
-        """Let `module` take the patches that ranks share: its attention becomes hetmesh's own."""
+        """Let `module` take patches shared between ranks: its attention becomes hetmesh's own."""
         use_in(module, self.config, WHOLE)
 
     def share(self, batch: Mapping[str, Any], kept: Intervals) -> dict[str, Any]:
-        """Of a batch of `collate` what belongs to the patches `kept`, in their order."""
+        """The part of a batch of `collate` that belongs to the patches `kept`, in their order."""
         mine = torch.cat([torch.arange(a, b) for a, b in kept]) if kept else torch.zeros(0, dtype=torch.int64)
         if not len(mine):
             return {"patches": batch["patches"][:0], **self._places([(1, 1, 1)])}
@@ -188,7 +189,7 @@ class Qwen3VLVisionAdapter:
         }
 
     def _patches(self, image: Tensor) -> Tensor:
-        """`[channels, height, width]` -> `[patches, patch_features]`, the patches of a row behind each other."""
+        """`[channels, height, width]` -> `[patches, patch_features]`, the patches of a row one after another."""
         size, merge = self.config.patch_size, self.config.spatial_merge_size
         channels = image.shape[0]
         _, rows, columns = self.item_grid(tuple(image.shape))

@@ -19,7 +19,7 @@ from hetmesh.parallel.stages import is_absent
 
 
 class LocalHeads(ParallelStyle):
-    """Tell an attention how many heads its shard has: Whisper's views of keys and values name the number."""
+    """Set an attention's number of heads to that of its shard, by which Whisper reshapes keys and values."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         attention: Any = module

@@ -1,4 +1,4 @@
-"""Build a module: without memory, and with the values that its parameters begin with, or without weights at all."""
+"""Build a module: in full, deferred (values without memory), or without weights at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from hetmesh._torch_compat import has_gradient_hooks
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Adapter
-from hetmesh.models.weights.unfilled import Unfilled, built_really, random_state, recorded
+from hetmesh.models.weights.deferred import DeferredModule, built_eagerly, random_state, recorded
 
 
 def build_module(adapter: Adapter, name: str, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -24,13 +24,14 @@ def build_module(adapter: Adapter, name: str, seed: int, dtype: torch.dtype = to
     Raises:
         RecipeError: nothing initialises one of its parameters.
     """
-    return build_unfilled(adapter, name, seed, dtype).filled()
+    return build_deferred(adapter, name, seed, dtype).materialized()
 
 
-def build_unfilled(adapter: Adapter, name: str, seed: int, dtype: torch.dtype = torch.float32) -> Unfilled:
+def build_deferred(adapter: Adapter, name: str, seed: int, dtype: torch.dtype = torch.float32) -> DeferredModule:
     """What `build_module` makes, before its parameters have memory: each rank fills in what it keeps.
 
-    A module whose constructor computes with its weights is built really, and they are kept whole until they are taken.
+    A module whose constructor computes with its weights is built eagerly, and they are held in full until they are
+    sharded.
 
     Raises:
         RecipeError: nothing initialises one of its parameters.
@@ -40,11 +41,11 @@ def build_unfilled(adapter: Adapter, name: str, seed: int, dtype: torch.dtype = 
         return _build(adapter, name).to(dtype)
 
     found = recorded(build, name, seed)
-    return built_really(build, name, seed, found) if isinstance(found, str) else found
+    return built_eagerly(build, name, seed, found) if isinstance(found, str) else found
 
 
-def why_whole(adapter: Adapter, name: str) -> str | None:
-    """Why a module's weights are kept whole while it is built; None if they are drawn row by row. Takes no memory.
+def reason_built_whole(adapter: Adapter, name: str) -> str | None:
+    """Why every rank of a module builds it in full; None if its weights are drawn row by row. Takes no memory.
 
     Raises:
         RecipeError: nothing initialises one of its parameters.
@@ -54,17 +55,16 @@ def why_whole(adapter: Adapter, name: str) -> str | None:
 
 
 def build_empty(adapter: Adapter, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The full module without weights: parameters on the meta device, buffers as `build_module` makes them, or as
-    random, the same on every rank.
+    """The full module without weights: parameters on the meta device, buffers with values, the same on every rank.
 
-    (A parameter has memory while its layer is constructed, and it is never written to: the peak is one of them.)
+    A parameter has memory only while its layer is constructed, so the peak is one parameter.
     """
     with random_state("", 0), _parameters_on_meta():
         return _build(adapter).to(dtype)
 
 
 def build_on_meta(adapter: Adapter) -> nn.Module | None:
-    """The full module without any memory, to look at its parts; None for one that cannot be built that way."""
+    """The full module without any memory, for inspection; None if it cannot be built on the meta device."""
     try:
         with torch.device("meta"):
             return adapter.build()
@@ -84,21 +84,21 @@ def _build(adapter: Adapter, name: str = "") -> nn.Module:
         where = f"{f'modules.{name}' if name else type(module).__name__}: {kind} {fqn}"
         if has_gradient_hooks(tensor):
             raise RecipeError(
-                f"{where} has a gradient hook, which would be lost, or see a share of a microbatch's gradient, when it "
-                "is sharded: change the gradient in forward, by a torch.autograd.Function"
+                f"{where} has a gradient hook, which sharding would drop, or call with a share of a microbatch's "
+                "gradient: change the gradient in forward, by a torch.autograd.Function"
             )
         if tensor.is_complex():
             raise RecipeError(
-                f"{where} is complex, and would lose its imaginary part when the module gets its dtype: keep "
-                "torch.view_as_real of it, and take torch.view_as_complex in forward"
+                f"{where} is complex, and would lose its imaginary part when the module is cast to its dtype: "
+                "register torch.view_as_real of it, and use torch.view_as_complex in forward"
             )
     return module
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters move to the meta device as they are registered. (`torch.device("meta")` would take the buffers too,
-    and those that no checkpoint holds, such as rotary frequencies, could not be recovered.)"""
+    """Parameters move to the meta device as they are registered. (`torch.device("meta")` would move the buffers too,
+    and those that no checkpoint holds, such as rotary frequencies, would be lost.)"""
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:

@@ -1,8 +1,8 @@
-"""What transformers computes of a checkpoint's tensors as it loads them, as stored forms.
+"""What transformers makes of a checkpoint's tensors as it loads them, as stored forms.
 
-transformers 5 describes it by a `WeightConverter`: patterns of names, and operations on the tensors that match them
-(`transformers.core_model_loading`). Those that only put tensors together, take them apart or exchange dims are
-understood here: every element stays an element, so that shares can be read, and written back. All others are refused.
+transformers 5 describes it by a `WeightConverter`: name patterns, and operations on the tensors that match them
+(`transformers.core_model_loading`). Operations that only join tensors, split them or exchange dims are supported: they
+move elements without changing them, so that shares can be read, and written back. All others are refused.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hetmesh.models.weights.stored_form import Shape, StoredForm, cut, exchanged
 
 @dataclass(frozen=True)
 class Taken:
-    """That a converter takes a stored tensor.
+    """A stored tensor that a converter reads.
 
     Attributes:
         before: its name after renaming.
-        name: of what becomes of it, in the model; of the first, if it is several tensors.
-        pattern: of the converter's sources.
+        name: name in the model of the tensor made from it; of the first, if there are several.
+        pattern: the one of the converter's source patterns that it matches.
     """
 
     before: str
@@ -32,22 +32,22 @@ class Taken:
 
 
 Lists = list[list[StoredForm]]
-"""What is being converted: a list for each pattern of the sources, in their order."""
+"""What is being converted: one list per source pattern, in order."""
 
 NOT_THOSE = "its tensors are not those of the module"
 _ITEM = ".*."
-"""In a pattern: a number of an item goes where the star is."""
+"""In a pattern: the star stands for the number of an item."""
 _SHOWN = 8  # names in a message
 
 
 @dataclass(frozen=True)
 class _Target:
-    """One tensor of a model that transformers computes.
+    """One tensor of a model that transformers makes.
 
     Attributes:
-        name: in the model.
-        converter: transformers' description of how.
-        shape: in the model, if known.
+        name: its name in the model.
+        converter: transformers' `WeightConverter`.
+        shape: its shape in the model, if known.
         where: what errors begin with.
     """
 
@@ -64,25 +64,24 @@ def converted(
     expected: Mapping[str, Shape],
     where: object,
 ) -> dict[str, StoredForm]:
-    """The tensors that `converters` make of those stored, by their names in the model.
+    """The forms of the tensors that `converters` make, by name in the model.
 
     Args:
-        taken: by the names of the stored tensors.
-        shapes: of the stored tensors, by name.
-        expected: shapes in the model, as far as known; some conversions go by them.
+        taken: the tensors that converters read, by their stored names.
+        shapes: shapes of the stored tensors, by name.
+        expected: shapes in the model, as far as known; some conversions depend on them.
         where: what errors begin with.
 
     Raises:
-        RecipeError: tensors of a list are missing or not of the shape of the others, or what a converter does is not
-            understood.
+        RecipeError: tensors of a list are missing or differ in shape, or an operation of a converter is not supported.
     """
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     made_of: dict[str, dict[str, dict[int, str]]] = {}
-    for name, each in taken.items():
-        items = made_of.setdefault(each.name, {}).setdefault(each.pattern, {})
-        item = _item(each, name, where)
+    for name, entry in taken.items():
+        items = made_of.setdefault(entry.name, {}).setdefault(entry.pattern, {})
+        item = _item(entry, name, where)
         if item in items:
-            raise RecipeError(f"{where}: {items[item]} and {name} are the same part of {each.name}")
+            raise RecipeError(f"{where}: {items[item]} and {name} are the same part of {entry.name}")
         items[item] = name
     targets = {
         ours: _Target(ours, by_pattern[next(iter(lists))], expected.get(ours), where) for ours, lists in made_of.items()
@@ -100,26 +99,26 @@ def converted(
 
 
 def _check_square(made: Sequence[tuple[Any, StoredForm]], where: object) -> None:
-    """Raise RecipeError where shapes say that some tensors are transposed, and leave it open of others: transformers
-    takes these as they are, and computes something else."""
-    turned: list[str] = []
+    """Raise RecipeError if shapes show that some tensors are transposed but others are square: transformers would load
+    the square ones untransposed."""
+    transposed: list[str] = []
     square: list[str] = []
     for converter, form in made:
-        for each in converter.operations:
-            if getattr(each, "check_dims", False):
+        for operation in converter.operations:
+            if getattr(operation, "check_dims", False):
                 if not form.is_whole:
-                    turned += form.names[:1]
-                elif form.shape[each.dim0] == form.shape[each.dim1]:
+                    transposed += form.names[:1]
+                elif form.shape[operation.dim0] == form.shape[operation.dim1]:
                     square += form.names[:1]
-    if turned and square:
+    if transposed and square:
         raise RecipeError(
-            f"{where}: {turned[0]} is transposed, as its shape says; of {square[0]} and {len(square) - 1} more, which "
-            "are square, nothing does. Convert them where you know it"
+            f"{where}: {transposed[0]} is transposed, as its shape says; of {square[0]} and {len(square) - 1} more, "
+            "which are square, nothing does. Convert them where you know it"
         )
 
 
 def _item(taken: Taken, name: str, where: object) -> int:
-    """What stands for the star of a pattern, -1 if it has none."""
+    """The number that the star of its pattern stands for, -1 if there is no star."""
     if _ITEM not in taken.pattern:
         return -1
     match = re.search(taken.pattern.removeprefix("^").replace(_ITEM, r"\.(?P<item>[^.]+)\.", 1), taken.before)
@@ -133,7 +132,7 @@ def _by_number(items: Mapping[int, str]) -> Iterator[str]:
 
 
 def _check_understood(target: _Target, name: str) -> None:
-    """Raise RecipeError, which names a stored tensor, for a converter with an operation that is not understood."""
+    """Raise RecipeError for a converter with an unsupported operation; `name` is a stored tensor for the message."""
     for operation in target.converter.operations:
         dims = [getattr(operation, key, 0) for key in ("dim", "dim0", "dim1")]
         known = type(operation).__name__ in STEPS and min(dims) >= 0
@@ -147,7 +146,8 @@ def _check_understood(target: _Target, name: str) -> None:
 def _check_lists(
     targets: Mapping[str, _Target], made_of: Mapping[str, Mapping[str, Mapping[int, str]]], shapes: Mapping[str, Shape]
 ) -> None:
-    """Raise RecipeError unless the lists of each target have the same numbers from 0 on, and each one shape."""
+    """Raise RecipeError unless the lists of each target have the same items, numbered from 0, and each list one
+    shape."""
     missing: list[str] = []
     misshaped: list[str] = []
     for ours, target in targets.items():
@@ -178,7 +178,7 @@ def _check_lists(
 
 
 def _made(target: _Target, lists: Lists) -> list[StoredForm]:
-    """What the operations of its converter make of the lists, in the order of the converter's targets."""
+    """The forms that the converter's operations make of the lists, in the order of its target patterns."""
     given = lists
     for operation in target.converter.operations:
         try:
@@ -188,14 +188,14 @@ def _made(target: _Target, lists: Lists) -> list[StoredForm]:
             shown = " to ".join(dict.fromkeys((names[0], names[-1])))
             shapes = [list(form.shape) for each in lists for form in each]
             raise RecipeError(
-                f"{target.where}: {NOT_THOSE}. The shapes of {shown}, which make {target.name}, do not suit each other "
+                f"{target.where}: {NOT_THOSE}. The shapes of {shown}, which make {target.name}, do not fit each other "
                 f"({operation!r} of {shapes[:_SHOWN]})"
             ) from error
     return [form for each in lists for form in each]
 
 
 def _names(target: _Target, count: int) -> list[str]:
-    """The names of what a converter makes: `target` is the first."""
+    """The names of the `count` tensors that a converter makes, of which `target` is the first."""
     patterns = target.converter.target_patterns
     first = patterns[0]
     unclear = len(patterns) > 1 and (first not in target.name or any(c in p for p in patterns for c in "\\*"))
@@ -244,4 +244,4 @@ STEPS: Mapping[str, Callable[[_Target, Any, Lists], Lists]] = {
     "Chunk": _chunk,
     "Transpose": _transpose,
 }
-"""The operations of transformers that are understood, by the name of their class."""
+"""The supported operations of transformers, by the name of their class."""

@@ -1,9 +1,9 @@
-"""Give a module without weights, sharded or not, memory for what this rank holds, and values."""
+"""Give a module on the meta device, sharded or not, memory for what this rank holds, and values."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from hetmesh.layout.mesh import MeshSpec
 from hetmesh.layout.placements import Placement, RowSplit, sharded_dim
 from hetmesh.models.weights.initial import Initial
 from hetmesh.models.weights.lora import base_name
+from hetmesh.models.weights.stored_form import with_offsets
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""What activation checkpointing and torch.compile put into parameter names."""
+"""Prefixes that activation checkpointing and torch.compile insert into parameter names."""
 
 
 def plain_name(fqn: str) -> str:
@@ -49,7 +50,7 @@ def materialize(module: nn.Module, device: torch.device, roots: Sequence[nn.Modu
     if device.type != "cpu":
         move_buffers(module, device)
     for root in roots:
-        if any(isinstance(each, FSDPModule) for each in root.modules()):
+        if any(isinstance(part, FSDPModule) for part in root.modules()):
             root._apply(lambda tensor: tensor)  # FSDP keeps references to parameters; now it looks them up again
 
 
@@ -62,12 +63,12 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def draw_weights(module: nn.Module, initial: MutableMapping[str, Initial]) -> list[str]:
-    """Give the parameters of `module` that `initial` has, by their names before it was wrapped, the values with which
-    they begin: of each, this rank's rows and columns, a block of rows at a time. What is drawn is taken out of
-    `initial`, so that values that were kept whole do not outlive their turn.
+    """Give the parameters of `module` their values from `initial`, which has them by the names before the module was
+    wrapped: this rank's rows and columns, a block of rows at a time. Values are removed from `initial` as they are
+    used, so that those held in full are freed early.
 
     Returns:
-        The names of the parameters that `initial` does not have; they are as they were.
+        The names of the parameters that `initial` does not have, which are left as they were.
     """
     names: dict[int, list[str]] = {}
     held: dict[int, nn.Parameter] = {}
@@ -77,7 +78,7 @@ def draw_weights(module: nn.Module, initial: MutableMapping[str, Initial]) -> li
     others: list[str] = []
     with torch.no_grad():
         for key, parameter in held.items():
-            found = [each for name in names[key] if (each := initial.pop(name, None)) is not None]
+            found = [values for name in names[key] if (values := initial.pop(name, None)) is not None]
             if found:
                 fill(parameter, found[0], found[0].rows_per_block)
             else:
@@ -86,10 +87,10 @@ def draw_weights(module: nn.Module, initial: MutableMapping[str, Initial]) -> li
 
 
 def fill(tensor: Tensor, source: Any, rows: int | None = None) -> None:
-    """Copy this rank's part of a tensor from `source`, which gives the elements asked for by slices.
+    """Copy this rank's part of a tensor from `source`, which is indexed by slices of the whole tensor.
 
     Args:
-        rows: so many at a time, counted from the first of the whole tensor; None: all at once.
+        rows: how many rows to copy at a time, aligned to the whole tensor; None: all at once.
     """
     local, share = local_share(tensor.detach())
     copy_part(local, share, source, rows)
@@ -107,46 +108,35 @@ def local_share(tensor: Tensor) -> tuple[Tensor, tuple[Intervals, ...]]:
 def fused_splits(
     placements: tuple[Placement, ...], shape: Sequence[int], sizes: Sequence[int]
 ) -> tuple[Placement, ...]:
-    """`placements`, in which strided shards along an axis that alone splits their dim are explicit rows: each rank has
-    its share of each of `split_factor` tensors that are joined (gate and up of experts, split by columns).
+    """`placements` with explicit rows in place of strided shards along an axis that alone splits their dim: each rank
+    has its share of each of `split_factor` joined tensors (gate and up of experts, split by columns).
 
     Raises:
-        LayoutError: these shares are not equal.
+        LayoutError: the shares are not equal.
     """
     found = list(placements)
-    for axis, each in enumerate(placements):
-        alone = [sharded_dim(other) for other in placements].count(sharded_dim(each)) == 1
-        if isinstance(each, StridedShard) and alone and each.split_factor > 1:
-            size, parts, ranks = shape[each.dim], int(each.split_factor), sizes[axis]
+    for axis, placement in enumerate(placements):
+        alone = [sharded_dim(other) for other in placements].count(sharded_dim(placement)) == 1
+        if isinstance(placement, StridedShard) and alone and placement.split_factor > 1:
+            size, parts, ranks = shape[placement.dim], int(placement.split_factor), sizes[axis]
             if size % (parts * ranks):
                 raise LayoutError(
-                    f"{each} on a dim of {size}: {ranks} ranks cannot have equal shares of {parts} tensors"
+                    f"{placement} on a dim of {size}: {ranks} ranks cannot have equal shares of {parts} tensors"
                 )
             part, step = size // parts, size // (parts * ranks)
             starts = [[base + i * step for base in range(0, size, part)] for i in range(ranks)]
-            found[axis] = RowSplit(each.dim, tuple(tuple((at, at + step) for at in own) for own in starts))
+            found[axis] = RowSplit(placement.dim, tuple(tuple((at, at + step) for at in rank) for rank in starts))
     return tuple(found)
 
 
 def copy_part(local: Tensor, regions: Sequence[Intervals], source: Any, rows: int | None = None) -> None:
-    """`fill` of what `local` holds: per dim, `regions` are those intervals of the whole tensor, in order."""
+    """`fill` for a local tensor; `regions` are, per dim, the ordered intervals of the whole tensor that it holds."""
     for piece in itertools.product(
-        *(_with_offsets(each, rows if dim == 0 else None) for dim, each in enumerate(regions))
+        *(with_offsets(region, rows if dim == 0 else None) for dim, region in enumerate(regions))
     ):
-        here = tuple(slice(offset, offset + stop - start) for offset, start, stop in piece)
-        there = tuple(slice(start, stop) for _, start, stop in piece)
-        local[here].copy_(source[there] if there else source[...])
-
-
-def _with_offsets(intervals: Intervals, rows: int | None) -> Iterator[tuple[int, int, int]]:
-    """`(local start, global start, global stop)` of each interval, cut at multiples of `rows`."""
-    offset = 0
-    for start, stop in intervals:
-        while start < stop:
-            end = stop if rows is None else min(stop, start - start % rows + rows)
-            yield offset, start, end
-            offset += end - start
-            start = end
+        target = tuple(slice(offset, offset + stop - start) for offset, start, stop in piece)
+        wanted = tuple(slice(start, stop) for _, start, stop in piece)
+        local[target].copy_(source[wanted] if wanted else source[...])
 
 
 def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -155,5 +145,5 @@ def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
         tensor = torch.empty_like(parameter, device=device)
         return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
     made = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)  # what a constructor may have noted on it
+    made.__dict__.update(parameter.__dict__)  # attributes that a constructor may have set
     return made

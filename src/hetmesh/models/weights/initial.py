@@ -1,8 +1,8 @@
-"""How a parameter begins: the operations that initialise it, replayed on blocks of its rows.
+"""A parameter's initial values: the operations that initialise it, replayed on blocks of its rows.
 
-A block draws from a generator of its own, seeded by the seed, the module, the parameter and the block. So whoever needs
-some rows draws the blocks that they lie in, all columns of them, and gets the values that any other layout gets. Draws
-are made on the CPU, whatever device they are for: a GPU's generator would give other weights.
+Each block has its own generator, seeded by the recipe's seed, the module, the parameter and the block. A rank that
+needs some rows draws the blocks that contain them, in full width, and gets the same values in any layout. Draws are
+made on the CPU, whatever device they are for: a GPU's generator would give other weights.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from hetmesh._torch_compat import seeded_generator
 from hetmesh.errors import RecipeError
 
 BLOCK = 1 << 18
-"""Elements of a block, in whole rows, one at least. Another number is another draw."""
+"""Elements of a block, which has whole rows and at least one. Changing it changes the drawn weights."""
 
 
 @dataclass(eq=False)
 class Identity:
-    """Whose draws these are: what is copied from a parameter has the same.
+    """What seeds the draws of a parameter, and of what is copied from it.
 
     Attributes:
-        place: what seeds besides the name; `seed:module`.
-        name: the first FQN of the parameter in its module, or a number if the module does not have it.
-        draws: random operations so far.
+        place: `seed:module`.
+        name: the first FQN of the parameter in its module, or a number if it is not in the module.
+        draws: number of random operations so far.
     """
 
     place: str
@@ -38,15 +38,15 @@ class Identity:
     draws: int = 0
 
     def seed(self, number: int, block: int) -> int:
-        """Of a block in random operation `number`: 128 bits. With 32, two of the 31,000 blocks of 8 billion parameters
-        would have the same in one model of ten."""
+        """The seed of a block in random operation `number`: 128 bits. With 32 bits, one model in ten would have two
+        equal seeds among the 31,000 blocks of 8 billion parameters."""
         text = f"{self.place}:{self.name}:{number}:{block}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
 
 
 @dataclass(frozen=True)
 class Elements:
-    """Elements of a contiguous tensor, as `torch.as_strided` names them."""
+    """A part of a contiguous tensor, by size, stride and offset as for `torch.as_strided`."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -54,7 +54,7 @@ class Elements:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Elements:
-        """What `tensor` sees of its storage, without dims of size 1."""
+        """The part of its storage that `tensor` shows, without dims of size 1."""
         dims = [(n, step) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
         return cls(tuple(n for n, _ in dims), tuple(step for _, step in dims), int(tensor.storage_offset()))
 
@@ -64,7 +64,7 @@ class Elements:
 
     @property
     def is_run(self) -> bool:
-        """Whether its elements follow each other."""
+        """Whether its elements are adjacent."""
         expected = 1
         for n, step in zip(reversed(self.size), reversed(self.stride), strict=True):
             if step != expected:
@@ -73,7 +73,7 @@ class Elements:
         return True
 
     def covers(self, numel: int) -> bool:
-        """Whether these are all elements of a tensor of `numel`, each once."""
+        """Whether it has every element of a tensor of `numel`, each once."""
         expected = 1
         for step, n in sorted(zip(self.stride, self.size, strict=True)):
             if step != expected:
@@ -82,8 +82,8 @@ class Elements:
         return self.offset == 0 and expected == numel
 
     def row_dim(self, width: int) -> int | None:
-        """The dim that walks over rows of `width` elements, while all others stay inside one; -1 if the part lies in
-        one row; None if it is not of that kind."""
+        """The dim that runs over rows of `width` elements while all others stay inside a row; -1 if the part lies in
+        one row; None if there is no such dim."""
         over = [dim for dim, step in enumerate(self.stride) if step % width == 0]
         if len(over) > 1:
             return None
@@ -95,12 +95,12 @@ class Elements:
         return over[0] if over else -1
 
     def can_be_cut(self, width: int) -> bool:
-        """Whether `within` can say what of it lies in some rows."""
+        """Whether `within` works for it."""
         return self.numel == 0 or self.row_dim(width) is not None or self.is_run
 
     def within(self, width: int, start: int, stop: int) -> tuple[Elements, Callable[[Tensor], Tensor]] | None:
-        """What of it lies in rows [start, stop) of `width` elements, seen from the first of these, and the same cut of
-        a tensor that is expanded to `size`; None if nothing does."""
+        """The part of it in rows [start, stop) of `width` elements, with offsets relative to row `start`, and a
+        function that cuts a tensor of shape `size` alike; None if nothing lies there."""
         if self.numel == 0:
             return None
         dim, first = self.row_dim(width), self.offset // width
@@ -125,11 +125,11 @@ class Elements:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """One operation in place on a part of a parameter.
+    """One in-place operation on a part of a parameter.
 
     Attributes:
         apply: called with the part, the arguments and, if it draws, `generator`.
-        draws: whose draw it is and the number of it; None if nothing is random.
+        draws: what seeds the draw, and its number; None if nothing is random.
     """
 
     apply: Callable[..., Any]
@@ -139,7 +139,7 @@ class Operation:
     draws: tuple[Identity, int] | None = None
 
     def on(self, rows: Tensor, width: int, block: int, start: int) -> None:
-        """Apply it to `rows`, which begin at `start`."""
+        """Apply it to `rows` of block `block`, which begins at row `start`."""
         cut = self.part.within(width, start, start + len(rows))
         if cut is None:
             return
@@ -155,12 +155,13 @@ class Operation:
 
 @dataclass(frozen=True, eq=False)
 class Initial:
-    """The values with which a parameter begins. Indexing it with slices (without steps) gives these elements.
+    """The initial values of a parameter. Indexing with slices (without steps) draws the blocks needed and gives the
+    elements.
 
     Attributes:
-        where: what errors call it.
-        shape, dtype: of what is drawn; the parameter may be of another dtype.
-        steps: in order.
+        where: what errors call the parameter.
+        shape, dtype: of the drawn values; the parameter may have another dtype.
+        steps: the operations, in order.
     """
 
     where: str
@@ -170,7 +171,7 @@ class Initial:
 
     @classmethod
     def of_value(cls, where: str, value: Tensor) -> Initial:
-        """Begin as `value`, which is kept whole."""
+        """The initial values `value`, which is held in full."""
         step = Operation(torch.Tensor.copy_, Elements.of(torch.empty(value.shape, device="meta")), (value.squeeze(),))
         return cls(where, tuple(value.shape), value.dtype, (step,))
 
@@ -188,7 +189,7 @@ class Initial:
         return max(BLOCK // self.width, 1)
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """First row and rows of every block that rows [start, stop) lie in, `[rows, *shape[1:]]`."""
+        """First row and values `[rows, *shape[1:]]` of every block that contains some of rows [start, stop)."""
         for block in range(start // self.rows_per_block, -(-stop // self.rows_per_block)):
             yield block * self.rows_per_block, self._block(block)
 
@@ -203,8 +204,8 @@ class Initial:
                 step.on(values, self.width, block, start)
         if not known and (not self.dtype.is_floating_point or values.isnan().any()):
             raise RecipeError(
-                f"{self.where}: nothing initialises some of its elements; they would be whatever was in memory, other "
-                "values on every rank"
+                f"{self.where}: nothing initialises some of its elements; they would hold whatever was in memory, "
+                "different on every rank"
             )
         return values
 

@@ -1,7 +1,7 @@
-"""Fill a module with the weights of a local checkpoint: each rank reads the slices of its own shards, nothing more.
+"""Fill a module with the weights of a local checkpoint: each rank reads only the slices of its own shards.
 
-The module is built without weights (`build_empty`), sharded without weights, and only then gets memory for what this
-rank holds. So a rank's peak is its shard and, for a moment, a view of one tensor in its file.
+The module is built without weights (`build_empty`), sharded, and only then gets memory for what this rank holds. So a
+rank's peak is its shard and a view of one tensor in its file.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from hetmesh.parallel.stages import absent_layers
 
 
 def check_weights(adapter: Adapter, module: nn.Module, pretrained: Pretrained) -> dict[str, str]:
-    """The checkpoint's name of each parameter and persistent buffer of `module`, which may be sharded and without
-    weights.
+    """The checkpoint's name of each parameter and persistent buffer of `module`, which may be sharded and on meta.
 
     Raises:
         RecipeError: the checkpoint's tensors are not those of the module.
     """
     expected, aliases = own_tensors(module)
-    elsewhere = tuple(rf"{re.escape(layer)}\..*" for layer in absent_layers(module))  # with other pipeline stages
+    elsewhere = tuple(rf"{re.escape(layer)}\..*" for layer in absent_layers(module))  # on other pipeline stages
     unused = (*adapter.checkpoint_unused, *elsewhere)
     return pretrained.match(expected, adapter.checkpoint_names, unused, aliases, stored_forms(adapter, pretrained))
 
@@ -39,15 +38,15 @@ def stored_forms(adapter: Adapter, pretrained: Pretrained) -> Mapping[str, Store
     """The tensors of a checkpoint as the adapter's model reads them, by the names that `check_weights` gives.
 
     Raises:
-        RecipeError: tensors are missing, or it is not known what the model makes of them.
+        RecipeError: tensors are missing, or it is not known how the model converts them.
     """
     own = adapter.abilities.stored_forms
     return pretrained.forms if own is None else own(pretrained)
 
 
 def own_tensors(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Shapes of the parameters and persistent buffers of `module` without adapters, by name; and the further names of
-    those that have several (tied weights) -> the first."""
+    """Shapes of the parameters and persistent buffers of `module` without LoRA adapters, by name; and, for tied
+    weights, every further name -> the first."""
     names: dict[int, str] = {}
     aliases: dict[str, str] = {}
     expected: dict[str, tuple[int, ...]] = {}
@@ -70,13 +69,13 @@ def load_weights(
     """Give `module` (from `build_empty`, sharded or not) memory on `device` and the weights of the checkpoint.
 
     Every rank reads for itself; nothing is sent. Values are converted to the dtype of the parameters. Tied parameters
-    stay tied. Adapters (LoRA) that have no memory get some, and no values: `draw_weights` has these.
+    stay tied. LoRA adapters get memory but no values, which come from `draw_weights`.
 
     Args:
         roots: the modules that wrap `module` or parts of it, where FSDP was applied to these.
 
     Raises:
-        RecipeError: the checkpoint's tensors are not those of the module; before anything is allocated.
+        RecipeError: the checkpoint's tensors are not those of the module; raised before anything is allocated.
     """
     found = check_weights(adapter, module, pretrained)
     materialize(module, torch.device(device), roots)
@@ -86,10 +85,10 @@ def load_weights(
 def read_tensors(
     adapter: Adapter, pretrained: Pretrained, found: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Read values into `tensors`, shards or whole ones, by their names in the module.
+    """Read values into `tensors`, sharded or not, by their names in the module.
 
     Args:
-        found: of `check_weights`; tensors that are not in it are left as they are.
+        found: from `check_weights`; tensors that are not in it are left unchanged.
     """
     from safetensors import safe_open
 
@@ -104,12 +103,12 @@ def read_tensors(
         for file, wanted in by_file.items():
             with safe_open(file, "pt") as reader:
                 for local, read in wanted:
-                    value = reader.get_slice(read.block.stored)[read.there or ...]
-                    local[read.here].copy_(read.block.as_here(value))
+                    value = reader.get_slice(read.block.stored)[read.source or ...]
+                    local[read.target].copy_(read.block.to_module(value))
 
 
 def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers under every name that they have; without adapters."""
+    """Parameters and persistent buffers under each of their names; without LoRA adapters."""
     for prefix, owner in module.named_modules():
         buffers = {n: b for n, b in owner._buffers.items() if n not in owner._non_persistent_buffers_set}
         for name, tensor in {**owner._parameters, **buffers}.items():
@@ -120,9 +119,9 @@ def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def stand_ins(module: nn.Module) -> Iterator[None]:
-    """While the context lasts, parameters without memory are replaced by zeros that take no memory either.
+    """In the body, meta parameters are replaced by expanded zeros on the CPU, which take no memory either.
 
-    For code that makes real tensors beside a parameter, on its device (LoRA adapters).
+    For code that makes real tensors on the device of a parameter (LoRA adapters).
     """
     zeros = {
         id(p): nn.Parameter(torch.zeros((), dtype=p.dtype).expand(p.shape), requires_grad=p.requires_grad)

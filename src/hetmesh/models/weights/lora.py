@@ -1,4 +1,4 @@
-"""LoRA (Hu et al., arXiv 2106.09685) through peft: low-rank adapters beside linear layers, which alone are trained."""
+"""LoRA (Hu et al., arXiv 2106.09685) through peft: only low-rank adapters of linear layers are trained."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LoRALike(Protocol):
 
 
 def add_lora(module: nn.Module, lora: LoRALike, name: str, seed: int, layers: Sequence[str]) -> None:
-    """Put adapters beside linear layers of `module`, in place, and freeze everything else.
+    """Add adapters to linear layers of `module`, in place, and freeze everything else.
 
     `q_proj` becomes a peft layer that holds the old one as `q_proj.base_layer`, with `q_proj.lora_A.default` and
     `q_proj.lora_B.default`. B starts at zero, so the module computes what it did before. A is drawn from the seed and
@@ -64,7 +64,7 @@ def add_lora(module: nn.Module, lora: LoRALike, name: str, seed: int, layers: Se
         )
     # peft scales by alpha / r and declares alpha as an int, but computes with any number.
     alpha: Any = lora.alpha
-    # In a plain module: peft asks a model of transformers for its token embedding, which a part of one does not have.
+    # Wrapped: peft would ask a transformers model for its token embedding, which a part of a model does not have.
     holder = nn.ModuleDict({"module": module})
     names = [f"module.{target}" for target in targets]
     config = LoraConfig(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, target_modules=names)
@@ -80,7 +80,7 @@ def add_lora(module: nn.Module, lora: LoRALike, name: str, seed: int, layers: Se
 
 
 def _tied(module: nn.Module, layers: Sequence[str]) -> dict[str, str]:
-    """Those of `layers` whose weight is that of another layer as well -> that one."""
+    """Those of `layers` that share their weight with another layer -> that layer."""
     owners: dict[int, list[str]] = {}
     for name, part in module.named_modules():
         for parameter in part._parameters.values():
@@ -102,15 +102,15 @@ def base_name(parameter: str) -> str:
 def lora_plan(module: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
     """A tensor parallel plan for `module` with adapters, from the plan for the module without.
 
-    Of a `colwise` layer the adapter's B is colwise too; of a `rowwise` one its A is rowwise. The other half is small
-    and stays replicated, its gradient complete.
+    A `colwise` layer has a colwise B, a `rowwise` layer a rowwise A. The other half is small and stays replicated, with
+    a complete gradient.
     """
     wrapped = {n for n, m in module.named_modules() if hasattr(m, "base_layer")}
     if not wrapped:
         return dict(plan)
     out: dict[str, Any] = {}
     for name, _ in module.named_modules():
-        style = next((s for pattern, s in plan.items() if _matches(name, pattern)), None)
+        style = next((s for pattern, s in plan.items() if matches(name, pattern)), None)
         if style is None:
             continue
         if name not in wrapped:
@@ -121,6 +121,7 @@ def lora_plan(module: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
+    """Whether an FQN matches the pattern of a tensor parallel plan, in which `*` is one name."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True))

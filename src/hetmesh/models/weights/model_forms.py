@@ -1,4 +1,4 @@
-"""The tensors of a model of transformers in the form of a checkpoint: as one was found, or as it would be saved."""
+"""How a checkpoint stores the tensors of a transformers model: as found in a directory, or as it would be saved."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hetmesh.models.weights.stored_form import Shape, StoredForm, whole
 
 @dataclass(frozen=True)
 class ModelForms:
-    """What a model reads of a checkpoint.
+    """What a model reads from a checkpoint.
 
     Attributes:
-        forms: by name: that of the one stored tensor where it is taken as it is, else that in the model.
-        names: names in `forms` by name in the model.
-        unknown: stored tensors that are none of the model's.
+        forms: the forms, by stored name where a tensor is read unchanged, else by name in the model.
+        names: keys of `forms` by name in the model.
+        unknown: stored tensors that do not belong to the model.
     """
 
     forms: Mapping[str, StoredForm]
@@ -37,25 +37,25 @@ def model_forms(
     where: object,
     ignored: Callable[[str], bool] = lambda _: False,
 ) -> ModelForms:
-    """What `model` (of transformers, on any device) reads of stored tensors, by transformers' own renamings and
+    """What the transformers model `model` (on any device) reads of stored tensors, by transformers' own renamings and
     conversions.
 
     Args:
-        shapes: of the stored tensors, by name.
+        shapes: shapes of the stored tensors, by name.
         expected: shapes of the model's parameters and persistent buffers, by name.
         where: what errors begin with.
-        ignored: whether a tensor of that name, which is none of the model's, does not count.
+        ignored: whether an unknown tensor of that name is left out of `unknown`.
 
     Raises:
-        RecipeError: two stored tensors are the same one of the model's, tensors of experts are missing or do not fit
-            each other, or what transformers computes of some is not understood.
+        RecipeError: two stored tensors are the same tensor of the model, tensors of experts are missing or do not fit
+            each other, or a conversion is not supported.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings, rename_source_key
 
     try:
         transforms = get_model_conversion_mapping(model)
-    except Exception as error:  # of a model_type that is none, say
+    except Exception as error:  # an unknown model_type, for example
         reason = f"{type(error).__name__}: {error}"
         raise RecipeError(f"{where}: transformers does not say how its tensors are stored: {reason}") from error
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
@@ -67,7 +67,7 @@ def model_forms(
     unknown: list[str] = []
     for name, shape in shapes.items():
         ours, pattern = rename_source_key(name, renamings, converters, prefix, state)
-        if ours not in state and name in state:  # it has the model's name already
+        if ours not in state and name in state:  # it already has its name in the model
             ours, pattern = rename_source_key(name, [], [], prefix, state)
         if ours not in expected:
             unknown += [] if ignored(ours) else [name]
@@ -86,14 +86,14 @@ def model_forms(
 def class_forms(
     model_class: Any, config: Any, pretrained: Pretrained, expected: Mapping[str, Shape] = MappingProxyType({})
 ) -> Mapping[str, StoredForm]:
-    """The tensors of a directory as a class of transformers reads them, whatever is put before their names there; those
-    of other models in it too.
+    """The tensors of a directory as a transformers class reads them, with any prefix to their names; those of other
+    models in it too.
 
     Args:
-        expected: shapes in the model by how names end, for conversions that go by them.
+        expected: shapes in the model by name suffix, for conversions that depend on them.
 
     Raises:
-        RecipeError: as of `model_forms`.
+        RecipeError: as for `model_forms`.
     """
     from transformers.core_model_loading import apply_converters
 
@@ -126,15 +126,15 @@ def converters_of(model_class: Any, config: Any) -> list[Any]:
 
 
 def saved_forms(model: Any, shapes: Mapping[str, Shape]) -> dict[str, StoredForm] | None:
-    """How transformers' `save_pretrained` stores a model that it did not load: form by name in the model; None where it
-    has nothing to convert.
+    """How transformers' `save_pretrained` stores a model that it did not load: forms by name in the model; None if it
+    converts nothing.
 
     Args:
-        model: on any device; its tensors are not looked at.
-        shapes: of its parameters and persistent buffers, of tied ones the first.
+        model: on any device; its tensors are not read.
+        shapes: shapes of its parameters and persistent buffers; of tied ones the first.
 
     Raises:
-        RecipeError: what transformers would compute is not understood.
+        RecipeError: a conversion is not supported.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

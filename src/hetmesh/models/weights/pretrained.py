@@ -12,20 +12,20 @@ from typing import Any
 
 from hetmesh.errors import RecipeError
 from hetmesh.files import json_object
-from hetmesh.models.weights.stored_form import StoredForm, beside, whole
+from hetmesh.models.weights.stored_form import StoredForm, extra_tensors, whole
 
 Names = tuple[tuple[str, str], ...]
 """One way in which checkpoints name a module's tensors: `(prefix in the module, prefix in the checkpoint)` pairs."""
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 ADAPTER_CONFIG = "adapter_config.json"
-"""Where it is, transformers loads the base model that it names, and the adapter beside it."""
+"""In a directory with this file transformers loads the base model that it names, and the adapter."""
 
 QUANTISED = ("I8", "U8", "F8", "F6", "F4")
-"""Begins of safetensors' dtypes whose values are no weights without scales that only their format knows."""
+"""Prefixes of safetensors' dtypes whose values need scales, which are stored in format-specific ways."""
 
 LISTED = 8
-"""Names that an error lists of each kind of mistake."""
+"""Names that an error lists for each kind of mismatch."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A directory that holds `config.json` and one or many safetensors files, the latter with their index.
+    """A directory with `config.json` and one safetensors file, or several with their index.
 
     Attributes:
         path: the directory.
@@ -61,10 +61,10 @@ class Pretrained:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """What config.json says.
+        """The content of config.json.
 
         Raises:
-            RecipeError: there is none, it asks for code or formats that hetmesh does not run, or there is an adapter.
+            RecipeError: it is missing, it asks for remote code or quantised weights, or the directory has an adapter.
         """
         file = self.path / "config.json"
         if not file.is_file():
@@ -73,7 +73,7 @@ class Pretrained:
         if "auto_map" in config:
             raise RecipeError(
                 f"{self}: its config.json asks for code that comes with the weights (auto_map = "
-                f"{config['auto_map']}); hetmesh runs no such code. Use a model that transformers has itself"
+                f"{config['auto_map']}); hetmesh runs no such code. Use a model that is part of transformers"
             )
         if (self.path / ADAPTER_CONFIG).is_file():
             raise RecipeError(
@@ -85,8 +85,8 @@ class Pretrained:
         return config
 
     def section(self, model: str, types: Collection[str]) -> dict[str, Any]:
-        """The part of the config that describes a model of one of the transformers `model_type`s `types`: the part of a
-        multimodal model, or all of it. (Qwen3-VL calls its vision tower like the whole.)
+        """The part of the config whose `model_type` is one of `types`: a part of a multimodal model's, or all of it.
+        (Qwen3-VL's vision tower has the model_type of the whole model.)
 
         Raises:
             RecipeError: there is no such part.
@@ -159,7 +159,7 @@ class Pretrained:
 
     @cached_property
     def forms(self) -> Mapping[str, StoredForm]:
-        """All tensors as they are."""
+        """All tensors, as they are stored."""
         return {name: whole(name, entry.shape) for name, entry in self.tensors.items()}
 
     def match(
@@ -170,21 +170,21 @@ class Pretrained:
         aliases: Mapping[str, str] | None = None,
         forms: Mapping[str, StoredForm] | None = None,
     ) -> dict[str, str]:
-        """Which tensor of the checkpoint each parameter of a module is.
+        """Match the parameters of a module with the tensors of the checkpoint.
 
         Args:
             expected: shape by name in the module.
-            ways: how checkpoints name the module's tensors; the one that finds most of them is taken. Tensors that it
-                cannot name are those of other modules.
-            unused: patterns (regular expressions of names in the module) of tensors that the module has no use for.
+            ways: how checkpoints name the module's tensors; the one that finds most of them is used. Tensors that it
+                cannot name belong to other modules.
+            unused: patterns (regular expressions of names in the module) of tensors that the module does not use.
             aliases: other names in the module of the same parameters (tied weights) -> their name in `expected`.
-            forms: the tensors as the module's model reads them; None: as they are.
+            forms: the tensors as the module's model reads them; None: as they are stored.
 
         Returns:
             Name in the checkpoint by name in the module.
 
         Raises:
-            RecipeError: tensors are missing, left over, or of another shape; all of them, up to 8 names of each.
+            RecipeError: tensors are missing, left over, or of another shape; lists up to 8 names of each kind.
         """
         aliases = aliases or {}
         forms = self.forms if forms is None else forms
@@ -202,11 +202,11 @@ class Pretrained:
         misshaped: list[str] = []
         for name, shape in expected.items():
             if name in found and forms[found[name]].shape != tuple(shape):
-                lacking, more = beside(forms[found[name]], tuple(shape))
+                lacking, more = extra_tensors(forms[found[name]], tuple(shape))
                 missing += lacking
                 extra += more
                 misshaped += [] if lacking or more else [_misshaped(found[name], forms[found[name]], shape)]
-        if len(missing) == len(expected):  # nothing fits: left-over names would only be all the others
+        if len(missing) == len(expected):  # nothing fits: the left-over names would be all the others
             wrong = [f"none of the module's {len(expected)} tensors is in it, e.g. {_listed(missing)}"]
             wrong.append(f"its own are {_listed(list(self.tensors))}")
         else:
@@ -219,11 +219,11 @@ class Pretrained:
     def named(
         self, expected: Mapping[str, Any], ways: Sequence[Names], forms: Mapping[str, StoredForm] | None = None
     ) -> dict[str, str]:
-        """Name in the checkpoint by name in the module of all tensors that the way which names most of those `expected`
-        can name. `forms`: as of `match`."""
+        """Name in the checkpoint by name in the module, by the way that names most of `expected`; also tensors that are
+        not expected. `forms`: as for `match`."""
         known = self.tensors if forms is None else forms
         names = [self._names(way, known) for way in ways]
-        return max(names, key=lambda each: len(each.keys() & expected.keys()))
+        return max(names, key=lambda found: len(found.keys() & expected.keys()))
 
     def _names(self, way: Names, known: Iterable[str]) -> dict[str, str]:
         """Name in the checkpoint by name in the module, of all tensors `known` that `way` can name."""
@@ -238,7 +238,7 @@ class Pretrained:
 
 
 def prefixes(*names: str) -> tuple[Names, ...]:
-    """Ways of naming that put one of these before every name of the module."""
+    """Ways of naming that put one of these prefixes before every name of the module."""
     return tuple((("", name),) for name in names)
 
 

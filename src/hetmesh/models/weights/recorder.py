@@ -1,12 +1,13 @@
-"""Record how a module's constructor initialises its parameters, which get no memory meanwhile.
+"""Record how a module's constructor initialises its parameters, without memory for them.
 
-Memory that a constructor asks for without saying what is in it (`torch.empty`, as every layer of torch does) is put on
-the meta device, and the operations that fill it in place are noted. Everything else runs as ever: a parameter made of
-values (`nn.Parameter(torch.ones(n))`), a buffer, a table of sines. The constructor sees tensors on the CPU.
+Uninitialised memory that a constructor allocates (`torch.empty`, as every layer of torch does) is put on the meta
+device, and the in-place operations that fill it are recorded. Everything else runs normally: a parameter made from
+values (`nn.Parameter(torch.ones(n))`), a buffer, a table of sines. To the constructor all tensors are on the CPU.
 
-Constructors that read such memory, or write to it in ways that are not repeatable row by row (`orthogonal_`, `eye_`),
-cannot be recorded. torchdistX's deferred initialisation (github.com/pytorch/torchdistx) keeps whole graphs instead; it
-cannot give a layout its rows without the others.
+This keeps what reset_parameters alone would lose: weights that a constructor sets by hand after it has made a layer,
+and rows that a rank can draw without the others. Constructors that read such memory, or write to it in ways that cannot
+be replayed row by row (`orthogonal_`, `eye_`), cannot be recorded. torchdistX's deferred initialisation
+(github.com/pytorch/torchdistx) replays whole tensors.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ DRAW = {
 
 
 class NotRepeatable(RuntimeError):
-    """What a constructor does with a parameter cannot be repeated row by row."""
+    """What a constructor does with a parameter cannot be replayed row by row."""
 
 
 @dataclass(eq=False)
 class Memory:
-    """What was done to memory that was asked for.
+    """What was done to allocated memory.
 
     Attributes:
         dtype: in which its values are drawn.
-        cast: whether they were converted since, after which only new values may come.
+        cast: whether they were converted since; then it can only be overwritten.
     """
 
     identity: Identity
@@ -63,13 +64,13 @@ class Memory:
 
 
 class Recorder(TorchDispatchMode):
-    """Records while it is entered, which may be several times.
+    """Records while it is entered, possibly several times.
 
     Args:
-        place: what seeds the draws besides the names of parameters.
+        place: seeds the draws, together with the parameters' names: `seed:module`.
 
     Attributes:
-        failed: why what was built cannot be repeated; None if it can.
+        failed: why the constructor cannot be replayed; None if it can.
     """
 
     def __init__(self, place: str) -> None:
@@ -92,18 +93,18 @@ class Recorder(TorchDispatchMode):
         self._inside.close()
 
     def name(self, module: nn.Module) -> None:
-        """Call what has no name yet as the parameters and buffers of `module` are called."""
+        """Give recorded memory without a name that of its parameter or buffer in `module`."""
         for name, tensor in _tensors(module):
             memory = self.memory(tensor)
             if memory is not None and memory.identity.name.startswith("#"):
                 memory.identity.name = name
 
     def memory(self, tensor: Tensor) -> Memory | None:
-        """What was done to the memory of `tensor`; None if it is ordinary."""
+        """The record of the memory of `tensor`; None if it is ordinary memory."""
         return self._memory.get(id(tensor.untyped_storage()))
 
     def initial(self, where: str, tensor: Tensor) -> Initial:
-        """The values of `tensor`, which is ordinary or has all of some recorded memory.
+        """The initial values of `tensor`, which is ordinary or spans recorded memory.
 
         Raises:
             NotRepeatable: they cannot be drawn row by row.
@@ -121,7 +122,7 @@ class Recorder(TorchDispatchMode):
         return found
 
     def held_by_others(self, module: nn.Module) -> bool:
-        """Whether something that is neither parameter nor buffer of `module` has recorded memory."""
+        """Whether a tensor that is neither parameter nor buffer of `module` has recorded memory."""
         known = {id(tensor.untyped_storage()) for _, tensor in _tensors(module)}
         return not known.issuperset(self._memory)
 
@@ -131,7 +132,7 @@ class Recorder(TorchDispatchMode):
         keywords = dict(kwargs or {})
         if func in EMPTY:
             return self._empty(func, args, keywords)
-        if keywords.get("device") == META:  # torch's own code asks for the device of what it works on
+        if keywords.get("device") == META:  # torch code that passes on a tensor's device
             keywords["device"] = CPU
         recorded = [t for t in tree_leaves((args, keywords)) if isinstance(t, Tensor) and self.memory(t) is not None]
         if not recorded:
@@ -164,7 +165,7 @@ class Recorder(TorchDispatchMode):
         if memory is None:
             memory = Memory(self._new(), tensor.numel(), tensor.dtype)
         self._memory[key] = memory
-        self._alive[key] = weakref.ref(storage, partial(self._gone, key))  # torch keeps the object while it lives
+        self._alive[key] = weakref.ref(storage, partial(self._gone, key))  # one Python object per storage
         return tensor
 
     def _gone(self, key: int, _: Any) -> None:
@@ -182,18 +183,18 @@ class Recorder(TorchDispatchMode):
         if any(isinstance(a, Tensor) for a in keywords.values()) or any(
             isinstance(a, Tensor) and a.is_meta for a in kept
         ):
-            self._fail("an operation with a tensor that is no plain value")
+            self._fail("an operation with a tensor without values")
         number = None
         if draws:
             if keywords.pop("generator", None) is not None:
-                self._fail("a draw from a generator of its own")
+                self._fail("a draw from a custom generator")
             number = (memory.identity, memory.identity.draws)
             memory.identity.draws += 1
         step = Operation(apply, part, kept, keywords, number)
         if part.covers(memory.numel) and (draws or apply in OVERWRITE):
             memory.steps, memory.dtype, memory.cast = (), target.dtype, False
         if memory.cast:
-            self._fail("an operation on a parameter behind its conversion to another dtype")
+            self._fail("an operation on a parameter after its conversion to another dtype")
         memory.steps += (step,)
         return target
 
@@ -203,21 +204,21 @@ class Recorder(TorchDispatchMode):
         if device not in (None, CPU, META) or not dtype.is_floating_point or not self._is_whole(source, memory):
             self._fail(f"{func.name()} of a part of a parameter, or to {dtype} on {device or CPU}")
         if func is aten._to_copy.default and dtype == source.dtype:
-            return source  # on the CPU it is one already
+            return source  # to the constructor it is on the CPU already
         casts = dtype != source.dtype
-        # A cast is the parameter itself, in another dtype; a clone goes its own way from here.
+        # A cast is the same parameter in another dtype; a clone has draws of its own from here on.
         identity = memory.identity if casts else self._new()
         out = torch.empty_like(source, dtype=dtype, device=META)
         return self._remember(out, replace(memory, identity=identity, cast=memory.cast or casts))
 
     def _taken_over(self, target: Tensor, source: Tensor) -> Tensor:
-        here, there = (self._memory[id(t.untyped_storage())] for t in (target, source))
-        if here is there and Elements.of(target) == Elements.of(source):  # `w[0] *= 2` ends with that
+        ours, theirs = (self._memory[id(t.untyped_storage())] for t in (target, source))
+        if ours is theirs and Elements.of(target) == Elements.of(source):  # how `w[0] *= 2` ends
             return target
         same = target.shape == source.shape and target.dtype == source.dtype
-        if not (same and self._is_whole(target, here) and self._is_whole(source, there)):
+        if not (same and self._is_whole(target, ours) and self._is_whole(source, theirs)):
             self._fail("a copy of a part of a parameter")
-        here.steps, here.dtype, here.cast = there.steps, there.dtype, there.cast
+        ours.steps, ours.dtype, ours.cast = theirs.steps, theirs.dtype, theirs.cast
         return target
 
     def _is_whole(self, tensor: Tensor, memory: Memory) -> bool:
@@ -234,7 +235,7 @@ class Recorder(TorchDispatchMode):
 
 
 class _OnCpu(TorchFunctionMode):
-    """Recorded memory says that it is on the CPU."""
+    """Makes recorded memory report the CPU as its device."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

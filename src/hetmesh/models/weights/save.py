@@ -1,6 +1,6 @@
-"""Write tensors as the safetensors files of a Hugging Face directory, and read them again to see that they are there.
+"""Write tensors as the safetensors files of a Hugging Face directory, and read them back to verify them.
 
-The inverse of `load.py`: one file after the other, so that no more than one of them is in memory at a time.
+The inverse of `load.py`: one file after another, so that the tensors of only one file are in memory at a time.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hetmesh.errors import OutputError
 from hetmesh.files import to_json, writing
 
 LARGEST_FILE = 5_000_000_000
-"""Bytes of a file, unless one tensor is larger; transformers' limit up to version 4."""
+"""Largest file in bytes, unless one tensor is larger; transformers' limit up to version 4."""
 
 NAME = "model"
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a directory: how many numbers of which type it will have."""
+    """Shape and dtype of one tensor of a directory."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -52,15 +52,15 @@ def write_tensors(
     largest: int = LARGEST_FILE,
     name: str = NAME,
 ) -> Written:
-    """Write `tensors` into `folder`: one file, or several with their index. Each is read again and compared bit by bit.
+    """Write `tensors` into `folder`: one file, or several with their index. Each is read back and compared bit by bit.
 
     Args:
-        read: values of some of the tensors, by name; asked for those of one file at a time.
-        largest: bytes of a file.
-        name: what the files are called.
+        read: returns the values of tensors by name; called for the tensors of one file at a time.
+        largest: largest file in bytes.
+        name: stem of the file names.
 
     Raises:
-        OutputError: a file cannot be written, or holds something else than was written.
+        OutputError: a file cannot be written, or differs from what was written.
     """
     from safetensors.torch import save_file
 
@@ -69,11 +69,11 @@ def write_tensors(
     several = [f"{name}-{i + 1:05}-of-{width:05}.safetensors" for i in range(width)]
     files = several if width > 1 else [f"{name}.safetensors"]
     for file, names in zip(files, groups, strict=True):
-        values = {each: value.contiguous() for each, value in read(names).items()}
-        for each in names:
-            found = Stored(tuple(values[each].shape), values[each].dtype)
-            if found != tensors[each]:
-                raise OutputError(f"{folder / file}: {each} should be {tensors[each]}, and is {found}")
+        values = {tensor: value.contiguous() for tensor, value in read(names).items()}
+        for tensor in names:
+            found = Stored(tuple(values[tensor].shape), values[tensor].dtype)
+            if found != tensors[tensor]:
+                raise OutputError(f"{folder / file}: {tensor} should be {tensors[tensor]}, and is {found}")
         with writing(folder / file):
             try:
                 save_file(values, folder / file, metadata={"format": "pt"})
@@ -82,9 +82,9 @@ def write_tensors(
             with open(folder / file, "rb") as stream:
                 os.fsync(stream.fileno())
         _compare(folder / file, values)
-    total = sum(each.bytes for each in tensors.values())
+    total = sum(tensor.bytes for tensor in tensors.values())
     if width > 1:
-        places = {each: file for file, names in zip(files, groups, strict=True) for each in names}
+        places = {tensor: file for file, names in zip(files, groups, strict=True) for tensor in names}
         with writing(folder / f"{name}.safetensors.index.json"):
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
             (folder / f"{name}.safetensors.index.json").write_text(to_json(index, 2) + "\n", encoding="utf-8")
@@ -92,15 +92,15 @@ def write_tensors(
 
 
 def _groups(tensors: Mapping[str, Stored], largest: int) -> list[list[str]]:
-    """Names of each file, in their order, filled up to `largest` bytes."""
+    """Names of the tensors of each file, in order, filled up to `largest` bytes."""
     groups: list[list[str]] = [[]]
     filled = 0
-    for name, each in tensors.items():
-        if groups[-1] and filled + each.bytes > largest:
+    for name, tensor in tensors.items():
+        if groups[-1] and filled + tensor.bytes > largest:
             groups.append([])
             filled = 0
         groups[-1].append(name)
-        filled += each.bytes
+        filled += tensor.bytes
     return groups
 
 
@@ -110,7 +110,7 @@ def _compare(file: Path, values: Mapping[str, Tensor]) -> None:
     try:
         with safe_open(file, "pt") as reader:
             if set(reader.keys()) != set(values):
-                raise OutputError(f"{file}: it holds other tensors than were written")
+                raise OutputError(f"{file}: its tensors are not those that were written")
             for name, value in values.items():
                 found = reader.get_tensor(name)
                 if (
@@ -122,11 +122,11 @@ def _compare(file: Path, values: Mapping[str, Tensor]) -> None:
     except (SafetensorError, OSError) as error:
         if isinstance(error, OutputError):
             raise
-        raise OutputError(f"{file} cannot be read again: {error}") from error
+        raise OutputError(f"{file} cannot be read back: {error}") from error
 
 
 def as_dtype(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """`value`, a tensor `name`, as `dtype`. Raises OutputError where that makes a finite value infinite."""
+    """`value` (of tensor `name`) as `dtype`. Raises OutputError if a finite value becomes infinite."""
     found = value.to(dtype)
     if found.dtype != value.dtype and not torch.equal(found.isfinite(), value.isfinite()):
         largest = float(value.nan_to_num(0, 0, 0).abs().max())
@@ -135,14 +135,14 @@ def as_dtype(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Values as integers: equal where every bit is, also of what is no number."""
+    """Values as bytes, so that NaN compare by their bits."""
     return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
 
 
 def with_dtype(config: object, dtype: torch.dtype) -> object:
-    """A config.json's content, in which it and the parts it describes say that weights are of `dtype`."""
+    """The content of a config.json with its dtype, and those of its parts, set to `dtype`."""
     if isinstance(config, list):
-        return [with_dtype(each, dtype) for each in config]
+        return [with_dtype(part, dtype) for part in config]
     if not isinstance(config, Mapping):
         return config
     named = str(dtype).removeprefix("torch.")
@@ -153,10 +153,10 @@ def with_dtype(config: object, dtype: torch.dtype) -> object:
 
 
 def write_config(folder: Path, config: Mapping[str, object], dtype: torch.dtype | None) -> None:
-    """Write config.json, for weights of `dtype`; None: as it is."""
-    told: object = dict(config)
+    """Write config.json for weights of `dtype`; None: unchanged."""
+    content: object = dict(config)
     if dtype is not None:
-        told = with_dtype({**config} if {"dtype", "torch_dtype"} & set(config) else {**config, "dtype": None}, dtype)
+        content = with_dtype({**config} if {"dtype", "torch_dtype"} & set(config) else {**config, "dtype": None}, dtype)
     with writing(folder / "config.json"):
-        text = json.dumps(told, indent=2, ensure_ascii=False)
+        text = json.dumps(content, indent=2, ensure_ascii=False)
         (folder / "config.json").write_text(text + "\n", encoding="utf-8")

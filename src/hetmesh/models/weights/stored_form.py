@@ -1,8 +1,8 @@
-"""In which form a checkpoint stores a tensor of a module: as it is, or as blocks that are tensors of their own.
+"""How a checkpoint stores a tensor of a module: as one tensor, or as blocks that are tensors of their own.
 
-Hubs hold the experts of a layer one by one, gate and up apart; a module has all of them in one parameter. Values and
-functions of values: what a rank reads of which stored tensors follows from its share of the parameter, and what an
-export writes follows from the same blocks, read the other way round.
+Checkpoints on the Hub store the experts of a layer one by one, gate and up separately; a module has all of them in one
+parameter. These are pure values: what a rank reads of which stored tensors follows from its share of the parameter, and
+what an export writes follows from the same blocks, in the other direction.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """A block of a tensor of a module that lies in one stored tensor.
+    """A block of a module's tensor that lies in one stored tensor.
 
     Attributes:
         stored: name of the stored tensor.
@@ -39,11 +39,11 @@ class StoredBlock:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Number of its elements."""
         return math.prod(stop - start for start, stop in self.place)
 
-    def there(self, place: Sequence[Interval]) -> tuple[slice, ...]:
-        """Where a part `place` of `self.place` is in the stored tensor."""
+    def slices(self, place: Sequence[Interval]) -> tuple[slice, ...]:
+        """The slices of the stored tensor that hold the part `place` of `self.place`."""
         found = [slice(0)] * len(self.begin)
         for (start, stop), (base, _), dim in zip(place, self.place, self.dims, strict=True):
             if dim is not None:
@@ -51,16 +51,17 @@ class StoredBlock:
                 found[dim] = slice(start + shift, stop + shift)
         return tuple(found)
 
-    def as_here(self, value: Tensor) -> Tensor:
-        """What was read there, with the dims of the module's tensor."""
+    def to_module(self, value: Tensor) -> Tensor:
+        """A value read from the stored tensor, with the dims of the module's tensor."""
         value = value.permute([dim for dim in self.dims if dim is not None])
         for i, dim in enumerate(self.dims):
             if dim is None:
                 value = value.unsqueeze(i)
         return value
 
-    def as_stored(self, value: Tensor) -> Tensor:
-        """A part of the module's tensor inside the block, with the dims of the stored one: the inverse."""
+    def to_file(self, value: Tensor) -> Tensor:
+        """A part of the module's tensor inside the block, with the dims of the stored one: the inverse of
+        `to_module`."""
         present = [i for i, dim in enumerate(self.dims) if dim is not None]
         value = value.squeeze([i for i, dim in enumerate(self.dims) if dim is None])
         order = sorted(range(len(present)), key=lambda k: self.dims[present[k]] or 0)
@@ -76,7 +77,7 @@ class StoredForm:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is one stored tensor as it is."""
+        """Whether it is one stored tensor, unchanged."""
         return len(self.blocks) == 1 and self == whole(self.blocks[0].stored, self.shape)
 
     @property
@@ -86,14 +87,14 @@ class StoredForm:
 
 
 def whole(name: str, shape: Sequence[int]) -> StoredForm:
-    """A stored tensor as it is."""
+    """The form of a tensor that is stored unchanged."""
     shape = tuple(shape)
     block = StoredBlock(name, tuple((0, size) for size in shape), tuple(range(len(shape))), (0,) * len(shape))
     return StoredForm(shape, (block,))
 
 
 def stacked(forms: Sequence[StoredForm], dim: int) -> StoredForm:
-    """Tensors along a new dim, as `torch.stack`. Raises ValueError where they are not of one shape."""
+    """Tensors along a new dim, as `torch.stack`. Raises ValueError if their shapes differ."""
     if len({form.shape for form in forms}) != 1:
         raise ValueError("tensors of several shapes cannot be stacked")
     blocks = [
@@ -105,7 +106,7 @@ def stacked(forms: Sequence[StoredForm], dim: int) -> StoredForm:
 
 
 def joined(forms: Sequence[StoredForm], dim: int) -> StoredForm:
-    """Tensors one behind the other along a dim, as `torch.cat`. Raises ValueError where they do not fit."""
+    """Tensors one after another along a dim, as `torch.cat`. Raises ValueError if their other dims differ."""
     if len({_put(form.shape, dim, 0) for form in forms}) != 1 or dim >= len(forms[0].shape):
         raise ValueError("tensors whose other dims differ cannot be joined")
     blocks, offset = [], 0
@@ -120,8 +121,8 @@ def exchanged(form: StoredForm, a: int, b: int) -> StoredForm:
     order = list(range(len(form.shape)))
     order[a], order[b] = b, a
     blocks = [
-        StoredBlock(each.stored, tuple(each.place[i] for i in order), tuple(each.dims[i] for i in order), each.begin)
-        for each in form.blocks
+        StoredBlock(b.stored, tuple(b.place[i] for i in order), tuple(b.dims[i] for i in order), b.begin)
+        for b in form.blocks
     ]
     return StoredForm(tuple(form.shape[i] for i in order), tuple(blocks))
 
@@ -133,13 +134,13 @@ def cut(form: StoredForm, dim: int, start: int, stop: int) -> StoredForm:
         low, high = max(b.place[dim][0], start), min(b.place[dim][1], stop)
         if low < high:
             inside = _put(b.place, dim, (low, high))
-            begin = tuple(piece.start for piece in b.there(inside))
+            begin = tuple(piece.start for piece in b.slices(inside))
             blocks.append(_moved(StoredBlock(b.stored, inside, b.dims, begin), dim, -start))
     return StoredForm(_put(form.shape, dim, stop - start), tuple(blocks))
 
 
 def in_parts(form: StoredForm, dim: int, count: int) -> StoredForm:
-    """With a dim as two, the first of `count`: `unflatten(dim, (count, -1))`.
+    """With a dim split into two, the first of size `count`: `unflatten(dim, (count, -1))`.
 
     Raises:
         ValueError: `count` does not divide the dim.
@@ -151,10 +152,10 @@ def in_parts(form: StoredForm, dim: int, count: int) -> StoredForm:
 
 
 def refitted(form: StoredForm, shape: Shape) -> StoredForm:
-    """In the `shape` of a tensor in whose memory the values lie in the same order: the same, or with a dim as two.
+    """`form` in another `shape` of the same memory: the same shape, or one with a dim split into two.
 
     Raises:
-        ValueError: it is another shape.
+        ValueError: `shape` is neither.
     """
     for dim in range(len(form.shape)) if form.shape != shape else ():
         count = shape[dim] if dim < len(shape) else 0
@@ -180,48 +181,51 @@ def _with(values: tuple[Any, ...], i: int, value: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Read:
-    """One read: `there` of the stored tensor of `block` is `here` in the share that is filled."""
+    """One read: slices `source` of the stored tensor of `block` go to slices `target` of the share that is filled."""
 
     block: StoredBlock
-    there: tuple[slice, ...]
-    here: tuple[slice, ...]
+    source: tuple[slice, ...]
+    target: tuple[slice, ...]
 
     @property
     def numel(self) -> int:
-        """How many elements are read."""
-        return math.prod(each.stop - each.start for each in self.there)
+        """Number of elements that are read."""
+        return math.prod(part.stop - part.start for part in self.source)
 
 
 def reads(form: StoredForm, share: Sequence[Intervals]) -> Iterator[Read]:
-    """What to read to fill a share of a tensor: nothing beyond it, and nothing twice.
+    """The reads that fill a share of a tensor: nothing outside it, and nothing twice.
 
     Args:
         share: per dim the ordered intervals of the tensor whose concatenation is the share's extent.
     """
-    for piece in itertools.product(*map(_with_offsets, share)):
+    for piece in itertools.product(*map(with_offsets, share)):
         for block in form.blocks:
             inside = [
                 (max(start, low), min(stop, high))
                 for (_, start, stop), (low, high) in zip(piece, block.place, strict=True)
             ]
             if all(low < high for low, high in inside):
-                here = tuple(
+                target = tuple(
                     slice(offset + low - start, offset + high - start)
                     for (offset, start, _), (low, high) in zip(piece, inside, strict=True)
                 )
-                yield Read(block, block.there(inside), here)
+                yield Read(block, block.slices(inside), target)
 
 
-def _with_offsets(intervals: Intervals) -> Iterator[tuple[int, int, int]]:
-    """`(local start, global start, global stop)` of each interval."""
+def with_offsets(intervals: Intervals, rows: int | None = None) -> Iterator[tuple[int, int, int]]:
+    """`(local start, global start, global stop)` of each interval, cut at multiples of `rows` if given."""
     offset = 0
     for start, stop in intervals:
-        yield offset, start, stop
-        offset += stop - start
+        while start < stop:
+            end = stop if rows is None else min(stop, start - start % rows + rows)
+            yield offset, start, end
+            offset += end - start
+            start = end
 
 
 def by_stored(forms: Mapping[str, StoredForm]) -> dict[str, list[tuple[str, StoredBlock]]]:
-    """By stored tensor the blocks in it, each with the name in `forms` of the module's tensor that has its values."""
+    """Per stored tensor its blocks, each with the name in `forms` of the module's tensor that has its values."""
     found: dict[str, list[tuple[str, StoredBlock]]] = {}
     for name, form in forms.items():
         for block in form.blocks:
@@ -230,15 +234,15 @@ def by_stored(forms: Mapping[str, StoredForm]) -> dict[str, list[tuple[str, Stor
 
 
 def stored_shape(blocks: Sequence[tuple[str, StoredBlock]]) -> Shape | None:
-    """The shape of a stored tensor of which `blocks` are all, as far as they say; None: they leave something out."""
-    ends = [tuple(piece.stop for piece in block.there(block.place)) for _, block in blocks]
+    """The shape of the stored tensor that `blocks` make up; None if they leave something out."""
+    ends = [tuple(piece.stop for piece in block.slices(block.place)) for _, block in blocks]
     shape = tuple(max(sizes) for sizes in zip(*ends, strict=True))
     return shape if math.prod(shape) == sum(block.numel for _, block in blocks) else None
 
 
-def beside(form: StoredForm, shape: Shape) -> tuple[list[str], list[str]]:
-    """Of items stacked along a dim in which alone `form` is not of `shape`: names of the stored tensors that are
-    missing for `shape`, and of those too many. Empty where the shapes differ otherwise."""
+def extra_tensors(form: StoredForm, shape: Shape) -> tuple[list[str], list[str]]:
+    """Where `form` stacks items along the only dim in which it differs from `shape`: names of the stored tensors that
+    are missing, and of those that are too many. Both empty where the shapes differ in another way."""
     differ = [i for i, size in enumerate(form.shape) if i >= len(shape) or size != shape[i]]
     if len(form.shape) != len(shape) or len(differ) != 1 or any(b.dims[differ[0]] is not None for b in form.blocks):
         return [], []

@@ -1,4 +1,4 @@
-"""Unfilled: a module whose parameters have no memory yet, and the values with which they begin."""
+"""A module whose parameters have no memory yet, and the values with which they begin."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Unfilled:
+class DeferredModule:
     """A module as its constructor leaves it, without memory for its parameters.
 
     Attributes:
         module: its parameters are on the meta device; buffers are as ever.
         initial: the values of parameters, by all of their names. Those of a checkpoint are not among them.
-        whole: why its weights are kept whole until they are taken; None if they are drawn row by row.
+        reason_built_whole: why its weights are held in full until they are sharded; None if they are drawn row by row.
     """
 
     module: nn.Module
     initial: dict[str, Initial] = field(default_factory=dict)
-    whole: str | None = None
+    reason_built_whole: str | None = None
 
-    def filled(self) -> nn.Module:
-        """The module with memory and values, on the CPU. Once only."""
+    def materialized(self) -> nn.Module:
+        """The module on the CPU with its values. May be called once: values are given up as they are drawn."""
         materialize(self.module, torch.device("cpu"))
         draw_weights(self.module, self.initial)
         return self.module
 
     def extend(self, name: str, seed: int, change: Callable[[], None]) -> None:
-        """Run `change`, which puts further parameters into the module; their values are kept beside the others."""
+        """Run `change`, which adds parameters to the module, and record their values too."""
         recorder, before = Recorder(f"{seed}:{name}"), {id(p) for p in self.module.parameters()}
         with random_state(name, seed), recorder:
             change()
@@ -53,8 +53,9 @@ class Unfilled:
         self.initial |= _take_values(self.module, name, recorder, before)
 
 
-def recorded(build: Callable[[], nn.Module], name: str, seed: int) -> Unfilled | str:
-    """The module that `build` makes, with what it does to its parameters; or why that cannot be repeated.
+def recorded(build: Callable[[], nn.Module], name: str, seed: int) -> DeferredModule | str:
+    """The module that `build` makes, with the recorded operations that initialise its parameters; or the reason why
+    these cannot be replayed.
 
     Raises:
         RecipeError: nothing initialises one of its parameters, or two names share its memory.
@@ -68,48 +69,48 @@ def recorded(build: Callable[[], nn.Module], name: str, seed: int) -> Unfilled |
         recorder.name(module)
         _check_apart(module, name)
         if recorder.held_by_others(module):
-            gc.collect()  # what was built beside it may still be about, in circles
+            gc.collect()  # temporary modules may be alive still, in reference cycles
             if recorder.held_by_others(module):
-                return "a tensor beside its parameters and buffers"
+                return "a tensor that is neither parameter nor buffer"
         for owner in module.modules():
             for key, buffer in owner._buffers.items():
                 if buffer is not None and (memory := recorder.memory(buffer)) is not None:
-                    # Memory that nothing was written to is for later use.
+                    # A buffer that nothing was written to is scratch memory.
                     owner._buffers[key] = (
                         recorder.initial(f"modules.{name}: buffer {key}", buffer)[...].to(buffer.dtype)
                         if memory.steps
                         else torch.zeros(buffer.shape, dtype=buffer.dtype)
                     )
-        return Unfilled(module, _take_values(module, name, recorder))
+        return DeferredModule(module, _take_values(module, name, recorder))
     except RecipeError:
         raise
     except Exception as error:  # not only NotRepeatable: code may look at what is not there
         return recorder.failed or f"{type(error).__name__}: {error}"
 
 
-def built_really(build: Callable[[], nn.Module], name: str, seed: int, why: str) -> Unfilled:
-    """The module that `build` makes, whose weights are kept whole.
+def built_eagerly(build: Callable[[], nn.Module], name: str, seed: int, reason: str) -> DeferredModule:
+    """The module that `build` makes, with its weights held in full until they are sharded.
 
     Raises:
         RecipeError: nothing initialises one of its parameters, it has no shape, or two names share its memory.
     """
     logger.info(
-        f"modules.{name} is built whole before it is sharded: its constructor computes with its weights ({why})"
+        f"modules.{name} is built whole before it is sharded: its constructor computes with its weights ({reason})"
     )
     with random_state(name, seed), _nan_in_new_memory():
         module = build()
     _check_apart(module, name)
     for owner in module.modules():
         for key, buffer in owner._buffers.items():
-            # Memory for later use, as in `recorded`. Of integers nobody can tell.
+            # Scratch memory, as in `recorded`; integers cannot be told from values.
             if buffer is not None and buffer.is_floating_point() and buffer.numel() and bool(buffer.isnan().all()):
                 owner._buffers[key] = torch.zeros_like(buffer)
-    return Unfilled(module, _take_values(module, name, Recorder(f"{seed}:{name}")), why)
+    return DeferredModule(module, _take_values(module, name, Recorder(f"{seed}:{name}")), reason)
 
 
 @contextmanager
 def random_state(name: str, seed: int) -> Iterator[None]:
-    """Random state of a module while its constructor runs: torch's, numpy's and Python's. Those of before come back."""
+    """Seed torch, numpy and `random` while a module's constructor runs, and restore their states afterwards."""
     place = zlib.crc32(f"{seed}:{name}".encode())  # 32 bits: torch's CPU generator and numpy's take no more
     python, legacy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
@@ -125,7 +126,7 @@ def random_state(name: str, seed: int) -> Iterator[None]:
 
 @contextmanager
 def _nan_in_new_memory() -> Iterator[None]:
-    """torch fills new memory with what tells that nothing was written to it."""
+    """torch fills new memory with NaN (integers: their largest value), so that what nobody initialises shows."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
@@ -140,7 +141,7 @@ def _nan_in_new_memory() -> Iterator[None]:
 
 def _never_initialised(where: str) -> RecipeError:
     return RecipeError(
-        f"{where}: nothing initialises it; it would be whatever was in memory, other values on every rank. Give it "
+        f"{where}: nothing initialises it; it would hold whatever was in memory, different on every rank. Give it "
         "values in its constructor"
     )
 
@@ -148,13 +149,13 @@ def _never_initialised(where: str) -> RecipeError:
 def _take_values(module: nn.Module, name: str, recorder: Recorder, known: Container[int] = ()) -> dict[str, Initial]:
     """The values of all parameters of `module` that are not `known`, which then have no memory any more."""
     taken: dict[int, tuple[nn.Parameter, Initial]] = {}
-    originals: list[nn.Parameter] = []  # so that ids stay theirs
+    originals: list[nn.Parameter] = []  # keeps them alive, so that no id is used twice
     found: dict[str, Initial] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
         for key, parameter in owner._parameters.items():
             if parameter is None or id(parameter) in known:
                 continue
-            fqn = plain_name(f"{prefix}.{key}" if prefix else key)  # of a layer that torch.compile wraps, say
+            fqn = plain_name(f"{prefix}.{key}" if prefix else key)  # torch.compile may have wrapped the layer
             if id(parameter) not in taken:
                 originals.append(parameter)
                 where = f"modules.{name}: parameter {fqn}"
@@ -164,14 +165,14 @@ def _take_values(module: nn.Module, name: str, recorder: Recorder, known: Contai
             owner._parameters[key] = empty
             taken[id(empty)] = empty, found[fqn]
     for parameter in originals:
-        if not parameter.is_meta:  # who kept it beside its name would go on with values that nobody trains
+        if not parameter.is_meta:  # a reference kept elsewhere would compute with values that nobody trains
             parameter.data = parameter.data.new_empty(0)
     return found
 
 
 def _check_values(where: str, parameter: nn.Parameter, recorder: Recorder) -> None:
     if isinstance(parameter, UninitializedParameter):
-        raise RecipeError(f"{where} has no shape yet; lazy modules find it out as they run, after they are sharded")
+        raise RecipeError(f"{where} has no shape yet; lazy modules learn it as they run, after they are sharded")
     memory = recorder.memory(parameter)
     if not parameter.numel() or (memory is not None and memory.steps):
         return
@@ -180,17 +181,17 @@ def _check_values(where: str, parameter: nn.Parameter, recorder: Recorder) -> No
 
 
 def _as_new(value: Tensor) -> bool:
-    """Whether it looks as `_nan_in_new_memory` leaves it. Of booleans nobody can tell."""
+    """Whether it looks as `_nan_in_new_memory` leaves it; booleans never do."""
     if value.is_floating_point():
         return bool(value.isnan().any())
     return value.dtype != torch.bool and bool((value == torch.iinfo(value.dtype).max).all())
 
 
 def _check_apart(module: nn.Module, name: str) -> None:
-    """A parameter or buffer that is another's memory would go its own way once parameters are sharded."""
+    """Raise RecipeError for a parameter or buffer that shares memory with another: sharding would separate the two."""
     places: dict[tuple[int, int], str] = {}
-    tensors = [("parameter", *each) for each in module.named_parameters()]
-    for kind, fqn, tensor in (*tensors, *(("buffer", *each) for each in module.named_buffers())):
+    tensors = [("parameter", *named) for named in module.named_parameters()]
+    for kind, fqn, tensor in (*tensors, *(("buffer", *named) for named in module.named_buffers())):
         if isinstance(tensor, UninitializedBuffer | UninitializedParameter) or not tensor.numel():
             continue
         place = id(tensor.untyped_storage()), int(tensor.storage_offset())
@@ -200,9 +201,9 @@ def _check_apart(module: nn.Module, name: str) -> None:
             other = places.get(place, fqn)
         if other != fqn:
             raise RecipeError(
-                f"modules.{name}: {kind} {fqn} shares memory with parameter {other}; parameters get memory of their "
-                "own when they are sharded, and the two would part. Tie them by registering the same nn.Parameter, or "
-                "copy the values"
+                f"modules.{name}: {kind} {fqn} shares memory with parameter {other}; parameters get memory of "
+                "their own when they are sharded, and the two would diverge. Tie them by registering the same "
+                "nn.Parameter, or copy the values"
             )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hetmesh.errors import RecipeError
-from hetmesh.models import build_module, build_unfilled
+from hetmesh.models import build_deferred, build_module
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.describe import describe
 from support import tiny_vlms
@@ -48,10 +48,10 @@ def alike(drawn: nn.Module, really: nn.Module) -> None:
 @pytest.mark.parametrize("family", [family for family in tiny_vlms.MODELS if family != "qwen3_5"])
 def test_models_of_transformers_begin_as_their_constructors_say(family):
     build = tiny_vlms.MODELS[family]
-    unfilled = build_unfilled(Given(build), "m", 0)
-    assert unfilled.whole is None
-    assert all(parameter.is_meta for parameter in unfilled.module.parameters())
-    alike(unfilled.filled(), build())
+    deferred = build_deferred(Given(build), "m", 0)
+    assert deferred.reason_built_whole is None
+    assert all(parameter.is_meta for parameter in deferred.module.parameters())
+    alike(deferred.materialized(), build())
 
 
 RECIPES = ("digits", "digits_omni", "digits_qwen3vl")
@@ -62,9 +62,9 @@ RECIPES = ("digits", "digits_omni", "digits_qwen3vl")
 def test_ready_made_modules_begin_as_their_constructors_say(recipe):
     _, adapters, _ = describe(load_recipe(ROOT / f"recipes/{recipe}.toml"))
     for name, adapter in adapters.items():
-        unfilled = build_unfilled(adapter, name, 0)
-        assert unfilled.whole is None
-        alike(unfilled.filled(), adapter.build())
+        deferred = build_deferred(adapter, name, 0)
+        assert deferred.reason_built_whole is None
+        alike(deferred.materialized(), adapter.build())
 
 
 class Own(nn.Module):
@@ -92,9 +92,9 @@ class Own(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_what_users_constructors_do(dtype):
-    unfilled = build_unfilled(Given(Own), "m", 0, dtype)
-    assert unfilled.whole is None
-    module = unfilled.filled()
+    deferred = build_deferred(Given(Own), "m", 0, dtype)
+    assert deferred.reason_built_whole is None
+    module = deferred.materialized()
     assert {p.dtype for p in module.parameters()} == {dtype}
     assert not any(t.is_meta for t in (*module.parameters(), *module.buffers()))
     assert torch.equal(module.table, torch.full((7,), 2.0, dtype=dtype))
@@ -142,13 +142,13 @@ class Beside(Own):
 
 @pytest.mark.parametrize(
     ("model", "why"),
-    [(Orthogonal, "qr"), (Measured, "norm"), (Swallowed, "abs"), (Beside, "a tensor beside its parameters")],
+    [(Orthogonal, "qr"), (Measured, "norm"), (Swallowed, "abs"), (Beside, "neither parameter nor buffer")],
 )
-def test_modules_whose_constructors_compute_with_weights_are_built_really(model, why):
-    unfilled = build_unfilled(Given(model), "m", 0)
-    assert why in unfilled.whole
-    assert all(parameter.is_meta for parameter in unfilled.module.parameters())
-    first = unfilled.filled()
+def test_modules_whose_constructors_compute_with_weights_are_built_eagerly(model, why):
+    deferred = build_deferred(Given(model), "m", 0)
+    assert why in deferred.reason_built_whole
+    assert all(parameter.is_meta for parameter in deferred.module.parameters())
+    first = deferred.materialized()
     torch.manual_seed(zlib.crc32(b"0:m"))
     really = model().state_dict()
     assert all(torch.equal(value, really[name]) for name, value in first.state_dict().items() if name != "scratch")
@@ -168,7 +168,7 @@ def test_a_parameter_that_nothing_initialises_is_an_error():
         build_module(Given(Forgotten), "m", 0)
 
 
-def test_a_module_that_is_built_really_has_no_parameter_without_values_either():
+def test_a_module_that_is_built_eagerly_has_no_parameter_without_values_either():
     class Forgotten(Orthogonal):
         def __init__(self):
             super().__init__()
