@@ -96,8 +96,8 @@ def _check_experts(request: AdapterRequest, config: Any) -> None:
     step, layers = config.decoder_sparse_step, config.num_hidden_layers
     if not 1 <= step <= layers:
         raise RecipeError(
-            f"{request.key}.config.decoder_sparse_step = {step!r}: the interval between layers with experts; valid are 1 "
-            f"(all) to num_hidden_layers = {layers} (only the last)"
+            f"{request.key}.config.decoder_sparse_step = {step!r}: the interval between layers with experts; valid are "
+            f"1 (all) to num_hidden_layers = {layers} (only the last)"
         )
     if config.num_experts_per_tok > config.num_experts:
         raise RecipeError(
