@@ -363,7 +363,7 @@ SPOILED = {
     "other ups than gates": (
         "one by one",
         cut(rf"{OF_0}\.\d\.up", 1, 23),
-        rf"The shapes of {OF_0}\.0\.gate_proj\.weight to {OF_0}\.5\.up_proj\.weight, .* do not suit",
+        rf"The shapes of {OF_0}\.0\.gate_proj\.weight to {OF_0}\.5\.up_proj\.weight, .* do not fit each other",
     ),
     "in both forms": (
         "one by one",
