@@ -17,7 +17,7 @@ from hetmesh.balance import POLICIES as BALANCERS
 from hetmesh.balance import BatchLoads, Slots, assign
 from hetmesh.cli import VERBS
 from hetmesh.models.adapter import AdapterRequest
-from hetmesh.models.build import build_module
+from hetmesh.models.weights.build import build_module
 from hetmesh.schedule import POLICIES as SCHEDULES
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +45,7 @@ RUN_BY = {
         "hetmesh plan recipes/siglip_qwen3_8b.toml": (f"{COMMANDS}::test_plan_then_look_at_the_plan",),
     },
     "CONTRIBUTING.md": {
-        "# src/hetmesh/models/mistral.py": ("tests/test_pages.py::test_a_model_is_added",),
+        "# src/hetmesh/models/named/mistral.py": ("tests/test_pages.py::test_a_model_is_added",),
         "# src/hetmesh/balance/policies/dealt.py": ("tests/test_pages.py::test_a_balancer_is_added",),
         "# src/hetmesh/schedule/gpipe.py": ("tests/test_pages.py::test_a_schedule_policy_is_added",),
         "# counted.py": ("tests/test_pages.py::test_a_transport_is_added",),
@@ -210,7 +210,7 @@ def test_tables_of_policies_are_complete():
 def test_a_model_is_added():
     """Its logits are those of the model's own forward."""
     own = {}
-    exec(snippet("# src/hetmesh/models/mistral.py"), own)
+    exec(snippet("# src/hetmesh/models/named/mistral.py"), own)
     sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "sliding_window": None}
     adapter = own["MistralAdapter"].make(AdapterRequest("llm", sizes, vocab_size=20))
     model = build_module(adapter, "llm", 0, torch.float64)

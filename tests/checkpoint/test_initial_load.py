@@ -15,7 +15,7 @@ from hetmesh.checkpoint.initial_fit import Needs, left_out, unused, verdict
 from hetmesh.checkpoint.initial_load import load_initial_weights
 from hetmesh.checkpoint.resume import RunState
 from hetmesh.errors import RecipeError
-from hetmesh.models.lora import is_adapter
+from hetmesh.models.weights.lora import is_adapter
 from hetmesh.parallel.gradients import local_part
 from hetmesh.parallel.root import Root
 from hetmesh.recipe.recipe import load_recipe

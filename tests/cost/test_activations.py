@@ -11,10 +11,10 @@ from hetmesh.cost import LayerShape, WeightShape, Work, activation_bytes
 from hetmesh.cost.passing_bytes import backward_bytes
 from hetmesh.models import AdapterRequest
 from hetmesh.models.module_shape import module_shape
-from hetmesh.models.qwen3 import Qwen3Adapter
-from hetmesh.models.qwen3_moe import Qwen3MoeAdapter
-from hetmesh.models.qwen3_vl_vision import Qwen3VLVisionAdapter
-from hetmesh.models.siglip import SiglipAdapter
+from hetmesh.models.named.qwen3 import Qwen3Adapter
+from hetmesh.models.named.qwen3_moe import Qwen3MoeAdapter
+from hetmesh.models.named.qwen3_vl_vision import Qwen3VLVisionAdapter
+from hetmesh.models.named.siglip import SiglipAdapter
 from hetmesh.parallel.experts.block import make_expert_block
 from hetmesh.parallel.experts.exchange import ExpertRanks
 from hetmesh.parallel.experts.tokens import RoutedTokens
@@ -120,7 +120,7 @@ def test_full_recomputation_keeps_the_input_alone():
 
 
 def test_a_block_with_low_rank_adapters_keeps_what_autograd_saves():
-    from hetmesh.models.lora import add_lora
+    from hetmesh.models.weights.lora import add_lora
     from hetmesh.recipe.sections import LoRA
 
     module, _, block, args, kwargs = qwen_block()

@@ -9,12 +9,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hetmesh.cost import Flops, LayerShape, ModuleShape, WeightShape, Work, layer_flops, module_flops
 from hetmesh.models import AdapterRequest
-from hetmesh.models.mlp import MlpAdapter
 from hetmesh.models.module_shape import module_shape
-from hetmesh.models.qwen3 import Qwen3Adapter
-from hetmesh.models.qwen3_moe import Qwen3MoeAdapter
-from hetmesh.models.qwen3_vl_vision import Qwen3VLVisionAdapter
-from hetmesh.models.siglip import SiglipAdapter
+from hetmesh.models.named.mlp import MlpAdapter
+from hetmesh.models.named.qwen3 import Qwen3Adapter
+from hetmesh.models.named.qwen3_moe import Qwen3MoeAdapter
+from hetmesh.models.named.qwen3_vl_vision import Qwen3VLVisionAdapter
+from hetmesh.models.named.siglip import SiglipAdapter
 
 MLP = MlpAdapter(24, 40, 16)
 VISION = SiglipAdapter.make(
@@ -159,7 +159,7 @@ def test_lookups_and_elementwise_weights_cost_nothing():
 
 
 def test_convolutions_before_the_last_run_more_often_than_once_per_row():
-    whisper = pytest.importorskip("hetmesh.models.whisper").WhisperAdapter.make(
+    whisper = pytest.importorskip("hetmesh.models.named.whisper").WhisperAdapter.make(
         AdapterRequest(
             "audio",
             {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "num_mel_bins": 16}

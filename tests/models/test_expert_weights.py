@@ -22,13 +22,13 @@ from hetmesh.errors import LayoutError, RecipeError
 from hetmesh.layout import Layout, MeshSpec
 from hetmesh.models import check_weights, load_weights
 from hetmesh.models.adapter import AdapterRequest
-from hetmesh.models.build import build_empty
-from hetmesh.models.causal_lm import CausalLMAdapter
-from hetmesh.models.fill import fused_splits
-from hetmesh.models.pretrained import Pretrained
-from hetmesh.models.qwen3_moe import Qwen3MoeAdapter
+from hetmesh.models.named.causal_lm import CausalLMAdapter
+from hetmesh.models.named.qwen3_moe import Qwen3MoeAdapter
 from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.models.split.whole_model import whole_model
+from hetmesh.models.weights.build import build_empty
+from hetmesh.models.weights.fill import fused_splits
+from hetmesh.models.weights.pretrained import Pretrained
 from support import tiny_vlms
 
 pytestmark = pytest.mark.slow
@@ -363,7 +363,7 @@ SPOILED = {
     "other ups than gates": (
         "one by one",
         cut(rf"{OF_0}\.\d\.up", 1, 23),
-        rf"The shapes of {OF_0}\.0\.gate_proj\.weight to {OF_0}\.5\.up_proj\.weight, .* do not suit",
+        rf"The shapes of {OF_0}\.0\.gate_proj\.weight to {OF_0}\.5\.up_proj\.weight, .* do not fit each other",
     ),
     "in both forms": (
         "one by one",

@@ -10,9 +10,9 @@ from torch.distributed.tensor import Replicate, Shard
 from hetmesh._torch_compat import StridedShard, seeded_generator
 from hetmesh.errors import RecipeError
 from hetmesh.layout import Layout, MeshSpec
-from hetmesh.models import build_unfilled
-from hetmesh.models.fill import copy_part
-from hetmesh.models.initial import BLOCK, Elements, Identity, Initial, Operation
+from hetmesh.models import build_deferred
+from hetmesh.models.weights.fill import copy_part
+from hetmesh.models.weights.initial import BLOCK, Elements, Identity, Initial, Operation
 
 WIDTH = 700
 ROWS = 2 * (BLOCK // WIDTH) + 101
@@ -50,10 +50,10 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def whole():
-    unfilled = build_unfilled(Built, "m", 3)
-    assert unfilled.whole is None
-    initial = dict(unfilled.initial)
-    return initial, {name: p.detach() for name, p in unfilled.filled().named_parameters()}
+    deferred = build_deferred(Built, "m", 3)
+    assert deferred.reason_built_whole is None
+    initial = dict(deferred.initial)
+    return initial, {name: p.detach() for name, p in deferred.materialized().named_parameters()}
 
 
 class Built:
@@ -110,7 +110,7 @@ def test_seed_module_and_name_make_the_difference():
         build = Twins
 
     def drawn(name, seed):
-        return [p.detach() for p in build_unfilled(Given, name, seed).filled().parameters()]
+        return [p.detach() for p in build_deferred(Given, name, seed).materialized().parameters()]
 
     first = drawn("m", 0)
     assert not torch.equal(first[0], first[2])

@@ -157,7 +157,7 @@ def test_two_encoders_and_one_encoder_with_two_consumers():
         ({"vision": Module("siglip", {"zzz": 4})}, r"config\.zzz: unknown key; valid keys are \['attention_dropout'"),
         (
             {"vision": Module("siglip", {**VISION, "hidden_act": 3})},
-            r"modules\.vision\.config\.hidden_act = 3: must be a text$",
+            r"modules\.vision\.config\.hidden_act = 3: must be a string$",
         ),
         (
             {"vision": Module("siglip", {**VISION, "hidden_size": "64"})},
@@ -174,11 +174,11 @@ def test_two_encoders_and_one_encoder_with_two_consumers():
         ({"llm": Module("qwen3_moe", {**LLM, "mlp_only_layers": [True]})}, r"\[True\]: must be a list of integers$"),
         (
             {"llm": Module("qwen3_moe", {**LLM, "decoder_sparse_step": 2})},
-            r"decoder_sparse_step = 2: every so many layers one has experts; valid are 1 \(all\) to num_hidden",
+            r"decoder_sparse_step = 2: the interval between layers with experts; valid are 1 \(all\) to num_hidden",
         ),
         (
             {"llm": Module("qwen3_moe", {**LLM, "output_router_logits": False})},
-            r"output_router_logits = False: router logits are no output here; what counts is router_aux_loss_coef",
+            r"output_router_logits = False: router logits are never returned; set router_aux_loss_coef",
         ),
         ({"vision": Module("siglip", {**VISION, "num_attention_heads": 5})}, r"must divide hidden_size = 16, got 5"),
         (
@@ -284,5 +284,5 @@ def test_an_integer_is_as_good_as_a_float():
 
 
 def test_dense_layers_that_a_mixture_does_not_have_are_refused():
-    with pytest.raises(RecipeError, match=r"mlp_only_layers: there are no layers \[1\]; valid are 0 to 0"):
+    with pytest.raises(RecipeError, match=r"mlp_only_layers: layers \[1\] do not exist; valid are 0 to 0"):
         mixture(mlp_only_layers=[0, 1])

@@ -20,7 +20,7 @@ from hetmesh.data.registry import recipe_source
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import BoundarySpec
 from hetmesh.models import make_adapters
-from hetmesh.models.mlp import MlpAdapter
+from hetmesh.models.named.mlp import MlpAdapter
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.resolve.describe import describe
 from hetmesh.testing import parity

@@ -13,9 +13,9 @@ from hetmesh.data.source import Sample
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import MediaItem, SampleMeta
 from hetmesh.models.can_do import can_do
-from hetmesh.models.pretrained import Pretrained
 from hetmesh.models.split.text_plan import text_plan
 from hetmesh.models.split.whole_model import whole_model
+from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.describe import describe
 from support import tiny_vlms

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetmesh.models.stored_form import (
-    beside,
+from hetmesh.models.weights.stored_form import (
     by_stored,
     cut,
     exchanged,
+    extra_tensors,
     in_parts,
     joined,
     reads,
@@ -27,7 +27,7 @@ def value_of(form, stored):
     out = torch.full(form.shape, -1.0)
     for block in form.blocks:
         place = tuple(slice(*each) for each in block.place)
-        out[place] = block.as_here(stored[block.stored][block.there(block.place)])
+        out[place] = block.to_module(stored[block.stored][block.slices(block.place)])
     return out
 
 
@@ -80,7 +80,7 @@ def test_forms_are_what_torch_makes_and_shares_are_read_once(case, data):
     found = torch.full(expected.shape, -1.0)
     count = 0
     for read in reads(form, share):
-        found[read.here] = read.block.as_here(stored[read.block.stored][read.there])
+        found[read.target] = read.block.to_module(stored[read.block.stored][read.source])
         count += read.numel
     assert torch.equal(found, expected)
     assert count == expected.numel()
@@ -92,7 +92,7 @@ def test_blocks_go_back_to_where_they_came_from(case):
     for name, blocks in by_stored({"": form}).items():
         out = torch.full(stored[name].shape, -1.0)
         for _, block in blocks:
-            out[block.there(block.place)] = block.as_stored(value[tuple(slice(*each) for each in block.place)])
+            out[block.slices(block.place)] = block.to_file(value[tuple(slice(*each) for each in block.place)])
         held = out >= 0
         assert torch.equal(out[held], stored[name][held])
         if len(blocks) == 1 and bool(held.all()):
@@ -106,9 +106,14 @@ def test_a_hole_is_no_shape():
 
 def test_what_is_missing_or_too_much_in_a_list_is_named():
     experts = stacked([whole(f"mlp.experts.{i}.w.weight", (2, 3)) for i in range(3)], 0)
-    assert beside(experts, (5, 2, 3)) == (["mlp.experts.3.w.weight", "mlp.experts.4.w.weight"], [])
-    assert beside(experts, (1, 2, 3)) == ([], ["mlp.experts.1.w.weight", "mlp.experts.2.w.weight"])
-    assert beside(experts, (3, 2, 4)) == beside(experts, (5, 2, 4)) == beside(whole("t", (3,)), (5,)) == ([], [])
+    assert extra_tensors(experts, (5, 2, 3)) == (["mlp.experts.3.w.weight", "mlp.experts.4.w.weight"], [])
+    assert extra_tensors(experts, (1, 2, 3)) == ([], ["mlp.experts.1.w.weight", "mlp.experts.2.w.weight"])
+    assert (
+        extra_tensors(experts, (3, 2, 4))
+        == extra_tensors(experts, (5, 2, 4))
+        == extra_tensors(whole("t", (3,)), (5,))
+        == ([], [])
+    )
 
 
 def test_a_dim_as_two_is_the_same_memory_or_an_error():

@@ -9,7 +9,7 @@ from torch import nn
 
 from hetmesh.boundary import World
 from hetmesh.layout import MeshSpec
-from hetmesh.models.experts import two_halves
+from hetmesh.models.named.experts import two_halves
 from hetmesh.parallel.experts import ExpertLayers, apply_expert_parallel
 from hetmesh.parallel.experts.exchange import ExpertRanks, sum_choices
 

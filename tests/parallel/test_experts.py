@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hetmesh._torch_compat import fake_process_group
 from hetmesh.errors import BoundaryError
-from hetmesh.models.experts import two_halves
+from hetmesh.models.named.experts import two_halves
 from hetmesh.parallel.experts import apply_expert_sharding, exchange
 from hetmesh.parallel.experts import block as block_module
 from hetmesh.parallel.experts.balance import balance_terms, choices_per_sample

@@ -22,7 +22,7 @@ from hetmesh.recipe.torchtitan_defaults import differing_defaults
 from hetmesh.records.checkpoint_folders import COMPLETE
 from hetmesh.resolve.describe import describe
 from hetmesh.resolve.held_out import held_out_source
-from hetmesh.resolve.modules import unfilled_module
+from hetmesh.resolve.modules import deferred_module
 from hetmesh.resolve.refusals import check_recipe, check_run
 from hetmesh.resolve.summary import count_parameters, summary
 
@@ -266,7 +266,7 @@ class Unbuildable(Adapter):
 def test_they_are_refused_at_the_latest_when_the_module_is_built():
     check_recipe(parse_recipe(TEXT), {"vision": Unbuildable()})
     with pytest.raises(RecipeError, match=r"modules.vision.model = 'siglip': its layers \['1'\] are BatchNorm1d"):
-        unfilled_module(parse_recipe(TEXT), Unbuildable(), "vision")  # type: ignore[arg-type]
+        deferred_module(parse_recipe(TEXT), Unbuildable(), "vision")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

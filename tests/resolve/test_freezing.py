@@ -10,7 +10,7 @@ from hetmesh.boundary import World
 from hetmesh.checkpoint.initial_load import load_initial_weights
 from hetmesh.errors import RecipeError
 from hetmesh.graph import Stage
-from hetmesh.models.lora import add_lora, base_name, is_adapter
+from hetmesh.models.weights.lora import add_lora, base_name, is_adapter
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.describe import describe
 from hetmesh.testing.parity import compare, reference, run

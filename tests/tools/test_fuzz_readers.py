@@ -34,7 +34,7 @@ from hetmesh.data.tiles import tiling_of
 from hetmesh.errors import CheckpointError, HetmeshError, RecipeError, SampleError
 from hetmesh.export.directory_files import copy_files
 from hetmesh.files import from_json, place_in, read_file
-from hetmesh.models.pretrained import Pretrained
+from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.recipe.overrides import parse_overrides
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.records.checksums import METADATA, Reader, read_metadata

@@ -25,7 +25,7 @@ from hetmesh.data.registry import recipe_source
 from hetmesh.data.source import Source
 from hetmesh.errors import HetmeshError
 from hetmesh.files import read_file, to_json
-from hetmesh.models.pretrained import Pretrained
+from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.records import checksums
 from hetmesh.resolve.describe import describe

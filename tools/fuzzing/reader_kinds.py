@@ -23,7 +23,7 @@ from hetmesh.data.lengths import read_lengths
 from hetmesh.errors import HetmeshError
 from hetmesh.export import directory_files as export_files
 from hetmesh.inference import generate
-from hetmesh.models.pretrained import Pretrained
+from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.recipe.recipe import Recipe, load_recipe
 from hetmesh.records import dump_folder
 from hetmesh.resolve.describe import describe

@@ -96,9 +96,9 @@ def _saved(model_type: str, class_name: str, small_images: bool, original_form: 
 
 
 def _tried(path: Path, row: dict[str, Any], judge: Judge) -> dict[str, Any]:
-    from hetmesh.models.pretrained import Pretrained
     from hetmesh.models.split.item_calls import apart
     from hetmesh.models.split.whole_model import whole_model
+    from hetmesh.models.weights.pretrained import Pretrained
     from hetmesh.recipe.recipe import parse_recipe
     from hetmesh.resolve.describe import describe
     from hetmesh.verify.self_check import _encoders

@@ -10,7 +10,7 @@ from hetmesh.checkpoint.initial_load import judged
 from hetmesh.checkpoint.reading import saved_tensors
 from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.models import Adapter
-from hetmesh.models.build import build_on_meta
+from hetmesh.models.weights.build import build_on_meta
 from hetmesh.parallel.root import Root
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.modules import empty_module

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hetmesh.checkpoint.fit import differences
 from hetmesh.checkpoint.resume import RunState
-from hetmesh.models.lora import ADAPTER, base_name, is_adapter
+from hetmesh.models.weights.lora import ADAPTER, base_name, is_adapter
 
 MODEL = "model."
 """What names of parameters and buffers begin with in a checkpoint."""

@@ -19,9 +19,9 @@ from hetmesh.export.origins import Origin, Regrouped
 from hetmesh.export.peft_adapters import write_adapters
 from hetmesh.export.provenance import is_made_from, made_from, put_aside, write_made_from
 from hetmesh.files import to_json, writing
-from hetmesh.models.pretrained import TensorEntry
-from hetmesh.models.save import LARGEST_FILE, Stored, Written, as_dtype, write_config, write_tensors
-from hetmesh.models.stored_form import StoredBlock
+from hetmesh.models.weights.pretrained import TensorEntry
+from hetmesh.models.weights.save import LARGEST_FILE, Stored, Written, as_dtype, write_config, write_tensors
+from hetmesh.models.weights.stored_form import StoredBlock
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.checkpoint_folders import PARTIAL
 from hetmesh.records.dump_folder import RECIPE_FILE
@@ -224,7 +224,7 @@ def _read_blocks(
         value = _trained(part, run.read(part.keys))
         for name, block in blocks:
             inside = tuple(slice(start, stop) for start, stop in block.place)
-            out[name][block.there(block.place)] = as_dtype(block.as_stored(value[inside]), out[name].dtype, name)
+            out[name][block.slices(block.place)] = as_dtype(block.to_file(value[inside]), out[name].dtype, name)
     return out
 
 

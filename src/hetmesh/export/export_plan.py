@@ -15,13 +15,13 @@ from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.export.origins import Origin, Regrouped, as_stored
 from hetmesh.models import Adapter, check_weights, pretrained_of
-from hetmesh.models.build import build_on_meta
-from hetmesh.models.load import own_tensors, stored_forms
-from hetmesh.models.lora import ADAPTER
-from hetmesh.models.model_forms import saved_forms
 from hetmesh.models.own.adapters import OwnAdapter
-from hetmesh.models.pretrained import Pretrained
-from hetmesh.models.stored_form import StoredForm, refitted
+from hetmesh.models.weights.build import build_on_meta
+from hetmesh.models.weights.load import own_tensors, stored_forms
+from hetmesh.models.weights.lora import ADAPTER
+from hetmesh.models.weights.model_forms import saved_forms
+from hetmesh.models.weights.pretrained import Pretrained
+from hetmesh.models.weights.stored_form import StoredForm, refitted
 from hetmesh.recipe.hf_families import class_of
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.describe import adapters_of, describe

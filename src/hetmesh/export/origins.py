@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hetmesh.errors import RecipeError
-from hetmesh.models.pretrained import Pretrained
-from hetmesh.models.stored_form import StoredBlock, StoredForm, by_stored, stored_shape
+from hetmesh.models.weights.pretrained import Pretrained
+from hetmesh.models.weights.stored_form import StoredBlock, StoredForm, by_stored, stored_shape
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.errors import RecipeError
 from hetmesh.export.export_plan import Adapted, ExportPlan
 from hetmesh.files import writing
-from hetmesh.models.save import Stored, as_dtype, write_tensors
+from hetmesh.models.weights.save import Stored, as_dtype, write_tensors
 
 FOLDER = "adapter"
 PREFIX = "base_model.model."

@@ -18,9 +18,9 @@ from hetmesh.data.source import Source
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.graph import ModuleGraph, Stage, output_key
 from hetmesh.models import Adapter, pretrained_of
-from hetmesh.models.causal_lm import CausalLMAdapter
 from hetmesh.models.key_value_cache import Cache, keeps_keys, next_logits
-from hetmesh.models.lora import base_name, is_adapter
+from hetmesh.models.named.causal_lm import CausalLMAdapter
+from hetmesh.models.weights.lora import base_name, is_adapter
 from hetmesh.recipe import sections as sections
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.checkpoint_folders import check_complete
@@ -152,8 +152,8 @@ def _check_weights(recipe: Recipe, name: str) -> None:
 
 
 def _of_run(recipe: Recipe, adapter: Adapter, name: str, run: SavedRun) -> nn.Module:
-    unfilled = empty_module(recipe, adapter, name)
-    module = unfilled.filled()
+    deferred = empty_module(recipe, adapter, name)
+    module = deferred.materialized()
     held = set(run.names)
     wanted: dict[str, Tensor] = {}
     for key, tensor in module.state_dict().items():

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from hetmesh.graph.module_graph import Activation
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.layout import Intervals
-from hetmesh.models.pretrained import Names, Pretrained
-from hetmesh.models.stored_form import StoredForm
+from hetmesh.models.weights.pretrained import Names, Pretrained
+from hetmesh.models.weights.stored_form import StoredForm
 from hetmesh.parallel.experts.layers import ExpertLayers
 
 
@@ -54,28 +54,29 @@ ItemGrid = Callable[[tuple[int, ...]], tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Abilities:
-    """What only some models can do. By default a model can do none of it, and is refused where it is needed.
+    """What only some models can do. All of it is absent by default, and a recipe that needs it is refused.
 
     Attributes:
         activation: pipeline stages: what passes between its layers.
         first_layers: FQNs of layers that stay together in the first stage.
         token_sharded: sequence parallelism: FQNs of the submodules that work on a share of the tokens.
-        use_packed: samples in one row, and context parallelism: lets the module take them (hetmesh's own attention).
-        tokens_per_row: of an encoder whose ranks can share the tokens of its media: how many make one row.
-        on_rows: of an encoder that makes rows of tokens: FQNs of the layers that work on rows; others on tokens.
-        attention_copies: of the same: what its own attention keeps (`hetmesh.cost.LayerShape`).
-        share: of the same: what of a batch of `collate` belongs to the tokens kept, in their order.
-        side_outputs: names of its outputs beside the rows.
-        layer_of_output: the layer behind which a side output of a producer is added; None: there is none.
-        position_ids: of an LLM with multimodal RoPE: the positions of an expanded sample, given the grids by media.
-        item_grid: of an encoder: the grid of an item's rows, from its raw shape.
+        use_packed: packing and context parallelism: prepares the module for them (hetmesh's own attention).
+        tokens_per_row: for an encoder whose ranks can share the tokens of its media: how many tokens make one row.
+        on_rows: for such an encoder: FQNs of the layers that work on rows; all others work on tokens.
+        attention_copies: for such an encoder: what its own attention keeps (`hetmesh.cost.LayerShape`).
+        share: for such an encoder: the part of a batch of `collate` that belongs to the tokens kept, in their order.
+        side_outputs: names of its outputs besides the rows.
+        layer_of_output: the layer after which a side output of a producer is added; None: there is none.
+        position_ids: for an LLM with multimodal RoPE: the positions of an expanded sample, given the grids by media.
+        item_grid: for an encoder: the grid of an item's rows, from its raw shape.
         attention_dropout: the share of attention probabilities that its own attention drops in training.
-        stored_forms: of a model that makes some of its tensors of several of a checkpoint (experts): all tensors of a
-            directory as it reads them, by names that `checkpoint_names` knows. None: it reads them as they are.
+        stored_forms: for a model that joins several tensors of a checkpoint into one (experts): all tensors of a
+            directory as it reads them, by names that `checkpoint_names` knows. None: it reads them unchanged.
         experts: its mixture-of-experts blocks; None: it has none that ranks can share.
-        gathered_whole: with FSDP its layers are gathered together: which of them it calls, how often and with what
-            weights depends on what it reads, so that ranks would gather different ones at a time.
-        head: of an LLM: FQN of the layer that makes its logits, where what is behind it treats each logit by itself, so
+        gathered_whole: with FSDP its layers are gathered together, because which of them it calls, and how often,
+            depends on its input, so that ranks would gather different layers at a time.
+        head: for an LLM: FQN of the layer that makes its logits, if everything after it treats each logit separately,
+        so
             that tensor-parallel ranks may have shares of them.
         reasons: why an ability is absent, by its name; for refusals.
     """
@@ -100,19 +101,19 @@ class Abilities:
     reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def because(self, ability: str) -> str:
-        """The reason why `ability` is absent, to be put behind a refusal; empty if none is known."""
+        """The reason why `ability` is absent, to be appended to a refusal; empty if none is known."""
         return f" ({self.reasons[ability]})" if ability in self.reasons else ""
 
 
 NONE = Abilities()
-"""Of a model that can do nothing of that."""
+"""The abilities of a model that has none."""
 
 
 class Adapter(Protocol):
     """How one ready-made model takes part in a graph.
 
-    Every member rank of a module calls `forward` in every microbatch, also when it has no samples, items or rows: the
-    result then has zero rows and still reaches every parameter, which gets a zero gradient.
+    Every member rank of a module calls `forward` in every microbatch, even without samples, items or rows: the result
+    then has zero rows and still depends on every parameter, which gets a zero gradient.
     """
 
     @property
@@ -132,12 +133,12 @@ class Adapter(Protocol):
 
     @property
     def checkpoint_unused(self) -> tuple[str, ...]:
-        """Patterns (regular expressions) of the names of tensors in its checkpoints that the module has no use for."""
+        """Patterns (regular expressions) of the names of tensors in its checkpoints that the module does not use."""
         ...
 
     @property
     def abilities(self) -> Abilities:
-        """What it can do beyond that."""
+        """What it can do besides."""
         ...
 
     def build(self) -> nn.Module:
@@ -157,7 +158,8 @@ class Adapter(Protocol):
         ...
 
     def item_rows(self, shape: tuple[int, ...]) -> int:
-        """Encoder: rows that one media item of raw shape `shape` becomes; a SampleError if it cannot read that."""
+        """Encoder: the number of rows of one media item of raw shape `shape`; raises SampleError if it cannot read
+        it."""
         ...
 
     def rows(self, incoming: int) -> int:
@@ -186,14 +188,14 @@ class Adapter(Protocol):
 
         Returns:
             Rows `[n, out_features]`, in sample order then position order; from the sink, logits `[num_targets, vocab]`
-            in the order of `batch["targets"]`. With `Abilities.side_outputs` all by name, the rows as `""`.
+            in the order of `batch["targets"]`. With `Abilities.side_outputs`, all outputs by name, the rows as `""`.
         """
         ...
 
 
 @dataclass(frozen=True)
 class AdapterRequest:
-    """What a registered model gets to make its adapter from.
+    """From what a registered model makes its adapter.
 
     Attributes:
         name: the module's name in the recipe; errors name its keys.
@@ -202,10 +204,10 @@ class AdapterRequest:
         media_shape: raw shape of one item of that media, if the data source has a fixed one.
         vocab_size: tokens in the vocabulary of the data source.
         in_features: width of the incoming rows, None until the producer is resolved (or without one).
-        out_features: width that its consumers want, None until one is resolved (or without one).
+        out_features: width that its consumers need, None until one is resolved (or without one).
         placeholders: the module's producers -> the placeholder that their rows replace (None: rows as such).
         consumers: names of the modules that read its rows.
-        model: what the recipe calls its model.
+        model: its `model` in the recipe.
         pretrained: the directory that its weights come from, None for random ones.
         folder: of the recipe's file, where code that it names may lie; None if it was not read from a file.
         packed: whether the samples of a lane lie in one row.

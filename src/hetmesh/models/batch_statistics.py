@@ -1,5 +1,5 @@
-"""Layers whose result or gradient depends on which samples are computed together. What a lane or a microbatch holds
-differs from layout to layout, so they would train something else in each of them, silently: they are refused."""
+"""Refuse layers whose result or gradient depends on which samples are computed together: what a lane or a microbatch
+holds differs between layouts, so they would silently train differently in each."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 def batch_dependent_layers(module: nn.Module) -> list[str]:
     """FQNs of the layers that normalise over samples or keep running statistics of them.
 
-    BatchNorm of any kind (SyncBatchNorm too: lanes of different microbatches never meet, and lanes without samples
-    run on blank ones), and whatever else tracks running statistics.
+    BatchNorm of any kind (SyncBatchNorm too: microbatches are normalised separately, and lanes without samples run on
+    blank ones), and any other layer that tracks running statistics.
     """
     return [
         name
@@ -24,14 +24,14 @@ def batch_dependent_layers(module: nn.Module) -> list[str]:
 
 
 def embedding_options(module: nn.Module) -> list[str]:
-    """What is wrong with the options of embeddings in `module`, a clause each."""
-    whys = {
+    """What is wrong with the options of embeddings in `module`, one clause per option."""
+    reasons = {
         "max_norm": "each lane rescales the rows that it looks up, and replicas drift",
         "scale_grad_by_freq": "gradients depend on what a microbatch of a lane holds",
         "sparse": "sparse gradients are not summed over lanes",
     }
     parts = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
-    return [f"{name!r} has {key}: {why}" for name, part in parts for key, why in whys.items() if getattr(part, key)]
+    return [f"{name!r} has {key}: {why}" for name, part in parts for key, why in reasons.items() if getattr(part, key)]
 
 
 def check_batch_statistics(name: str, model: str, module: nn.Module) -> None:
@@ -44,7 +44,7 @@ def check_batch_statistics(name: str, model: str, module: nn.Module) -> None:
             "lanes and microbatches; use LayerNorm, GroupNorm or RMSNorm, or, where they are frozen, fold the running "
             "statistics into a layer that keeps none"
         )
-    if told := embedding_options(module):
+    if clauses := embedding_options(module):
         raise RecipeError(
-            f"modules.{name}.model = {model!r}: its embedding {'; '.join(told[:4])}. Leave the option out"
+            f"modules.{name}.model = {model!r}: its embedding {'; '.join(clauses[:4])}. Leave the option out"
         )

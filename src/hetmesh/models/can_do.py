@@ -9,11 +9,11 @@ import torch
 
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Adapter
-from hetmesh.models.build import build_empty
-from hetmesh.models.lora import add_lora
+from hetmesh.models.weights.build import build_empty
+from hetmesh.models.weights.lora import add_lora
 
 YES, LLM, TOWER, NO = "yes", "LLM", "tower", "no"
-"""A cell: all modules can, only the LLM, only what is before it, none."""
+"""A cell: all modules can, only the LLM, only the modules before it, none."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ def _takes_lora(name: str, adapter: Adapter) -> bool:
 
 
 def _exports(_: str, adapter: Adapter) -> bool:
-    """Whether every tensor of it has one name in the checkpoint that it came from, so that it can go back there; of
-    tensors that are tied, one has."""
+    """Whether each of its tensors (of tied ones, one) has a name in the checkpoint that it came from, so that it can be
+    exported."""
     module = build_empty(adapter)
     kept: dict[int, set[str]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():

@@ -26,8 +26,8 @@ def collate_media(
 
 
 def stacked(items: Sequence[Tensor]) -> Tensor:
-    """`torch.stack`, but a view, not to be written to, where the items lie one right behind the other in memory: a
-    request to worker processes comes back like that."""
+    """`torch.stack`, but a read-only view where the items are adjacent in memory, as those from worker processes
+    are."""
     first, size = items[0], items[0].nbytes
     start = first.data_ptr()
     storage = first.untyped_storage()
@@ -57,17 +57,17 @@ def media_items(
     """
     items: list[Tensor] = []
     for sample, meta in _paired(samples, metas):
-        own = sample.media.get(name, ())
-        if len(own) != meta.num_items(name):
+        given = sample.media.get(name, ())
+        if len(given) != meta.num_items(name):
             raise SampleError(
-                f"sample {sample.id!r}: {meta.num_items(name)} {name!r} in its metadata, {len(own)} in its payload"
+                f"sample {sample.id!r}: {meta.num_items(name)} {name!r} in its metadata, {len(given)} in its payload"
             )
         planned = (item for item in meta.media if item.name == name)
-        for item, known in zip(own, planned, strict=True):
+        for item, known in zip(given, planned, strict=True):
             want = known.shape if shape is None else shape
             if tuple(item.shape) != want:
                 raise SampleError(f"sample {sample.id!r}: {name!r} item of shape {tuple(item.shape)}, expected {want}")
-        items.extend(own)
+        items.extend(given)
     return items
 
 
@@ -98,7 +98,7 @@ def collate_tokens(
     """
     pairs = list(_paired(samples, metas))
     length = max((meta.tokens for _, meta in pairs), default=1)
-    ids = np.full((len(pairs), length), pad_id, np.int64)  # numpy: among many short rows torch's dispatch is the cost
+    ids = np.full((len(pairs), length), pad_id, np.int64)  # numpy: torch's dispatch costs more than short rows
     axes = next((len(meta.position_ids) for _, meta in pairs if meta.position_ids is not None), 1)
     position_ids = torch.arange(length).repeat(axes, len(pairs), 1)
     target_positions: list[int] = []

@@ -32,7 +32,7 @@ FREE = frozenset(
         "use_sliding_window",
     )
 )
-"""Keys that a recipe may set otherwise than the config.json that the weights came with: they change no weight."""
+"""Keys that a recipe may set differently from the config.json of its weights: they do not change the weights."""
 
 
 def check_keys(request: AdapterRequest, valid: Collection[str]) -> None:
@@ -64,12 +64,12 @@ def transformers_config(
     Raises:
         RecipeError: an unknown key, a value that transformers rejects or that differs from config.json.
     """
-    # Only keys of the class itself: those of its base (dtype, return_dict, id2label) are not the recipe's business.
+    # Only keys of the class itself, not those of its base (dtype, return_dict, id2label).
     check_keys(request, tuple(config_class.__annotations__))
     if request.pretrained is not None:
         section = request.pretrained.section(request.model, types)
-        own = config_class.__annotations__  # files may have another name of a key (num_local_experts), which would win
-        names = {theirs: key for key, theirs in config_class.attribute_map.items() if key in own and theirs not in own}
+        keys = config_class.__annotations__  # files may use an alias of a key (num_local_experts), which would win
+        names = {alias: key for key, alias in config_class.attribute_map.items() if key in keys and alias not in keys}
         derived = {names.get(key, key): value for key, value in section.items() if key not in NOT_SIZES}
     given = {key: _as_declared(request, key, config_class.__annotations__[key]) for key in request.config}
     try:
@@ -90,28 +90,28 @@ def transformers_config(
 
 
 _FROM = re.compile(r"^(Class v|V)alidation error for \w+ '[^']*': \w+: ")
-"""How what transformers' configs raise begins."""
+"""How the errors of transformers' configs begin."""
 
 _WORDS = {
     bool: "true or false",
     int: "an integer",
     float: "a number",
-    str: "a text",
+    str: "a string",
     list[int]: "a list of integers",
-    list[str]: "a list of texts",
+    list[str]: "a list of strings",
     dict: "a table",
 }
 
 
 def _as_declared(request: AdapterRequest, key: str, declared: Any) -> Any:
-    """The recipe's value of a key; 0 is as good as 0.0 where transformers declares a float alone, which it takes by
-    type. Raises RecipeError for one of another type than any that is `declared`."""
+    """The recipe's value of a key, an integer as a float where transformers accepts only floats. Raises RecipeError for
+    a value of none of the `declared` types."""
     value, kinds = request.config[key], get_args(declared) or (declared,)
     if get_origin(declared) not in (Union, UnionType):
         kinds = (declared,)
     if value is None and NoneType in kinds:
         return value
-    # A tuple stands beside a list, and a TypedDict beside a dict.
+    # Where a tuple is declared, so is a list; where a TypedDict is, so is a dict.
     valid = [
         kind for kind in kinds if kind is not NoneType and get_origin(kind) is not tuple and not is_typeddict(kind)
     ]
@@ -130,7 +130,7 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 
 def _check_values(request: AdapterRequest, config: Any) -> None:
-    """What transformers would only refuse when a module is built, or computes."""
+    """Raise RecipeError for values that transformers would refuse only when a module is built or run."""
     from transformers.activations import ACT2FN
 
     for key, value in request.config.items():

@@ -1,4 +1,4 @@
-"""Next tokens from an LLM that keeps the keys and values of the tokens before: each is computed once."""
+"""Next tokens from an LLM with a key-value cache: each token is computed once."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from torch import Tensor
 
 from hetmesh.models.adapter import Adapter
-from hetmesh.models.causal_lm import CausalLMAdapter
+from hetmesh.models.named.causal_lm import CausalLMAdapter
 
 KEYS = "keys and values"
 Cache = dict[str, Any]
-"""What is kept between two tokens; empty before the first."""
+"""What is kept between tokens; empty before the first."""
 
 
 def keeps_keys(adapter: Adapter, model: Any, packed: bool) -> bool:
-    """Whether `next_logits` takes the place of an LLM's forward: a causal decoder of transformers whose attention goes
-    through its registry.
+    """Whether `next_logits` can replace an LLM's forward: it is a causal decoder of transformers whose attention goes
+    through transformers' registry.
 
     Args:
-        packed: its attention is hetmesh's own, for samples in one row or another mask, which has no cache.
+        packed: whether its attention is hetmesh's own (packing or another mask), which has no cache.
     """
     if packed or not isinstance(adapter, CausalLMAdapter) or adapter.abilities.use_packed is None:
         return False
@@ -37,12 +37,12 @@ def _cache_argument(decoder: Any) -> str | None:
 def next_logits(
     adapter: CausalLMAdapter, model: Any, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor], cache: Cache
 ) -> Tensor:
-    """The logits `[1, vocab]` of the last target of the one sample in `batch`, whose earlier tokens are those of the
-    call before. Masks are transformers' own, as in its `generate`.
+    """The logits `[1, vocab]` of the last target of the one sample in `batch`, which continues the sample of the
+    previous call. Masks are transformers' own, as in its `generate`.
 
     Args:
-        inputs: as of `Adapter.forward`.
-        cache: of this sample; tokens up to the one before the last target are added.
+        inputs: as for `Adapter.forward`.
+        cache: the cache of this sample; the tokens up to the one before the last target are added.
     """
     from transformers import DynamicCache
 

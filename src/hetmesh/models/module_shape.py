@@ -1,4 +1,4 @@
-"""From a built module (on the meta device, without memory) to the sizes that its costs follow from."""
+"""From a built module (on the meta device) to the sizes that determine its costs."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import nn
 
 from hetmesh.cost import LayerShape, ModuleShape, WeightShape
 from hetmesh.models.adapter import Adapter
+from hetmesh.models.weights.lora import matches
 from hetmesh.parallel.experts.layers import INNER, WITHIN, ExpertLayers
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _OF_QUERIES, _OF_KEYS = {"q_proj": 1, "qkv": 3}, {"k_proj": 1, "qkv": 3}
-"""Names of projections, and into how many equal parts their outputs are cut."""
+"""Names of projections, and the number of equal parts of their outputs."""
 HEAD = "lm_head"
-"""The layer of a sink that runs on target positions alone."""
+"""The layer of a sink that runs only on target positions."""
 
 
 def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[str, Any] | None = None) -> ModuleShape:
     """The sizes of `module`, which `adapter` built.
 
-    Linear layers and routers multiply each row once; a row multiplies as many experts as it chooses. Of the
-    convolutions of a layer stack the last gives one output per row, each earlier one as many as the strides behind it
-    take in. Attention is found by its `q_proj`, whose output is as wide
-    as all query heads, by one `qkv` for all three, or as an `nn.MultiheadAttention`; one that is written differently
-    counts with its linear layers only.
+    Linear layers and routers multiply each row once; a row multiplies as many experts as it chooses. In a
+    stack of convolutions the last gives one output per row, each earlier one as many as the later strides cover.
+    Attention is recognised by its `q_proj`, whose output is as wide as all query heads, by one `qkv` for all three, or
+    as an `nn.MultiheadAttention`; of any other only the linear layers count.
 
     Args:
         plan: the tensor parallel plan; None: the adapter's own.
@@ -53,8 +53,8 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
         weights = {f"{layer}.{key}": p for key, p in part.named_parameters()}
         seen |= {names[id(p)] for p in weights.values()}
         on_targets = adapter.out_features is None and layer == HEAD
-        width, causal = _attention_width(part), adapter.out_features is None
-        sizes = width, on_targets, _key_width(part), causal and width > 0
+        width, causal = _projected_width(part, _OF_QUERIES), adapter.out_features is None
+        sizes = width, on_targets, _projected_width(part, _OF_KEYS), causal and width > 0
         shares = on_targets and abilities.head == layer
         tokens = max(abilities.tokens_per_row, 1) if layer not in abilities.on_rows else 1
         copies = abilities.attention_copies if width else 0
@@ -70,7 +70,7 @@ def _shapes(parameters: Mapping[str, nn.Parameter], shape_of: Any) -> tuple[Weig
 
 
 def _uses(module: nn.Module) -> dict[str, int]:
-    """Per FQN of a weight how often it multiplies for each row; weights that do not are left out."""
+    """Per FQN of a weight how many times it multiplies each row; weights that do not multiply are left out."""
     uses: dict[str, int] = {}
     outputs = 1
     for fqn, part in reversed(list(module.named_modules())):
@@ -94,7 +94,7 @@ class _Use:
 
 
 def _experts(layers: ExpertLayers | None) -> dict[str, _Use]:
-    """Of the parameters of routers and experts, by FQN."""
+    """The use of the parameters of routers and experts, by FQN."""
     found: dict[str, _Use] = {}
     if layers is None:
         return found
@@ -104,24 +104,15 @@ def _experts(layers: ExpertLayers | None) -> dict[str, _Use]:
     return found
 
 
-def _attention_width(layer: nn.Module) -> int:
-    width = 0
-    for fqn, part in layer.named_modules():
-        if isinstance(part, nn.MultiheadAttention):
-            width += part.embed_dim
-        elif fqn.rpartition(".")[2] in _OF_QUERIES:  # with adapters beside it, it is no nn.Linear any more
-            width += getattr(part, "out_features", 0) // _OF_QUERIES[fqn.rpartition(".")[2]]
-    return width
-
-
-def _key_width(layer: nn.Module) -> int:
+def _projected_width(layer: nn.Module, projections: Mapping[str, int]) -> int:
+    """The summed output width of the projections in `layer`, each over its number of equal parts."""
     width = 0
     for fqn, part in layer.named_modules():
         kind = fqn.rpartition(".")[2]
         if isinstance(part, nn.MultiheadAttention):
             width += part.embed_dim
-        elif kind in _OF_KEYS:
-            width += getattr(part, "out_features", 0) // _OF_KEYS[kind]
+        elif kind in projections:  # with LoRA it is not an nn.Linear
+            width += getattr(part, "out_features", 0) // projections[kind]
     return width
 
 
@@ -129,7 +120,7 @@ def _tp_dims(module: nn.Module, plan: Mapping[str, Any]) -> dict[str, int]:
     """Per FQN of a parameter the dim that tensor parallelism splits; replicated ones are left out."""
     dims: dict[str, int] = {}
     for fqn, part in module.named_modules():
-        style = next((style for pattern, style in plan.items() if _matches(fqn, pattern)), None)
+        style = next((style for pattern, style in plan.items() if matches(fqn, pattern)), None)
         kind = style if isinstance(style, str) else type(style).__name__.lower()  # a ParallelStyle of any library
         if kind.startswith("colwise"):
             embedding = isinstance(part, nn.Embedding)
@@ -137,8 +128,3 @@ def _tp_dims(module: nn.Module, plan: Mapping[str, Any]) -> dict[str, int]:
         elif kind.startswith("rowwise"):
             dims[f"{fqn}.weight"] = 0 if isinstance(part, nn.Embedding) else 1
     return dims
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True))

@@ -15,9 +15,9 @@ from hetmesh.models.adapter import Adapter, ItemGrid
 def multimodal_positions(meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> tuple[tuple[int, ...], ...]:
     """Three rows of `meta.tokens` positions each.
 
-    Text counts on all three axes alike. The rows of an image start where the text before it ended, each at its own
-    frame, height and width; the text behind goes on after the larger of height and width (Qwen3-VL; transformers'
-    `Qwen3VLModel.get_rope_index`). Media of a kind without a grid count like text.
+    Text advances all three axes. The rows of an image start where the text before it ended, each at its frame, height
+    and width; the text after it continues from the larger of height and width (Qwen3-VL; transformers'
+    `Qwen3VLModel.get_rope_index`). Media without a grid count as text.
 
     Args:
         meta: an expanded sample.
@@ -41,7 +41,7 @@ def multimodal_positions(meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> tup
 def sample_positions(
     graph: ModuleGraph, adapters: Mapping[str, Adapter]
 ) -> Callable[[SampleMeta], tuple[tuple[int, ...], ...]] | None:
-    """From an expanded sample to its positions, where the LLM's are not 0..tokens-1; None for any other LLM."""
+    """A function from an expanded sample to its positions; None for an LLM whose positions are 0..tokens-1."""
     positions = adapters[graph.sink.name].abilities.position_ids
     if positions is None:
         return None

@@ -9,21 +9,21 @@ from pathlib import Path
 
 from hetmesh.errors import RecipeError, Refusals
 from hetmesh.models.adapter import Adapter, AdapterRequest, BoundaryLike, ModuleLike
-from hetmesh.models.clip import ClipAdapter
-from hetmesh.models.llama import LlamaAdapter
-from hetmesh.models.mlp import MlpAdapter
+from hetmesh.models.named.clip import ClipAdapter
+from hetmesh.models.named.llama import LlamaAdapter
+from hetmesh.models.named.mlp import MlpAdapter
+from hetmesh.models.named.qwen3 import Qwen3Adapter
+from hetmesh.models.named.qwen3_moe import Qwen3MoeAdapter
+from hetmesh.models.named.qwen3_vl_moe_text import Qwen3VLMoeTextAdapter
+from hetmesh.models.named.qwen3_vl_text import Qwen3VLTextAdapter
+from hetmesh.models.named.qwen3_vl_vision import Qwen3VLVisionAdapter
+from hetmesh.models.named.siglip import SiglipAdapter
+from hetmesh.models.named.whisper import WhisperAdapter
 from hetmesh.models.own.make import make_own
-from hetmesh.models.pretrained import Pretrained
-from hetmesh.models.qwen3 import Qwen3Adapter
-from hetmesh.models.qwen3_moe import Qwen3MoeAdapter
-from hetmesh.models.qwen3_vl_moe_text import Qwen3VLMoeTextAdapter
-from hetmesh.models.qwen3_vl_text import Qwen3VLTextAdapter
-from hetmesh.models.qwen3_vl_vision import Qwen3VLVisionAdapter
-from hetmesh.models.siglip import SiglipAdapter
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.models.split.projector import HfProjectorAdapter
-from hetmesh.models.whisper import WhisperAdapter
+from hetmesh.models.weights.pretrained import Pretrained
 
 MODELS: dict[str, Callable[[AdapterRequest], Adapter | None]] = {
     "siglip": SiglipAdapter.make,
@@ -40,8 +40,8 @@ MODELS: dict[str, Callable[[AdapterRequest], Adapter | None]] = {
     "hf_projector": HfProjectorAdapter.make,
     "hf_llm": HfLlmAdapter.make,
 }
-"""Ready-made models by the name a recipe gives them. To add one, write its `make` and enter it here: it returns None
-as long as it needs a neighbour's width that the request does not know yet."""
+"""Ready-made models by their name in recipes. To add one, enter its `make` here; `make` returns None as long as it
+needs a neighbour's width that the request does not have yet."""
 
 
 def make_adapters(

@@ -15,26 +15,26 @@ def _rows_of_item(graph: ModuleGraph, adapters: Mapping[str, Adapter], name: str
     """Rows that module `name` emits for one media item of a raw shape."""
     inputs = graph.inputs(name)
     if not inputs:
-        return cache(adapters[name].item_rows)  # asked for every item of every batch, and shapes are few
+        return cache(adapters[name].item_rows)  # called for every item of every batch, and shapes are few
     before = _rows_of_item(graph, adapters, inputs[0].source)
     return cache(lambda shape: adapters[name].rows(before(shape)))
 
 
-def _media_behind(graph: ModuleGraph, name: str) -> str | None:
+def _media_of(graph: ModuleGraph, name: str) -> str | None:
     inputs = graph.inputs(name)
-    return _media_behind(graph, inputs[0].source) if inputs else graph[name].media
+    return _media_of(graph, inputs[0].source) if inputs else graph[name].media
 
 
 def placeholder_rows(graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> dict[str, ItemRows]:
-    """Per placeholder: from a media item's raw shape to the rows that replace it in the sink's sequence."""
+    """Per placeholder: a function from a media item's raw shape to its number of rows in the sink's sequence."""
     return {b.at: _rows_of_item(graph, adapters, b.source) for b in graph.boundaries if b.at is not None}
 
 
 def module_rows(graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> dict[str, tuple[str | None, ItemRows]]:
-    """Per module but the sink: the kind of media that its rows come from, and how many it emits for an item of a raw
-    shape."""
+    """Per module except the sink: the kind of media that its rows come from, and a function from an item's raw shape to
+    the number of rows that it emits."""
     return {
-        name: (_media_behind(graph, name), _rows_of_item(graph, adapters, name))
+        name: (_media_of(graph, name), _rows_of_item(graph, adapters, name))
         for name in graph.order
         if name != graph.sink.name
     }

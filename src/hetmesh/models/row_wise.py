@@ -1,4 +1,4 @@
-"""What modules share that work on each row by itself, projectors and users' own: rows in, as many rows out."""
+"""What adapters share whose modules map rows to as many rows: projectors and users' modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetmesh.models.adapter import SampleLike
 
 
 class RowWise:
-    """The part of an adapter that says so."""
+    """Base of the adapters of row-wise modules."""
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
         return {}  # uneven shards of hidden features are fine

@@ -1,8 +1,8 @@
-"""Side outputs: features of a module beside its rows, which its consumer adds behind some of its layers.
+"""Side outputs: features that a module emits besides its rows, which its consumer adds after some of its layers.
 
-DeepStack (arXiv:2406.04334), as Qwen3-VL has it: layers inside the vision tower give features too, one per image token,
-which the first layers of the LLM take. Each is a boundary of its own, straight to the pipeline stage that holds its
-layer and, within it, to the rank that keeps the token.
+DeepStack (arXiv:2406.04334) in Qwen3-VL: layers inside the vision tower also emit features, one per image token, which
+are added after the first layers of the LLM. Each is a boundary of its own, straight to the pipeline stage that holds
+its layer and, within it, to the rank that keeps the token.
 """
 
 from __future__ import annotations

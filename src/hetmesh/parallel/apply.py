@@ -148,7 +148,7 @@ def parallelize(
     gathered_whole: bool = False,
 ) -> ParallelModule:
     """Shard `module` in place as `spec` says; only members call it. Nothing is sent. It may be without weights
-    (`hetmesh.models.build_unfilled`), which each rank then gets for what it keeps; else every rank holds the same full
+    (`hetmesh.models.build_deferred`), which each rank then gets for what it keeps; else every rank holds the same full
     ones beforehand. So any layout starts from those of one process.
 
     Args:

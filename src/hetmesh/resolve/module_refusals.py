@@ -11,7 +11,7 @@ from hetmesh.errors import RecipeError, Refusals
 from hetmesh.graph import dense_mesh
 from hetmesh.models import Adapter, add_lora, build_empty, check_weights, pretrained_of
 from hetmesh.models.batch_statistics import check_batch_statistics
-from hetmesh.models.build import build_on_meta, why_whole
+from hetmesh.models.weights.build import build_on_meta, reason_built_whole
 from hetmesh.parallel.tensor_parallel import check_plan
 from hetmesh.recipe.batch_sizes import divisors
 from hetmesh.recipe.module_options import module_options, packs, token_axes
@@ -164,4 +164,4 @@ def _weights(recipe: Recipe, name: str, adapter: Adapter) -> None:
     if (pretrained := pretrained_of(name, recipe.modules[name])) is not None:
         check_weights(adapter, build_empty(adapter), pretrained)
     elif ":" in recipe.modules[name].model:
-        why_whole(adapter, name)  # which says what its constructor leaves without values
+        reason_built_whole(adapter, name)  # which says what its constructor leaves without values

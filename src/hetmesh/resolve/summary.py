@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from hetmesh.formatting import counted, ranks_text, table
-from hetmesh.models.build import build_on_meta, why_whole
+from hetmesh.models.weights.build import build_on_meta, reason_built_whole
 from hetmesh.parallel.random_state import DROPOUT
 from hetmesh.recipe.hf_path import prompt_note
 from hetmesh.recipe.recipe import Recipe
@@ -80,7 +80,7 @@ def summary(recipe: Recipe, adapters: Mapping[str, Adapter]) -> Iterator[str]:
             "each layout trains with other ones, and losses of two layouts are not equal"
         )
     for name, module in recipe.modules.items():
-        if ":" in module.model and name in adapters and (cause := why_whole(adapters[name], name)):
+        if ":" in module.model and name in adapters and (cause := reason_built_whole(adapters[name], name)):
             yield f"note: each rank of {name} builds it whole: its constructor computes with its weights ({cause})"
     useless = list(recipe.without_effect)
     if recipe.compile.enable and "loss" in recipe.compile.components:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hetmesh.models import pretrained_of
-from hetmesh.models.pretrained import Pretrained
+from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.recipe.hf_families import class_of
 from hetmesh.recipe.recipe import Recipe
 

@@ -22,7 +22,7 @@ from hetmesh.data.loader import TRAIN, DrawnBatch, Loader
 from hetmesh.data.payloads import Payloads
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, SampleMeta, Stage, stage_graph
 from hetmesh.models import Adapter, lora_plan
-from hetmesh.models.fill import materialize, move_buffers
+from hetmesh.models.weights.fill import materialize, move_buffers
 from hetmesh.parallel import (
     ParallelModule,
     Reduction,
@@ -39,7 +39,7 @@ from hetmesh.resolve.balance_options import recipe_balance
 from hetmesh.resolve.custom_plans import uncompared_plans
 from hetmesh.resolve.describe import describe, make_loader
 from hetmesh.resolve.module_shapes import module_shape_of
-from hetmesh.resolve.modules import fill_module, unfilled_module
+from hetmesh.resolve.modules import deferred_module, fill_module
 from hetmesh.resolve.schedules import StepSchedules
 from hetmesh.runtime import Reducer, Runtime
 from hetmesh.schedule import Schedule
@@ -93,8 +93,8 @@ class Job:
             tied_groups = _tied_groups(world, graph[name]) if shares_ends(recipe, adapters[name], graph[name]) else {}
             if mesh is None:
                 continue
-            unfilled = unfilled_module(recipe, adapters[name], name)
-            module = unfilled.module
+            deferred = deferred_module(recipe, adapters[name], name)
+            module = deferred.module
             move_buffers(module, world.device)  # FSDP would, but cannot bring them to every device
             abilities = adapters[name].abilities
             if (graph[name].packed or graph[name].tokens_per_row) and abilities.use_packed is not None:
@@ -118,7 +118,7 @@ class Job:
             )
             device = "cpu" if graph[name].options.cpu_offload and parallel.fully_sharded else world.device
             if world.accelerator.computes:
-                fill_module(recipe, adapters[name], name, unfilled, device, roots=parallel.stages)
+                fill_module(recipe, adapters[name], name, deferred, device, roots=parallel.stages)
             else:
                 materialize(parallel.module, torch.device(device), parallel.stages)
             parallel = replace(parallel)  # which looks its parameters up: those on meta are others now

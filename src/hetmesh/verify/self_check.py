@@ -19,7 +19,7 @@ from hetmesh.data.loader import DrawnBatch, Loader
 from hetmesh.errors import RecipeError, SampleError, SelfCheckError
 from hetmesh.graph import ModuleGraph, Stage, output_key
 from hetmesh.models import Adapter, AdapterRequest, placeholder_rows
-from hetmesh.models.causal_lm import CausalLMAdapter
+from hetmesh.models.named.causal_lm import CausalLMAdapter
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.models.split.whole_forward import load_whole, whole_logits
 from hetmesh.models.split.whole_model import TOWERS, WholeModel, whole_model

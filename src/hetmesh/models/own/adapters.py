@@ -15,8 +15,8 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import NONE, Abilities, SampleLike
 from hetmesh.models.collate import collate_media, collate_tokens, media_items
 from hetmesh.models.own.token_shares import all_rows, around_shares
-from hetmesh.models.pretrained import prefixes
 from hetmesh.models.row_wise import RowWise
+from hetmesh.models.weights.pretrained import prefixes
 from hetmesh.parallel.fully_shard import needs_backward
 from hetmesh.parallel.stages import PREVIOUS, is_absent
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from hetmesh._torch_compat import has_gradient_hooks
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Adapter, AdapterRequest
-from hetmesh.models.build import build_module
 from hetmesh.models.own.adapters import OwnAdapter, OwnEncoder, OwnItemsEncoder, OwnSink
 from hetmesh.models.own.packing_probe import LARGEST, two_samples
 from hetmesh.models.own.same_draws import SameDraws
+from hetmesh.models.weights.build import build_module
 
 _TOLERANCE = 1e-9
 _OF_SUMS = 1e-3  # of gradients: a module may compute in float32, whose sums over samples are rounded in another order

@@ -22,7 +22,7 @@ from hetmesh.models.own.packing_probe import check_packing
 from hetmesh.models.own.stage_probe import first_layers
 from hetmesh.models.own.token_probe import check_tokenwise
 from hetmesh.models.own.unregistered import check_registered
-from hetmesh.models.unfilled import random_state
+from hetmesh.models.weights.deferred import random_state
 
 _PROTOCOL = frozenset(name for name in dir(Adapter) if not name.startswith("_"))
 

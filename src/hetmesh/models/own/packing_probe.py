@@ -9,9 +9,9 @@ from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.context import causal, packed
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import AdapterRequest
-from hetmesh.models.build import build_module
 from hetmesh.models.own.adapters import OwnSink
 from hetmesh.models.packing import pack_tokens
+from hetmesh.models.weights.build import build_module
 
 LARGEST = 20_000_000
 """Parameters of a module that is tried: a larger one takes more than a second, in every process of a job."""

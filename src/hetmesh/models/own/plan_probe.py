@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import NONE, Adapter
-from hetmesh.models.build import build_empty
 from hetmesh.models.own.adapters import OwnAdapter
 from hetmesh.models.own.apart_probe import Call, two_of_its_inputs
+from hetmesh.models.weights.build import build_empty
 from hetmesh.parallel.emulated_ranks import Ranks, sharded_dims
 from hetmesh.parallel.tensor_parallel import GRAD_ALLREDUCE, check_plan, style_name
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import AdapterRequest
-from hetmesh.models.build import build_empty
 from hetmesh.models.own.adapters import OwnAdapter, OwnEncoder, OwnSink
+from hetmesh.models.weights.build import build_empty
 from hetmesh.parallel.stages import PassThrough
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import AdapterRequest
-from hetmesh.models.build import build_module
 from hetmesh.models.own.adapters import OwnAdapter
 from hetmesh.models.own.packing_probe import LARGEST
 from hetmesh.models.own.token_shares import sharded_layers
+from hetmesh.models.weights.build import build_module
 from hetmesh.parallel.tensor_parallel import matching
 
 

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
-from hetmesh.models.build import build_empty
 from hetmesh.models.collate import media_items
 from hetmesh.models.config_keys import check_keys
-from hetmesh.models.deepstack import FEATURE
-from hetmesh.models.pretrained import Names
+from hetmesh.models.named.deepstack import FEATURE
 from hetmesh.models.split.audio_calls import features_of_padded
 from hetmesh.models.split.item_calls import ItemCall, apart, item_call
 from hetmesh.models.split.tower_plan import repeated_blocks, tower_blocks, tower_plan
 from hetmesh.models.split.whole_model import TOWERS, WholeModel, features_of, whole_model
+from hetmesh.models.weights.build import build_empty
+from hetmesh.models.weights.pretrained import Names
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,18 +17,18 @@ from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.module_graph import Activation
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import Abilities, AdapterRequest, ItemGrid, SampleLike
-from hetmesh.models.causal_lm import CausalLMAdapter
 from hetmesh.models.config_keys import check_keys
-from hetmesh.models.deepstack import deepstack_arguments, layer_index
-from hetmesh.models.experts import COEFFICIENT, HALVES, balance_of, fused_layers, two_halves
-from hetmesh.models.pretrained import Names, Pretrained
+from hetmesh.models.named.causal_lm import CausalLMAdapter
+from hetmesh.models.named.deepstack import deepstack_arguments, layer_index
+from hetmesh.models.named.experts import COEFFICIENT, HALVES, balance_of, fused_layers, two_halves
 from hetmesh.models.split.behind_head import keeps_logits_apart, whole_head
 from hetmesh.models.split.rope_index import check_around, has_plain_positions, rope_positions
 from hetmesh.models.split.scaling import embedding_scale
 from hetmesh.models.split.text_plan import TextPlan, text_plan
 from hetmesh.models.split.tower_plan import repeated_blocks
 from hetmesh.models.split.whole_model import LLM, WholeModel, whole_model
-from hetmesh.models.stored_form import StoredForm
+from hetmesh.models.weights.pretrained import Names, Pretrained
+from hetmesh.models.weights.stored_form import StoredForm
 from hetmesh.parallel.experts.layers import ExpertLayers
 from hetmesh.parallel.stages import PREVIOUS
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Abilities, AdapterRequest
-from hetmesh.models.build import build_empty
 from hetmesh.models.config_keys import check_keys
-from hetmesh.models.fill import materialize
-from hetmesh.models.pretrained import Names
 from hetmesh.models.row_wise import RowWise
 from hetmesh.models.split.whole_model import PROJECTOR, WholeModel, whole_model
+from hetmesh.models.weights.build import build_empty
+from hetmesh.models.weights.fill import materialize
+from hetmesh.models.weights.pretrained import Names
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hetmesh.models.build import build_empty
+from hetmesh.models.weights.build import build_empty
 from hetmesh.parallel.stages import PassThrough
 
 if TYPE_CHECKING:

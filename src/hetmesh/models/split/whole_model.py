@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError
-from hetmesh.models.model_forms import ModelForms, model_forms
-from hetmesh.models.pretrained import Pretrained
-from hetmesh.models.stored_form import StoredForm
+from hetmesh.models.weights.model_forms import ModelForms, model_forms
+from hetmesh.models.weights.pretrained import Pretrained
+from hetmesh.models.weights.stored_form import StoredForm
 from hetmesh.recipe.hf_families import MEDIA, Family, class_of, family_of
 
 LLM, PROJECTOR = "llm", "projector"

@@ -1,0 +1,226 @@
+"""A transformers causal LM as the sink: tokens, and rows at placeholders -> logits of the target tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from hetmesh.attention.in_transformers import use_in
+from hetmesh.errors import BoundaryError, RecipeError
+from hetmesh.graph.module_graph import Activation
+from hetmesh.graph.sample import SampleMeta
+from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
+from hetmesh.models.collate import collate_tokens
+from hetmesh.models.config_keys import positive_int, transformers_config
+from hetmesh.models.weights.model_forms import class_forms
+from hetmesh.models.weights.pretrained import Pretrained, prefixes
+from hetmesh.models.weights.stored_form import StoredForm, in_parts
+from hetmesh.parallel.stages import PREVIOUS, is_absent
+from hetmesh.parallel.tokens import tokens_of
+
+
+@dataclass(frozen=True)
+class CausalLMAdapter:
+    """A decoder `model` with `embed_tokens`, `layers` and `norm`, and a head `lm_head`.
+
+    Padding is on the right and attention causal, so no real token ever sees padding and no mask is needed: attention
+    runs with `is_causal` and no dense mask. `lm_head` runs only on the positions that predict a target.
+
+    Attributes:
+        config: a transformers config.
+        model_class: the `...ForCausalLM` class.
+        sources: producer module -> the placeholder that its rows replace.
+    """
+
+    config: Any
+    model_class: Any
+    sources: Mapping[str, str]
+    out_features: None = None
+    checkpoint_names: ClassVar = (
+        *prefixes("", "language_model."),
+        (("model.", "model.language_model."), ("lm_head.", "lm_head.")),  # multimodal models of transformers 5
+        (("model.", ""),),  # saved without its head, which is then tied
+    )
+    in_two_dims: ClassVar[Mapping[str, tuple[int, int]]] = MappingProxyType({})
+    """Name suffixes of tensors that the module holds with a dim split in two -> that dim, and the size of the first."""
+    checkpoint_unused: ClassVar = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+
+    @classmethod
+    def make_from(
+        cls, request: AdapterRequest, config_class: Any, model_class: Any, derived: Mapping[str, Any]
+    ) -> CausalLMAdapter:
+        """The adapter of a recipe's module; its config table overrides the `derived` values.
+
+        `vocab_size` is the data source's unless given (a larger one is legal). With `initial_load_path` the directory's
+        config.json replaces the `derived` values.
+
+        Raises:
+            RecipeError: unknown keys, sizes that do not fit each other, or modules that consume its output.
+        """
+        if request.consumers:
+            raise RecipeError(f"{request.key}: an LLM emits logits, not rows, but {list(request.consumers)} consume it")
+        derived = {"vocab_size": request.vocab_size, **derived}
+        config = transformers_config(request, config_class, derived, types=(config_class.model_type,))
+        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"):
+            positive_int(request, key, getattr(config, key))
+        if config.num_attention_heads % config.num_key_value_heads:
+            raise RecipeError(
+                f"{request.key}.config.num_key_value_heads: must divide num_attention_heads = "
+                f"{config.num_attention_heads}, got {config.num_key_value_heads}"
+            )
+        if config.vocab_size < request.vocab_size:
+            raise RecipeError(
+                f"{request.key}.config.vocab_size: must be at least the data source's {request.vocab_size}, "
+                f"got {config.vocab_size}"
+            )
+        return cls(config, model_class, request.sources)
+
+    @property
+    def in_features(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(
+            activation=Activation(self.config.hidden_size, padded=True),
+            token_sharded=self._token_sharded,
+            use_packed=self.use_packed,
+            attention_dropout=self.config.attention_dropout or 0.0,
+            stored_forms=self.stored_forms,
+            head="lm_head",
+        )
+
+    def stored_forms(self, pretrained: Pretrained) -> Mapping[str, StoredForm]:
+        """The tensors of a directory as the module holds them. One that cannot be split as `in_two_dims` says is left
+        unchanged, so that the comparison of shapes refuses it."""
+        forms = dict(self.read_forms(pretrained))
+        for end, (dim, count) in self.in_two_dims.items():
+            for name, form in forms.items():
+                if name.endswith(end) and dim < len(form.shape) and form.shape[dim] % count == 0:
+                    forms[name] = in_parts(form, dim, count)
+        return forms
+
+    def read_forms(self, pretrained: Pretrained) -> Mapping[str, StoredForm]:
+        """The tensors of a directory as `model_class` holds them."""
+        return class_forms(self.model_class, self.config, pretrained)
+
+    def build(self) -> nn.Module:
+        return self.model_class(self.config)
+
+    @property
+    def _token_sharded(self) -> tuple[str, ...]:
+        # transformers would build the mask of a sliding window from the shape of a token share.
+        windows = "sliding_attention" in (getattr(self.config, "layer_types", None) or ())
+        return () if windows else ("model.layers", "model.norm")
+
+    def use_packed(self, module: nn.Module) -> None:
+        """Let `module` take packed samples, and tokens shared between ranks: its attention becomes hetmesh's own."""
+        use_in(module, self.config)
+
+    def layers(self) -> tuple[str, ...]:
+        blocks = (f"model.layers.{i}" for i in range(self.config.num_hidden_layers))
+        return ("model.embed_tokens", *blocks, "model.norm", "lm_head")
+
+    def tensor_parallel_plan(self) -> Mapping[str, str]:
+        prefix = self.model_class.base_model_prefix
+        plan = {f"{prefix}.{pattern}": style for pattern, style in self.config.base_model_tp_plan.items()}
+        # A head tied to the (replicated) embedding stays replicated with it.
+        head = {} if self.config.tie_word_embeddings else self.model_class._tp_plan
+        return {**plan, **head}
+
+    def tensor_parallel_sizes(self) -> Mapping[str, int]:
+        return {key: getattr(self.config, key) for key in ("num_attention_heads", "num_key_value_heads")}
+
+    def item_rows(self, shape: tuple[int, ...]) -> int:
+        raise NotImplementedError("an LLM reads tokens and rows, not media")
+
+    def rows(self, incoming: int) -> int:
+        raise NotImplementedError("an LLM emits logits, not rows")
+
+    def collate(
+        self,
+        samples: Sequence[SampleLike],
+        metas: Sequence[SampleMeta],
+        *,
+        placeholders: Mapping[str, int] = MappingProxyType({}),
+        pad_id: int = 0,
+    ) -> dict[str, Tensor]:
+        return collate_tokens(samples, metas, sources=self.sources, placeholders=placeholders, pad_id=pad_id)
+
+    def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+        model: Any = module
+        ids, position_ids = batch["input_ids"], batch["position_ids"]
+        if ids.numel() == 0:  # transformers cannot reshape empty tensors: use one token that predicts nothing
+            ids, position_ids = ids.new_zeros(1, 1), position_ids.new_zeros(*position_ids.shape[:-2], 1, 1)
+        tokens = tokens_of(module)
+        flat = inputs[PREVIOUS] if PREVIOUS in inputs else self.embedded(model, ids, batch, inputs)
+        # Finished masks (here: none) keep transformers from detecting packed sequences and building a mask. Models
+        # without sliding layers (Llama) accept no finished masks: they detect no packing, and build none. Eager
+        # attention is causal only by its mask, which transformers then builds.
+        decoder = self.decoder_of(model)
+        builds = getattr(decoder, "has_sliding_layers", True) or decoder.config._attn_implementation == "eager"
+        masks: Any = None if builds else {"full_attention": None}
+        extra: dict[str, Any] = {}
+        if (attention := batch.get("attention")) is not None:
+            extra["attention_state"] = attention
+            masks = masks or flat.new_zeros(1, 1, 1, 1)  # four dims count as finished; the packed mask is elsewhere
+        embedded = tokens.as_input(flat, ids.shape)
+        hidden = decoder(
+            inputs_embeds=embedded,
+            position_ids=position_ids,
+            attention_mask=tokens.mask(flat) if masks is None else masks,
+            use_cache=False,
+            **extra,
+            **self.added_features(model, embedded, batch, inputs),
+        ).last_hidden_state.flatten(0, 1)
+        if is_absent(self.head_of(model)):
+            return hidden
+        return self.logits(model, tokens.select(hidden, batch, "target_positions"))
+
+    def decoder_of(self, model: Any) -> Any:
+        """The decoder inside `model`."""
+        return model.model
+
+    def head_of(self, model: Any) -> Any:
+        """The head inside `model`."""
+        return model.lm_head
+
+    def embed(self, model: Any, ids: Tensor) -> Tensor:
+        """The embeddings of token ids."""
+        return model.model.embed_tokens(ids)
+
+    def logits(self, model: Any, hidden: Tensor) -> Tensor:
+        """The logits `[n, vocab]` of what the decoder returns, `[n, features]`."""
+        return model.lm_head(hidden)
+
+    def embedded(self, model: Any, ids: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+        """The flat embedded tokens that this rank keeps, with rows in place of their placeholders."""
+        tokens = tokens_of(model)
+        flat = tokens.split(self.embed(model, ids).flatten(0, 1))
+        for source, at in self.sources.items():
+            rows, positions = inputs[source], tokens.locate(batch, f"positions.{at}")
+            self.check_rows(source, at, rows, positions, flat.shape[-1])
+            flat = flat.index_copy(0, positions, rows.to(flat.dtype))
+        return flat
+
+    def added_features(
+        self, model: Any, hidden: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        """Further arguments of the decoder, by which it adds the side outputs among `inputs` after some of its layers.
+
+        Args:
+            hidden: the embedded tokens, `[B, S, features]`; of packed or shared tokens `[1, kept, features]`.
+        """
+        return {}
+
+    def check_rows(self, source: str, at: str, rows: Tensor, positions: Tensor, width: int) -> None:
+        """Raise BoundaryError unless there is one row of `width` for each of the `positions` of placeholder `at`."""
+        if rows.shape != (positions.numel(), width):
+            raise BoundaryError(
+                f"rows of module {source!r} have shape {tuple(rows.shape)}, but {positions.numel()} {at!r} "
+                f"placeholders of width {width} expect them"
+            )

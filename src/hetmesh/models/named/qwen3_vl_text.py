@@ -1,0 +1,101 @@
+"""Qwen3-VL's LLM (transformers' Qwen3VLTextModel with a head): positions of three axes, DeepStack features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from hetmesh.errors import RecipeError
+from hetmesh.graph.sample import SampleMeta
+from hetmesh.models.adapter import Abilities, AdapterRequest, ItemGrid
+from hetmesh.models.config_keys import positive_int
+from hetmesh.models.multimodal_rope import multimodal_positions
+from hetmesh.models.named.causal_lm import CausalLMAdapter
+from hetmesh.models.named.deepstack import deepstack_arguments, layer_index
+from hetmesh.models.named.qwen3 import derived_sizes
+
+TIED = "tie_word_embeddings"
+
+
+class Qwen3VLTextAdapter(CausalLMAdapter):
+    """Qwen3 whose rotary positions have three axes (time, height, width), and which adds DeepStack features to the
+    image tokens after its first layers."""
+
+    @classmethod
+    def make(cls, request: AdapterRequest) -> CausalLMAdapter:
+        """The adapter of a recipe's module; keys not given follow the others as those of `qwen3`; a head's
+        frequencies are divided among the axes as in the released models.
+
+        Raises:
+            RecipeError: also where `rope_parameters.mrope_section` does not fit the width of a head.
+        """
+        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+
+        from hetmesh.models.named.qwen3_vl_causal_lm import Qwen3VLTextForCausalLM
+
+        return cls.make_vl(request, Qwen3VLTextConfig, Qwen3VLTextForCausalLM, derived_sizes(request))
+
+    @classmethod
+    def make_vl(
+        cls, request: AdapterRequest, config_class: Any, model_class: Any, derived: dict[str, Any]
+    ) -> CausalLMAdapter:
+        """`make` for a config class and a model class like Qwen3-VL's."""
+        if (head := request.config.get("head_dim", derived.get("head_dim"))) is not None and request.pretrained is None:
+            derived["rope_parameters"] = _rope_parameters(positive_int(request, "head_dim", head))
+        # transformers keeps this key in the config of the whole model.
+        given = {key: value for key, value in request.config.items() if key != TIED}
+        adapter = cls.make_from(replace(request, config=given), config_class, model_class, derived)
+        whole = request.pretrained.config if request.pretrained is not None else {}
+        adapter.config.tie_word_embeddings = bool(request.config.get(TIED, whole.get(TIED, False)))
+        _check_sections(request, adapter.config)
+        return adapter
+
+    @property
+    def abilities(self) -> Abilities:
+        return replace(super().abilities, layer_of_output=self.layer_of_output, position_ids=self.position_ids)
+
+    def tensor_parallel_plan(self) -> Mapping[str, str]:
+        from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+        # transformers gives no plan for this model, whose layers are those of Qwen3.
+        plan = {f"model.{pattern}": style for pattern, style in Qwen3Config.base_model_tp_plan.items()}
+        return plan if self.config.tie_word_embeddings else {**plan, **self.model_class._tp_plan}
+
+    def layer_of_output(self, output: str) -> str | None:
+        """The layer after which a side output of the encoder is added to its tokens; None if there is none."""
+        index = layer_index(output, self.config.num_hidden_layers)
+        return None if index is None else f"model.layers.{index}"
+
+    def position_ids(self, meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> tuple[tuple[int, ...], ...]:
+        """Three rows of positions; see `multimodal_positions`."""
+        return multimodal_positions(meta, grids)
+
+    def added_features(
+        self, model: Any, hidden: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        return deepstack_arguments(self, model, hidden, batch, inputs)
+
+
+def _rope_parameters(head_dim: int) -> dict[str, Any]:
+    """Frequencies divided among time, height and width as in the released models: 24, 20, 20 for a head of 128."""
+    side = head_dim // 2 * 5 // 16
+    return {
+        "rope_type": "default",
+        "rope_theta": 500_000.0,
+        "mrope_section": [head_dim // 2 - 2 * side, side, side],
+        "mrope_interleaved": True,
+    }
+
+
+def _check_sections(request: AdapterRequest, config: Any) -> None:
+    """Raise RecipeError unless the frequencies of the axes add up to those of a head."""
+    parameters = config.rope_parameters or {}
+    sections = parameters.get("mrope_section", [24, 20, 20])
+    if len(sections) != 3 or sum(sections) != config.head_dim // 2:
+        raise RecipeError(
+            f"{request.key}.config.rope_parameters.mrope_section: the frequencies of time, height and width must add "
+            f"up to head_dim / 2 = {config.head_dim // 2}, got {list(sections)}"
+        )

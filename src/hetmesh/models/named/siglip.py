@@ -1,0 +1,62 @@
+"""SigLIP vision tower (transformers' SiglipVisionModel without its pooling head): images -> patch rows."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from hetmesh.errors import RecipeError
+from hetmesh.models.adapter import AdapterRequest
+from hetmesh.models.config_keys import transformers_config
+from hetmesh.models.named.encoder import (
+    IMAGE_DIVISORS,
+    IMAGE_SIZES,
+    ImageTowerAdapter,
+    check_encoder,
+    check_sizes,
+    derived_image_keys,
+)
+
+
+class SiglipAdapter(ImageTowerAdapter):
+    """SigLIP over square images of one size; one row per patch. `vision_use_head` is off in its config."""
+
+    @property
+    def checkpoint_unused(self) -> tuple[str, ...]:
+        return (r"head\..*", r"embeddings\.position_ids")
+
+    @classmethod
+    def make(cls, request: AdapterRequest) -> SiglipAdapter:
+        """The adapter of a recipe's module.
+
+        Keys not given follow the others: `num_channels` and `image_size` are those of the data source's images,
+        `intermediate_size` is 4 x `hidden_size`; the rest are transformers' defaults.
+
+        Raises:
+            RecipeError: unknown keys, sizes that do not fit each other, or a place in the graph it cannot have.
+        """
+        from transformers.models.siglip.configuration_siglip import SiglipVisionConfig
+
+        media = check_encoder(request, "siglip")
+        config = transformers_config(
+            request,
+            SiglipVisionConfig,
+            derived_image_keys(request),
+            types=("siglip_vision_model",),
+            forced={"vision_use_head": False},
+        )
+        if request.config.get("vision_use_head"):
+            raise RecipeError(f"{request.key}.config.vision_use_head: rows are patch features, without a pooling head")
+        check_sizes(request, config, IMAGE_SIZES, IMAGE_DIVISORS)
+        return cls(config, media)
+
+    def build(self) -> nn.Module:
+        from transformers.models.siglip.modeling_siglip import SiglipVisionModel
+
+        return SiglipVisionModel(self.config)
+
+    def layers(self) -> tuple[str, ...]:
+        blocks = (f"encoder.layers.{i}" for i in range(self.config.num_hidden_layers))
+        return ("embeddings", *blocks, "post_layernorm")
+
+    def encode(self, module: nn.Module, media: Tensor) -> Tensor:
+        return module(pixel_values=media).last_hidden_state
