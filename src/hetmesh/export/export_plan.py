@@ -19,9 +19,9 @@ from hetmesh.models.build import build_on_meta
 from hetmesh.models.load import own_tensors, stored_forms
 from hetmesh.models.lora import ADAPTER
 from hetmesh.models.model_forms import saved_forms
-from hetmesh.models.own.adapters import OwnAdapter
 from hetmesh.models.pretrained import Pretrained
 from hetmesh.models.stored_form import StoredForm, refitted
+from hetmesh.models.user.adapters import UserAdapter
 from hetmesh.recipe.hf_families import class_of
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.describe import adapters_of, describe
@@ -219,7 +219,7 @@ def _as_module(recipe: Recipe, name: str, part: _Part) -> Directory:
         found, known = check_weights(part.adapter, part.module, pretrained), stored_forms(part.adapter, pretrained)
         origins = {found[own]: origin for own, origin in part.names.items()}
         return Directory(name, as_stored(origins, {theirs: known[theirs] for theirs in origins}, pretrained))
-    if not isinstance(part.module, transformers.PreTrainedModel) or isinstance(part.adapter, OwnAdapter):
+    if not isinstance(part.module, transformers.PreTrainedModel) or isinstance(part.adapter, UserAdapter):
         return Directory(name, part.names)
     kind: Any = type(part.module)
     config: Any = part.module.config

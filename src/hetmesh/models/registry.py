@@ -12,7 +12,6 @@ from hetmesh.models.adapter import Adapter, AdapterRequest, BoundaryLike, Module
 from hetmesh.models.clip import ClipAdapter
 from hetmesh.models.llama import LlamaAdapter
 from hetmesh.models.mlp import MlpAdapter
-from hetmesh.models.own.make import make_own
 from hetmesh.models.pretrained import Pretrained
 from hetmesh.models.qwen3 import Qwen3Adapter
 from hetmesh.models.qwen3_moe import Qwen3MoeAdapter
@@ -23,6 +22,7 @@ from hetmesh.models.siglip import SiglipAdapter
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.models.split.projector import HfProjectorAdapter
+from hetmesh.models.user.make import make_user_adapter
 from hetmesh.models.whisper import WhisperAdapter
 
 MODELS: dict[str, Callable[[AdapterRequest], Adapter | None]] = {
@@ -128,7 +128,7 @@ def _make(model: str, request: AdapterRequest) -> Adapter | None:
     if model in MODELS:
         return MODELS[model](request)
     if ":" in model:
-        return make_own(model, request)
+        return make_user_adapter(model, request)
     near = difflib.get_close_matches(model, MODELS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise RecipeError(

@@ -9,7 +9,6 @@ from hetmesh.parallel.gradient_axes import ParameterAxes, gradient_axes
 from hetmesh.parallel.gradient_sums import sum_gradients
 from hetmesh.parallel.gradients import local_gradient, local_part
 from hetmesh.parallel.linear import Colwise, Rowwise
-from hetmesh.parallel.own_module import SumsApart, own_parallel_module, sums_apart
 from hetmesh.parallel.random_state import RandomPlace, entering, seed_by_place
 from hetmesh.parallel.reduction import Reduction, reduce_gradients
 from hetmesh.parallel.replicas import check_replicas
@@ -18,6 +17,7 @@ from hetmesh.parallel.tensor_parallel import (
     apply_tensor_parallel,
 )
 from hetmesh.parallel.tied import TiedParameter, sum_tied_parameters, tied_parameters
+from hetmesh.parallel.user_module import SumsApart, sums_apart, user_parallel_module
 from hetmesh.parallel.vocabulary import VocabularyShards
 
 __all__ = [
@@ -42,7 +42,6 @@ __all__ = [
     "gradient_axes",
     "local_gradient",
     "local_part",
-    "own_parallel_module",
     "parallelize",
     "reduce_gradients",
     "seed_by_place",
@@ -51,4 +50,5 @@ __all__ = [
     "sum_tied_parameters",
     "sums_apart",
     "tied_parameters",
+    "user_parallel_module",
 ]

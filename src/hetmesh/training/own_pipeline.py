@@ -35,9 +35,9 @@ from hetmesh.parallel import (
     Reduction,
     SumsApart,
     check_replicas,
-    own_parallel_module,
     sum_gradients,
     sums_apart,
+    user_parallel_module,
 )
 from hetmesh.parallel.fully_shard import sharded_modules
 from hetmesh.recipe.schedule_names import schedule_name
@@ -277,7 +277,7 @@ class Pipeline:
                 raise GraphError(f"part {name!r}: trainable = {part.trainable}, but it has {has} with requires_grad")
             caller = _Caller(name, part, {b.source: self.parts[b.source].output for b in self.graph.inputs(name)})
             stage = AdaptedModule(caller, part.module, part.dtype)
-            found[name] = own_parallel_module(name, part.module, stage, part.mesh, mesh)
+            found[name] = user_parallel_module(name, part.module, stage, part.mesh, mesh)
         return found
 
 

@@ -20,7 +20,7 @@ from hetmesh.parallel.apply import AdaptedModule, ParallelModule
 from hetmesh.parallel.gradient_axes import SUM_ORDER, ParameterAxes, sharded_axes
 
 
-def own_parallel_module(
+def user_parallel_module(
     name: str, module: nn.Module, stage: AdaptedModule, spec: MeshSpec, device_mesh: DeviceMesh
 ) -> ParallelModule:
     """`module` on `spec`, as it is. Gradients are summed over its lanes: by FSDP in the backward where it has the

@@ -12,23 +12,23 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hetmesh._torch_compat import tree_leaves
-from hetmesh.models.own.adapters import OwnAdapter, OwnItemsEncoder, OwnSink
-from hetmesh.models.own.apart_probe import calls_of
-from hetmesh.models.own.packing_probe import LARGEST
+from hetmesh.models.user.adapters import UserAdapter, UserItemsEncoder, UserSink
+from hetmesh.models.user.apart_probe import calls_of
+from hetmesh.models.user.packing_probe import LARGEST
 
 
-def enters_alike(adapter: OwnAdapter, example: nn.Module, vocab_size: int) -> bool:
+def enters_alike(adapter: UserAdapter, example: nn.Module, vocab_size: int) -> bool:
     """Whether each call enters the layers once, and uses the same parameters, each inside its layer: calls with two
     samples, with each alone, and of an LLM without rows. Encoders of items of several shapes are not expected to; what
     cannot be called like this is. Modules of more than `LARGEST` parameters are called without memory."""
-    if isinstance(adapter, OwnItemsEncoder):
+    if isinstance(adapter, UserItemsEncoder):
         return False
-    if isinstance(adapter, OwnSink) and vocab_size < 2:
+    if isinstance(adapter, UserSink) and vocab_size < 2:
         return True
     device = "cpu" if sum(p.numel() for p in example.parameters()) <= LARGEST else "meta"
     together, apart = calls_of(adapter, vocab_size)
     calls = [together, *apart, tuple(map(_zeros, apart[0]))]  # a lane without items gets zeros
-    if isinstance(adapter, OwnSink):
+    if isinstance(adapter, UserSink):
         batch, inputs = apart[0]
         text = {key: value[:0] if key.startswith("positions.") else value for key, value in batch.items()}
         calls.append((text, {source: rows[:0] for source, rows in inputs.items()}))

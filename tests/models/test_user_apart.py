@@ -14,7 +14,7 @@ from hetmesh.cli.check import checked
 from hetmesh.errors import GradientError, RecipeError
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.describe import describe
-from support import own_models
+from support import user_models
 
 
 class Encoder(nn.Module):
@@ -268,7 +268,7 @@ def recipe(vision="Encoder", projector=None, llm="Language"):
     names = [name for name, model in own.items() if model]
     edges = [{"from": a, "to": b} for a, b in pairwise(names)]
     edges[-1]["at"] = "image"
-    modules = {name: {"model": f"test_own_apart:{own[name]}"} for name in names}
+    modules = {name: {"model": f"test_user_apart:{own[name]}"} for name in names}
     layouts = {"llm": {"ranks": [2, 3], "tensor_parallel_degree": 2}} if "Heads" in llm else {"llm": {"ranks": [2, 3]}}
     parallelism = {name: {"ranks": [0, 1]} for name in names} | layouts
     tables = {"modules": modules, "boundaries": edges, "data": {"source": "digits"}, "parallelism": parallelism}
@@ -323,15 +323,15 @@ def test_what_each_sample_alone_decides_is_taken(own):
     assert not [line for line in checked(recipe(**own)) if "was not tried" in line]
 
 
-@pytest.mark.parametrize("branch", own_models.BRANCHES)
+@pytest.mark.parametrize("branch", user_models.BRANCHES)
 def test_a_branch_of_training_is_refused_where_it_mixes_samples(branch):
     made = recipe()
-    place = {"projector": {"model": "support.own_models:Widen", "config": {"branch": branch}}}
+    place = {"projector": {"model": "support.user_models:Widen", "config": {"branch": branch}}}
     edges = [{"from": "vision", "to": "projector"}, {"from": "projector", "to": "llm", "at": "image"}]
     modules = {name: {"model": each.model} for name, each in made.modules.items()} | place
     text = {"modules": modules, "boundaries": edges, "data": {"source": "digits"}}
     found = parse_recipe(text | {"parallelism": {"ranks": [0]}, "training": {"local_batch_size": 4}})
-    if branch in own_models.MIXING:
+    if branch in user_models.MIXING:
         with pytest.raises(RecipeError, match=r"modules\.projector: Widen (computes|fails)"):
             describe(found)
     else:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.build import build_empty
-from hetmesh.models.own.adapters import OwnAdapter, OwnEncoder, OwnSink
+from hetmesh.models.user.adapters import UserAdapter, UserEncoder, UserSink
 from hetmesh.parallel.stages import PassThrough
 
 
@@ -31,7 +31,7 @@ class _Noting(PassThrough):
         return hidden
 
 
-def first_layers(adapter: OwnAdapter, example: nn.Module, request: AdapterRequest) -> tuple[str, ...]:
+def first_layers(adapter: UserAdapter, example: nn.Module, request: AdapterRequest) -> tuple[str, ...]:
     """The layers that only the first stage calls, with what it reads itself; they stay together there.
 
     Args:
@@ -95,12 +95,12 @@ def _inside(name: str, layers: tuple[str, ...]) -> bool:
     return any(name.startswith(f"{layer}.") for layer in layers)
 
 
-def _inputs(adapter: OwnAdapter) -> tuple[Tensor, tuple[Any, ...]]:
+def _inputs(adapter: UserAdapter) -> tuple[Tensor, tuple[Any, ...]]:
     """What a later stage gets, for two items, rows or samples."""
     between = adapter.abilities.activation
     assert between is not None
     generator = torch.Generator().manual_seed(0)
-    if isinstance(adapter, OwnSink):
+    if isinstance(adapter, UserSink):
         ids = torch.zeros(2, 3, dtype=torch.int64)
         batch = {
             "input_ids": ids,
@@ -110,7 +110,7 @@ def _inputs(adapter: OwnAdapter) -> tuple[Tensor, tuple[Any, ...]]:
             **{f"positions.{at}": ids.flatten()[:0] for at in adapter.sources.values()},
         }
         return torch.randn(2, 3, between.features, generator=generator), (batch, {})
-    if isinstance(adapter, OwnEncoder):
+    if isinstance(adapter, UserEncoder):
         passed = between.per_row * adapter.rows_per_item + between.per_item
         return torch.randn(2, passed, between.features, generator=generator), (None,)
     return torch.randn(2 * between.per_row, between.features, generator=generator), (None,)

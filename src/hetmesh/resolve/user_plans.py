@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from hetmesh.errors import Refusals
 from hetmesh.models import Adapter
-from hetmesh.models.own.adapters import OwnAdapter
-from hetmesh.models.own.plan_probe import why_no_probe
+from hetmesh.models.user.adapters import UserAdapter
+from hetmesh.models.user.plan_probe import why_no_probe
 
 if TYPE_CHECKING:
     from hetmesh.recipe.recipe import Recipe
@@ -28,7 +28,7 @@ def uncompared_plans(recipe: Recipe, adapters: Mapping[str, Adapter], vocab_size
     """
     notes, refusals = list[str](), Refusals()
     for name, adapter in adapters.items():
-        if isinstance(adapter, OwnAdapter) and adapter.untried:
+        if isinstance(adapter, UserAdapter) and adapter.untried:
             notes.append(f"modules.{name}: whether its samples matter to each other was not tried: {adapter.untried}")
         if adapter.abilities.gathered_whole and recipe.wiring.meshes[name].axis_size("fsdp") > 1:
             notes.append(f"modules.{name}: FSDP gathers it whole: not every call is known to enter each layer once")

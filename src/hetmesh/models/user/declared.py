@@ -10,7 +10,7 @@ from torch import nn
 from hetmesh.errors import RecipeError
 from hetmesh.graph.module_graph import Activation
 from hetmesh.models.adapter import Abilities, AdapterRequest
-from hetmesh.models.own.token_shares import sharded_layers
+from hetmesh.models.user.token_shares import sharded_layers
 
 
 def declared_layers(example: nn.Module, request: AdapterRequest) -> tuple[str, ...]:
@@ -41,7 +41,7 @@ def declared_abilities(example: nn.Module, layers: tuple[str, ...], request: Ada
         RecipeError: an attribute is not what it must be.
     """
     kind, sink = type(example).__name__, not request.consumers
-    page = "see hetmesh/models/own/README.md"
+    page = "see hetmesh/models/user/README.md"
     return Abilities(
         activation=_activation(example, request, padded=sink),
         token_sharded=_token_sharded(example, layers, request),

@@ -7,10 +7,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import gelu
 
 from hetmesh.errors import RecipeError
-from hetmesh.models.own import plan_probe
+from hetmesh.models.user import plan_probe
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.resolve.custom_plans import uncompared_plans
 from hetmesh.resolve.describe import describe
+from hetmesh.resolve.user_plans import uncompared_plans
 
 UP_DOWN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
@@ -150,7 +150,7 @@ def recipe(model, **keys):
     degree = keys.pop("degree", 2)
     tables = {
         "modules": {
-            "vision": {"model": f"test_own_plan:{model}"} | keys,
+            "vision": {"model": f"test_user_plan:{model}"} | keys,
             "llm": {"model": "qwen3", "config": llm},
         },
         "boundaries": [{"from": "vision", "to": "llm", "at": "image"}],

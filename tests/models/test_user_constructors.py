@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from test_own_apart import Encoder, Language
+from test_user_apart import Encoder, Language
 from torch import nn
 
 import hetmesh
@@ -226,8 +226,8 @@ class RowsInPlace(Positive):
 def recipe(vision="Encoder", llm="Language", middle=None, parallelism=None, trainable=True, **training):
     own = {"vision": vision, "middle": middle, "llm": llm}
     names = [name for name, model in own.items() if model]
-    place = {"Encoder": "test_own_apart", "Language": "test_own_apart"}
-    modules = {name: {"model": f"{place.get(own[name], 'test_own_constructors')}:{own[name]}"} for name in names}
+    place = {"Encoder": "test_user_apart", "Language": "test_user_apart"}
+    modules = {name: {"model": f"{place.get(own[name], 'test_user_constructors')}:{own[name]}"} for name in names}
     modules["vision"] |= {"config": {"out_features": 8}} | ({} if trainable else {"trainable": False})
     if middle:
         modules["middle"] |= {"trainable": False}

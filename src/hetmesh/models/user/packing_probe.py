@@ -10,8 +10,8 @@ from hetmesh.context import causal, packed
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.build import build_module
-from hetmesh.models.own.adapters import OwnSink
 from hetmesh.models.packing import pack_tokens
+from hetmesh.models.user.adapters import UserSink
 
 LARGEST = 20_000_000
 """Parameters of a module that is tried: a larger one takes more than a second, in every process of a job."""
@@ -19,7 +19,7 @@ LARGEST = 20_000_000
 _TOLERANCE = 1e-9
 
 
-def check_packing(adapter: OwnSink, example: nn.Module, request: AdapterRequest) -> None:
+def check_packing(adapter: UserSink, example: nn.Module, request: AdapterRequest) -> None:
     """Compare the logits, in float64, with random weights.
 
     Raises:
@@ -49,7 +49,7 @@ def check_packing(adapter: OwnSink, example: nn.Module, request: AdapterRequest)
         )
 
 
-def two_samples(adapter: OwnSink, vocab_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor], tuple[int, int]]:
+def two_samples(adapter: UserSink, vocab_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor], tuple[int, int]]:
     """Two samples of unequal lengths as `collate_tokens` pads them, a row of each source in each, and targets."""
     places = list(adapter.sources.values())
     short = len(places) + 3

@@ -14,15 +14,15 @@ from hetmesh.errors import BoundaryError, SampleError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import NONE, Abilities, SampleLike
 from hetmesh.models.collate import collate_media, collate_tokens, media_items
-from hetmesh.models.own.token_shares import all_rows, around_shares
 from hetmesh.models.pretrained import prefixes
 from hetmesh.models.row_wise import RowWise
+from hetmesh.models.user.token_shares import all_rows, around_shares
 from hetmesh.parallel.fully_shard import needs_backward
 from hetmesh.parallel.stages import PREVIOUS, is_absent
 
 
 @dataclass(frozen=True)
-class OwnAdapter(RowWise):
+class UserAdapter(RowWise):
     """A row-wise module of a user, and what all kinds share: class, its arguments, what it declares."""
 
     name: str
@@ -99,7 +99,7 @@ class OwnAdapter(RowWise):
 
 
 @dataclass(frozen=True)
-class OwnEncoder(OwnAdapter):
+class UserEncoder(UserAdapter):
     """A user's encoder of media items of one shape."""
 
     media: str = ""
@@ -138,7 +138,7 @@ class OwnEncoder(OwnAdapter):
 
 
 @dataclass(frozen=True)
-class OwnItemsEncoder(OwnAdapter):
+class UserItemsEncoder(UserAdapter):
     """A user's encoder of media items of several shapes, whose class says how many rows each becomes."""
 
     media: str = ""
@@ -179,7 +179,7 @@ class OwnItemsEncoder(OwnAdapter):
 
 
 @dataclass(frozen=True)
-class OwnSink(OwnAdapter):
+class UserSink(UserAdapter):
     """A user's LLM, which gets the whole batch and computes the logits of the targets."""
 
     sources: Mapping[str, str] = field(default_factory=dict)

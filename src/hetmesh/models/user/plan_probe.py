@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import NONE, Adapter
 from hetmesh.models.build import build_empty
-from hetmesh.models.own.adapters import OwnAdapter
-from hetmesh.models.own.apart_probe import Call, two_of_its_inputs
+from hetmesh.models.user.adapters import UserAdapter
+from hetmesh.models.user.apart_probe import Call, two_of_its_inputs
 from hetmesh.parallel.emulated_ranks import Ranks, sharded_dims
 from hetmesh.parallel.tensor_parallel import GRAD_ALLREDUCE, check_plan, style_name
 
@@ -101,7 +101,7 @@ class _Builds:
 
     def __init__(self, adapter: Adapter, plan: Mapping[str, Any]) -> None:
         self.adapter: Any = adapter
-        if isinstance(adapter, OwnAdapter):  # whole, however many layers it has: no stages, no shares of tokens
+        if isinstance(adapter, UserAdapter):  # whole, however many layers it has: no stages, no shares of tokens
             self.adapter = replace(adapter, layer_names=(), abilities=NONE)
         names = {pattern: style_name(style) for pattern, style in plan.items()}
         self.plan = {pattern: name for pattern, name in names.items() if name is not None}

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.build import build_module
-from hetmesh.models.own.adapters import OwnAdapter
-from hetmesh.models.own.packing_probe import LARGEST
-from hetmesh.models.own.token_shares import sharded_layers
+from hetmesh.models.user.adapters import UserAdapter
+from hetmesh.models.user.packing_probe import LARGEST
+from hetmesh.models.user.token_shares import sharded_layers
 from hetmesh.parallel.tensor_parallel import matching
 
 
@@ -28,7 +28,7 @@ class _Nothing(nn.Module):
         return torch.zeros_like(hidden)
 
 
-def check_tokenwise(adapter: OwnAdapter, example: nn.Module, request: AdapterRequest) -> None:
+def check_tokenwise(adapter: UserAdapter, example: nn.Module, request: AdapterRequest) -> None:
     """Try the layers of `token_sharded`, with random weights.
 
     Raises:
@@ -54,7 +54,7 @@ def check_tokenwise(adapter: OwnAdapter, example: nn.Module, request: AdapterReq
         _try(module.get_submodule(layer), layer, _width(module, layer, adapter), where)
 
 
-def _width(module: nn.Module, layer: str, adapter: OwnAdapter) -> int:
+def _width(module: nn.Module, layer: str, adapter: UserAdapter) -> int:
     if adapter.abilities.activation is not None:
         return adapter.abilities.activation.features
     return next(p.shape[-1] for p in module.get_submodule(layer).parameters())

@@ -17,9 +17,9 @@ from hetmesh._torch_compat import has_gradient_hooks
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Adapter, AdapterRequest
 from hetmesh.models.build import build_module
-from hetmesh.models.own.adapters import OwnAdapter, OwnEncoder, OwnItemsEncoder, OwnSink
-from hetmesh.models.own.packing_probe import LARGEST, two_samples
-from hetmesh.models.own.same_draws import SameDraws
+from hetmesh.models.user.adapters import UserAdapter, UserEncoder, UserItemsEncoder, UserSink
+from hetmesh.models.user.packing_probe import LARGEST, two_samples
+from hetmesh.models.user.same_draws import SameDraws
 
 _TOLERANCE = 1e-9
 _OF_SUMS = 1e-3  # of gradients: a module may compute in float32, whose sums over samples are rounded in another order
@@ -28,7 +28,7 @@ Call = tuple[dict[str, Tensor], dict[str, Tensor]]
 """Of `adapter.forward`: a batch, and rows by source."""
 
 
-def check_apart(adapter: OwnAdapter, example: nn.Module, request: AdapterRequest) -> str | None:
+def check_apart(adapter: UserAdapter, example: nn.Module, request: AdapterRequest) -> str | None:
     """Compare both, in float64, with random weights; what is drawn is the same for every sample.
 
     Returns:
@@ -39,7 +39,7 @@ def check_apart(adapter: OwnAdapter, example: nn.Module, request: AdapterRequest
     """
     if sum(p.numel() for p in example.parameters()) > LARGEST:
         return f"it has more than {LARGEST:,} parameters; try a small one of the class"
-    if isinstance(adapter, OwnSink) and request.vocab_size < 2:
+    if isinstance(adapter, UserSink) and request.vocab_size < 2:
         return "its data has no tokens"
     modules = [build_module(adapter, request.name, 0, torch.float64) for _ in range(2)]
     where = f"{request.key}: {type(example).__name__}"
@@ -48,7 +48,7 @@ def check_apart(adapter: OwnAdapter, example: nn.Module, request: AdapterRequest
     return found[0] or found[1]
 
 
-def _try(adapter: OwnAdapter, modules: list[nn.Module], training: bool, vocab_size: int, where: str) -> str | None:
+def _try(adapter: UserAdapter, modules: list[nn.Module], training: bool, vocab_size: int, where: str) -> str | None:
     """`check_apart` in one of the modes, of two modules that should be equal."""
 
     def forward(module: nn.Module, call: Call) -> Tensor:
@@ -57,7 +57,7 @@ def _try(adapter: OwnAdapter, modules: list[nn.Module], training: bool, vocab_si
             return adapter.forward(module.train(training), *call)
 
     (together, apart), (unwritten, _) = (calls_of(adapter, vocab_size) for _ in range(2))
-    sink, mode = isinstance(adapter, OwnSink), "training" if training else "evaluation"
+    sink, mode = isinstance(adapter, UserSink), "training" if training else "evaluation"
     try:
         of_both, again, other = (forward(module, together) for module in (modules[0], *modules))
     except Exception as error:  # training says what is wrong with it, of what it really gets
@@ -136,34 +136,34 @@ def _gradients(
 
 def two_of_its_inputs(adapter: Adapter, vocab_size: int) -> Call | None:
     """Two samples for a module that is called as users' own are; None for others."""
-    if isinstance(adapter, OwnSink) and vocab_size < 2:
+    if isinstance(adapter, UserSink) and vocab_size < 2:
         return None
-    return calls_of(adapter, vocab_size)[0] if isinstance(adapter, OwnAdapter) else None
+    return calls_of(adapter, vocab_size)[0] if isinstance(adapter, UserAdapter) else None
 
 
-def calls_of(adapter: OwnAdapter, vocab_size: int) -> tuple[Call, Sequence[Call]]:
+def calls_of(adapter: UserAdapter, vocab_size: int) -> tuple[Call, Sequence[Call]]:
     """A call with several samples (two of an LLM, three of others), and one with each of them."""
-    if isinstance(adapter, OwnSink):
+    if isinstance(adapter, UserSink):
         batch, inputs, lengths = two_samples(adapter, vocab_size)
         return (batch, inputs), [_one_sample(i, length, batch, inputs) for i, length in enumerate(lengths)]
     generator = torch.Generator().manual_seed(0)
     shape = _shape_of_one(adapter)
     samples = torch.randn(3, 1, *shape, generator=generator, dtype=torch.float64)
-    if isinstance(adapter, OwnItemsEncoder):
+    if isinstance(adapter, UserItemsEncoder):
         return ({f"media.{i}": sample[0] for i, sample in enumerate(samples)}, {}), [
             ({"media.0": sample[0]}, {}) for sample in samples
         ]
     calls: list[Call] = [
-        ({"media": some}, {}) if isinstance(adapter, OwnEncoder) else ({}, {"rows": some})
+        ({"media": some}, {}) if isinstance(adapter, UserEncoder) else ({}, {"rows": some})
         for some in (samples.flatten(0, 1), *samples)
     ]
     return calls[0], calls[1:]
 
 
-def _shape_of_one(adapter: OwnAdapter) -> tuple[int, ...]:
-    if isinstance(adapter, OwnItemsEncoder):
+def _shape_of_one(adapter: UserAdapter) -> tuple[int, ...]:
+    if isinstance(adapter, UserItemsEncoder):
         return adapter.blank
-    return adapter.media_shape if isinstance(adapter, OwnEncoder) else (adapter.in_features or 1,)
+    return adapter.media_shape if isinstance(adapter, UserEncoder) else (adapter.in_features or 1,)
 
 
 def _one_sample(i: int, length: int, batch: dict[str, Tensor], inputs: dict[str, Tensor]) -> Call:
