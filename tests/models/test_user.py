@@ -1,4 +1,4 @@
-"""Users' own models: the example of their page in many layouts, code beside recipes, declarations that do not hold."""
+"""Users' models: the example of their page in many layouts, code beside recipes, declarations that do not hold."""
 
 import pickle
 import random
@@ -358,7 +358,7 @@ def test_a_data_source_may_lie_beside_the_recipe_too(example):
     assert type(recipe_source(load_recipe(path).data)).__name__ == "DigitsSource"
 
 
-# --- adapters of one's own, and declarations ---
+# --- users' adapters, and declarations ---
 
 
 @dataclass(frozen=True)
@@ -388,7 +388,7 @@ def make(**models):
     return make_adapters(tables, boundaries, {"vision": "image"}, 23, {"image": (1, 8, 8)})
 
 
-def test_an_adapter_of_ones_own():
+def test_a_users_adapter():
     made = make(projector="OwnMlp")["projector"]
     assert (type(made), made.in_features, made.out_features) == (OwnMlp, 10, 8)
     with pytest.raises(
@@ -521,7 +521,7 @@ class Mixer(nn.Module):
         ("WrongWidth", r"WrongWidth\.activation = \('gelu', 3\): must be a width, or a hetmesh\.models\.Activation"),
         ("NoPlan", r"NoPlan declares `token_sharded`, but none of \['blocks.0', 'blocks.1'\] has a rowwise linear"),
         ("Apart", r"Apart\.token_sharded = .*: \['embed', 'head'\] do not follow each other"),
-        ("Mixing", r"outside of its parts with row-wise linears layer 'blocks.0' mixes tokens"),
+        ("Mixing", r"outside of its parts with rowwise linears layer 'blocks.0' mixes tokens"),
     ],
 )
 def test_declarations_that_do_not_hold_are_refused(llm, message):

@@ -253,8 +253,8 @@ REFUSED = [
     ({"vision": "PlainTensor"}, r"modules\.vision: PlainTensor\.shift .*tensor with requires_grad"),
     ({"vision": "SecondName"}, r"modules\.vision: SecondName\.all_weights holds parameter linear\.weight"),
     ({"vision": "Global"}, r"modules\.vision: Global\.forward .*holds a parameter that is not registered"),
-    ({"llm": "WritesIntoRows"}, r"modules\.llm: WritesIntoRows writes into the rows that it gets"),
-    ({"middle": "RowsInPlace"}, r"modules\.middle: RowsInPlace writes into the rows that it gets"),
+    ({"llm": "WritesIntoRows"}, r"modules\.llm: WritesIntoRows writes into its input rows"),
+    ({"middle": "RowsInPlace"}, r"modules\.middle: RowsInPlace writes into its input rows"),
     ({"vision": "Unseeded"}, r"modules\.vision: Unseeded, constructed twice with the same seeds"),
 ]
 

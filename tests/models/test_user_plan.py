@@ -1,4 +1,4 @@
-"""Tensor parallel plans of one's own that would silently compute something else: refused, on emulated ranks."""
+"""Users' tensor parallel plans that would silently compute something else: refused, on emulated ranks."""
 
 import pytest
 import torch

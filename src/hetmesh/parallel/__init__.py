@@ -11,7 +11,7 @@ from hetmesh.parallel.gradients import local_gradient, local_part
 from hetmesh.parallel.linear import Colwise, Rowwise
 from hetmesh.parallel.random_state import RandomPlace, entering, seed_by_place
 from hetmesh.parallel.reduction import Reduction, reduce_gradients
-from hetmesh.parallel.replicas import check_replicas
+from hetmesh.parallel.replicas import check_replica_gradients, check_replicas, union_over_ranks
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.tensor_parallel import (
     apply_tensor_parallel,
@@ -37,6 +37,7 @@ __all__ = [
     "apply_fully_shard",
     "apply_sequence_parallel",
     "apply_tensor_parallel",
+    "check_replica_gradients",
     "check_replicas",
     "entering",
     "gradient_axes",
@@ -50,5 +51,6 @@ __all__ = [
     "sum_tied_parameters",
     "sums_apart",
     "tied_parameters",
+    "union_over_ranks",
     "user_parallel_module",
 ]

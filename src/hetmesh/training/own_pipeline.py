@@ -34,6 +34,7 @@ from hetmesh.parallel import (
     ParallelModule,
     Reduction,
     SumsApart,
+    check_replica_gradients,
     check_replicas,
     sum_gradients,
     sums_apart,
@@ -43,10 +44,10 @@ from hetmesh.parallel.fully_shard import sharded_modules
 from hetmesh.recipe.schedule_names import schedule_name
 from hetmesh.runtime import Runtime
 from hetmesh.schedule import POLICIES, Schedule
-from hetmesh.training.gradient_check import check_gradients, check_replica_gradients
+from hetmesh.training.first_steps import check_gradients
 from hetmesh.training.gradients import clip_factor, counted, scale, squared_norm
+from hetmesh.training.loss import CheckedSampleLoss
 from hetmesh.training.part_checks import (
-    CheckedSum,
     check_equal_parameters,
     check_own_layers,
     checked_batch,
@@ -153,7 +154,7 @@ class Pipeline:
                 for name, module in self.parallel.items()
                 if Stage(name) in trained
             },
-            loss=CheckedSum(loss),
+            loss=CheckedSampleLoss(loss),
             seed=seed,
         )
         self._counted = list(dict.fromkeys(counted(self.parallel.values(), self.world.rank)))

@@ -5,6 +5,7 @@ Found by calling it, in training mode, and by looking at which functions of torc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,20 +14,19 @@ from torch.overrides import TorchFunctionMode
 
 from hetmesh._torch_compat import tree_leaves
 from hetmesh.models.user.adapters import UserAdapter, UserItemsEncoder, UserSink
-from hetmesh.models.user.apart_probe import calls_of
-from hetmesh.models.user.packing_probe import LARGEST
+from hetmesh.models.user.probe import MAX_PARAMETERS, n_parameters, sample_calls
 
 
 def enters_alike(adapter: UserAdapter, example: nn.Module, vocab_size: int) -> bool:
     """Whether each call enters the layers once, and uses the same parameters, each inside its layer: calls with two
     samples, with each alone, and of an LLM without rows. Encoders of items of several shapes are not expected to; what
-    cannot be called like this is. Modules of more than `LARGEST` parameters are called without memory."""
+    cannot be called like this is. Modules of more than MAX_PARAMETERS parameters are called without memory."""
     if isinstance(adapter, UserItemsEncoder):
         return False
     if isinstance(adapter, UserSink) and vocab_size < 2:
         return True
-    device = "cpu" if sum(p.numel() for p in example.parameters()) <= LARGEST else "meta"
-    together, apart = calls_of(adapter, vocab_size)
+    device = "cpu" if n_parameters(example) <= MAX_PARAMETERS else "meta"
+    together, apart = sample_calls(adapter, vocab_size)
     calls = [together, *apart, tuple(map(_zeros, apart[0]))]  # a lane without items gets zeros
     if isinstance(adapter, UserSink):
         batch, inputs = apart[0]
@@ -49,7 +49,7 @@ def enters_alike(adapter: UserAdapter, example: nn.Module, vocab_size: int) -> b
     return once and not entries.outside and all(used == entries.calls[0][1] for _, used in entries.calls)
 
 
-def _zeros(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _zeros(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: torch.zeros_like(each) if each.is_floating_point() else each for key, each in tensors.items()}
 
 

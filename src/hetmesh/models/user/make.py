@@ -16,12 +16,10 @@ from hetmesh.models.adapter import Adapter, AdapterRequest
 from hetmesh.models.config_keys import constructor_arguments, positive_int
 from hetmesh.models.unfilled import random_state
 from hetmesh.models.user.adapters import UserAdapter, UserEncoder, UserItemsEncoder, UserSink
-from hetmesh.models.user.apart_probe import check_apart
 from hetmesh.models.user.declared import declared_abilities, declared_layers
 from hetmesh.models.user.entry_probe import enters_alike
-from hetmesh.models.user.packing_probe import check_packing
+from hetmesh.models.user.probe import check_packing, check_samples, check_token_shares
 from hetmesh.models.user.stage_probe import first_layers
-from hetmesh.models.user.token_probe import check_tokenwise
 from hetmesh.models.user.unregistered import check_registered
 
 _PROTOCOL = frozenset(name for name in dir(Adapter) if not name.startswith("_"))
@@ -75,10 +73,10 @@ def _of_module(model_class: type[nn.Module], request: AdapterRequest) -> UserAda
         return None
     abilities = adapter.abilities
     if abilities.token_sharded:
-        check_tokenwise(adapter, example, request)
+        check_token_shares(adapter, example, request)
     if isinstance(adapter, UserSink) and abilities.use_packed is not None:
         check_packing(adapter, example, request)
-    untried = check_apart(adapter, example, request) or ""
+    untried = check_samples(adapter, example, request) or ""
     abilities = dataclasses.replace(abilities, gathered_whole=not enters_alike(adapter, example, request.vocab_size))
     adapter = dataclasses.replace(adapter, untried=untried, abilities=abilities)
     if abilities.activation is not None:  # last: it takes the example apart

@@ -16,6 +16,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.build import build_empty
 from hetmesh.models.user.adapters import UserAdapter, UserEncoder, UserSink
+from hetmesh.models.user.probe import sample_calls
 from hetmesh.parallel.stages import PassThrough
 
 
@@ -58,10 +59,10 @@ def first_layers(adapter: UserAdapter, example: nn.Module, request: AdapterReque
     for layer in layers:
         parent, _, child = layer.rpartition(".")
         setattr(example.get_submodule(parent), child, _Noting(layer, called))
-    hidden, arguments = _inputs(adapter)
+    hidden, read = _inputs(adapter, request.vocab_size)
     try:
         with torch.no_grad():
-            output = example(*arguments, hidden=hidden)
+            output = example(*read, hidden=hidden)
     except Exception as error:
         raise RecipeError(
             f"{where}, but its forward failed as a later pipeline stage, with hidden {tuple(hidden.shape)} in place of "
@@ -95,22 +96,17 @@ def _inside(name: str, layers: tuple[str, ...]) -> bool:
     return any(name.startswith(f"{layer}.") for layer in layers)
 
 
-def _inputs(adapter: UserAdapter) -> tuple[Tensor, tuple[Any, ...]]:
-    """What a later stage gets, for two items, rows or samples."""
+def _inputs(adapter: UserAdapter, vocab_size: int) -> tuple[Tensor, tuple[Any, ...]]:
+    """What a later stage gets, for two items, rows or samples: hidden, and in place of what the module reads."""
     between = adapter.abilities.activation
     assert between is not None
-    generator = torch.Generator().manual_seed(0)
+    shape: tuple[int, ...] = (2 * between.per_row, between.features)
+    read: tuple[Any, ...] = (None,)
     if isinstance(adapter, UserSink):
-        ids = torch.zeros(2, 3, dtype=torch.int64)
-        batch = {
-            "input_ids": ids,
-            "position_ids": torch.arange(3).repeat(2, 1),
-            "target_positions": torch.arange(6),
-            "targets": ids.flatten(),
-            **{f"positions.{at}": ids.flatten()[:0] for at in adapter.sources.values()},
-        }
-        return torch.randn(2, 3, between.features, generator=generator), (batch, {})
-    if isinstance(adapter, UserEncoder):
-        passed = between.per_row * adapter.rows_per_item + between.per_item
-        return torch.randn(2, passed, between.features, generator=generator), (None,)
-    return torch.randn(2 * between.per_row, between.features, generator=generator), (None,)
+        (batch, _), _ = sample_calls(adapter, max(vocab_size, 2))
+        tokens = batch["input_ids"]
+        every_token = {"target_positions": torch.arange(tokens.numel()), "targets": tokens.flatten()}
+        shape, read = (*tokens.shape, between.features), ({**batch, **every_token}, {})
+    elif isinstance(adapter, UserEncoder):
+        shape = (2, between.per_row * adapter.rows_per_item + between.per_item, between.features)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)), read
