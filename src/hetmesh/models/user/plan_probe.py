@@ -90,13 +90,14 @@ class _Rank:
         module = copies.copy()
         for name, style in copies.styles.items():
             self._shard(name, module.get_submodule(name), style)
+        self.names = {name for name, _ in module.named_parameters()}
         found = run(module, copies.adapter.forward, call)
         self.output, self.gradients = found.output, found.parameters
         return self
 
     def _shard(self, name: str, linear: Any, style: str) -> None:
         for key, dim in _sharded_dims(style).items():
-            if (full := linear._parameters[key]) is not None:
+            if self.whole is not None and (full := linear._parameters[key]) is not None:
                 chunks = full.detach().chunk(self.degree, dim)
                 share = chunks[self.rank] if self.rank < len(chunks) else full.detach().narrow(dim, 0, 0)
                 linear._parameters[key] = nn.Parameter(share, full.requires_grad)
@@ -136,13 +137,19 @@ def _compare(copies: _Copies, call: Call, degree: int, where: str) -> None:
     on_ranks = f"{where}: on {degree} tensor parallel ranks {copies.kind}"
     try:
         ranks = [_Rank(whole, rank, degree).run(copies, call) for rank in range(degree)]
-        features = list(zip(whole.features, *(rank.features for rank in ranks), strict=True))
+        if any(len(rank.features) != len(whole.features) for rank in ranks):
+            raise ValueError("it calls its rowwise linears another number of times")
     except Exception as error:
         raise RecipeError(
             f"{on_ranks} fails, and whole it does not: {type(error).__name__}: {error!s:.300}; does something between "
             "its colwise and rowwise linears depend on the number of features?"
         ) from error
-    for (name, expected), *shares in features:
+    if untied := sorted(ranks[0].names - whole.names):
+        raise RecipeError(
+            f"{on_ranks} splits {untied}, which are tied to other parameters: untie them, or "
+            "leave their linears out of the plan"
+        )
+    for (name, expected), *shares in zip(whole.features, *(rank.features for rank in ranks), strict=True):
         off = distance(torch.cat([share for _, share in shares], -1), expected)
         if not off <= _TOLERANCE:
             raise RecipeError(
