@@ -503,7 +503,7 @@ class Mixer(nn.Module):
 @pytest.mark.parametrize(
     ("llm", "message"),
     [
-        ("Scaled", r"Scaled declares `activation`, but its forward computes something between its layers, or behind"),
+        ("Scaled", r"Scaled declares `activation`, but its forward computes something between its layers, or after"),
         (
             "Twice",
             r"as a later pipeline stage it calls the layers \['blocks.0', 'blocks.1', 'blocks.0', 'head'\]; it must",

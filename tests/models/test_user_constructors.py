@@ -277,7 +277,7 @@ def test_draws_that_no_seed_reaches_are_refused(kind):
 @pytest.mark.parametrize("vision", ["Holding", "Recurrent"])
 def test_what_a_constructor_may_keep_is_taken(vision):
     _, adapters, _ = describe(recipe(vision=vision))
-    assert adapters["vision"].untried == ""
+    assert adapters["vision"].reason_not_probed == ""
 
 
 def test_all_global_generators_are_seeded_by_place_and_left_as_they_were():

@@ -17,7 +17,7 @@ from hetmesh.parallel.tensor_parallel import (
     apply_tensor_parallel,
 )
 from hetmesh.parallel.tied import TiedParameter, sum_tied_parameters, tied_parameters
-from hetmesh.parallel.user_module import SumsApart, sums_apart, user_parallel_module
+from hetmesh.parallel.user_module import SharedSums, split_shared_sums, user_parallel_module
 from hetmesh.parallel.vocabulary import VocabularyShards
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
     "RandomPlace",
     "Reduction",
     "Rowwise",
-    "SumsApart",
+    "SharedSums",
     "TiedParameter",
     "VocabularyShards",
     "apply_activation_checkpoint",
@@ -46,10 +46,10 @@ __all__ = [
     "parallelize",
     "reduce_gradients",
     "seed_by_place",
+    "split_shared_sums",
     "sum_gradients",
     "sum_over_shards",
     "sum_tied_parameters",
-    "sums_apart",
     "tied_parameters",
     "union_over_ranks",
     "user_parallel_module",

@@ -19,7 +19,7 @@ from hetmesh.parallel.gradients import local_gradient, local_part
 from hetmesh.parallel.tied import TiedParameter
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 14  # elements; small, as it is held beside all weights when a run starts
+_CHUNK = 1 << 14  # elements; small, as it takes memory beside all weights when a run starts
 _NAMED = 8  # differing parameters that an error names
 _GRADIENT_TOLERANCE = 1e-2  # of a gradient's norm: by how much replicas may differ
 _CHECK = "check of replicas"
@@ -93,10 +93,10 @@ def check_replica_gradients(modules: Mapping[str, ParallelModule], world: World)
 
 
 def union_over_ranks(texts: Sequence[str], world: World, what: str) -> list[str]:
-    """What any rank has found, each text once; the same on all ranks. Collective over all ranks of the job.
+    """All `texts` of any rank, each once; the same on all ranks. Collective over all ranks of the job.
 
     Args:
-        what: that is going on, for the watchdog.
+        what: the name of this collective, for errors about ranks that wait.
     """
     found: list[list[str] | None] = [None] * world.size
     everybody = world.group(range(world.size))
@@ -118,19 +118,19 @@ def _gathered_along_axes(
     """For each module and axis that copies some of its tensors: both names, the names of these tensors, the group, and
     the summaries of its ranks `[ranks, names, numbers]`."""
     for name, part in modules.items():
-        own = summaries(part)
+        found = summaries(part)
         for axis in part.spec.axes:
-            names = [fqn for fqn in own if fqn not in part.axes or axis not in part.axes[fqn].sharded]
+            names = [fqn for fqn in found if fqn not in part.axes or axis not in part.axes[fqn].sharded]
             if names and part.spec.axis_size(axis) > 1:
                 group = part.device_mesh.get_group(axis)
-                yield name, axis, names, group, _gathered([own[fqn] for fqn in names], group, world, what)
+                yield name, axis, names, group, _gathered([found[fqn] for fqn in names], group, world, what)
 
 
 def _gathered(summaries: Sequence[Tensor], group: dist.ProcessGroup, world: World, what: str) -> Tensor:
-    own = torch.stack([summary.to(world.device) for summary in summaries])
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    local = torch.stack([summary.to(world.device) for summary in summaries])
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     with world.waiting(what):
-        dist.all_gather(gathered, own, group=group)
+        dist.all_gather(gathered, local, group=group)
     return torch.stack(gathered).cpu()
 
 

@@ -28,8 +28,8 @@ def uncompared_plans(recipe: Recipe, adapters: Mapping[str, Adapter], vocab_size
     """
     notes, refusals = list[str](), Refusals()
     for name, adapter in adapters.items():
-        if isinstance(adapter, UserAdapter) and adapter.untried:
-            notes.append(f"modules.{name}: whether its samples matter to each other was not tried: {adapter.untried}")
+        if isinstance(adapter, UserAdapter) and adapter.reason_not_probed:
+            notes.append(f"modules.{name}: whether it mixes samples was not tried: {adapter.reason_not_probed}")
         if adapter.abilities.gathered_whole and recipe.wiring.meshes[name].axis_size("fsdp") > 1:
             notes.append(f"modules.{name}: FSDP gathers it whole: not every call is known to enter each layer once")
         degree, added = recipe.wiring.meshes[name].axis_size("tp"), recipe.modules[name].plan

@@ -33,11 +33,11 @@ from hetmesh.parallel import (
     AdaptedModule,
     ParallelModule,
     Reduction,
-    SumsApart,
+    SharedSums,
     check_replica_gradients,
     check_replicas,
+    split_shared_sums,
     sum_gradients,
-    sums_apart,
     user_parallel_module,
 )
 from hetmesh.parallel.fully_shard import sharded_modules
@@ -247,11 +247,11 @@ class Pipeline:
         plan = plan_batch(self.graph, metas, self.microbatch)
         return plan, POLICIES[self.schedule](stage_graph(self.graph), plan.routes, training)
 
-    def _parallel_modules(self) -> tuple[dict[str, ParallelModule], SumsApart]:
+    def _parallel_modules(self) -> tuple[dict[str, ParallelModule], SharedSums]:
         meshes = {name: self.world.device_mesh(self.parts[name].mesh) for name in self.graph.order}
-        found, sums, error = dict[str, ParallelModule](), SumsApart(), None
+        found, sums, error = dict[str, ParallelModule](), SharedSums(), None
         try:
-            found, sums = sums_apart(self._own_modules(meshes))
+            found, sums = split_shared_sums(self._own_modules(meshes))
         except HetmeshError as own:
             error = own
         described = {name: described_parameters(each.module, sums) for name, each in found.items()}

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from hetmesh.errors import GraphError
 from hetmesh.models.batch_statistics import batch_dependent_layers, embedding_options
-from hetmesh.parallel import SumsApart
+from hetmesh.parallel import SharedSums
 
 Parameters = tuple[tuple[str, str], ...]
 """Of a part on a rank: each parameter, with what of it is equal on all of them."""
 
 
-def described_parameters(module: nn.Module, sums: SumsApart) -> Parameters:
+def described_parameters(module: nn.Module, sums: SharedSums) -> Parameters:
     """What `check_equal_parameters` compares: names, shapes of whole parameters, dtypes, which are shared with other
     parts, and which are trained."""
     shared = {id(p) for parameters, _ in sums for p in parameters}

@@ -17,7 +17,7 @@ from hetmesh.models.config_keys import constructor_arguments, positive_int
 from hetmesh.models.unfilled import random_state
 from hetmesh.models.user.adapters import UserAdapter, UserEncoder, UserItemsEncoder, UserSink
 from hetmesh.models.user.declared import declared_abilities, declared_layers
-from hetmesh.models.user.entry_probe import enters_alike
+from hetmesh.models.user.entry_probe import enters_layers_once
 from hetmesh.models.user.probe import check_packing, check_samples, check_token_shares
 from hetmesh.models.user.stage_probe import first_layers
 from hetmesh.models.user.unregistered import check_registered
@@ -26,19 +26,19 @@ _PROTOCOL = frozenset(name for name in dir(Adapter) if not name.startswith("_"))
 
 
 def make_user_adapter(model: str, request: AdapterRequest) -> Adapter | None:
-    """The adapter of `"package.module:Class"`, or None while a neighbour's width that it needs is not known yet.
+    """The adapter of `"package.module:Class"`; None while it needs the width of a neighbour that is not known yet.
 
     Raises:
-        RecipeError: the class cannot be imported or constructed, misses a size, or does not do what it declares.
+        RecipeError: the class cannot be imported or constructed, lacks a size, or does not do what it declares.
     """
-    found = _import(model, request)
-    if issubclass(found, nn.Module):
-        return _of_module(found, request)
-    return _of_adapter(found, model, request)
+    imported = _import(model, request)
+    if issubclass(imported, nn.Module):
+        return _adapter_of_module(imported, request)
+    return _users_adapter(imported, model, request)
 
 
-def _of_adapter(found: type, model: str, request: AdapterRequest) -> Adapter | None:
-    make = getattr(found, "make", None)
+def _users_adapter(adapter_class: type, model: str, request: AdapterRequest) -> Adapter | None:
+    make = getattr(adapter_class, "make", None)
     if not callable(make):
         raise RecipeError(
             f"{request.key}.model: {model!r} is neither a torch.nn.Module nor an adapter: an adapter's class has a "
@@ -54,7 +54,7 @@ def _of_adapter(found: type, model: str, request: AdapterRequest) -> Adapter | N
     return adapter
 
 
-def _of_module(model_class: type[nn.Module], request: AdapterRequest) -> UserAdapter | None:
+def _adapter_of_module(model_class: type[nn.Module], request: AdapterRequest) -> UserAdapter | None:
     sizes = {
         "in_features": request.in_features,
         "out_features": request.out_features,
@@ -76,9 +76,11 @@ def _of_module(model_class: type[nn.Module], request: AdapterRequest) -> UserAda
         check_token_shares(adapter, example, request)
     if isinstance(adapter, UserSink) and abilities.use_packed is not None:
         check_packing(adapter, example, request)
-    untried = check_samples(adapter, example, request) or ""
-    abilities = dataclasses.replace(abilities, gathered_whole=not enters_alike(adapter, example, request.vocab_size))
-    adapter = dataclasses.replace(adapter, untried=untried, abilities=abilities)
+    reason = check_samples(adapter, example, request) or ""
+    abilities = dataclasses.replace(
+        abilities, gathered_whole=not enters_layers_once(adapter, example, request.vocab_size)
+    )
+    adapter = dataclasses.replace(adapter, reason_not_probed=reason, abilities=abilities)
     if abilities.activation is not None:  # last: it takes the example apart
         abilities = dataclasses.replace(abilities, first_layers=first_layers(adapter, example, request))
         adapter = dataclasses.replace(adapter, abilities=abilities)
@@ -155,7 +157,7 @@ def _import(path: str, request: AdapterRequest) -> type:
 
 
 def _example(model_class: type[nn.Module], arguments: Mapping[str, Any], request: AdapterRequest) -> nn.Module:
-    """An instance without memory, to read attributes from."""
+    """An instance on the meta device, to read attributes from."""
     try:
         with random_state(request.name, 0), torch.device("meta"):
             example = model_class(**arguments)

@@ -1,4 +1,4 @@
-"""Parameters that a user's module keeps where nn.Module does not look: in lists, dicts, closures, class attributes."""
+"""Parameters that a user's module holds where nn.Module does not look: in lists, dicts, closures, class attributes."""
 
 from __future__ import annotations
 
@@ -18,24 +18,22 @@ _LOOKED_INTO = (list, tuple, set, frozenset, dict, partial, MethodType, CellType
 
 
 def check_registered(example: nn.Module, request: AdapterRequest) -> None:
-    """Raise RecipeError if something in `example` refers to parameters that are not registered, or beside their name.
-
-    Modules that are not registered may be there if all of their weights are frozen.
-    """
+    """Raise RecipeError if something in `example` refers to parameters that are not registered, or to registered ones
+    outside their name. Modules that are not registered may be there if all of their weights are frozen."""
     names = {id(parameter): name for name, parameter in example.named_parameters()}
     modules = {id(module) for module in example.modules()}
     for owner in example.modules():
         renewed = vars(owner).get("_flat_weights")  # of torch's RNNs
         known: list[Any] = [owner._parameters, owner._buffers, owner._modules, renewed]
-        seen = {id(own): own for own in known}
-        own_classes = [each for each in type(owner).__mro__[:-1] if not each.__module__.startswith("torch.")]
-        for key, value in (item for own in (*own_classes, owner) for item in vars(own).items()):
+        seen = {id(table): table for table in known}
+        classes = [base for base in type(owner).__mro__[:-1] if not base.__module__.startswith("torch.")]
+        for key, value in (item for holder in (*classes, owner) for item in vars(holder).items()):
             for held in _held(value, modules, seen):
                 where = f"{request.key}: {type(owner).__name__}.{key} holds"
                 if id(held) in names:
                     raise RecipeError(
-                        f"{where} parameter {names[id(held)]} beside its name; it gets memory under its name alone, "
-                        "when it is sharded: look it up in forward"
+                        f"{where} parameter {names[id(held)]} beside its name; when it is sharded, only its name "
+                        "gets the shard: look it up in forward"
                     )
                 kind = "parameter" if isinstance(held, nn.Parameter) else "tensor with requires_grad"
                 kind = f"{type(held).__name__} with parameters" if isinstance(held, nn.Module) else kind
@@ -46,27 +44,27 @@ def check_registered(example: nn.Module, request: AdapterRequest) -> None:
 
 
 def _held(value: Any, modules: set[int], seen: dict[int, Any]) -> Iterator[Tensor | nn.Module]:
-    """Tensors that want gradients, and modules with some, that are found from `value`, but for registered modules."""
+    """Tensors that require gradients, and unregistered modules with such parameters, that `value` refers to."""
     left = deque([value])
     while left:
-        each = left.popleft()
-        if id(each) in seen or id(each) in modules:
+        item = left.popleft()
+        if id(item) in seen or id(item) in modules:
             continue
-        seen[id(each)] = each  # kept, so that ids stay theirs
-        if isinstance(each, Tensor):
-            if each.is_leaf and (each.requires_grad or isinstance(each, nn.Parameter)):
-                yield each
-        elif isinstance(each, nn.Module):
-            if any(parameter.requires_grad for parameter in each.parameters()):
-                yield each
-        elif isinstance(each, FunctionType):
-            left.extend(_of_function(each))
-        elif isinstance(each, _LOOKED_INTO):
-            left.extend(gc.get_referents(each))
+        seen[id(item)] = item  # kept alive, so that no other object gets its id
+        if isinstance(item, Tensor):
+            if item.is_leaf and (item.requires_grad or isinstance(item, nn.Parameter)):
+                yield item
+        elif isinstance(item, nn.Module):
+            if any(parameter.requires_grad for parameter in item.parameters()):
+                yield item
+        elif isinstance(item, FunctionType):
+            left.extend(_referents(item))
+        elif isinstance(item, _LOOKED_INTO):
+            left.extend(gc.get_referents(item))
 
 
-def _of_function(function: FunctionType) -> Iterable[Any]:
-    """What it closes over and defaults to, and the tensors and modules among the globals that it names."""
-    found = [function.__globals__.get(name) for name in function.__code__.co_names]
-    named = [each for each in found if isinstance(each, Tensor | nn.Module)]
+def _referents(function: FunctionType) -> Iterable[Any]:
+    """A function's closure and defaults, and the tensors and modules among the globals that it names."""
+    values = [function.__globals__.get(name) for name in function.__code__.co_names]
+    named = [value for value in values if isinstance(value, Tensor | nn.Module)]
     return [function.__closure__, function.__defaults__, function.__kwdefaults__, *named]
