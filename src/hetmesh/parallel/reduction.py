@@ -83,8 +83,8 @@ class Reduction:
         used.clear()
 
     def settle(self) -> None:
-        """Agree again: sum gradients that no rank had when ranks last agreed, and set to None those that no rank has any
-        more. Call it after the sums, on all ranks of the mesh or none; the host waits."""
+        """Agree again: sum gradients that no rank had when ranks last agreed, and set to None those that no rank has now.
+        Call it after the sums, on all ranks of the mesh or none; the host waits."""
         if self._agreed_on is None:
             return
         before = self._anywhere

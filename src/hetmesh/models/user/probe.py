@@ -64,7 +64,7 @@ def not_probed_if_it_fails(what: str) -> Iterator[None]:
 
 
 @dataclass
-class Run:
+class ProbeRun:
     """One forward, and in grad mode a backward of its outputs' weighted sum.
 
     Attributes:
@@ -79,7 +79,7 @@ class Run:
     wrote_inputs: bool = False
 
 
-def run(module: nn.Module, forward: Forward, call: Call, weights: Tensor | None = None) -> Run:
+def run(module: nn.Module, forward: Forward, call: Call, weights: Tensor | None = None) -> ProbeRun:
     """`forward` of one call.
 
     Args:
@@ -90,7 +90,9 @@ def run(module: nn.Module, forward: Forward, call: Call, weights: Tensor | None 
     copies = {source: leaf.clone() for source, leaf in leaves.items()}
     module.zero_grad()
     output = forward(module, batch, copies)
-    found = Run(output.detach(), wrote_inputs=any(not torch.equal(copies[source], leaves[source]) for source in leaves))
+    found = ProbeRun(
+        output.detach(), wrote_inputs=any(not torch.equal(copies[source], leaves[source]) for source in leaves)
+    )
     if output.requires_grad:
         weights = _weights(output) if weights is None else weights[: len(output)]
         (output * weights).sum().backward()
@@ -100,13 +102,13 @@ def run(module: nn.Module, forward: Forward, call: Call, weights: Tensor | None 
     return found
 
 
-def run_pieces(module: nn.Module, forward: Forward, pieces: Sequence[Call], whole: Run) -> Run:
+def run_pieces(module: nn.Module, forward: Forward, pieces: Sequence[Call], whole: ProbeRun) -> ProbeRun:
     """`forward` of each piece, joined: outputs and gradients of rows one after the other, summed over parameters."""
-    weights, runs = _weights(whole.output), list[Run]()
+    weights, runs = _weights(whole.output), list[ProbeRun]()
     for call in pieces:
         runs.append(run(module, forward, call, weights))
         weights = weights[len(runs[-1].output) :]
-    return Run(
+    return ProbeRun(
         torch.cat([each.output for each in runs]),
         {name: torch.stack([each.parameters[name] for each in runs]).sum(0) for name in runs[0].parameters},
         {source: torch.cat([each.inputs[source] for each in runs]) for source in runs[0].inputs},
@@ -131,7 +133,7 @@ def gradient_floor(gradients: Mapping[str, Tensor]) -> float:
     return 1e-2 * sum(float(gradient.norm()) ** 2 for gradient in gradients.values()) ** 0.5
 
 
-def first_difference(whole: Run, joined: Run) -> tuple[str, float] | None:
+def first_difference(whole: ProbeRun, joined: ProbeRun) -> tuple[str, float] | None:
     """What differs first, "" for the output or what the gradient is of, and by how much; None if nothing does."""
     off = distance(joined.output, whole.output, 1.0)
     if not off <= _OUTPUT_TOLERANCE:
@@ -144,7 +146,7 @@ def first_difference(whole: Run, joined: Run) -> tuple[str, float] | None:
     return None
 
 
-def _gradients(given: Run) -> dict[str, Tensor]:
+def _gradients(given: ProbeRun) -> dict[str, Tensor]:
     return given.parameters | {f"its input {source!r}": gradient for source, gradient in given.inputs.items()}
 
 
