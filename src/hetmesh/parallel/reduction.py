@@ -83,7 +83,7 @@ class Reduction:
         used.clear()
 
     def settle(self) -> None:
-        """Agree again: sum gradients that no rank had when ranks last agreed, and set to None those that no rank has now.
+        """Agree again: sum gradients that no rank had when ranks last agreed; set to None those that no rank has now.
         Call it after the sums, on all ranks of the mesh or none; the host waits."""
         if self._agreed_on is None:
             return

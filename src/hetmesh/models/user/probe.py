@@ -83,23 +83,25 @@ def run(module: nn.Module, forward: Forward, call: Call, weights: Tensor | None 
     """`forward` of one call.
 
     Args:
-        weights: of the outputs in the sum, of which the first `len(output)` are used; by default fixed numbers.
+        weights: of the outputs in the sum, of which the first `len(output)` are used; by default those of `_weights`.
     """
     batch, rows = call
     leaves = {source: given.detach().requires_grad_() for source, given in rows.items()}
     copies = {source: leaf.clone() for source, leaf in leaves.items()}
     module.zero_grad()
     output = forward(module, batch, copies)
-    found = ProbeRun(
-        output.detach(), wrote_inputs=any(not torch.equal(copies[source], leaves[source]) for source in leaves)
-    )
+    wrote = any(not torch.equal(copies[source], leaf) for source, leaf in leaves.items())
+    if not torch.is_grad_enabled():
+        return ProbeRun(output, wrote_inputs=wrote)
     if output.requires_grad:
         weights = _weights(output) if weights is None else weights[: len(output)]
         (output * weights).sum().backward()
-        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        found.parameters = {n: torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for n, p in trained}
-        found.inputs = {source: leaf.grad for source, leaf in leaves.items() if leaf.grad is not None}
-    return found
+    trained = {name: _gradient(p) for name, p in module.named_parameters() if p.requires_grad}
+    return ProbeRun(output.detach(), trained, {source: _gradient(leaf) for source, leaf in leaves.items()}, wrote)
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.to_dense()
 
 
 def run_pieces(module: nn.Module, forward: Forward, pieces: Sequence[Call], whole: ProbeRun) -> ProbeRun:
@@ -109,13 +111,14 @@ def run_pieces(module: nn.Module, forward: Forward, pieces: Sequence[Call], whol
         runs.append(run(module, forward, call, weights))
         weights = weights[len(runs[-1].output) :]
     return ProbeRun(
-        torch.cat([each.output for each in runs]),
-        {name: torch.stack([each.parameters[name] for each in runs]).sum(0) for name in runs[0].parameters},
-        {source: torch.cat([each.inputs[source] for each in runs]) for source in runs[0].inputs},
+        torch.cat([piece.output for piece in runs]),
+        {name: torch.stack([piece.parameters[name] for piece in runs]).sum(0) for name in runs[0].parameters},
+        {source: torch.cat([piece.inputs[source] for piece in runs]) for source in runs[0].inputs},
     )
 
 
 def _weights(output: Tensor) -> Tensor:
+    """Numbers that differ, and are the same in every run."""
     return torch.arange(output.numel()).cos().view_as(output).to(output.dtype)
 
 
