@@ -50,9 +50,9 @@ RUN_BY = {
         "# src/hetmesh/schedule/gpipe.py": ("tests/test_pages.py::test_a_schedule_policy_is_added",),
         "# counted.py": ("tests/test_pages.py::test_a_transport_is_added",),
     },
-    "src/hetmesh/models/own/README.md": {
-        "import torch": ("tests/models/test_own.py::test_the_example_equals_one_process_in_every_layout",),
-        "[modules.vision]": ("tests/models/test_own.py::test_the_example_equals_one_process_in_every_layout",),
+    "src/hetmesh/models/user/README.md": {
+        "import torch": ("tests/models/test_user.py::test_the_example_equals_one_process_in_every_layout",),
+        "[modules.vision]": ("tests/models/test_user.py::test_the_example_equals_one_process_in_every_layout",),
     },
     "src/hetmesh/testing/README.md": {
         "import torch\nfrom hypothesis": ("tests/testing/test_testing_readme.py::test_examples_run",),

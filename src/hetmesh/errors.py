@@ -57,12 +57,12 @@ class NonFiniteError(HetmeshError, ArithmeticError):
 
 
 class LossError(HetmeshError, ValueError):
-    """A loss of one's own is no sum over targets, or no differentiable number. The message says what it gave; return
-    the sum over `batch["targets"]`, which hetmesh divides once by the targets of the whole batch."""
+    """A user's loss is not a sum over targets, or not differentiable. The message says what it returned; return the sum
+    over `batch["targets"]`, which hetmesh divides once by the targets of the whole batch."""
 
 
 class GradientError(HetmeshError, RuntimeError):
-    """Gradients of a module of one's own are no sums over its lanes: something averages them, or nothing sums them. The
+    """Gradients of a user's module are not summed over its lanes: something averages them, or nothing sums them. The
     message names the module, and what to write."""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from hypothesis import strategies as st
 
 from support.recipe_draft import SINK, Draft, random_media, wire
-from support.recipe_own_graphs import directories, own_models
+from support.recipe_user_graphs import directories, user_models
 
 
 def siglip(draw: st.DrawFn, draft: Draft, name: str = "vision", *, channels: int = 1) -> None:
@@ -184,7 +184,7 @@ GRAPHS: Mapping[str, Callable[[st.DrawFn, Draft], None]] = {
     "two consumers": two_consumers,
     "qwen3_vl": qwen3_vl,
     "text alone": text_alone,
-    "own models": own_models,
+    "own models": user_models,
     "directories": directories,
 }
 """To add a graph, write one function and enter it here."""

@@ -22,8 +22,8 @@ from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.schedule.bubble_fill import INNER
 from support.recipe_draft import Draft, sometimes
 from support.recipe_graphs import GRAPHS
-from support.recipe_own_graphs import ITEMS, LAYERS, OWN, TILED
 from support.recipe_pieces import OF_LAYOUT, PIECES, POLICIES, another_layout
+from support.recipe_user_graphs import ITEMS, LAYERS, OWN, TILED
 
 
 @dataclass(frozen=True)

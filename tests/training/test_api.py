@@ -107,7 +107,7 @@ def broken(logits, batch):
         (
             lambda logits, batch: cross_entropy(logits, batch["targets"]),
             LossError,
-            r"loss .*: must be a sum over batch\['targets'\], but gives .* for \d+ targets, and",
+            r"loss .*: must be a sum over batch\['targets'\], but gives .* for \d+ of them, and",
         ),
         (
             lambda logits, batch: cross_entropy(logits, batch["targets"], reduction="none"),

@@ -12,8 +12,7 @@ import hetmesh
 from hetmesh import MeshSpec, Part, Pipeline
 from hetmesh.boundary import World
 from hetmesh.errors import BoundaryError, GradientError, GraphError, LossError, ReplicaError
-from hetmesh.training.loss import CheckedLoss
-from hetmesh.training.part_checks import CheckedSum
+from hetmesh.training.loss import CheckedLoss, CheckedSampleLoss
 
 SAMPLES, TARGETS = 16, 16 * 3
 MESHES = {
@@ -280,13 +279,13 @@ ONE = MeshSpec.make([0], dp_shard=1)
             {"a": Part(nn.Linear(8, 3), ONE)},
             [],
             {"loss": lambda o, b: o},
-            r"must return the sum over its samples, a sca",
+            r"must return a scalar tensor, the sum over its s",
         ),
         (
             {"a": Part(nn.Linear(8, 3), ONE)},
             [],
             {"loss": lambda o, b: (o + b["input"][:, :3]).square().mean()},
-            r"must be a sum over samples, but gives .* for 16 of them, .*; for a mean divide once, by divide_by",
+            r"must be a sum over its samples, but gives .* for 16 of them, .*; for a mean divide once, by divide_by",
         ),
         (
             {"a": Part(nn.Linear(8, 3), ONE)},
@@ -330,7 +329,7 @@ def test_batches_that_have_no_row_per_sample_are_refused(world, given, message):
         pipeline.step(lambda name, samples: given, 4)
 
 
-@pytest.mark.parametrize("checked", [CheckedSum, CheckedLoss])
+@pytest.mark.parametrize("checked", [CheckedSampleLoss, CheckedLoss])
 def test_a_sum_in_half_precision_is_no_mean(checked):
     given = torch.tensor([4.90625, 6.5625], dtype=torch.bfloat16)  # its sum is rounded by 0.3 %
     assert checked(lambda output, batch: output.sum())(given, {}) == 11.5

@@ -62,12 +62,12 @@ def checked(recipe: Recipe, files: bool = True) -> list[str]:
     from hetmesh.checkpoint.initial_check import check_initial_weights
     from hetmesh.errors import Refusals
     from hetmesh.records.dump_folder import resumable
-    from hetmesh.resolve.custom_plans import uncompared_plans
     from hetmesh.resolve.describe import check_first_batch, describe
     from hetmesh.resolve.held_out import held_out_source
     from hetmesh.resolve.media_files import check_media_files, in_order_of_training
     from hetmesh.resolve.refusals import check_run
     from hetmesh.resolve.summary import summary
+    from hetmesh.resolve.user_plans import uncompared_plans
 
     refusals, adapters, source, held_out = Refusals(), None, None, None
     notes: list[str] = []

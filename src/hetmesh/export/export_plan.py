@@ -15,7 +15,7 @@ from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.export.origins import Origin, Regrouped, as_stored
 from hetmesh.models import Adapter, check_weights, pretrained_of
-from hetmesh.models.own.adapters import OwnAdapter
+from hetmesh.models.user.adapters import UserAdapter
 from hetmesh.models.weights.build import build_on_meta
 from hetmesh.models.weights.load import own_tensors, stored_forms
 from hetmesh.models.weights.lora import ADAPTER
@@ -219,7 +219,7 @@ def _as_module(recipe: Recipe, name: str, part: _Part) -> Directory:
         found, known = check_weights(part.adapter, part.module, pretrained), stored_forms(part.adapter, pretrained)
         origins = {found[own]: origin for own, origin in part.names.items()}
         return Directory(name, as_stored(origins, {theirs: known[theirs] for theirs in origins}, pretrained))
-    if not isinstance(part.module, transformers.PreTrainedModel) or isinstance(part.adapter, OwnAdapter):
+    if not isinstance(part.module, transformers.PreTrainedModel) or isinstance(part.adapter, UserAdapter):
         return Directory(name, part.names)
     kind: Any = type(part.module)
     config: Any = part.module.config

@@ -19,10 +19,10 @@ from hetmesh.models.named.qwen3_vl_text import Qwen3VLTextAdapter
 from hetmesh.models.named.qwen3_vl_vision import Qwen3VLVisionAdapter
 from hetmesh.models.named.siglip import SiglipAdapter
 from hetmesh.models.named.whisper import WhisperAdapter
-from hetmesh.models.own.make import make_own
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.models.split.projector import HfProjectorAdapter
+from hetmesh.models.user.make import make_user_adapter
 from hetmesh.models.weights.pretrained import Pretrained
 
 MODELS: dict[str, Callable[[AdapterRequest], Adapter | None]] = {
@@ -128,7 +128,7 @@ def _make(model: str, request: AdapterRequest) -> Adapter | None:
     if model in MODELS:
         return MODELS[model](request)
     if ":" in model:
-        return make_own(model, request)
+        return make_user_adapter(model, request)
     near = difflib.get_close_matches(model, MODELS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise RecipeError(

@@ -9,15 +9,15 @@ from hetmesh.parallel.gradient_axes import ParameterAxes, gradient_axes
 from hetmesh.parallel.gradient_sums import sum_gradients
 from hetmesh.parallel.gradients import local_gradient, local_part
 from hetmesh.parallel.linear import Colwise, Rowwise
-from hetmesh.parallel.own_module import SumsApart, own_parallel_module, sums_apart
 from hetmesh.parallel.random_state import RandomPlace, entering, seed_by_place
 from hetmesh.parallel.reduction import Reduction, reduce_gradients
-from hetmesh.parallel.replicas import check_replicas
+from hetmesh.parallel.replicas import check_replica_gradients, check_replicas, union_over_ranks
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.tensor_parallel import (
     apply_tensor_parallel,
 )
 from hetmesh.parallel.tied import TiedParameter, sum_tied_parameters, tied_parameters
+from hetmesh.parallel.user_module import SharedSums, split_shared_sums, user_parallel_module
 from hetmesh.parallel.vocabulary import VocabularyShards
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
     "RandomPlace",
     "Reduction",
     "Rowwise",
-    "SumsApart",
+    "SharedSums",
     "TiedParameter",
     "VocabularyShards",
     "apply_activation_checkpoint",
@@ -37,18 +37,20 @@ __all__ = [
     "apply_fully_shard",
     "apply_sequence_parallel",
     "apply_tensor_parallel",
+    "check_replica_gradients",
     "check_replicas",
     "entering",
     "gradient_axes",
     "local_gradient",
     "local_part",
-    "own_parallel_module",
     "parallelize",
     "reduce_gradients",
     "seed_by_place",
+    "split_shared_sums",
     "sum_gradients",
     "sum_over_shards",
     "sum_tied_parameters",
-    "sums_apart",
     "tied_parameters",
+    "union_over_ranks",
+    "user_parallel_module",
 ]

@@ -1,4 +1,4 @@
-"""One module on its mesh: everything that is done to it, in its order."""
+"""One module on its mesh: everything that is done to it, in order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hetmesh.parallel.vocabulary import VocabularyShards, shard_vocabulary
 
 
 class ParallelAdapter(Protocol):
-    """What this room asks of an adapter (`hetmesh.models.Adapter` has more)."""
+    """The members of an adapter that are used here (`hetmesh.models.Adapter` has more)."""
 
     def layers(self) -> tuple[str, ...]:
         """FQNs of the module's layers in execution order."""
@@ -44,13 +44,13 @@ class ParallelAdapter(Protocol):
     def forward(
         self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> Tensor | Mapping[str, Tensor]:
-        """Run `module` on its own inputs and on rows by source module."""
+        """Run `module` on what it reads and on rows by source module."""
         ...
 
 
 class AdaptedModule(nn.Module):
-    """A ready-made module and how to call it, as one nn.Module: what wraps a whole module (FSDP's root, autocast) wraps
-    this one, so that it covers everything that the adapter does with the module's parts.
+    """A ready-made module and how to call it, as one nn.Module. What wraps a whole module (FSDP's root, autocast) wraps
+    this one, and so covers everything that the adapter does with the module's parts.
 
     Args:
         compute_dtype: of its computation and of the rows that it emits; incoming rows are brought to it.
@@ -77,7 +77,7 @@ class AdaptedModule(nn.Module):
             output = self.adapter.forward(self.module, batch, inputs)
         if isinstance(output, Tensor):
             return output.to(self.compute_dtype)
-        return {name: each.to(self.compute_dtype) for name, each in output.items()}
+        return {name: rows.to(self.compute_dtype) for name, rows in output.items()}
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class ParallelModule:
     used: Mapping[int, set[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.parameters_of(0)  # found before any forward, while FSDP has its shards in place
+        self.parameters_of(0)  # cached before any forward, while FSDP has its shards in place
 
     @property
     def adapted(self) -> AdaptedModule:
@@ -197,7 +197,7 @@ def parallelize(
         apply_compile(layers, options.compile_backend, device_mesh.device_type)
     views = [module] if runs is None else [view(module, adapter.layers(), run) for run in runs]
     autocast = device_mesh.device_type if casts else None
-    stages = tuple(AdaptedModule(adapter, each, compute_dtype, autocast) for each in views)
+    stages = tuple(AdaptedModule(adapter, part, compute_dtype, autocast) for part in views)
     used: dict[int, set[int]] = {}
     for i, stage in enumerate(stages if sharded else ()):
         held = set(stage.modules())

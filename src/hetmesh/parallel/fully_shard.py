@@ -3,7 +3,7 @@
 Every member enters every layer in every microbatch, with zero rows if it has none, so the gathers and reductions of
 all lanes match. Where data decide how often a module enters its layers, these are gathered together. Gradients
 are reduced in the backward of each microbatch and accumulate as shards: M microbatches send M times as much as one, and
-nobody ever holds a whole gradient.
+no rank ever holds a whole gradient.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def fully_shard_arguments(root: nn.Module, options: ModuleOptions, device_type: 
 
 
 def sum_over_shards(root: nn.Module) -> None:
-    """Have every `fully_shard` module inside `root` sum its gradients over the ranks of its mesh. By itself it takes
-    the mean; hetmesh normalises once, by what the whole batch counts."""
+    """Make every `fully_shard` module inside `root` sum its gradients over the ranks of its mesh. By default it takes
+    the mean; hetmesh normalises once, by the count of the whole batch."""
     for module in sharded_modules(root):
         # gloo and every sum need plain sums: a factor other than 1 would be a reduction that gloo does not have.
         module.set_force_sum_reduction_for_comms(True)
@@ -106,7 +106,7 @@ def fill_unused(root: nn.Module) -> set[int]:
     them, and FSDP reduces what has a gradient.
 
     Returns:
-        Ids of the parameters that any forward with a backward used. Who reads them clears them.
+        Ids of the parameters that any forward with a backward used. The reader clears them.
     """
     used = set[int]()
 
@@ -116,10 +116,10 @@ def fill_unused(root: nn.Module) -> set[int]:
         nodes = list(graph_nodes([output.grad_fn]))
         hidden = any(node.name() == REENTRANT for node in nodes)  # it does not show what it uses
         found = {id(getattr(node, "variable", None)) for node in nodes}
-        held = [each for _, group in fsdp_groups(root) for each in group.fsdp_params]
-        if len(output):  # no rows are of a blank item, and say nothing of what samples use
-            used.update(id(each.sharded_param) for each in held if hidden or id(each.unsharded_param) in found)
-        left = [p for p in (each.unsharded_param for each in held) if p.requires_grad and id(p) not in found]
+        held = [parameter for _, group in fsdp_groups(root) for parameter in group.fsdp_params]
+        if len(output):  # no rows come from a blank item, which does not show what samples use
+            used.update(id(p.sharded_param) for p in held if hidden or id(p.unsharded_param) in found)
+        left = [p for p in (p.unsharded_param for p in held) if p.requires_grad and id(p) not in found]
         output.register_hook(lambda _: make_missing(left))
 
     root.register_forward_hook(fill)
@@ -139,6 +139,6 @@ def _reshard_without_backward(root: nn.Module, _: Any, output: Tensor | Mapping[
     """After a forward that no backward follows (evaluation, a frozen module) the backward cannot free what was
     gathered; and whoever reads the parameters next must find shards."""
     outputs = [output] if isinstance(output, Tensor) else output.values()
-    if not any(each.requires_grad for each in outputs):
+    if not any(rows.requires_grad for rows in outputs):
         for module in sharded_modules(root):
             module.reshard()

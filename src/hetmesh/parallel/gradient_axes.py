@@ -62,10 +62,10 @@ def gradient_axes(
     out = {}
     for name, parameter in parameters.items():
         sharded = sharded_axes(parameter, spec)
-        own = ("ep",) if is_expert(parameter) else ()  # whose ranks send it all of its tokens
+        excluded = ("ep",) if is_expert(parameter) else ()  # its ranks send an expert all of its tokens
         axes = (*different_tokens, *(["tp"] if name in partial_over_tp else []))
-        summed = tuple(sorted((axis for axis in axes if axis not in own), key=SUM_ORDER.index))
-        in_backward = tuple(axis for axis in by_fsdp if axis not in own and parameter.ndim)  # FSDP leaves out scalars
+        summed = tuple(sorted((axis for axis in axes if axis not in excluded), key=SUM_ORDER.index))
+        in_backward = tuple(axis for axis in by_fsdp if axis not in excluded and parameter.ndim)  # FSDP skips scalars
         out[name] = ParameterAxes(summed, in_backward, sharded)
     return out
 

@@ -1,5 +1,5 @@
-"""Who sums a gradient: over the axes that `gradient_axes` gives, once per step. Sums, never means: the loss is a sum
-over targets, scaled once by 1 / (global targets)."""
+"""Sums of gradients over the axes that `gradient_axes` gives, once per step. Sums, never means: the loss is a sum over
+targets, scaled once by 1 / (global targets)."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def sum_gradients(parameters: Sequence[nn.Parameter], groups: Sequence[dist.Proc
 
 
 def have_gradients(here: Sequence[bool], sums: Sequence[tuple[dist.ProcessGroup, Sequence[int]]]) -> list[bool]:
-    """Which gradients any rank has that they are summed with. Collective, and the host waits for the answer.
+    """Which gradients exist on any of the ranks that they are summed over. Collective; the host waits for the answer.
 
     Args:
-        here: which this rank has.
+        here: which exist on this rank.
         sums: groups, one after another, and the places in `here` of what is summed over each.
     """
     sums = [(group, places) for group, places in sums if places and dist.get_world_size(group) > 1]
@@ -94,7 +94,7 @@ class _Bucket:
     """One message: the gradients of some parameters.
 
     Args:
-        device: where its group can send it from, which is not where gradients lie that are offloaded to the CPU.
+        device: from which its group can send it; gradients that are offloaded to the CPU lie elsewhere.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device | None) -> None:
@@ -118,8 +118,8 @@ def _split(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
     buckets: list[list[nn.Parameter]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:
-        own = local_part(parameter)
-        key, size = (own.dtype, own.device), own.numel() * own.element_size()
+        local = local_part(parameter)
+        key, size = (local.dtype, local.device), local.numel() * local.element_size()
         bucket, filled = filling.get(key, ([], 0))
         if not bucket or filled + size > BUCKET_BYTES:
             bucket, filled = [], 0

@@ -38,7 +38,7 @@ class RowwiseLinear(nn.Linear):
 
     group: dist.ProcessGroup
     leave: Callable[[Tensor], Tensor]  # each rank's summand -> the sum
-    sum_a_copy = False  # leave the product as it is, for whoever keeps it
+    sum_a_copy = False  # whether to keep the product unchanged (selective checkpointing saves it)
 
     def forward(self, input: Tensor) -> Tensor:
         summand = linear(input, local(self.weight))
@@ -125,6 +125,6 @@ def _shard(module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> None:
         chunks = full.chunk(mesh.size(), dim)
         rank = mesh.get_local_rank()
         # Cloned, or the chunk would keep the full tensor's memory. Ranks beyond the last chunk hold an empty one.
-        own = chunks[rank].clone() if rank < len(chunks) else full.narrow(dim, 0, 0).clone()
-        sharded = DTensor.from_local(own, mesh, [Shard(dim)], run_check=False, shape=full.shape, stride=full.stride())
+        chunk = chunks[rank].clone() if rank < len(chunks) else full.narrow(dim, 0, 0).clone()
+        sharded = DTensor.from_local(chunk, mesh, [Shard(dim)], run_check=False, shape=full.shape, stride=full.stride())
     module.register_parameter(name, nn.Parameter(sharded, requires_grad=full.requires_grad))

@@ -132,7 +132,7 @@ class Remembered:
 
 def draws(module: nn.Module) -> bool:
     """Whether a forward of `module` may draw random numbers: it has dropout, as a layer, as a number or in its config,
-    or a class of somebody's own, of which nothing is known."""
+    or a custom class, of which nothing is known."""
     return any(_may_draw(part) for part in module.modules())
 
 

@@ -1,4 +1,4 @@
-"""The REDUCE action: complete the gradients of one stage, once per step, without asking the device for anything."""
+"""The REDUCE action: complete the gradients of one stage, once per step, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Reduction:
     Call it once per step, after the stage's last backward, collectively over the mesh of the stage; it returns what
     waits for the sums and writes them into the gradients.
 
-    Which gradients there are on any rank is agreed in the first step, and taken for granted from then on: of what no
-    rank had a gradient, none is sent, and all others are sums, a missing one counting as zero. A rank that has other
-    gradients than it had then says so (`changed`); if any rank does, `settle` makes good what was taken for granted.
+    Which gradients exist on any rank is agreed in the first step, and assumed from then on: gradients that no rank had
+    are not sent, and all others are sums, in which a missing one counts as zero. A rank that has other gradients than
+    it had then sets `changed`; if any rank does, `settle` corrects what was assumed.
 
     Args:
         accelerator: of these gradients. Where it is asynchronous, sums have a stream of their own: what is packed there
             takes the memory of what was packed before, and neither the host nor later computation waits.
         stream: for them; several may share one.
-        always: ids of parameters that have a gradient in the end whatever happens here (tied to another stage).
+        always: ids of parameters that always have a gradient in the end (tied to another stage).
     """
 
     def __init__(
@@ -42,16 +42,18 @@ class Reduction:
     ) -> None:
         self.accelerator = Accelerator() if accelerator is None else accelerator
         self.stream = self.accelerator.stream() if stream is None else stream
-        own = parallel.parameters_of(stage)
+        named = parallel.parameters_of(stage)
         over = {
-            axis: [p for name, p in own.items() if axis in parallel.axes[name].after_backward] for axis in SUM_ORDER
+            axis: [p for name, p in named.items() if axis in parallel.axes[name].after_backward] for axis in SUM_ORDER
         }
         self.sums = [(parallel.device_mesh.get_group(axis), ps) for axis, ps in over.items() if ps]
-        self.few_first = len(self.sums) > 1 and len(self.sums[0][1]) < len(own)
+        self.few_first = len(self.sums) > 1 and len(self.sums[0][1]) < len(named)
         self.parameters = [*{id(p): p for _, parameters in self.sums for p in parameters if p.requires_grad}.values()]
         self.always = frozenset(always)
         self.used = parallel.used.get(stage)
-        self.filled = {name: p for name, p in own.items() if self.used is not None and parallel.axes[name].in_backward}
+        self.filled = {
+            name: p for name, p in named.items() if self.used is not None and parallel.axes[name].in_backward
+        }
         axes = [parallel.axes[name].summed for name in self.filled]
         self.agreeing = [
             (parallel.device_mesh.get_group(axis), [i for i, summed in enumerate(axes) if axis in summed])
@@ -65,15 +67,15 @@ class Reduction:
 
     def __call__(self) -> Callable[[], None]:
         if self.used is not None:
-            self._take_from_unused(self.used)
+            self._drop_unused(self.used)
         self._here = tuple(p.grad is not None or id(p) in self.always for p in self.parameters)
         if self._agreed_on is None:
             self._agree()
         self.changed = self._here != self._agreed_on
-        return self._start_aside() if self.accelerator.asynchronous else self._start()
+        return self._start_on_stream() if self.accelerator.asynchronous else self._start()
 
-    def _take_from_unused(self, used: set[int]) -> None:
-        """What FSDP summed of nothing but zeros for parameters that no rank used (`fill_unused`) is no gradient."""
+    def _drop_unused(self, used: set[int]) -> None:
+        """Set gradients to None that FSDP summed of zeros alone, for parameters that no rank used (`fill_unused`)."""
         here = [id(p) in used or id(p) in self.always for p in self.filled.values()]
         for parameter, has in zip(self.filled.values(), have_gradients(here, self.agreeing), strict=True):
             if not has:
@@ -81,9 +83,8 @@ class Reduction:
         used.clear()
 
     def settle(self) -> None:
-        """Agree anew, and give gradients to what no rank had one of when ranks last agreed, or take them from what no
-        rank has one of any more. After the sums, on all ranks of the mesh or none; the host waits.
-        """
+        """Agree again: sum gradients that no rank had when ranks last agreed; set to None those that no rank has now.
+        Call it after the sums, on all ranks of the mesh or none; the host waits."""
         if self._agreed_on is None:
             return
         before = self._anywhere
@@ -107,7 +108,7 @@ class Reduction:
 
     def _start(self) -> Callable[[], None]:
         sums = self._chosen(self._anywhere)
-        if self.few_first:  # done before all others follow
+        if self.few_first:  # finished before the others start
             group, few = sums.pop(0)
             start_sum(few, group)()
         if not sums:
@@ -122,7 +123,7 @@ class Reduction:
 
         return finish
 
-    def _start_aside(self) -> Callable[[], None]:
+    def _start_on_stream(self) -> Callable[[], None]:
         accelerator = self.accelerator
         for _, parameters in (sums := self._chosen(self._anywhere)):
             make_missing(parameters)  # here, where they will be freed

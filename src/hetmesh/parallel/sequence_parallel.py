@@ -45,7 +45,7 @@ def apply_sequence_parallel(module: nn.Module, tp_mesh: DeviceMesh, prefixes: Se
             parent.register_forward_pre_hook(_Gather(group, tokens), with_kwargs=True)
             for child in children:
                 if isinstance(child, ColwiseLinear):
-                    child.enter = _as_it_is  # the gather sums the gradient
+                    child.enter = _identity  # the gather sums the gradient
                 elif isinstance(child, RowwiseLinear):
                     child.leave = _Scatter(group)
         elif isinstance(parent, ExpertBlock):
@@ -62,19 +62,19 @@ class ShardedTokens(AllTokens):
     """The share of a lane's tokens that this rank of a group keeps.
 
     Attributes:
-        around: whether hooks of the module share tokens out and join them, so that its own forward need not.
+        by_hooks: whether hooks of the module split tokens and join them, so that its own forward need not.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.around = False
+        self.by_hooks = False
         self._shapes: dict[int, tuple[int, ...]] = {}  # by microbatch: a block may be computed again much later
 
     def split(self, flat: Tensor) -> Tensor:
         shares = self._shares(len(flat))
         return _Split.apply(flat, shares.size, self.group)
 
-    def share_out(self, whole: Tensor) -> Tensor:
+    def split_lane(self, whole: Tensor) -> Tensor:
         """`[..., features]` of all tokens -> this rank's, `[1, share, features]`."""
         self._shapes[current_microbatch()] = tuple(whole.shape[:-1])
         return self.split(whole.flatten(0, -2))[None]
@@ -86,7 +86,7 @@ class ShardedTokens(AllTokens):
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Of all tokens of the microbatch that is computed, where `share_out` has seen them."""
+        """The shape of all tokens of the microbatch that is computed, if `split_lane` has seen them."""
         return self._shapes.get(current_microbatch())
 
     def locate(self, batch: Mapping[str, Tensor], key: str) -> Tensor:
@@ -99,7 +99,7 @@ class ShardedTokens(AllTokens):
         return flat.new_zeros(1, 1, 1, 1)  # four dims count as finished; the gather puts it aside
 
     def spread(self, rows: Tensor, batch: Mapping[str, Tensor], key: str) -> Tensor:
-        """Rows for all positions `batch[key]`, of those in this rank's share: zeros stand for the others."""
+        """Rows for all positions `batch[key]`: those in this rank's share, and zeros for the others."""
         return rows.new_zeros(len(batch[key]), rows.shape[-1]).index_copy(0, batch[WHICH + key], rows)
 
     def select(self, flat: Tensor, batch: Mapping[str, Tensor], key: str) -> Tensor:
@@ -113,7 +113,7 @@ class ShardedTokens(AllTokens):
 
 class _Gather:
     """Before attention or MLP: `[1, share, features]` -> all tokens, `[B, S, features]` where B and S are known (from
-    the rotary embedding, which every rank has for all tokens, or because hooks shared them out), else
+    the rotary embedding, which every rank has for all tokens, or because hooks split them), else
     `[1, padded, features]`."""
 
     def __init__(self, group: dist.ProcessGroup, tokens: ShardedTokens) -> None:
@@ -127,7 +127,7 @@ class _Gather:
             batch, length = rotary[0].shape[:2]
             kwargs = {**kwargs, "attention_mask": None}  # right padding and causal attention need none
             whole = whole[: batch * length].view(batch, length, -1)
-        elif self.tokens.around and (shape := self.tokens.shape) is not None:
+        elif self.tokens.by_hooks and (shape := self.tokens.shape) is not None:
             whole = whole[: math.prod(shape)].view(*shape, -1)
         else:
             whole = whole[None]
@@ -153,8 +153,8 @@ class _Split(torch.autograd.Function):
         ctx.total, ctx.group = len(flat), group
         start = dist.get_rank(group) * size
         share = flat.new_zeros(size, *flat.shape[1:])
-        own = flat[start : start + size]
-        share[: len(own)] = own
+        kept = flat[start : start + size]
+        share[: len(kept)] = kept
         return share
 
     @staticmethod
@@ -213,7 +213,7 @@ def _reduce_scatter(flat: Tensor, size: int, group: dist.ProcessGroup) -> Tensor
     return share
 
 
-def _as_it_is(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 

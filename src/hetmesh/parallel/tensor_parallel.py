@@ -10,7 +10,7 @@
 
 Partial gradients must be summed over tp once per step; `hetmesh.parallel.reduce_gradients` does. All others are
 complete because every `colwise` layer sums the gradient of its input over tp, so that whatever comes before it gets a
-whole gradient. A torch ParallelStyle may stand in a plan for a style name; its gradients are then its own affair.
+whole gradient. A torch ParallelStyle may stand in a plan for a style name; it must then complete its gradients itself.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def matching(module: nn.Module, pattern: str) -> list[str]:
 
 
 def style_name(style: str | ParallelStyle) -> str | None:
-    """The name of a style: its own, or of the one that does what a plain `ColwiseParallel` or `RowwiseParallel` of
-    torch does; None for others."""
+    """The name of a style: the name itself, or that of the style that does what a plain `ColwiseParallel` or
+    `RowwiseParallel` of torch does; None for others."""
     if not isinstance(style, ParallelStyle):
         return style
     layouts = type(style), getattr(style, "input_layouts", None), getattr(style, "output_layouts", None)
@@ -89,7 +89,7 @@ def style_name(style: str | ParallelStyle) -> str | None:
         "colwise_gather_output": (ColwiseParallel, replicated, replicated),
         "rowwise": (RowwiseParallel, last, replicated),
     }
-    found = [name for name, each in plain.items() if each == layouts]
+    found = [name for name, known in plain.items() if known == layouts]
     return found[0] if found and getattr(style, "use_local_output", False) else None
 
 

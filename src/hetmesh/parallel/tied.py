@@ -35,25 +35,25 @@ class TiedParameter:
 
 
 def tied_parameters(
-    spec: ModuleSpec, own: Sequence[Stage], parallel: ParallelModule, groups: Mapping[int, dist.ProcessGroup]
+    spec: ModuleSpec, stages: Sequence[Stage], parallel: ParallelModule, groups: Mapping[int, dist.ProcessGroup]
 ) -> list[TiedParameter]:
     """The tied parameters of this rank, by name; none where both stages live on it.
 
     Args:
-        own: the stages of the module that this rank holds.
+        stages: those of the module that this rank holds.
         groups: per rank of the first and last stage, the pair's group.
     """
     rank = dist.get_rank()
     if rank not in groups:
         return []
-    kept = {layer for stage in own for layer in spec.stage_layers(stage.index)}
-    last = own[-1].index == spec.num_stages - 1
+    kept = {layer for stage in stages for layer in spec.stage_layers(stage.index)}
+    last = stages[-1].index == spec.num_stages - 1
     shared = []
     for name, parameter in parallel.module.named_parameters():
         layer = next((layer for layer in spec.layers if name.startswith(f"{layer}.")), None)
-        if last and layer is not None and layer not in kept:  # it came along with a layer that is ours
+        if last and layer is not None and layer not in kept:  # a layer that this rank keeps brought it along
             shared.append((name, parameter, False))
-        elif own[0].index == 0 and name in parallel.tied:
+        elif stages[0].index == 0 and name in parallel.tied:
             shared.append((name, parameter, True))
     return [
         TiedParameter(f"{spec.name}.{name}", p, groups[rank], first) for name, p, first in shared if p.requires_grad
@@ -63,8 +63,8 @@ def tied_parameters(
 def sum_tied_parameters(copies: Sequence[TiedParameter], world: World) -> None:
     """Give both copies the sum of their gradients. Called when the gradients are summed over lanes."""
     for copy in sorted(copies, key=lambda copy: copy.name):
-        own = local_gradient(copy.parameter)
-        total = torch.zeros_like(local_part(copy.parameter)) if own is None else own.clone()
+        gradient = local_gradient(copy.parameter)
+        total = torch.zeros_like(local_part(copy.parameter)) if gradient is None else gradient.clone()
         with world.waiting(f"gradient of {copy.name}, which two pipeline stages hold"):
             dist.all_reduce(total, group=copy.group)
         set_local_gradient(copy.parameter, total)

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from hetmesh.context.token_owners import TokenShares
 
 SHARE, WHICH = "share.", "share_index."
-"""How keys of a batch begin that `positions_in_share` adds, before that of the positions."""
+"""Prefixes of the keys that `positions_in_share` adds to a batch, before the key of the positions."""
 
 
 def positions_in_share(batch: Mapping[str, Tensor], part: int, parts: int) -> dict[str, Tensor]:
     """Where the positions of a batch lie in the share that one of `parts` ranks keeps of its tokens. Worked out on the
-    host, where a batch is collated: on a device nobody could say how many they are without waiting for it.
+    host, where a batch is collated: on a device their number would not be known without waiting for it.
 
     Args:
         batch: of `collate_tokens` or `pack_tokens`.
@@ -34,15 +34,15 @@ def positions_in_share(batch: Mapping[str, Tensor], part: int, parts: int) -> di
 
 
 class AllTokens:
-    """A rank that keeps all tokens of its lane. `hetmesh.parallel` puts another one where it does not, as the attribute
-    `hetmesh_tokens` of the module (models have names of their own); adapters find it with `tokens_of`."""
+    """A rank that keeps all tokens of its lane. Where it does not, `hetmesh.parallel` sets another one as the attribute
+    `hetmesh_tokens` of the module; adapters get it from `tokens_of`."""
 
     def split(self, flat: Tensor) -> Tensor:
         """`[B * S, features]` of all tokens -> those that this rank keeps, `[kept, features]`."""
         return flat
 
     def locate(self, batch: Mapping[str, Tensor], key: str) -> Tensor:
-        """Of the positions `batch[key]` among all flat tokens those that this rank keeps, as positions in its share."""
+        """Those of the positions `batch[key]` among all flat tokens that this rank keeps, as positions in its share."""
         return batch[key]
 
     def as_input(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -61,5 +61,5 @@ class AllTokens:
 
 
 def tokens_of(module: nn.Module) -> AllTokens:
-    """Which tokens this rank keeps of those that `module` works on."""
+    """The tokens of `module` that this rank keeps."""
     return getattr(module, "hetmesh_tokens", None) or AllTokens()

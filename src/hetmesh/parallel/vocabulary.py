@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from hetmesh.parallel.linear import ColwiseLinear
 
 CHUNK = 1 << 24
-"""Logits that are raised to fp32 at a time, 64 MB: enough for a kernel, and little beside all else."""
+"""Logits that are raised to fp32 at a time, 64 MB: enough for a kernel, and little compared with the rest."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class VocabularyShards:
 
         Args:
             logits: this rank's share, `[targets, width]`.
-            without: tokens that are not asked for.
+            without: tokens to leave out.
         """
         start, (count, width) = self.start, logits.shape
         if not count:
@@ -66,12 +66,12 @@ class VocabularyShards:
         best = logits.new_full((count,), -torch.inf, dtype=_raised(logits.dtype))
         token = torch.zeros(count, dtype=torch.int64, device=logits.device)
         if width:
-            own = [t - start for t in sorted(without) if start <= t < start + width]
-            if own:
-                logits = logits.index_fill(-1, torch.tensor(own, device=logits.device), -torch.inf)
+            excluded = [t - start for t in sorted(without) if start <= t < start + width]
+            if excluded:
+                logits = logits.index_fill(-1, torch.tensor(excluded, device=logits.device), -torch.inf)
             place = logits.argmax(-1)
             best, token = logits.gather(-1, place[:, None])[:, 0].to(best.dtype), place + start
-        bests, tokens = (each.new_empty(len(self.widths), count) for each in (best, token))
+        bests, tokens = (of_rank.new_empty(len(self.widths), count) for of_rank in (best, token))
         dist.all_gather(list(bests.unbind()), best, group=self.group)
         dist.all_gather(list(tokens.unbind()), token, group=self.group)
         return tokens.gather(0, bests.argmax(0)[None])[0]
@@ -93,12 +93,12 @@ def shard_vocabulary(module: nn.Module, head: str) -> VocabularyShards | None:
     summed = [part for part in parts if split and part.out_features == split[0].out_features]
     if len(widths) != 1 or len(summed) != len(split):
         return None
-    (each,) = widths
-    if each is None:
+    (width,) = widths
+    if width is None:
         return None
     for part in split:
         part.widths = None
-    return VocabularyShards(split[0].group, each)
+    return VocabularyShards(split[0].group, width)
 
 
 class _SumCrossEntropy(torch.autograd.Function):

@@ -18,9 +18,9 @@ from hetmesh.recipe.module_options import packs
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.balance_options import check_balance, recipe_balance
 from hetmesh.resolve.build_graph import build_graph
-from hetmesh.resolve.custom_plans import uncompared_plans
 from hetmesh.resolve.refusals import check_recipe
 from hetmesh.resolve.schedules import check_schedule
+from hetmesh.resolve.user_plans import uncompared_plans
 
 
 def describe(recipe: Recipe, made: Source | None = None) -> tuple[Source, dict[str, Adapter], ModuleGraph]:

@@ -11,7 +11,7 @@ from hetmesh.cost import ModuleShape, Rates, Work, module_times
 from hetmesh.errors import RecipeError
 from hetmesh.graph import Activation
 from hetmesh.models.adapter import Adapter
-from hetmesh.models.own.adapters import OwnAdapter
+from hetmesh.models.user.adapters import UserAdapter
 from hetmesh.planner.default_splits import default_splits
 from hetmesh.recipe.module_options import layout_table, module_options
 from hetmesh.resolve.module_shapes import module_shape_of
@@ -50,7 +50,7 @@ def module_splits(recipe: Recipe, name: str, adapters: Mapping[str, Adapter]) ->
         return Splits()
     given = table.module_fqns_per_model_part
     cut = pp > 1 or given is not None or table.pipeline_parallel_layers_per_stage is not None
-    whole = isinstance(adapter, OwnAdapter) and module_options(recipe, name).sequence_parallel
+    whole = isinstance(adapter, UserAdapter) and module_options(recipe, name).sequence_parallel
     if not cut and (adapter.abilities.activation is None or not is_sliced(recipe, name) or whole):
         return Splits()
     if whole:

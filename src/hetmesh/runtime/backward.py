@@ -24,8 +24,8 @@ _CAST = "ToCopyBackward0"  # autograd's name of what autocast makes of a paramet
 class SplitBackward:
     """A backward in two parts: `input_part` now, `weight_part` whenever there is time.
 
-    The weights' part is linear in what the inputs' part passes through each layer; torch keeps those intermediate
-    gradients between the parts (`torch.distributed.pipelining`).
+    The weight part needs the gradients that the input part passes through each layer; torch keeps them between the
+    parts (`torch.distributed.pipelining`).
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -37,21 +37,21 @@ class SplitBackward:
     ) -> None:
         """Add the gradients of `leaves` to their `.grad`.
 
-        Where a parameter is used twice, in two layers or by a layer that is called twice, torch cannot part the two,
-        nor a backward within the backward (a reentrant checkpoint): then all of the backward happens here, and
-        `weight_part` has nothing left to do. So it is where an output depends on none of `leaves`, as of an LLM that
-        does not read the rows of a microbatch without media: torch finds weights on the way from these alone.
+        torch cannot split the uses of a parameter that is used twice (in two layers, or by a layer that is called
+        twice), nor a backward within the backward (a reentrant checkpoint): then the whole backward happens here, and
+        `weight_part` has nothing left to do. The same if an output depends on none of `leaves`, as that of an LLM does
+        not depend on the rows of a microbatch without media: torch finds weights only on the way from leaves.
         """
         if uses_twice(outputs, self.parameters) or not all(_depends(out, leaves) for out in outputs):
             backward(outputs, gradients)
             self.parameters = []
             return
         given = [gradient for gradient in gradients if gradient is not None] or None  # none for a loss
-        # torch detaches outputs in place, to free what only the inputs' part needed: a view cannot be
+        # torch detaches outputs in place, to free what only the input part needed; views cannot be detached in place
         whole = [out.clone() if out._is_view() else out for out in outputs]
         input_part, _ = split_backward()
         _, self.groups = input_part(whole, given, list(leaves), iter(self.parameters))
-        _own_gradients(leaves)
+        _materialise_gradients(leaves)
 
     def weight_part(self) -> None:
         """Add the gradients of the parameters to their `.grad`."""
@@ -59,19 +59,19 @@ class SplitBackward:
             return
         _, weight_part = split_backward()
         weight_part(iter(self.parameters), self.groups)
-        _own_gradients(self.parameters)
+        _materialise_gradients(self.parameters)
         self.groups = []
 
 
-def _own_gradients(tensors: Sequence[Tensor]) -> None:
-    """Copy gradients that are expanded views, which nothing can be added to; torch does, but not in parts."""
+def _materialise_gradients(tensors: Sequence[Tensor]) -> None:
+    """Copy gradients that are expanded views, to which nothing can be added; torch does so only in a whole backward."""
     for tensor in tensors:
         if tensor.grad is not None and 0 in tensor.grad.stride():
             tensor.grad = tensor.grad.contiguous()
 
 
 def _depends(output: Tensor, leaves: Sequence[Tensor]) -> bool:
-    """Whether the autograd graph of `output` reaches one of `leaves`, or there is none."""
+    """Whether `output` has no autograd graph, or one that reaches one of `leaves`."""
     wanted = set(map(id, leaves))
     waiting: list[Any] = [] if output.grad_fn is None else [output.grad_fn]
     seen = set(waiting)
@@ -87,7 +87,7 @@ def _depends(output: Tensor, leaves: Sequence[Tensor]) -> bool:
 
 def uses_twice(outputs: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> bool:
     """Whether the autograd graph of `outputs` reaches one of `parameters`, or its cast, along several edges: autocast
-    casts a parameter once, however often it is used. What is computed again reentrantly may."""
+    casts a parameter once, however often it is used. A reentrant checkpoint may use any of them, so it counts."""
     waiting: list[Any] = [out.grad_fn for out in outputs if out.grad_fn is not None]
     wanted, reached, seen = set(map(id, parameters)), set(), set(waiting)
     while waiting:

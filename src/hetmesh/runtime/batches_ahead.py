@@ -1,4 +1,4 @@
-"""What the stages of a rank read themselves, on their device one microbatch before it is needed."""
+"""Batches that the stages of a rank read, on the device one microbatch before they are needed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Forward = tuple[Stage, int]
 
 
 class BatchesAhead:
-    """Batches in the order of the forwards that read them. On an asynchronous accelerator the next one is loaded and
-    copied, from pinned memory and on a stream of its own, while the device still computes the one before; elsewhere
-    each is loaded when it is asked for.
+    """Batches in the order of the forwards that read them. On an asynchronous accelerator the next batch is loaded and
+    copied, from pinned memory and on a separate stream, while the device still computes the one before; elsewhere a
+    batch is loaded when it is needed.
 
     Args:
         load: called once per forward.
@@ -39,10 +39,10 @@ class BatchesAhead:
         self._stream = stream
 
     def take(self, stage: Stage, microbatch: int) -> dict[str, Any]:
-        """The batch of a forward, on the device; what else than tensors it holds as it is.
+        """The batch of a forward, its tensors on the device.
 
         Raises:
-            Exception: whatever loading it has raised, here and not in the action before.
+            Exception: whatever loading it has raised, in the action that needs it and not in the one before.
         """
         forward = (stage, microbatch)
         if not self.accelerator.asynchronous:
@@ -56,7 +56,7 @@ class BatchesAhead:
         return copied.taken(self.accelerator)
 
     def prepare(self) -> None:
-        """Begin with the next batch. Call it when what reads the one before has been queued."""
+        """Start loading the next batch. Call it when what reads the one before has been queued."""
         if self._waiting and not self._copied:
             forward = self._waiting.popleft()
             try:

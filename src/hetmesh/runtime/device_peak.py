@@ -1,4 +1,4 @@
-"""What a device is and can do at most: its name, FLOP/s, and the memory that it has had in use."""
+"""A device: its name, its peak FLOP/s, and the most memory that was in use on it."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def peak_memory(device: torch.device) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """What a CUDA device reports to be, else its type."""
+    """The name of a CUDA device, else the device type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def find_peak(recipe: Recipe, world: World, dtype: torch.dtype) -> PeakFlops:
-    """The peak of `[metrics] machine`, else of what the CUDA device reports to be, else measured on the CPU."""
+    """The peak of `[metrics] machine`, else of the machine with the CUDA device's name, else measured on the CPU."""
     device, name, kind = world.device, recipe.metrics.machine, str(dtype).removeprefix("torch.")
     reported = device_name(device) if device.type == "cuda" else None
     machine = load_machine(name) if name else find_machine(reported) if reported else load_machine("cpu")

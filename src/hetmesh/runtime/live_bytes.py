@@ -27,7 +27,7 @@ class SpanBytes:
 
     Attributes:
         label: what the span was called; in a step, an Action.
-        before, after: bytes at its begin and end.
+        before, after: bytes at its beginning and end.
         peak: the most in between.
     """
 
@@ -38,10 +38,10 @@ class SpanBytes:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts, while it is entered, the bytes of storages that operations of this thread make and of those given.
+    """While it is entered, counts the bytes of storages that operations of this thread make, and of given tensors.
 
-    A storage counts once, however many views it has, from the operation that makes it until nobody holds it. One that
-    is resized, as FSDP does with what it gathers, counts with its present size. Memory that
+    A storage counts once, however many views it has, from the operation that makes it until it is freed. One that
+    is resized, as FSDP does with what it gathers, counts with its current size. Memory that
     torch has not allocated (a mapped file, an array, what ranks of one host share to pass messages) is not counted.
 
     Args:
@@ -50,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         live: bytes alive now.
-        peak: the most of `live` since the begin, or since `restart`.
+        peak: the most that `live` has been, since `restart` if that was called.
         spans: what `span` measured, in order.
     """
 
@@ -71,7 +71,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def span(self, label: object) -> Iterator[None]:
-        """Note what is alive during the body."""
+        """Record what is alive during the body."""
         before, most = self.live, self.peak
         self.peak = before
         try:

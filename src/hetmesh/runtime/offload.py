@@ -1,4 +1,4 @@
-"""What a backward needs of a forward, kept in the host's memory in between: activations, and no weights."""
+"""Activations in the host's memory between a forward and its backward; weights stay where they are."""
 
 from __future__ import annotations
 

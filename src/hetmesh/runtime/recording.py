@@ -16,7 +16,7 @@ sums begin, and when they are waited for."""
 
 class ActionClock:
     """Times the actions of one step: on the CPU as the host runs them, on an asynchronous accelerator as the device
-    does, whatever the host is at by then. The host waits for the device before the first and behind the last."""
+    does. The host waits for the device before the first action and after the last."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator

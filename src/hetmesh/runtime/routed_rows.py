@@ -1,4 +1,4 @@
-"""Rows of a microbatch, parted among the microbatches that they go to and put together from those they come from."""
+"""Rows of a microbatch, split by the microbatches that they go to and joined from those that they come from."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from hetmesh.runtime.step_transfers import StepTransfers
 
 
 class RoutedRows:
-    """What one rank does with rows before they are sent and after they came, forward and backward alike: the rows of a
-    microbatch, in the order in which its module has them, are dealt out to the routes of an edge, and put back into
-    that order. Where an edge joins the same number on both sides there is nothing to do."""
+    """What one rank does with rows before they are sent and after they arrived, forward and backward alike: the rows of
+    a microbatch, in the order of its module, are divided among the routes of an edge, and put back into that order. An
+    edge between microbatches of the same number has nothing to do."""
 
     def __init__(self, transfers: StepTransfers) -> None:
         self.transfers, self.routes, self.rank = transfers, transfers.schedule.routes, transfers.rank
-        self._came: dict[tuple[Edge, Side, int], dict[int, Tensor]] = {}
+        self._arrived: dict[tuple[Edge, Side, int], dict[int, Tensor]] = {}
 
-    def part(self, route: Route, rows: Tensor, side: Side) -> Tensor:
+    def split(self, route: Route, rows: Tensor, side: Side) -> Tensor:
         """Those of `rows` that travel along a forward route, or their gradients back.
 
         Args:
-            rows: all of the microbatch on `side`, where they are sent from.
+            rows: all rows of the microbatch on `side`, where they are sent from.
 
         Raises:
-            BoundaryError: they are not as many as promised.
+            BoundaryError: there are more or fewer rows than planned.
         """
         if self.routes.same_numbers(route.edge):
             return rows
@@ -44,27 +44,27 @@ class RoutedRows:
             start += n
         return pieces[0] if len(pieces) == 1 else torch.cat([rows[:0], *pieces])
 
-    def joined(self, route: Route, rows: Tensor, side: Side) -> Tensor | None:
-        """All rows of the microbatch on `side`, where `rows` came along a forward route, or their gradients back; None
-        while others have yet to come."""
+    def join(self, route: Route, rows: Tensor, side: Side) -> Tensor | None:
+        """All rows of the microbatch on `side`, now that `rows` arrived along a forward route, or their gradients back;
+        None until the rows of all routes have arrived."""
         edge = route.edge
         if self.routes.same_numbers(edge):
             return rows
         m, other = _microbatches(route, side)
-        came = self._came.setdefault((edge, side, m), {})
-        came[other] = rows
-        wanted = self.routes.into((edge,), m) if side == "destination" else self.routes.out_of((edge,), m)
-        if len(came) < sum(1 for _ in wanted):
+        arrived = self._arrived.setdefault((edge, side, m), {})
+        arrived[other] = rows
+        routes = self.routes.into((edge,), m) if side == "destination" else self.routes.out_of((edge,), m)
+        if len(arrived) < sum(1 for _ in routes):
             return None
-        del self._came[edge, side, m]
-        pieces, start = [], dict.fromkeys(came, 0)
+        del self._arrived[edge, side, m]
+        pieces, start = [], dict.fromkeys(arrived, 0)
         for to, n in self.transfers.runs(edge, side, m):
             if n:
-                pieces.append(came[to][start[to] : start[to] + n])
+                pieces.append(arrived[to][start[to] : start[to] + n])
                 start[to] += n
         return pieces[0] if len(pieces) == 1 else torch.cat([rows[:0], *pieces])
 
 
 def _microbatches(route: Route, side: Side) -> tuple[int, int]:
-    """Of `side`, and of the other."""
+    """The microbatch on `side`, and on the other side."""
     return (route.source, route.destination) if side == "source" else (route.destination, route.source)

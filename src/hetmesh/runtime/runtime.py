@@ -48,8 +48,8 @@ class Runtime:
 
     Attributes:
         places: per stage of this rank, where it draws random numbers.
-        device_module: whose generator is seeded beside the CPU's; None where the device is the CPU.
-        copying, beside: streams for batches and for slices in gaps; None where there are none.
+        device_module: whose generator is seeded as well as the CPU's; None where the device is the CPU.
+        copying, beside: streams for batches and for slices in gaps; None where the device has no streams.
         recording: set it to a list to have the actions of the next steps recorded.
         live_bytes: set it to a `LiveBytes` that is entered to have a span of it for each action of the next steps.
     """
@@ -99,10 +99,10 @@ class Runtime:
 
         Args:
             step: its number; what is random differs from step to step, and is the same if a step is run again.
-            transfers: of this step and rank, where they were prepared; None: they are worked out on the way.
+            transfers: of this step and rank, if they were prepared; None: they are worked out on the way.
             settled: whether gradients are final when this returns, for which the host waits for the device. False: the
-                caller sums `changed` over all ranks, together with numbers of its own, and calls `settle` on all ranks
-                if that is not 0.
+                caller sums `changed` over all ranks, along with other numbers, and calls `settle` on all ranks if the
+                sum is not 0.
 
         Returns:
             The summed loss of this rank's lane over all microbatches, detached, float64, 0-d, on the device; 0 on ranks
@@ -142,13 +142,13 @@ class Runtime:
 
     @property
     def changed(self) -> float:
-        """In how many stages of this rank other parameters had a gradient in this step than when ranks last agreed on
-        which ones have: where this is above 0 on any rank, gradients are final only after `settle`."""
+        """The number of this rank's stages in which other parameters had a gradient in this step than when ranks last
+        agreed which ones have one. If it is above 0 on any rank, gradients are final only after `settle`."""
         return float(sum(reduction.changed for reduction in self.reductions))
 
     def settle(self) -> None:
-        """Make gradients what they are where ranks have others than in the steps before: sums, None where no rank has
-        one. Collective over all ranks, behind a training step; the host waits."""
+        """Complete gradients where other parameters have one than in the steps before: make them sums, or None where no
+        rank has one. Collective over all ranks, after a training step; the host waits."""
         with self.world.waiting("which parameters have a gradient"):
             for reduction in self.reductions:
                 reduction.settle()

@@ -1,5 +1,5 @@
-"""On which stream a rank runs which stage: slices in the gaps of other stages have one beside theirs, so that the
-device fills a gap whenever it comes, and not where the schedule expects it."""
+"""Which stream a rank runs each stage on: slices that fill gaps of other stages have a stream of their own, so that the
+device fills a gap whenever it occurs, not only where the schedule expects it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetmesh.schedule import Action, Kind, Schedule
 
 
 class StageStreams:
-    """The streams of one rank in one step. What the current stream holds when this is made comes before all else.
+    """The streams of one rank in one step. What is queued on the current stream when this is made runs first.
 
     A transfer starts on the stream of its source, and arrives on that of its destination, where this rank has both;
     what passes between two streams waits for an event, and keeps its memory until the second has read it.
@@ -46,7 +46,7 @@ class StageStreams:
             self.accelerator.used_by(rows, self._stream(route.edge.destination))
 
     def sent(self, route: Route) -> None:
-        """They have started."""
+        """The rows of `route` have started."""
         if self._crosses(route.edge):
             self._sent[route] = self._reached()
 
@@ -61,14 +61,14 @@ class StageStreams:
             self.accelerator.used_by(rows, self._stream(route.edge.destination))
 
     def join(self) -> None:
-        """What is queued from here on comes behind everything on both."""
+        """What is queued from here on runs after everything on both streams."""
         if self._side is not None and self._own is not None:
             with self.accelerator.on(self._side):
                 over = self._reached()
             self._own.wait_event(over)
 
     def _end(self, edge: Edge, kind: Kind) -> Stage:
-        """Of an edge, the stage that this rank has; at a SEND the source, if it has both."""
+        """The end of an edge that this rank holds; for a SEND the source, if it holds both."""
         here = edge.source in self._held and (kind is Kind.SEND or edge.destination not in self._held)
         return edge.source if here else edge.destination
 

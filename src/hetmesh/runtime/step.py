@@ -74,7 +74,7 @@ class StepRunner:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.world.device)
 
     def execute(self, action: Action) -> None:
-        """Do one action in which this rank takes part; all but REDUCE."""
+        """Run one action in which this rank takes part, of any kind but REDUCE."""
         target, m = action.target, action.microbatch
         if isinstance(target, Edge):
             (self._send if action.kind is Kind.SEND else self._receive)(action.route)
@@ -93,7 +93,7 @@ class StepRunner:
         inputs = {PREVIOUS if e.internal else e.key: self._input(e, m) for e in stages.inputs(stage)}
 
         def compute() -> Outputs:
-            # Where no gradient is needed nothing is kept for a backward: a frozen encoder holds no activations.
+            # Without a gradient nothing is kept for a backward: a frozen encoder holds no activations.
             with torch.set_grad_enabled(schedule.training and stage in stages.backward_stages), self._kept(stage):
                 return self._run(stage, m, batch, inputs)
 
@@ -170,7 +170,7 @@ class StepRunner:
             return
         kept = self.schedule.training and edge.source in stages.backward_stages
         if not kept and all(r in self.sent for r in self.schedule.routes.out_of(stages.outputs(edge.source), m)):
-            del self.outputs[edge.source, m]  # nothing will come back for it
+            del self.outputs[edge.source, m]  # no gradient will come back for it
 
     def _receive(self, route: Route) -> None:
         self.streams.receive(route)
@@ -181,10 +181,10 @@ class StepRunner:
         edge, _, m = route
         forward = edge in self.forward_edges
         if not forward and (sent := self.exchanges.pop(route.reversed, None)) is not None:
-            sent.finish()  # a gradient has come back: what it is of has arrived
-        rows = self.rows.joined(route if forward else route.reversed, received, "destination" if forward else "source")
+            sent.finish()  # its gradient has come back, so it has arrived
+        rows = self.rows.join(route if forward else route.reversed, received, "destination" if forward else "source")
         if rows is None:
-            return  # others have yet to come
+            return  # other rows have yet to arrive
         if forward:
             self._keep(edge, m, rows)
             return
@@ -202,7 +202,7 @@ class StepRunner:
             local = None
             if edge.source in runtime.modules:
                 whole = self._output(along) if forward else self._leaf_gradient(along)
-                local = self.rows.part(along, whole, "source" if forward else "destination")
+                local = self.rows.split(along, whole, "source" if forward else "destination")
                 self.streams.sending(route, local)
             exchange = Exchange(
                 runtime.world,
@@ -228,9 +228,9 @@ class StepRunner:
         return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
     def _forget(self) -> None:
-        """Let go of transfers that are over, oldest first, so that their buffers do not pile up.
+        """Release finished transfers, oldest first, so that their buffers do not pile up.
 
-        Not all of them are looked at each time: gloo calls a message over only after somebody has waited for it.
+        Not all of them are checked each time: gloo reports a message as finished only after a wait for it.
         """
         while self.over and ((first := self.exchanges.get(self.over[0])) is None or first.completed()):
             self.exchanges.pop(self.over.popleft(), None)
@@ -249,11 +249,11 @@ def forwards(actions: Iterable[Action]) -> Iterator[tuple[Stage, int]]:
 
 
 def transfer_label(route: Route, forward: bool) -> Label:
-    """How logs and errors call what travels along a forward route, or its gradient."""
+    """The name, in logs and errors, of what travels along a forward route, or of its gradient."""
     to = None if route.source == route.destination else route.destination
     return Label(edge_name(route.edge), route.source, "forward" if forward else "backward", to)
 
 
 def edge_name(edge: Edge) -> str:
-    """How logs and errors call a forward edge: as its boundary, or `llm.0->llm.1` inside a module."""
+    """The name of a forward edge in logs and errors: its boundary, or `llm.0->llm.1` inside a module."""
     return str(edge) if edge.internal else f"{edge.key}->{edge.destination.module}"

@@ -24,8 +24,8 @@ from hetmesh.data.loader import DrawnSample, Loader
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import output_key
 from hetmesh.models import Adapter, lora_plan
-from hetmesh.models.own.adapters import OwnSink
 from hetmesh.models.split.llm_half import HfLlmAdapter
+from hetmesh.models.user.adapters import UserSink
 from hetmesh.parallel import RandomPlace, entering, local_gradient, seed_by_place
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.describe import describe, make_prepare
@@ -102,7 +102,7 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
             batch = adapters[name].collate(samples, metas, placeholders=source.placeholders, pad_id=source.pad_id)
             kind = recipe.modules[name].attention_mask
             sees: AbstractContextManager[None] = nullcontext()
-            if kind != "causal" and isinstance(adapters[name], OwnSink):
+            if kind != "causal" and isinstance(adapters[name], UserSink):
                 own: Any = DenseAttention(dense_mask(kind, metas, batch["input_ids"].shape[1]))
                 batch["attention"] = own
             elif kind != "causal":

@@ -36,11 +36,11 @@ from hetmesh.parallel import (
 from hetmesh.parallel.root import Root
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.balance_options import recipe_balance
-from hetmesh.resolve.custom_plans import uncompared_plans
 from hetmesh.resolve.describe import describe, make_loader
 from hetmesh.resolve.module_shapes import module_shape_of
 from hetmesh.resolve.modules import deferred_module, fill_module
 from hetmesh.resolve.schedules import StepSchedules
+from hetmesh.resolve.user_plans import uncompared_plans
 from hetmesh.runtime import Reducer, Runtime
 from hetmesh.schedule import Schedule
 from hetmesh.training.expert_placement import ExpertPlacement

@@ -36,54 +36,68 @@ def cross_entropy_of(sink: ParallelModule | None) -> Callable[[Tensor, Mapping[s
     return lambda logits, batch: vocabulary.sum_cross_entropy(logits, batch["targets"])
 
 
-def rounding(dtype: torch.dtype) -> float:
-    """By which share a sum of losses of `dtype` may differ from that of two halves: a mean is off by about half."""
-    return max(1e-3, 16 * torch.finfo(dtype).eps)
-
-
 class CheckedLoss:
-    """A loss of one's own that is found out where it is no sum: a mean would weigh targets by the microbatch and the
-    rank that they are in.
+    """A user's loss, refused where it is no sum: a mean would weigh targets by the microbatch and the rank that they
+    are in.
 
     Raises:
         LossError: it gives something else than a scalar that depends on the logits; or, of the first batch with several
             targets, something else than the sum of what it gives for two halves of them.
     """
 
+    of, over = "logits", "batch['targets']"
+    mean_hint = "a mean is taken once, over the global batch, by hetmesh"
+
     def __init__(self, loss: OwnLoss) -> None:
         self.loss = loss
         self._tried = False
 
-    def __call__(self, logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        value = self.loss(logits, batch)
-        name = getattr(self.loss, "__qualname__", type(self.loss).__name__)
+    def __call__(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        value = self.loss(output, batch)
+        name = f"loss {getattr(self.loss, '__qualname__', type(self.loss).__name__)}"
         if not isinstance(value, Tensor) or value.shape != () or not value.is_floating_point():
             given = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise LossError(f"loss {name}: must return a scalar tensor, the sum over batch['targets'], got {given}")
-        if logits.requires_grad and torch.is_grad_enabled() and not value.requires_grad:
-            raise LossError(
-                f"loss {name}: what it returns does not depend on the logits, so nothing can be trained by it"
-            )
-        if not self._tried and len(logits) > 1:
-            self._try(name, logits.detach(), batch, value.detach())
+            raise LossError(f"{name}: must return a scalar tensor, the sum over {self.over}, got {given}")
+        if not isinstance(output, Tensor):
+            return value
+        if output.requires_grad and torch.is_grad_enabled() and not value.requires_grad:
+            raise LossError(f"{name}: its result does not depend on the {self.of}, so nothing can be trained by it")
+        if not self._tried and output.ndim and len(output) > 1:
             self._tried = True
+            self._compare_halves(name, output.detach(), batch, value.detach())
         return value
 
     @torch.no_grad()
-    def _try(self, name: str, logits: Tensor, batch: Mapping[str, Tensor], value: Tensor) -> None:
-        half, whole, parts = len(logits) // 2, float(value), []
-        for part in (slice(None, half), slice(half, None)):
-            own = {key: batch[key][part] for key in _OF_TARGETS if key in batch}
-            parts.append(float(self.loss(logits[part], {**batch, **own})))
-        if not math.isfinite(whole) or abs(sum(parts) - whole) <= rounding(value.dtype) * max(
-            map(abs, (whole, *parts))
-        ):
-            return
-        raise LossError(
-            f"loss {name}: must be a sum over batch['targets'], but gives {whole:.6g} for {len(logits)} targets, and "
-            f"{parts[0]:.6g} + {parts[1]:.6g} for the two halves of them; a mean is taken once, over the global batch, "
-            "by hetmesh"
-        )
+    def _compare_halves(self, name: str, output: Tensor, batch: Mapping[str, Tensor], value: Tensor) -> None:
+        n, whole, halves = len(output), float(value), list[float]()
+        for span in (slice(None, n // 2), slice(n // 2, None)):
+            if (half := self.part_of(batch, span, n)) is None:
+                return
+            halves.append(float(self.loss(output[span], half)))
+        tolerance = max(1e-3, 16 * torch.finfo(value.dtype).eps)  # of a sum's rounding; a mean is off by about half
+        if math.isfinite(whole) and abs(sum(halves) - whole) > tolerance * max(map(abs, (whole, *halves))):
+            raise LossError(
+                f"{name}: must be a sum over {self.over}, but gives {whole:.6g} for {n} of them, and {halves[0]:.6g} + "
+                f"{halves[1]:.6g} for the two halves; {self.mean_hint}"
+            )
+
+    def part_of(self, batch: Mapping[str, Tensor], span: slice, n: int) -> Mapping[str, Tensor] | None:
+        """The batch of some of the `n` outputs; None if it cannot be split."""
+        return {**batch, **{key: batch[key][span] for key in _OF_TARGETS if key in batch}}
+
+
+class CheckedSampleLoss(CheckedLoss):
+    """A `CheckedLoss` of a Pipeline, over samples in place of targets."""
+
+    of, over = "output", "its samples"
+    mean_hint = "for a mean divide once, by divide_by of Pipeline.step"
+
+    def part_of(self, batch: Mapping[str, Tensor], span: slice, n: int) -> Mapping[str, Tensor] | None:
+        """The batch of some of the `n` samples; None if the last part returns several rows of a sample, or one of
+        several."""
+        if any(len(value) != n for value in batch.values() if isinstance(value, Tensor)):
+            return None
+        return {key: value[span] if isinstance(value, Tensor) else value for key, value in batch.items()}
 
 
 _OF_TARGETS = ("targets", "target_positions", "target_index")

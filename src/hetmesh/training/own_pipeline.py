@@ -33,20 +33,21 @@ from hetmesh.parallel import (
     AdaptedModule,
     ParallelModule,
     Reduction,
-    SumsApart,
+    SharedSums,
+    check_replica_gradients,
     check_replicas,
-    own_parallel_module,
+    split_shared_sums,
     sum_gradients,
-    sums_apart,
+    user_parallel_module,
 )
 from hetmesh.parallel.fully_shard import sharded_modules
 from hetmesh.recipe.schedule_names import schedule_name
 from hetmesh.runtime import Runtime
 from hetmesh.schedule import POLICIES, Schedule
-from hetmesh.training.gradient_check import check_gradients, check_replica_gradients
+from hetmesh.training.first_steps import check_gradients
 from hetmesh.training.gradients import clip_factor, counted, scale, squared_norm
+from hetmesh.training.loss import CheckedSampleLoss
 from hetmesh.training.part_checks import (
-    CheckedSum,
     check_equal_parameters,
     check_own_layers,
     checked_batch,
@@ -153,7 +154,7 @@ class Pipeline:
                 for name, module in self.parallel.items()
                 if Stage(name) in trained
             },
-            loss=CheckedSum(loss),
+            loss=CheckedSampleLoss(loss),
             seed=seed,
         )
         self._counted = list(dict.fromkeys(counted(self.parallel.values(), self.world.rank)))
@@ -246,11 +247,11 @@ class Pipeline:
         plan = plan_batch(self.graph, metas, self.microbatch)
         return plan, POLICIES[self.schedule](stage_graph(self.graph), plan.routes, training)
 
-    def _parallel_modules(self) -> tuple[dict[str, ParallelModule], SumsApart]:
+    def _parallel_modules(self) -> tuple[dict[str, ParallelModule], SharedSums]:
         meshes = {name: self.world.device_mesh(self.parts[name].mesh) for name in self.graph.order}
-        found, sums, error = dict[str, ParallelModule](), SumsApart(), None
+        found, sums, error = dict[str, ParallelModule](), SharedSums(), None
         try:
-            found, sums = sums_apart(self._own_modules(meshes))
+            found, sums = split_shared_sums(self._own_modules(meshes))
         except HetmeshError as own:
             error = own
         described = {name: described_parameters(each.module, sums) for name, each in found.items()}
@@ -277,7 +278,7 @@ class Pipeline:
                 raise GraphError(f"part {name!r}: trainable = {part.trainable}, but it has {has} with requires_grad")
             caller = _Caller(name, part, {b.source: self.parts[b.source].output for b in self.graph.inputs(name)})
             stage = AdaptedModule(caller, part.module, part.dtype)
-            found[name] = own_parallel_module(name, part.module, stage, part.mesh, mesh)
+            found[name] = user_parallel_module(name, part.module, stage, part.mesh, mesh)
         return found
 
 

@@ -1,24 +1,21 @@
-"""What a Pipeline is given piece by piece while it runs, and whether it is what it must be: batches and losses."""
+"""Checks of what a Pipeline is given: parts whose parameters and layers can be trained, and batches."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from hetmesh.errors import GraphError, LossError
+from hetmesh.errors import GraphError
 from hetmesh.models.batch_statistics import batch_dependent_layers, embedding_options
-from hetmesh.parallel import SumsApart
-from hetmesh.training.loss import rounding
+from hetmesh.parallel import SharedSums
 
 Parameters = tuple[tuple[str, str], ...]
 """Of a part on a rank: each parameter, with what of it is equal on all of them."""
 
 
-def described_parameters(module: nn.Module, sums: SumsApart) -> Parameters:
+def described_parameters(module: nn.Module, sums: SharedSums) -> Parameters:
     """What `check_equal_parameters` compares: names, shapes of whole parameters, dtypes, which are shared with other
     parts, and which are trained."""
     shared = {id(p) for parameters, _ in sums for p in parameters}
@@ -76,45 +73,3 @@ def checked_batch(part: str, samples: tuple[int, ...], given: Any) -> Mapping[st
         if isinstance(value, Tensor) and (value.ndim == 0 or len(value) != len(samples)):
             raise GraphError(f"{asked}: {key!r} must have a row per sample, got shape {tuple(value.shape)}")
     return given
-
-
-class CheckedSum:
-    """The loss of a Pipeline, found out where it is no sum over samples: a mean would weigh a sample by the lane and
-    microbatch that it is in.
-
-    Raises:
-        LossError: it gives something else than a scalar that depends on the output; or, of the first batch with several
-            samples, something else than the sum of what it gives for two halves of them.
-    """
-
-    def __init__(self, loss: Callable[[Tensor, Mapping[str, Tensor]], Tensor]) -> None:
-        self.loss = loss
-        self._tried = False
-
-    def __call__(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        value = self.loss(output, batch)
-        if not isinstance(value, Tensor) or value.shape != ():
-            given = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
-            raise LossError(f"loss: must return the sum over its samples, a scalar tensor, got {given}")
-        if not isinstance(output, Tensor):
-            return value
-        if output.requires_grad and torch.is_grad_enabled() and not value.requires_grad:
-            raise LossError("loss: what it returns does not depend on the output, so nothing can be trained by it")
-        if not self._tried and output.ndim and len(output) > 1:
-            self._tried = True
-            self._try(output.detach(), batch, value.detach())
-        return value
-
-    @torch.no_grad()
-    def _try(self, output: Tensor, batch: Mapping[str, Tensor], value: Tensor) -> None:
-        samples, whole, parts = len(output), float(value), list[float]()
-        if any(len(each) != samples for each in batch.values() if isinstance(each, Tensor)):
-            return  # the last part returns several rows of a sample, or one of several
-        for part in (slice(None, samples // 2), slice(samples // 2, None)):
-            own = {key: each[part] if isinstance(each, Tensor) else each for key, each in batch.items()}
-            parts.append(float(self.loss(output[part], own)))
-        if math.isfinite(whole) and abs(sum(parts) - whole) > rounding(value.dtype) * max(map(abs, (whole, *parts))):
-            raise LossError(
-                f"loss: must be a sum over samples, but gives {whole:.6g} for {samples} of them, and {parts[0]:.6g} + "
-                f"{parts[1]:.6g} for the two halves; for a mean divide once, by divide_by of Pipeline.step"
-            )

@@ -1,10 +1,11 @@
 """Whether a user's module enters each of its layers once, whatever it reads, so that FSDP can gather them one by one.
 
-Found by calling it, in training mode, and by looking at which functions of torch get its parameters.
+Found by calling it in training mode and recording which functions of torch get its parameters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,23 +13,25 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hetmesh._torch_compat import tree_leaves
-from hetmesh.models.own.adapters import OwnAdapter, OwnItemsEncoder, OwnSink
-from hetmesh.models.own.apart_probe import calls_of
-from hetmesh.models.own.packing_probe import LARGEST
+from hetmesh.models.user.adapters import UserAdapter, UserItemsEncoder, UserSink
+from hetmesh.models.user.probe import MAX_PARAMETERS, n_parameters, sample_calls
 
 
-def enters_alike(adapter: OwnAdapter, example: nn.Module, vocab_size: int) -> bool:
-    """Whether each call enters the layers once, and uses the same parameters, each inside its layer: calls with two
-    samples, with each alone, and of an LLM without rows. Encoders of items of several shapes are not expected to; what
-    cannot be called like this is. Modules of more than `LARGEST` parameters are called without memory."""
-    if isinstance(adapter, OwnItemsEncoder):
+def enters_layers_once(adapter: UserAdapter, example: nn.Module, vocab_size: int) -> bool:
+    """Whether each call enters each layer once and uses the same parameters, each inside its layer: calls with several
+    samples, with each alone, with zeros, and for an LLM without rows.
+
+    False for encoders of items of several shapes, and for modules that cannot be called like this; True for an LLM
+    whose data has no tokens. Modules of more than MAX_PARAMETERS parameters are called without memory.
+    """
+    if isinstance(adapter, UserItemsEncoder):
         return False
-    if isinstance(adapter, OwnSink) and vocab_size < 2:
+    if isinstance(adapter, UserSink) and vocab_size < 2:
         return True
-    device = "cpu" if sum(p.numel() for p in example.parameters()) <= LARGEST else "meta"
-    together, apart = calls_of(adapter, vocab_size)
+    device = "cpu" if n_parameters(example) <= MAX_PARAMETERS else "meta"
+    together, apart = sample_calls(adapter, vocab_size)
     calls = [together, *apart, tuple(map(_zeros, apart[0]))]  # a lane without items gets zeros
-    if isinstance(adapter, OwnSink):
+    if isinstance(adapter, UserSink):
         batch, inputs = apart[0]
         text = {key: value[:0] if key.startswith("positions.") else value for key, value in batch.items()}
         calls.append((text, {source: rows[:0] for source, rows in inputs.items()}))
@@ -40,21 +43,21 @@ def enters_alike(adapter: OwnAdapter, example: nn.Module, vocab_size: int) -> bo
             entries = _Entries(module, layers)
             for tensors in calls:
                 with entries:
-                    adapter.forward(module, *({k: t.to(device) for k, t in each.items()} for each in tensors))
+                    adapter.forward(module, *({k: t.to(device) for k, t in part.items()} for part in tensors))
                 entries.calls.append((entries.entered, entries.used))
                 entries.entered, entries.used = [], set()
-    except Exception:  # training says what is wrong with it, of what it really gets
+    except Exception:  # training reports what is wrong with it for real inputs
         return False
     once = all(sorted(map(id, entered)) == sorted(map(id, layers)) for entered, _ in entries.calls)
     return once and not entries.outside and all(used == entries.calls[0][1] for _, used in entries.calls)
 
 
-def _zeros(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: torch.zeros_like(each) if each.is_floating_point() else each for key, each in tensors.items()}
+def _zeros(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: torch.zeros_like(t) if t.is_floating_point() else t for key, t in tensors.items()}
 
 
 class _Entries(TorchFunctionMode):
-    """Notes which layers are entered and which parameters are used, and whether one is outside its layer."""
+    """Records which layers are entered and which parameters are used, and whether one is used outside its layer."""
 
     def __init__(self, module: nn.Module, layers: list[nn.Module]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules of one's own that compute samples together: what differs from layout to layout is refused, whatever it is."""
+"""Users' modules that compute samples together: what differs from layout to layout is refused, whatever it is."""
 
 import re
 from itertools import pairwise
@@ -14,7 +14,7 @@ from hetmesh.cli.check import checked
 from hetmesh.errors import GradientError, RecipeError
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.describe import describe
-from support import own_models
+from support import user_models
 
 
 class Encoder(nn.Module):
@@ -268,7 +268,7 @@ def recipe(vision="Encoder", projector=None, llm="Language"):
     names = [name for name, model in own.items() if model]
     edges = [{"from": a, "to": b} for a, b in pairwise(names)]
     edges[-1]["at"] = "image"
-    modules = {name: {"model": f"test_own_apart:{own[name]}"} for name in names}
+    modules = {name: {"model": f"test_user_apart:{own[name]}"} for name in names}
     layouts = {"llm": {"ranks": [2, 3], "tensor_parallel_degree": 2}} if "Heads" in llm else {"llm": {"ranks": [2, 3]}}
     parallelism = {name: {"ranks": [0, 1]} for name in names} | layouts
     tables = {"modules": modules, "boundaries": edges, "data": {"source": "digits"}, "parallelism": parallelism}
@@ -280,36 +280,45 @@ def recipe(vision="Encoder", projector=None, llm="Language"):
     [
         (
             {"vision": "Centred"},
-            r"modules\.vision: Centred computes in training what .* the rows of an item differ by [\d.]+ where",
+            r"modules\.vision: Centred mixes samples in training: the rows of an item differ by [\d.]+ when",
         ),
         (
             {"vision": "CentredItems"},
-            r"modules\.vision: CentredItems computes in training what .* the rows of an item differ by",
+            r"modules\.vision: CentredItems mixes samples in training: the rows of an item differ by",
         ),
         (
             {"projector": "CentredRows"},
-            r"modules\.projector: CentredRows computes in training what .* the rows of an item differ by",
+            r"modules\.projector: CentredRows mixes samples in training: the rows of an item differ by",
         ),
         (
             {"llm": "SeesPadding"},
-            r"modules\.llm: SeesPadding computes in training what .* differ by [\d.]+ where a longer one, or pad",
+            r"modules\.llm: SeesPadding mixes samples in training: .* differ by [\d.]+ when a longer sample, or pad",
         ),
         (
             {"llm": "Heads"},
             r"another gradient of scale\.weight, .* in the plan it needs replicated_with_grad_allreduce",
         ),
-        ({"vision": "CentredInTraining"}, r"modules\.vision: CentredInTraining computes in training what .* differ by"),
+        (
+            {"vision": "CentredInTraining"},
+            r"modules\.vision: CentredInTraining mixes samples in training: .* differ",
+        ),
         ({"vision": "NormalisedInTraining"}, r"modules\.vision: NormalisedInTraining fails on one sample, in training"),
-        ({"vision": "Mixup"}, r"modules\.vision: Mixup computes in training what .* differ by"),
+        ({"vision": "Mixup"}, r"modules\.vision: Mixup mixes samples in training: .* differ by"),
         (
             {"vision": "NormalisesGradient"},
-            r"NormalisesGradient computes in training gradients .*linear\.weight",
+            r"NormalisesGradient mixes samples in training: the gradient of linear\.weight differs",
         ),
-        ({"projector": "AveragesGradient"}, r"AveragesGradient computes in training gradients .* the rows of rows"),
-        ({"vision": "CentredWithGradients"}, r"CentredWithGradients computes in training gradients .* no sums over"),
-        ({"vision": "CentresThree"}, r"CentresThree computes in training what .* differ by"),
+        (
+            {"projector": "AveragesGradient"},
+            r"AveragesGradient mixes samples .*: the gradient of its input 'rows' differs",
+        ),
+        (
+            {"vision": "CentredWithGradients"},
+            r"CentredWithGradients mixes samples .*: the rows of an item differ by",
+        ),
+        ({"vision": "CentresThree"}, r"CentresThree mixes samples in training: .* differ by"),
         ({"vision": "HooksInForward"}, r"HooksInForward sets a gradient hook on its parameter linear\.weight"),
-        ({"vision": "SeesBatch"}, r"modules\.vision: SeesBatch computes in training what .* differ by"),
+        ({"vision": "SeesBatch"}, r"modules\.vision: SeesBatch mixes samples in training: .* differ by"),
         ({"vision": "Lazy"}, r"modules\.vision: Lazy makes its parameters \['linear\.weight', 'linear\.bias'\] lazily"),
     ],
 )
@@ -323,16 +332,16 @@ def test_what_each_sample_alone_decides_is_taken(own):
     assert not [line for line in checked(recipe(**own)) if "was not tried" in line]
 
 
-@pytest.mark.parametrize("branch", own_models.BRANCHES)
+@pytest.mark.parametrize("branch", user_models.BRANCHES)
 def test_a_branch_of_training_is_refused_where_it_mixes_samples(branch):
     made = recipe()
-    place = {"projector": {"model": "support.own_models:Widen", "config": {"branch": branch}}}
+    place = {"projector": {"model": "support.user_models:Widen", "config": {"branch": branch}}}
     edges = [{"from": "vision", "to": "projector"}, {"from": "projector", "to": "llm", "at": "image"}]
     modules = {name: {"model": each.model} for name, each in made.modules.items()} | place
     text = {"modules": modules, "boundaries": edges, "data": {"source": "digits"}}
     found = parse_recipe(text | {"parallelism": {"ranks": [0]}, "training": {"local_batch_size": 4}})
-    if branch in own_models.MIXING:
-        with pytest.raises(RecipeError, match=r"modules\.projector: Widen (computes|fails)"):
+    if branch in user_models.MIXING:
+        with pytest.raises(RecipeError, match=r"modules\.projector: Widen (mixes|fails)"):
             describe(found)
     else:
         describe(found)
@@ -349,9 +358,7 @@ def test_a_branch_of_training_is_refused_where_it_mixes_samples(branch):
 def test_what_could_not_be_tried_is_said(vision, message):
     lines = [line for line in checked(recipe(vision=vision)) if "was not tried" in line]
     assert len(lines) == 1
-    assert re.search(
-        rf"note: modules\.vision: whether its samples matter to each other was not tried: {message}", lines[0]
-    )
+    assert re.search(rf"note: modules\.vision: whether it mixes samples was not tried: {message}", lines[0])
 
 
 def two_steps(rank, own):

@@ -1,16 +1,17 @@
-"""Tensor parallel plans of one's own that would silently compute something else: refused, on emulated ranks."""
+"""Users' tensor parallel plans that would silently compute something else: refused, on emulated ranks."""
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.nn.functional import gelu
+from torch.utils.checkpoint import checkpoint
 
 from hetmesh.errors import RecipeError
-from hetmesh.models.own import plan_probe
+from hetmesh.models.user import plan_probe
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.resolve.custom_plans import uncompared_plans
 from hetmesh.resolve.describe import describe
+from hetmesh.resolve.user_plans import uncompared_plans
 
 UP_DOWN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
@@ -116,6 +117,53 @@ class SummedTwice(SummedTower):
     tensor_parallel_plan = SummedTower.tensor_parallel_plan | {"blocks.*.norm": "replicated_with_grad_allreduce"}
 
 
+class TiedTower(Tower):
+    """Two blocks share a weight, of which each would get a share of its own."""
+
+    def __init__(self, media_shape, out_features=8, inner=16, depth=2):
+        super().__init__(media_shape, out_features, inner, depth)
+        self.blocks[1].up.weight = self.blocks[0].up.weight
+
+
+class Narrow(Block):
+    def forward(self, x):
+        features = self.up(self.norm(x))
+        return x + self.down(gelu(features)) if features.shape[-1] > 8 else x
+
+
+class NarrowTower(Tower):
+    block = Narrow
+
+
+class Recomputed(Tower):
+    def forward(self, images):
+        x = self.embed(images.flatten(1)).unsqueeze(1)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class HalvedGradient(torch.autograd.Function):
+    """Divides gradients by the number of features of a rank."""
+
+    @staticmethod
+    def forward(context, features):
+        return features * 1.0
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient / gradient.shape[-1]
+
+
+class Halving(Block):
+    def inside(self, features):
+        return gelu(HalvedGradient.apply(features))
+
+
+class HalvingTower(Tower):
+    block = Halving
+
+
 class HalfPlanned(Tower):
     """Its output stays shares of the features."""
 
@@ -150,7 +198,7 @@ def recipe(model, **keys):
     degree = keys.pop("degree", 2)
     tables = {
         "modules": {
-            "vision": {"model": f"test_own_plan:{model}"} | keys,
+            "vision": {"model": f"test_user_plan:{model}"} | keys,
             "llm": {"model": "qwen3", "config": llm},
         },
         "boundaries": [{"from": "vision", "to": "llm", "at": "image"}],
@@ -177,6 +225,9 @@ def recipe(model, **keys):
         ("TorchsNormed", r"what rowwise 'blocks\.0\.down' gets differs by"),
         ("BiasedTower", r"BiasedTower fails, and whole it does not: RuntimeError: The size of tensor a \(8\)"),
         ("HalfPlanned", r"HalfPlanned fails, and whole it does not"),
+        ("NarrowTower", r"NarrowTower fails, .* it calls its rowwise linears another number of times"),
+        ("TiedTower", r"TiedTower splits \['blocks\.1\.up\.weight'\], which are tied to other parameters"),
+        ("HalvingTower", r"HalvingTower has another gradient of blocks\.0\.up\.weight"),
         (
             "HeadedTower",
             r"another gradient of blocks\.0\.head\.weight, which differs by .* needs replicated_with_grad_allreduce",
@@ -189,7 +240,7 @@ def test_what_takes_all_features_between_colwise_and_rowwise_is_refused(model, m
         describe(recipe(model))
 
 
-@pytest.mark.parametrize("model", ["Tower", "SummedTower", "Gathered", "Torchs"])
+@pytest.mark.parametrize("model", ["Tower", "SummedTower", "Gathered", "Torchs", "Recomputed"])
 def test_a_plan_that_changes_nothing_is_compared_and_taken(model):
     given = recipe(model, degree=3 if model == "Gathered" else 2)
     source, adapters, _ = describe(given)

@@ -1,5 +1,5 @@
-"""Sequence parallelism of a user's own module: tokens are shared out before the first layer that takes shares, and put
-together behind the last, so that its forward sees all of them everywhere else."""
+"""Sequence parallelism of a user's module: tokens are split before the first layer that takes shares, and joined after
+the last, so that the module's forward sees all tokens everywhere else."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def sharded_layers(layers: tuple[str, ...], prefixes: tuple[str, ...]) -> tuple[
     return tuple(layer for layer in layers if any(f"{layer}.".startswith(f"{prefix}.") for prefix in prefixes))
 
 
-def around_shares(module: nn.Module, adapter: _Layered) -> None:
-    """Let `module` share out its tokens in front of the first of its sharded layers, and join them behind the last,
-    if `hetmesh.parallel` has it work on shares. Once per module."""
+def install_token_shares(module: nn.Module, adapter: _Layered) -> None:
+    """Make `module` split its tokens before the first of its sharded layers and join them after the last, if it has
+    sequence parallelism. Does so once per module."""
     tokens: Any = tokens_of(module)
-    if not isinstance(tokens, ShardedTokens) or tokens.around:
+    if not isinstance(tokens, ShardedTokens) or tokens.by_hooks:
         return
-    tokens.around = True
+    tokens.by_hooks = True
     inside = sharded_layers(adapter.layers(), adapter.abilities.token_sharded)
 
     def share(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tokens.share_out(arguments[0]), *arguments[1:]
+        return tokens.split_lane(arguments[0]), *arguments[1:]
 
     def join(_: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
         return tokens.join(output)
@@ -43,11 +43,11 @@ def around_shares(module: nn.Module, adapter: _Layered) -> None:
     module.get_submodule(inside[-1]).register_forward_hook(join)
 
 
-def all_rows(
+def rows_of_lane(
     module: nn.Module, sources: Mapping[str, str], batch: dict[str, Tensor], inputs: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Rows for all placeholders of the lane, where each rank got those of its share: zeros stand for the others, which
-    are cut off where tokens are shared out."""
+    """A batch, and rows for all placeholders of its lane. A rank with sequence parallelism got the rows of its share:
+    zeros stand for the others, which are cut off where tokens are split."""
     tokens = tokens_of(module)
     if not isinstance(tokens, ShardedTokens):
         return batch, dict(inputs)

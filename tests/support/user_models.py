@@ -1,4 +1,4 @@
-"""Users' own modules, as `hetmesh/models/own/README.md` describes them: an encoder, a projector and an LLM that declare
+"""Users' modules, as `hetmesh/models/user/README.md` describes them: an encoder, a projector and an LLM that declare
 all that such classes can."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the class of a user's nn.Module says that it can do: attributes -> `Abilities`."""
+"""What the class of a user's nn.Module declares: attributes -> `Abilities`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from hetmesh.errors import RecipeError
 from hetmesh.graph.module_graph import Activation
 from hetmesh.models.adapter import Abilities, AdapterRequest
-from hetmesh.models.own.token_shares import sharded_layers
+from hetmesh.models.user.token_shares import sharded_layers
 
 
 def declared_layers(example: nn.Module, request: AdapterRequest) -> tuple[str, ...]:
@@ -29,8 +29,8 @@ def declared_layers(example: nn.Module, request: AdapterRequest) -> tuple[str, .
     names = {name for name, _ in example.named_modules()}
     wrong = [layer for layer in layers if layer not in names]
     if wrong or len(set(layers)) < len(layers):
-        told = f"{wrong} are no submodules" if wrong else "a name is there twice"
-        raise _error(request, example, "layers", list(layers), f"{told}; submodules: {sorted(names - {''})[:20]}")
+        problem = f"{wrong} are no submodules" if wrong else "a name is there twice"
+        raise _error(request, example, "layers", list(layers), f"{problem}; submodules: {sorted(names - {''})[:20]}")
     return tuple(layers)
 
 
@@ -41,11 +41,11 @@ def declared_abilities(example: nn.Module, layers: tuple[str, ...], request: Ada
         RecipeError: an attribute is not what it must be.
     """
     kind, sink = type(example).__name__, not request.consumers
-    page = "see hetmesh/models/own/README.md"
+    page = "see hetmesh/models/user/README.md"
     return Abilities(
         activation=_activation(example, request, padded=sink),
         token_sharded=_token_sharded(example, layers, request),
-        use_packed=_as_it_is if sink and _flag(example, "packed_attention", request) else None,
+        use_packed=_nothing_to_prepare if sink and _flag(example, "packed_attention", request) else None,
         reasons={
             "activation": f"{kind} declares no `activation`, what passes between its layers; {page}",
             "token_sharded": f"{kind} declares no `token_sharded`, its layers that work on a share of the tokens; "
@@ -60,20 +60,15 @@ def _activation(example: nn.Module, request: AdapterRequest, *, padded: bool) ->
     if given is None or isinstance(given, str) or callable(given):  # a non-linearity, or its name
         return None
     if "hidden" not in inspect.signature(example.forward).parameters:
-        told = "then forward must take `hidden=None`, what the pipeline stage before returned"
-        raise _error(request, example, "activation", given, told)
+        problem = "then forward must take `hidden=None`, what the pipeline stage before returned"
+        raise _error(request, example, "activation", given, problem)
     if type(given) is int and given > 0:
         return Activation(given, padded=padded)
     if isinstance(given, Activation) and given.padded == padded:
         return given
     tokens = "all tokens (padded=True)" if padded else "the rows that the module emits (padded=False)"
-    raise _error(
-        request,
-        example,
-        "activation",
-        given,
-        f"must be a width, or a hetmesh.models.Activation whose rows are {tokens}",
-    )
+    problem = f"must be a width, or a hetmesh.models.Activation whose rows are {tokens}"
+    raise _error(request, example, "activation", given, problem)
 
 
 def _token_sharded(example: nn.Module, layers: tuple[str, ...], request: AdapterRequest) -> tuple[str, ...]:
@@ -84,8 +79,8 @@ def _token_sharded(example: nn.Module, layers: tuple[str, ...], request: Adapter
     unknown = [name for name in given if not sharded_layers(layers, (name,))]
     at = layers.index(inside[0]) if inside else 0
     if unknown or layers[at : at + len(inside)] != inside:
-        told = f"{unknown} hold no layer" if unknown else f"{list(inside)} do not follow each other"
-        raise _error(request, example, "token_sharded", list(given), f"{told}; layers are {list(layers)}")
+        problem = f"{unknown} hold no layer" if unknown else f"{list(inside)} do not follow each other"
+        raise _error(request, example, "token_sharded", list(given), f"{problem}; layers are {list(layers)}")
     return tuple(given)
 
 
@@ -100,9 +95,9 @@ def _is_names(value: Any) -> bool:
     return isinstance(value, tuple | list) and all(isinstance(v, str) for v in value)
 
 
-def _as_it_is(module: nn.Module) -> None:
-    """It asks its batch for the attention of packed samples."""
+def _nothing_to_prepare(module: nn.Module) -> None:
+    """The module reads the attention of packed samples from its batch."""
 
 
-def _error(request: AdapterRequest, example: nn.Module, name: str, given: object, told: str) -> RecipeError:
-    return RecipeError(f"{request.key}: {type(example).__name__}.{name} = {given!r}: {told}")
+def _error(request: AdapterRequest, example: nn.Module, name: str, given: object, problem: str) -> RecipeError:
+    return RecipeError(f"{request.key}: {type(example).__name__}.{name} = {given!r}: {problem}")

@@ -1,8 +1,8 @@
-"""Whether a user's module can be cut between its layers: found by calling it without them.
+"""Whether a user's module can be cut into pipeline stages between its layers: found by calling it without them.
 
-Each layer is replaced by one that hands its input on. Called with what a pipeline stage gets from the one before, the
-module must then return just that, and call its layers in their order: so nothing is computed between layers that every
-stage would compute again. No weights are needed.
+Each layer is replaced by one that returns its input. Called with what a later pipeline stage gets from the one before,
+the module must then return just that, and call its layers in order: then nothing is computed between layers, where each
+stage would compute it again. No weights are needed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import AdapterRequest
-from hetmesh.models.own.adapters import OwnAdapter, OwnEncoder, OwnSink
+from hetmesh.models.user.adapters import UserAdapter, UserEncoder, UserSink
+from hetmesh.models.user.probe import sample_calls
 from hetmesh.models.weights.build import build_empty
 from hetmesh.parallel.stages import PassThrough
 
 
-class _Noting(PassThrough):
-    """Stands for a layer, and notes that it was called."""
+class _RecordedCall(PassThrough):
+    """Stands for a layer, and records that it was called."""
 
     def __init__(self, name: str, called: list[str]) -> None:
         super().__init__()
@@ -31,11 +32,11 @@ class _Noting(PassThrough):
         return hidden
 
 
-def first_layers(adapter: OwnAdapter, example: nn.Module, request: AdapterRequest) -> tuple[str, ...]:
-    """The layers that only the first stage calls, with what it reads itself; they stay together there.
+def first_layers(adapter: UserAdapter, example: nn.Module, request: AdapterRequest) -> tuple[str, ...]:
+    """The layers that only the first stage calls, with what the module reads; they stay together there.
 
     Args:
-        example: an instance on the meta device; it is not used any more.
+        example: an instance on the meta device; its layers are replaced.
 
     Raises:
         RecipeError: the module cannot be cut between its layers, and why.
@@ -57,15 +58,15 @@ def first_layers(adapter: OwnAdapter, example: nn.Module, request: AdapterReques
         )
     for layer in layers:
         parent, _, child = layer.rpartition(".")
-        setattr(example.get_submodule(parent), child, _Noting(layer, called))
-    hidden, arguments = _inputs(adapter)
+        setattr(example.get_submodule(parent), child, _RecordedCall(layer, called))
+    hidden, read = _inputs(adapter, request.vocab_size)
     try:
         with torch.no_grad():
-            output = example(*arguments, hidden=hidden)
+            output = example(*read, hidden=hidden)
     except Exception as error:
         raise RecipeError(
             f"{where}, but its forward failed as a later pipeline stage, with hidden {tuple(hidden.shape)} in place of "
-            f"what it reads, and layers that hand their input on: {type(error).__name__}: {error}"
+            f"what it reads, and layers that return their input: {type(error).__name__}: {error}"
         ) from error
     first = len(layers) - len(called)
     if not called or tuple(called) != layers[first:]:
@@ -76,7 +77,7 @@ def first_layers(adapter: OwnAdapter, example: nn.Module, request: AdapterReques
     same = isinstance(output, Tensor) and output.numel() == hidden.numel()
     if not same or not torch.equal(output.reshape(hidden.shape), hidden):
         raise RecipeError(
-            f"{where}, but its forward computes something between its layers, or behind the last, which each stage "
+            f"{where}, but its forward computes something between its layers, or after the last, which each stage "
             f"would compute again: put it into one of {list(layers)}"
         )
     return layers[: first or 1]
@@ -88,29 +89,24 @@ def _shared_inside(example: nn.Module, layers: tuple[str, ...]) -> list[str]:
     for layer in layers:
         for parameter in set(example.get_submodule(layer).parameters()):
             owners.setdefault(id(parameter), []).append(layer)
-    return next((found for found in owners.values() if len(found) > 1 and found != [layers[0], layers[-1]]), [])
+    return next((names for names in owners.values() if len(names) > 1 and names != [layers[0], layers[-1]]), [])
 
 
 def _inside(name: str, layers: tuple[str, ...]) -> bool:
     return any(name.startswith(f"{layer}.") for layer in layers)
 
 
-def _inputs(adapter: OwnAdapter) -> tuple[Tensor, tuple[Any, ...]]:
-    """What a later stage gets, for two items, rows or samples."""
+def _inputs(adapter: UserAdapter, vocab_size: int) -> tuple[Tensor, tuple[Any, ...]]:
+    """What a later stage gets, for two items, rows or samples: hidden, and in place of what the module reads."""
     between = adapter.abilities.activation
     assert between is not None
-    generator = torch.Generator().manual_seed(0)
-    if isinstance(adapter, OwnSink):
-        ids = torch.zeros(2, 3, dtype=torch.int64)
-        batch = {
-            "input_ids": ids,
-            "position_ids": torch.arange(3).repeat(2, 1),
-            "target_positions": torch.arange(6),
-            "targets": ids.flatten(),
-            **{f"positions.{at}": ids.flatten()[:0] for at in adapter.sources.values()},
-        }
-        return torch.randn(2, 3, between.features, generator=generator), (batch, {})
-    if isinstance(adapter, OwnEncoder):
-        passed = between.per_row * adapter.rows_per_item + between.per_item
-        return torch.randn(2, passed, between.features, generator=generator), (None,)
-    return torch.randn(2 * between.per_row, between.features, generator=generator), (None,)
+    shape: tuple[int, ...] = (2 * between.per_row, between.features)
+    read: tuple[Any, ...] = (None,)
+    if isinstance(adapter, UserSink):
+        (batch, _), _ = sample_calls(adapter, max(vocab_size, 2))
+        tokens = batch["input_ids"]
+        every_token = {"target_positions": torch.arange(tokens.numel()), "targets": tokens.flatten()}
+        shape, read = (*tokens.shape, between.features), ({**batch, **every_token}, {})
+    elif isinstance(adapter, UserEncoder):
+        shape = (2, between.per_row * adapter.rows_per_item + between.per_item, between.features)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)), read

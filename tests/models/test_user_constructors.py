@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from test_own_apart import Encoder, Language
+from test_user_apart import Encoder, Language
 from torch import nn
 
 import hetmesh
@@ -226,8 +226,8 @@ class RowsInPlace(Positive):
 def recipe(vision="Encoder", llm="Language", middle=None, parallelism=None, trainable=True, **training):
     own = {"vision": vision, "middle": middle, "llm": llm}
     names = [name for name, model in own.items() if model]
-    place = {"Encoder": "test_own_apart", "Language": "test_own_apart"}
-    modules = {name: {"model": f"{place.get(own[name], 'test_own_constructors')}:{own[name]}"} for name in names}
+    place = {"Encoder": "test_user_apart", "Language": "test_user_apart"}
+    modules = {name: {"model": f"{place.get(own[name], 'test_user_constructors')}:{own[name]}"} for name in names}
     modules["vision"] |= {"config": {"out_features": 8}} | ({} if trainable else {"trainable": False})
     if middle:
         modules["middle"] |= {"trainable": False}
@@ -253,8 +253,8 @@ REFUSED = [
     ({"vision": "PlainTensor"}, r"modules\.vision: PlainTensor\.shift .*tensor with requires_grad"),
     ({"vision": "SecondName"}, r"modules\.vision: SecondName\.all_weights holds parameter linear\.weight"),
     ({"vision": "Global"}, r"modules\.vision: Global\.forward .*holds a parameter that is not registered"),
-    ({"llm": "WritesIntoRows"}, r"modules\.llm: WritesIntoRows writes into the rows that it gets"),
-    ({"middle": "RowsInPlace"}, r"modules\.middle: RowsInPlace writes into the rows that it gets"),
+    ({"llm": "WritesIntoRows"}, r"modules\.llm: WritesIntoRows writes into its input rows"),
+    ({"middle": "RowsInPlace"}, r"modules\.middle: RowsInPlace writes into its input rows"),
     ({"vision": "Unseeded"}, r"modules\.vision: Unseeded, constructed twice with the same seeds"),
 ]
 
@@ -277,7 +277,7 @@ def test_draws_that_no_seed_reaches_are_refused(kind):
 @pytest.mark.parametrize("vision", ["Holding", "Recurrent"])
 def test_what_a_constructor_may_keep_is_taken(vision):
     _, adapters, _ = describe(recipe(vision=vision))
-    assert adapters["vision"].untried == ""
+    assert adapters["vision"].reason_not_probed == ""
 
 
 def test_all_global_generators_are_seeded_by_place_and_left_as_they_were():

@@ -1,4 +1,4 @@
-"""Adapters of users' own nn.Modules: how each kind is called, whole or as a pipeline stage, and what it must return."""
+"""Adapters of users' nn.Modules: how each kind is called, whole or as a pipeline stage, and what it must return."""
 
 from __future__ import annotations
 
@@ -14,16 +14,22 @@ from hetmesh.errors import BoundaryError, SampleError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import NONE, Abilities, SampleLike
 from hetmesh.models.collate import collate_media, collate_tokens, media_items
-from hetmesh.models.own.token_shares import all_rows, around_shares
 from hetmesh.models.row_wise import RowWise
+from hetmesh.models.user.token_shares import install_token_shares, rows_of_lane
 from hetmesh.models.weights.pretrained import prefixes
 from hetmesh.parallel.fully_shard import needs_backward
 from hetmesh.parallel.stages import PREVIOUS, is_absent
 
 
 @dataclass(frozen=True)
-class OwnAdapter(RowWise):
-    """A row-wise module of a user, and what all kinds share: class, its arguments, what it declares."""
+class UserAdapter(RowWise):
+    """A user's row-wise module, and what all kinds of modules share.
+
+    Attributes:
+        arguments: of the constructor.
+        layer_names, plan, sizes, abilities: what the class declares.
+        reason_not_probed: why it was not tried whether the module mixes samples; empty if it was.
+    """
 
     name: str
     model_class: type[nn.Module]
@@ -34,7 +40,7 @@ class OwnAdapter(RowWise):
     abilities: Abilities = NONE
     in_features: int | None = None
     out_features: int | None = None
-    untried: str = ""  # why nobody tried whether samples matter to each other
+    reason_not_probed: str = ""
     checkpoint_names: ClassVar = prefixes("")
     checkpoint_unused: ClassVar = ()
 
@@ -54,26 +60,26 @@ class OwnAdapter(RowWise):
         raise NotImplementedError(f"module {self.name!r} does not read media")
 
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
-        around_shares(module, self)
+        install_token_shares(module, self)
         (rows,) = inputs.values()
-        n = len(rows)
-        each = self.abilities.activation.per_row if self.abilities.activation and PREVIOUS in inputs else 1
+        per_row = self.abilities.activation.per_row if self.abilities.activation and PREVIOUS in inputs else 1
+        n = len(rows) // per_row
         if n == 0:  # concatenated, so that what emitted no rows stays reachable
-            rows = torch.cat([rows, rows.new_zeros(each, rows.shape[1])])
+            rows = torch.cat([rows, rows.new_zeros(per_row, rows.shape[1])])
         output = self.call(module, None, rows) if PREVIOUS in inputs else self.call(module, rows)
-        return self.checked(module, output, max(n // each, 1), 0)[: n // each * self.passed(module)]
+        return self.checked(module, output, max(n, 1), 0)[: n * self.passed(module)]
 
-    def call(self, module: nn.Module, *own: Any) -> Any:
-        """Run `module` on its own input, or on what the stage before returned, the last of two."""
+    def call(self, module: nn.Module, *arguments: Any) -> Any:
+        """Run `module` on what it reads; in a later pipeline stage what the stage before returned comes last."""
         if self.abilities.activation is None:
-            return module(*own)
-        *own_input, hidden = own if len(own) > self.own_inputs else (*own, None)
-        return module(*own_input, hidden=hidden)
+            return module(*arguments)
+        *read, hidden = arguments if len(arguments) > self.n_read else (*arguments, None)
+        return module(*read, hidden=hidden)
 
-    own_inputs: ClassVar = 1
+    n_read: ClassVar = 1  # positional arguments of the module's forward
 
     def is_last(self, module: nn.Module) -> bool:
-        """Whether a pipeline stage is the last of its module: what it returns is then the module's result."""
+        """Whether a pipeline stage is the last of its module, and returns the result of the module."""
         return self.abilities.activation is None or not is_absent(module.get_submodule(self.layer_names[-1]))
 
     def passed(self, module: nn.Module) -> int:
@@ -99,7 +105,7 @@ class OwnAdapter(RowWise):
 
 
 @dataclass(frozen=True)
-class OwnEncoder(OwnAdapter):
+class UserEncoder(UserAdapter):
     """A user's encoder of media items of one shape."""
 
     media: str = ""
@@ -122,7 +128,7 @@ class OwnEncoder(OwnAdapter):
         return collate_media(samples, metas, self.media, self.media_shape)
 
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
-        around_shares(module, self)
+        install_token_shares(module, self)
         between = self.abilities.activation
         if PREVIOUS in inputs and between is not None:
             shape: tuple[int, ...] = (between.per_row * self.rows_per_item + between.per_item, between.features)
@@ -138,8 +144,8 @@ class OwnEncoder(OwnAdapter):
 
 
 @dataclass(frozen=True)
-class OwnItemsEncoder(OwnAdapter):
-    """A user's encoder of media items of several shapes, whose class says how many rows each becomes."""
+class UserItemsEncoder(UserAdapter):
+    """A user's encoder of media items of several shapes, whose class says how many rows an item becomes."""
 
     media: str = ""
     blank: tuple[int, ...] = ()
@@ -151,7 +157,7 @@ class OwnItemsEncoder(OwnAdapter):
         except ValueError as error:
             raise SampleError(f"module {self.name!r} cannot read {self.media!r} of shape {shape}: {error}") from error
         if type(rows) is not int or rows < 1:
-            raise SampleError(f"module {self.name!r}: item_rows({tuple(shape)}) gave {rows!r}, not a number of rows")
+            raise SampleError(f"module {self.name!r}: item_rows({tuple(shape)}) returned {rows!r}, no number of rows")
         return rows
 
     def collate(
@@ -167,11 +173,12 @@ class OwnItemsEncoder(OwnAdapter):
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         items = [as_parameters(module, batch[f"media.{i}"]) for i in range(len(batch))]
         if not items:
-            return self._of_a_blank(module)
+            return self._rows_of_blank(module)
         return self.checked(module, module(items), sum(self.item_rows(tuple(i.shape)) for i in items), len(items))
 
-    def _of_a_blank(self, module: nn.Module) -> Tensor:
-        """No rows, of a blank item. Parameters get no gradient from it: which layers it enters no sample decides."""
+    def _rows_of_blank(self, module: nn.Module) -> Tensor:
+        """No rows, computed of a blank item. Parameters get no gradient from it, as a blank may enter other layers than
+        items do."""
         device = next((p.device for p in module.parameters()), None)
         item = as_parameters(module, torch.zeros(self.blank, device=device))
         with torch.set_grad_enabled(torch.is_grad_enabled() and needs_backward()):
@@ -179,11 +186,11 @@ class OwnItemsEncoder(OwnAdapter):
 
 
 @dataclass(frozen=True)
-class OwnSink(OwnAdapter):
+class UserSink(UserAdapter):
     """A user's LLM, which gets the whole batch and computes the logits of the targets."""
 
     sources: Mapping[str, str] = field(default_factory=dict)
-    own_inputs: ClassVar = 2
+    n_read: ClassVar = 2
 
     def collate(
         self,
@@ -196,20 +203,20 @@ class OwnSink(OwnAdapter):
         return collate_tokens(samples, metas, sources=self.sources, placeholders=placeholders, pad_id=pad_id)
 
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
-        around_shares(module, self)
+        install_token_shares(module, self)
         batch, ids = dict(batch), batch["input_ids"]
-        if ids.numel() == 0:  # it never sees an empty tensor: one token that predicts nothing
+        if ids.numel() == 0:  # no forward ever sees an empty tensor: one token that predicts nothing
             positions = batch["position_ids"]
             ids = ids.new_zeros(1, 1)
             batch |= {"input_ids": ids, "position_ids": positions.new_zeros(*positions.shape[:-2], 1, 1)}
         last, targets = self.is_last(module), len(batch["target_positions"])
-        if not last:  # a stage without the head returns all tokens: what is behind the last layer hands them on
+        if not last:  # a stage without the head returns all tokens, which its stand-ins for later layers hand on
             batch["target_positions"] = torch.arange(ids.numel(), device=ids.device)
         hidden, rows = inputs.get(PREVIOUS), {key: value for key, value in inputs.items() if key != PREVIOUS}
         if hidden is not None:
             output = self.call(module, batch, {}, hidden.view(*ids.shape, -1))
         else:
-            batch, rows = all_rows(module, self.sources, batch, rows)
+            batch, rows = rows_of_lane(module, self.sources, batch, rows)
             output = self.call(module, batch, rows)
         if not last:
             return self.checked(module, output, ids.numel(), 0)
@@ -220,6 +227,6 @@ class OwnSink(OwnAdapter):
 
 
 def as_parameters(module: nn.Module, media: Tensor) -> Tensor:
-    """Media in the dtype of the module's parameters, where they are numbers and not, say, ids."""
+    """Media in the dtype of the module's parameters if they are floating-point numbers; ids stay as they are."""
     parameter = next(module.parameters(), None)
     return media.to(parameter.dtype) if media.is_floating_point() and parameter is not None else media

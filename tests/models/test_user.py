@@ -1,4 +1,4 @@
-"""Users' own models: the example of their page in many layouts, code beside recipes, declarations that do not hold."""
+"""Users' models: the example of their page in many layouts, code beside recipes, declarations that do not hold."""
 
 import pickle
 import random
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-import hetmesh.models.own
+import hetmesh.models.user
 from hetmesh._own_code import import_named
 from hetmesh.data.registry import recipe_source
 from hetmesh.errors import RecipeError, SampleError
@@ -25,7 +25,7 @@ from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.resolve.describe import describe
 from hetmesh.testing import parity
 
-PAGE = (Path(hetmesh.models.own.__file__).parent / "README.md").read_text(encoding="utf-8")
+PAGE = (Path(hetmesh.models.user.__file__).parent / "README.md").read_text(encoding="utf-8")
 
 
 def block(language):
@@ -245,9 +245,9 @@ class AnySize(nn.Module):
 
 SIZES = """
 [modules.vision]
-model = "test_own:AnySize"
+model = "test_user:AnySize"
 [modules.projector]
-model = "test_own:Chain"
+model = "test_user:Chain"
 [modules.llm]
 model = "qwen3"
 config = { hidden_size = 12, num_hidden_layers = 1, num_attention_heads = 2, head_dim = 4 }
@@ -280,10 +280,10 @@ def test_items_of_any_size_and_a_row_wise_pipeline_whose_first_layer_froze_itsel
 
 
 def test_what_froze_itself_is_refused_or_seen():
-    given = parse_recipe(SIZES, ("--modules.vision.model", "test_own:Frozen"))
+    given = parse_recipe(SIZES, ("--modules.vision.model", "test_user:Frozen"))
     with pytest.raises(RecipeError, match=r"modules\.vision\.trainable = true, but Frozen has no parameter with"):
         describe(given)
-    describe(parse_recipe(SIZES, ("--modules.vision.model", "test_own:Frozen", "--modules.vision.trainable", "false")))
+    describe(parse_recipe(SIZES, ("--modules.vision.model", "test_user:Frozen", "--modules.vision.trainable", "false")))
     graph = describe(parse_recipe(SIZES))[2]
     assert graph["projector"].frozen_layers == {"into"}
 
@@ -336,9 +336,9 @@ def test_where_code_is_missing_or_there_twice_the_folder_is_named(tmp_path, monk
     (tmp_path / "tomli.py").write_text("")
     with pytest.raises(ImportError, match=r"'tomli' is both beside the recipe .* and in .*tomli.*; rename the one"):
         import_named("tomli:X", str(tmp_path))
-    (tmp_path / "test_own.py").write_text("")
-    with pytest.raises(ImportError, match=r"'test_own' "):  # this very file, which Python knows by that name
-        import_named("test_own:X", str(tmp_path))
+    (tmp_path / "test_user.py").write_text("")
+    with pytest.raises(ImportError, match=r"'test_user' "):  # this very file, which Python knows by that name
+        import_named("test_user:X", str(tmp_path))
     (tmp_path / "foreign.py").write_text("")
     monkeypatch.setitem(sys.modules, "foreign", ModuleType("foreign"))
     with pytest.raises(
@@ -358,7 +358,7 @@ def test_a_data_source_may_lie_beside_the_recipe_too(example):
     assert type(recipe_source(load_recipe(path).data)).__name__ == "DigitsSource"
 
 
-# --- adapters of one's own, and declarations ---
+# --- users' adapters, and declarations ---
 
 
 @dataclass(frozen=True)
@@ -381,21 +381,21 @@ class HalfAnAdapter:
 
 
 def make(**models):
-    given = {"vision": "test_own:AnySize", "projector": "mlp", "llm": "my_llm"} | models
-    tables = {name: Table(f"test_own:{model}" if model[0].isupper() else model) for name, model in given.items()}
-    tables["llm"] = Table("test_own:Good") if given["llm"] == "my_llm" else tables["llm"]
+    given = {"vision": "test_user:AnySize", "projector": "mlp", "llm": "my_llm"} | models
+    tables = {name: Table(f"test_user:{model}" if model[0].isupper() else model) for name, model in given.items()}
+    tables["llm"] = Table("test_user:Good") if given["llm"] == "my_llm" else tables["llm"]
     boundaries = [BoundarySpec("vision", "projector"), BoundarySpec("projector", "llm", "image")]
     return make_adapters(tables, boundaries, {"vision": "image"}, 23, {"image": (1, 8, 8)})
 
 
-def test_an_adapter_of_ones_own():
+def test_a_users_adapter():
     made = make(projector="OwnMlp")["projector"]
     assert (type(made), made.in_features, made.out_features) == (OwnMlp, 10, 8)
     with pytest.raises(
         RecipeError, match=r"make\(request\) returned, a HalfAnAdapter, is not .*: it lacks \['abilities'"
     ):
         make(projector="HalfAnAdapter")
-    with pytest.raises(RecipeError, match=r"'test_own:Table' is neither a torch\.nn\.Module nor an adapter"):
+    with pytest.raises(RecipeError, match=r"'test_user:Table' is neither a torch\.nn\.Module nor an adapter"):
         make(projector="Table")
 
 
@@ -503,7 +503,7 @@ class Mixer(nn.Module):
 @pytest.mark.parametrize(
     ("llm", "message"),
     [
-        ("Scaled", r"Scaled declares `activation`, but its forward computes something between its layers, or behind"),
+        ("Scaled", r"Scaled declares `activation`, but its forward computes something between its layers, or after"),
         (
             "Twice",
             r"as a later pipeline stage it calls the layers \['blocks.0', 'blocks.1', 'blocks.0', 'head'\]; it must",
@@ -521,7 +521,7 @@ class Mixer(nn.Module):
         ("WrongWidth", r"WrongWidth\.activation = \('gelu', 3\): must be a width, or a hetmesh\.models\.Activation"),
         ("NoPlan", r"NoPlan declares `token_sharded`, but none of \['blocks.0', 'blocks.1'\] has a rowwise linear"),
         ("Apart", r"Apart\.token_sharded = .*: \['embed', 'head'\] do not follow each other"),
-        ("Mixing", r"outside of its parts with row-wise linears layer 'blocks.0' mixes tokens"),
+        ("Mixing", r"outside of its parts with rowwise linears layer 'blocks.0' mixes tokens"),
     ],
 )
 def test_declarations_that_do_not_hold_are_refused(llm, message):
@@ -534,10 +534,13 @@ def test_declarations_that_do_not_hold_are_refused(llm, message):
     ("overrides", "message"),
     [
         (("--parallelism.vision.pipeline_parallel_degree", "2"), r"AnySize declares no `activation`"),
-        (("--modules.llm.model", "test_own:Plain", "--training.pack_samples", "true"), r"does not declare `packed_att"),
+        (
+            ("--modules.llm.model", "test_user:Plain", "--training.pack_samples", "true"),
+            r"does not declare `packed_att",
+        ),
         (
             (
-                *("--modules.llm.model", "test_own:Plain", "--parallelism.llm.tensor_parallel_degree", "2"),
+                *("--modules.llm.model", "test_user:Plain", "--parallelism.llm.tensor_parallel_degree", "2"),
                 *("--parallelism.llm.enable_sequence_parallel", "true"),
             ),
             r"Plain declares no `token_sharded`",
@@ -549,7 +552,7 @@ def test_what_is_not_declared_is_refused_with_the_attribute(overrides, message):
         "config = { hidden_size = 12, num_hidden_layers = 1, num_attention_heads = 2, head_dim = 4 }", ""
     )
     overrides = (
-        overrides if "--modules.llm.model" in overrides else ("--modules.llm.model", "test_own:Good", *overrides)
+        overrides if "--modules.llm.model" in overrides else ("--modules.llm.model", "test_user:Good", *overrides)
     )
     with pytest.raises(RecipeError, match=message):
         describe(parse_recipe(text, overrides))

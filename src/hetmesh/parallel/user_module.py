@@ -1,4 +1,4 @@
-"""A module that its owner has parallelised, with `parallelize_module` and `fully_shard`: who sums which gradient."""
+"""Modules that users have parallelised, with `parallelize_module` and `fully_shard`: who sums which gradient."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hetmesh.parallel.apply import AdaptedModule, ParallelModule
 from hetmesh.parallel.gradient_axes import SUM_ORDER, ParameterAxes, sharded_axes
 
 
-def own_parallel_module(
+def user_parallel_module(
     name: str, module: nn.Module, stage: AdaptedModule, spec: MeshSpec, device_mesh: DeviceMesh
 ) -> ParallelModule:
-    """`module` on `spec`, as it is. Gradients are summed over its lanes: by FSDP in the backward where it has the
-    parameter, else by a `Reduction`. Tensor-parallel gradients are the affair of who parallelised it.
+    """`module` on `spec`, unchanged. Gradients are summed over its lanes: by FSDP in the backward where it has the
+    parameter, else by a `Reduction`. Tensor-parallel gradients are up to the user.
 
     Args:
         name: of the module, for errors.
@@ -34,10 +34,10 @@ def own_parallel_module(
         GradientError: something in it averages gradients, or reduces them over other ranks than those of its lanes.
         LayoutError: a DTensor of it lies on a mesh with axes that `spec` does not have.
     """
-    for part, each in module.named_modules():
-        if isinstance(each, DistributedDataParallel):
+    for fqn, submodule in module.named_modules():
+        if isinstance(submodule, DistributedDataParallel):
             raise GradientError(
-                f"part {name!r}: {part or 'it'} is a DistributedDataParallel, which averages gradients; give the "
+                f"part {name!r}: {fqn or 'it'} is a DistributedDataParallel, which averages gradients; give the "
                 "module inside: hetmesh sums gradients over its lanes by itself"
             )
     by_fsdp = dict(_by_fsdp(name, module, spec))
@@ -56,13 +56,13 @@ def own_parallel_module(
     return ParallelModule(module, (stage,), spec, device_mesh, axes)
 
 
-SumsApart = list[tuple[list[nn.Parameter], list[dist.ProcessGroup]]]
+SharedSums = list[tuple[list[nn.Parameter], list[dist.ProcessGroup]]]
 """Parameters that several parts on one mesh have, and the groups over which their gradients are summed."""
 
 
-def sums_apart(parts: Mapping[str, ParallelModule]) -> tuple[dict[str, ParallelModule], SumsApart]:
-    """The parts of this rank without the sums of what several of them have; and these, for `sum_gradients` when the
-    backwards of all parts are over.
+def split_shared_sums(parts: Mapping[str, ParallelModule]) -> tuple[dict[str, ParallelModule], SharedSums]:
+    """The parts of this rank, without the sums of parameters that several of them share; and these sums, for
+    `sum_gradients` after the backwards of all parts.
 
     Raises:
         GraphError: parts on different meshes share a parameter, or FSDP has it, which would sum it part by part.
@@ -76,18 +76,18 @@ def sums_apart(parts: Mapping[str, ParallelModule]) -> tuple[dict[str, ParallelM
             where = f"part {name!r}: {fqn} is a parameter of part {first!r} too"
             if part.spec != parts[first].spec:
                 raise GraphError(
-                    f"{where}, whose mesh is {parts[first].spec}, not {part.spec}: nobody would sum its gradient over "
-                    "both; give these parts one mesh, or a copy each"
+                    f"{where}, whose mesh is {parts[first].spec}, not {part.spec}: its gradient would not be summed "
+                    "over both; give these parts one mesh, or a copy each"
                 )
             if part.axes[fqn].in_backward:
                 raise GraphError(f"{where}, and fully_shard sums its gradient for one part alone: leave that out there")
             shared.setdefault(first, {})[id(parameter)] = parameter
-    several = {at for parameters in shared.values() for at in parameters}
+    several = {key for parameters in shared.values() for key in parameters}
     for name, part in parts.items():
-        own = {fqn for fqn, p in part.module.named_parameters() if id(p) in several}
-        axes = {fqn: replace(each, summed=()) if fqn in own else each for fqn, each in part.axes.items()}
+        names = {fqn for fqn, p in part.module.named_parameters() if id(p) in several}
+        axes = {fqn: replace(of, summed=()) if fqn in names else of for fqn, of in part.axes.items()}
         parts = {**parts, name: replace(part, axes=axes)}
-    sums = SumsApart()
+    sums = SharedSums()
     for name, parameters in shared.items():
         lanes = [axis for axis in LANE_AXES if parts[name].spec.axis_size(axis) > 1]
         sums.append(([*parameters.values()], [parts[name].device_mesh.get_group(axis) for axis in lanes]))
@@ -95,7 +95,7 @@ def sums_apart(parts: Mapping[str, ParallelModule]) -> tuple[dict[str, ParallelM
 
 
 def _by_fsdp(name: str, module: nn.Module, spec: MeshSpec) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Ids of the parameters that FSDP has -> the axes over which it sums their gradients."""
+    """Ids of the parameters that FSDP has, with the axes over which it sums their gradients."""
     for part, group in fsdp_groups(module):
         mesh: DeviceMesh = group.mesh_info.mesh
         where = f"part {name!r}: fully_shard of {part or 'the whole module'}"
@@ -107,7 +107,7 @@ def _by_fsdp(name: str, module: nn.Module, spec: MeshSpec) -> Iterator[tuple[int
                 "others than its lanes; give it hetmesh.device_mesh(mesh)['dp_shard'], say"
             )
         if not (group.reduce_grads and group.all_reduce_grads):
-            raise GradientError(f"{where} has set_requires_gradient_sync(False): nobody would sum its gradients")
+            raise GradientError(f"{where} has set_requires_gradient_sync(False): its gradients would not be summed")
         factor = mesh.size() if group.gradient_divide_factor is None else group.gradient_divide_factor
         if factor != 1:
             raise GradientError(
@@ -115,7 +115,7 @@ def _by_fsdp(name: str, module: nn.Module, spec: MeshSpec) -> Iterator[tuple[int
                 f"other parts would get gradients that are {factor:g} times as large. Call "
                 "hetmesh.sum_over_shards(module) on it before, and divide once, by `divide_by` of Pipeline.step"
             )
-        yield from ((id(each.sharded_param), axes) for each in group.fsdp_params)
+        yield from ((id(parameter.sharded_param), axes) for parameter in group.fsdp_params)
 
 
 def _axes_of(mesh: DeviceMesh, spec: MeshSpec) -> tuple[str, ...] | None:

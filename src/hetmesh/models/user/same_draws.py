@@ -13,9 +13,9 @@ _DRAWS = {"rand", "randn", "randint", "normal", "uniform", "exponential", "log_n
 
 
 class SameDraws(TorchDispatchMode):
-    """While it is entered torch draws 0.5 everywhere, of events that they happen (so dropout keeps all), and the
-    reverse as a permutation: what each sample decides for itself is then the same with others beside it, and what
-    mixes samples still mixes them. What draws in other ways stays random."""
+    """While it is entered torch draws 0.5 everywhere, lets every random event happen (so dropout keeps all), and draws
+    the reverse as a permutation: what is decided for each sample is then the same whatever is computed with it, and
+    what mixes samples still mixes them. What is not drawn by torch stays random."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -157,7 +157,7 @@ dtype = "float64"
 def recipe(model, largest=4, parallelism=None, **config):
     tables = tomli.loads(RECIPE.replace("LARGEST", str([1, largest, largest])))
     tables["parallelism"] |= parallelism or {}
-    tables["modules"]["vision"] = {"model": f"test_own_sharded:{model}", "config": config}
+    tables["modules"]["vision"] = {"model": f"test_user_sharded:{model}", "config": config}
     return parse_recipe(tables)
 
 

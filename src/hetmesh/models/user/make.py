@@ -14,33 +14,31 @@ from hetmesh._own_code import import_named
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Adapter, AdapterRequest
 from hetmesh.models.config_keys import constructor_arguments, positive_int
-from hetmesh.models.own.adapters import OwnAdapter, OwnEncoder, OwnItemsEncoder, OwnSink
-from hetmesh.models.own.apart_probe import check_apart
-from hetmesh.models.own.declared import declared_abilities, declared_layers
-from hetmesh.models.own.entry_probe import enters_alike
-from hetmesh.models.own.packing_probe import check_packing
-from hetmesh.models.own.stage_probe import first_layers
-from hetmesh.models.own.token_probe import check_tokenwise
-from hetmesh.models.own.unregistered import check_registered
+from hetmesh.models.user.adapters import UserAdapter, UserEncoder, UserItemsEncoder, UserSink
+from hetmesh.models.user.declared import declared_abilities, declared_layers
+from hetmesh.models.user.entry_probe import enters_layers_once
+from hetmesh.models.user.probe import check_packing, check_samples, check_token_shares
+from hetmesh.models.user.stage_probe import first_layers
+from hetmesh.models.user.unregistered import check_registered
 from hetmesh.models.weights.deferred import random_state
 
 _PROTOCOL = frozenset(name for name in dir(Adapter) if not name.startswith("_"))
 
 
-def make_own(model: str, request: AdapterRequest) -> Adapter | None:
-    """The adapter of `"package.module:Class"`, or None while a neighbour's width that it needs is not known yet.
+def make_user_adapter(model: str, request: AdapterRequest) -> Adapter | None:
+    """The adapter of `"package.module:Class"`; None while it needs the width of a neighbour that is not known yet.
 
     Raises:
-        RecipeError: the class cannot be imported or constructed, misses a size, or does not do what it declares.
+        RecipeError: the class cannot be imported or constructed, lacks a size, or does not do what it declares.
     """
-    found = _import(model, request)
-    if issubclass(found, nn.Module):
-        return _of_module(found, request)
-    return _of_adapter(found, model, request)
+    imported = _import(model, request)
+    if issubclass(imported, nn.Module):
+        return _adapter_of_module(imported, request)
+    return _users_adapter(imported, model, request)
 
 
-def _of_adapter(found: type, model: str, request: AdapterRequest) -> Adapter | None:
-    make = getattr(found, "make", None)
+def _users_adapter(adapter_class: type, model: str, request: AdapterRequest) -> Adapter | None:
+    make = getattr(adapter_class, "make", None)
     if not callable(make):
         raise RecipeError(
             f"{request.key}.model: {model!r} is neither a torch.nn.Module nor an adapter: an adapter's class has a "
@@ -56,7 +54,7 @@ def _of_adapter(found: type, model: str, request: AdapterRequest) -> Adapter | N
     return adapter
 
 
-def _of_module(model_class: type[nn.Module], request: AdapterRequest) -> OwnAdapter | None:
+def _adapter_of_module(model_class: type[nn.Module], request: AdapterRequest) -> UserAdapter | None:
     sizes = {
         "in_features": request.in_features,
         "out_features": request.out_features,
@@ -75,12 +73,14 @@ def _of_module(model_class: type[nn.Module], request: AdapterRequest) -> OwnAdap
         return None
     abilities = adapter.abilities
     if abilities.token_sharded:
-        check_tokenwise(adapter, example, request)
-    if isinstance(adapter, OwnSink) and abilities.use_packed is not None:
+        check_token_shares(adapter, example, request)
+    if isinstance(adapter, UserSink) and abilities.use_packed is not None:
         check_packing(adapter, example, request)
-    untried = check_apart(adapter, example, request) or ""
-    abilities = dataclasses.replace(abilities, gathered_whole=not enters_alike(adapter, example, request.vocab_size))
-    adapter = dataclasses.replace(adapter, untried=untried, abilities=abilities)
+    reason = check_samples(adapter, example, request) or ""
+    abilities = dataclasses.replace(
+        abilities, gathered_whole=not enters_layers_once(adapter, example, request.vocab_size)
+    )
+    adapter = dataclasses.replace(adapter, reason_not_probed=reason, abilities=abilities)
     if abilities.activation is not None:  # last: it takes the example apart
         abilities = dataclasses.replace(abilities, first_layers=first_layers(adapter, example, request))
         adapter = dataclasses.replace(adapter, abilities=abilities)
@@ -89,7 +89,7 @@ def _of_module(model_class: type[nn.Module], request: AdapterRequest) -> OwnAdap
 
 def _adapter(
     model_class: type[nn.Module], arguments: Mapping[str, Any], example: nn.Module, request: AdapterRequest
-) -> OwnAdapter | None:
+) -> UserAdapter | None:
     get = lambda key, default=None: arguments.get(key, getattr(example, key, default))  # noqa: E731
     layers = declared_layers(example, request)
     common: dict[str, Any] = {
@@ -103,24 +103,24 @@ def _adapter(
     }
     if not request.consumers:
         width = _size(request, get, "in_features") if request.placeholders else None
-        return OwnSink(**common, in_features=width, sources=request.sources)
+        return UserSink(**common, in_features=width, sources=request.sources)
     common["out_features"] = _size(request, get, "out_features")
     if not request.placeholders:
         return _encoder(example, common, get, request)
     if len(request.placeholders) != 1:
         raise RecipeError(f"{request.key}: a row-wise module has exactly one boundary into it")
     width = get("in_features", request.in_features)
-    return None if width is None else OwnAdapter(**common, in_features=positive_int(request, "in_features", width))
+    return None if width is None else UserAdapter(**common, in_features=positive_int(request, "in_features", width))
 
 
-def _encoder(example: nn.Module, common: dict[str, Any], get: Any, request: AdapterRequest) -> OwnAdapter:
+def _encoder(example: nn.Module, common: dict[str, Any], get: Any, request: AdapterRequest) -> UserAdapter:
     shape = get("media_shape", request.media_shape)
     if request.media is None or shape is None:
         raise RecipeError(f"{request.key}: an encoder needs `media` and a `media_shape` (config key or attribute)")
     sizer = getattr(example, "item_rows", None)
     if sizer is None:
         rows = _size(request, get, "rows_per_item")
-        return OwnEncoder(**common, media=request.media, media_shape=tuple(shape), rows_per_item=rows)
+        return UserEncoder(**common, media=request.media, media_shape=tuple(shape), rows_per_item=rows)
     for name, declared in (
         ("activation", common["abilities"].activation),
         ("token_sharded", common["abilities"].token_sharded),
@@ -131,7 +131,7 @@ def _encoder(example: nn.Module, common: dict[str, Any], get: Any, request: Adap
                 f"{request.key}: {type(example).__name__} declares `item_rows`, for items of several shapes, and "
                 f"`{name}`, which needs items of one shape; leave out one of them"
             )
-    adapter = OwnItemsEncoder(**common, media=request.media, blank=tuple(shape), sizer=sizer)
+    adapter = UserItemsEncoder(**common, media=request.media, blank=tuple(shape), sizer=sizer)
     adapter.item_rows(tuple(shape))
     return adapter
 
@@ -157,7 +157,7 @@ def _import(path: str, request: AdapterRequest) -> type:
 
 
 def _example(model_class: type[nn.Module], arguments: Mapping[str, Any], request: AdapterRequest) -> nn.Module:
-    """An instance without memory, to read attributes from."""
+    """An instance on the meta device, to read attributes from."""
     try:
         with random_state(request.name, 0), torch.device("meta"):
             example = model_class(**arguments)

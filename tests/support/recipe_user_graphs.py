@@ -9,11 +9,11 @@ from hetmesh.recipe.hf_path import expand_hf_path
 from support import tiny_vlms
 from support.recipe_draft import SINK, Draft, random_media, wire
 
-OWN = "support.own_models"
+OWN = "support.user_models"
 ITEMS = f"{OWN}:Items"
 
 
-def own_models(draw: st.DrawFn, draft: Draft) -> None:
+def user_models(draw: st.DrawFn, draft: Draft) -> None:
     """A tower and an LLM that are plain nn.Modules, a third one between them or not."""
     depths = {"vision": draw(st.integers(1, 3)), SINK: draw(st.integers(1, 4))}
     width, between = draw(st.sampled_from([8, 16])), draw(st.booleans())

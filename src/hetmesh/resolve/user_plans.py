@@ -1,4 +1,4 @@
-"""Tensor parallel plans that are not hetmesh's own: compared with the whole module before it trains."""
+"""Users' tensor parallel plans, compared with the whole module before it trains."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import TYPE_CHECKING, Any
 
 from hetmesh.errors import Refusals
 from hetmesh.models import Adapter
-from hetmesh.models.own.adapters import OwnAdapter
-from hetmesh.models.own.plan_probe import why_no_probe
+from hetmesh.models.user.adapters import UserAdapter
+from hetmesh.models.user.plan_probe import reason_not_compared
 
 if TYPE_CHECKING:
     from hetmesh.recipe.recipe import Recipe
 
-_found: dict[Any, str | None] = {}
-"""What was compared in this process, for every verb asks again."""
+_compared: dict[Any, str | None] = {}
+"""What was compared in this process, as several commands and the job ask again -> why it could not be."""
 
 
 def uncompared_plans(recipe: Recipe, adapters: Mapping[str, Adapter], vocab_size: int) -> list[str]:
-    """Compare modules on emulated ranks with themselves whole, where their plan is a user's.
+    """Compare modules whose plan is a user's with themselves on tensor parallel ranks.
 
     Returns:
-        What could not be compared, and why, a sentence each.
+        What could not be compared or tried, and why, a sentence each.
 
     Raises:
         RecipeError: one computes something else, a line each.
     """
     notes, refusals = list[str](), Refusals()
     for name, adapter in adapters.items():
-        if isinstance(adapter, OwnAdapter) and adapter.untried:
-            notes.append(f"modules.{name}: whether its samples matter to each other was not tried: {adapter.untried}")
+        if isinstance(adapter, UserAdapter) and adapter.reason_not_probed:
+            notes.append(f"modules.{name}: whether it mixes samples was not tried: {adapter.reason_not_probed}")
         if adapter.abilities.gathered_whole and recipe.wiring.meshes[name].axis_size("fsdp") > 1:
             notes.append(f"modules.{name}: FSDP gathers it whole: not every call is known to enter each layer once")
         degree, added = recipe.wiring.meshes[name].axis_size("tp"), recipe.modules[name].plan
@@ -39,9 +39,9 @@ def uncompared_plans(recipe: Recipe, adapters: Mapping[str, Adapter], vocab_size
         where = f"modules.{name}.plan" if added else f"modules.{name}: its tensor_parallel_plan"
         key = (repr(adapter), repr(plan), degree, vocab_size)
         with refusals.collect():
-            if key not in _found:
-                _found[key] = why_no_probe(adapter, plan, degree, vocab_size, where)
-            if _found[key] is not None:
-                notes.append(f"{where} was not compared with the whole module: {_found[key]}")
+            if key not in _compared:
+                _compared[key] = reason_not_compared(adapter, plan, degree, vocab_size, where)
+            if _compared[key] is not None:
+                notes.append(f"{where} was not compared with the whole module: {_compared[key]}")
     refusals.finish()
     return notes
