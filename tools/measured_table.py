@@ -117,7 +117,8 @@ ROWS = (
         "python tools/bench.py straggler",
     ),
     Row(
-        "step with stages cut as if nothing were frozen over one with stages cut for a frozen encoder, two cores; predicted",
+        "step with stages cut as if nothing were frozen over one with stages cut for what is: frozen encoder, two cores; "
+        "predicted",
         "frozen",
         "{:.2f}; {:.2f}",
         ("speedup_measured", "speedup_expected"),
@@ -139,7 +140,7 @@ ROWS = (
     ),
     Row(
         "simulated: `bubble_fill` of ViT-22B and GPT-175B on 1,536, 2,048 and 3,072 GPUs, as a share of the time that "
-        "hiding the encoder perfectly would save: with what runs today; with encoder kernels also in the gaps of tensor "
+        "hiding the encoder perfectly would save: with what runs today; with encoder kernels also in gaps of tensor "
         "parallelism (simulated only, does not run)",
         "optimus",
         "{:.2f}, {:.2f}, {:.2f}; {:.2f}, {:.2f}, {:.2f}",
@@ -242,7 +243,7 @@ ROWS = (
         "python tools/soak.py kills --n 200",
     ),
     Row(
-        "corrupted files for every reader; foreign exceptions, hangs, paths that escape their folder, decompression bombs",
+        "corrupted files for every reader; foreign exceptions, hangs, paths out of their folder, decompression bombs",
         "fuzz_readers",
         "{}; {}",
         ("n", "failures"),
@@ -284,7 +285,7 @@ FRONT = (
     ),
     Row(
         "simulated: `bubble_fill` of ViT-22B and GPT-175B on 1,536, 2,048 and 3,072 GPUs, as a share of the time that "
-        "hiding the encoder perfectly would save: with what runs today; with encoder kernels also in the gaps of tensor "
+        "hiding the encoder perfectly would save: with what runs today; with encoder kernels also in gaps of tensor "
         "parallelism (simulated only, does not run)",
         "optimus",
         "{:.2f}, {:.2f}, {:.2f}; {:.2f}, {:.2f}, {:.2f}",

@@ -19,12 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ROOT / "src" / "hetmesh"
-PAGES = (
-    ROOT / "README.md",
-    ROOMS / "cli" / "README.md",
-    ROOMS / "planner" / "README.md",
-    ROOMS / "models/split/README.md",
-)
+PAGES = [ROOT / "README.md", *(ROOMS / room / "README.md" for room in ("cli", "planner", "models/split"))]
 TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 SHORT = ("--training.steps", "1", "--training.local_batch_size", "8", "--validation.samples", "4")
 SHORT += ("--validation.free_running", "0", "--metrics.enable_tensorboard", "false")
