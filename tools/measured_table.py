@@ -117,7 +117,7 @@ ROWS = (
         "python tools/bench.py straggler",
     ),
     Row(
-        "step with stages cut as if nothing were frozen over one with stages cut for what is: frozen encoder, two cores; "
+        "step with stages cut as if nothing were frozen over one with cuts for what is frozen: encoder, two cores; "
         "predicted",
         "frozen",
         "{:.2f}; {:.2f}",
