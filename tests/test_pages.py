@@ -263,7 +263,7 @@ def test_a_transport_is_added(tmp_path):
     script.write_text(snippet("# counted.py"))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    # Two processes print: the end of a line may come behind another line's text.
+    # Two processes print: a line's end may come after the next line's text.
     assert sorted(re.findall(r"rank \d: [^r]* bytes", done.stdout)) == [
         "rank 0: [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]], sent 24 bytes",
         "rank 1: [[6.0, 7.0], [8.0, 9.0], [10.0, 11.0]], sent 0 bytes",
