@@ -22,7 +22,7 @@ from hetmesh.schedule import POLICIES as SCHEDULES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-PAGES += sorted(page for room in ("src", "tools", "tests") for page in (ROOT / room).rglob("README.md"))
+PAGES += sorted(page for room in ("recipes", "src", "tools", "tests") for page in (ROOT / room).rglob("README.md"))
 
 COMMANDS = "tests/training/test_readme_commands.py"
 RUN_BY = {
@@ -36,13 +36,21 @@ RUN_BY = {
         "hetmesh init /models/llava-1.5-7b-hf --data /data/pets > pets.toml": (
             "tests/resolve/test_starter.py::test_readmes_four_commands_from_a_directory_and_a_folder_of_images",
         ),
-        "[modules.vision]": ("tests/test_readme.py::test_the_recipe_that_is_shown_is_part_of_the_digits_recipe",),
-        "[model]": ("tests/training/test_readme_commands.py::test_the_heart_of_a_recipe_of_a_directory",),
         "import torch": ("tests/test_readme.py::test_the_script_trains_in_parity_with_one_process",),
+    },
+    "recipes/README.md": {
+        "[modules.vision]": ("tests/test_readme.py::test_the_recipe_that_is_shown_is_part_of_the_digits_recipe",),
+    },
+    "src/hetmesh/cli/README.md": {
         "torchrun --nproc-per-node 4 -m hetmesh train recipes/digits.toml": (f"{COMMANDS}::test_torchrun",),
         "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d": (f"{COMMANDS}::test_torchrun",),
         "srun --nodes 2 --ntasks 4": (f"{COMMANDS}::test_srun",),
+    },
+    "src/hetmesh/planner/README.md": {
         "hetmesh plan recipes/siglip_qwen3_8b.toml": (f"{COMMANDS}::test_plan_then_look_at_the_plan",),
+    },
+    "src/hetmesh/models/split/README.md": {
+        "[model]": (f"{COMMANDS}::test_the_heart_of_a_recipe_of_a_directory",),
     },
     "CONTRIBUTING.md": {
         "# src/hetmesh/models/named/mistral.py": ("tests/test_pages.py::test_a_model_is_added",),
@@ -89,7 +97,7 @@ def test_every_block_is_run_by_a_test(page):
         if not language:
             assert not re.search(r"^\s*(\$|hetmesh |python |pip |torchrun |srun |import )", text, re.MULTILINE), text
             continue
-        beginnings = [each for each in listed if text.startswith(each)]
+        beginnings = [beginning for beginning in listed if text.startswith(beginning)]
         assert len(beginnings) == 1, f"{page.name}: which test runs this block? {text}"
         for test in listed.pop(beginnings[0]):
             file, _, name = test.partition("::")
@@ -154,8 +162,8 @@ def test_tools_and_options_that_pages_name_exist():
 
 
 def test_tests_that_pages_name_for_a_command_exist():
-    named = [path for span in spans(ROOT / "CONTRIBUTING.md") for path in re.findall(r"^pytest .*?(tests/\S+)", span)]
-    assert len(named) >= 3
+    named = [path for page in PAGES for span in spans(page) for path in re.findall(r"^pytest .*?(tests/\S+)", span)]
+    assert len(named) >= 2
     assert all((ROOT / path).exists() for path in named)
 
 
@@ -255,7 +263,7 @@ def test_a_transport_is_added(tmp_path):
     script.write_text(snippet("# counted.py"))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    # Two processes print: the end of a line may come behind another line's text.
+    # Two processes print: a line's end may come after the next line's text.
     assert sorted(re.findall(r"rank \d: [^r]* bytes", done.stdout)) == [
         "rank 0: [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]], sent 24 bytes",
         "rank 1: [[6.0, 7.0], [8.0, 9.0], [10.0, 11.0]], sent 0 bytes",

@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = stamp_of_commit(args.judges, args.commit) if args.commit else stamp(args.judges)
         _write(RESULTS / args.output, found)
         return 0
-    for output in sorted(RESULTS.iterdir()):
+    for output in sorted(path for path in RESULTS.iterdir() if path.suffix != ".md"):
         of = kept(output)
         since = ", ".join(changed(of)) or "nothing"
         print(f"{output.name:28} {of['date']}  {of['commit']}  changed since: {since}")

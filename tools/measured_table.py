@@ -1,7 +1,7 @@
-"""The README's table of what was measured, from the outputs kept in tools/results.
+"""The tables of measurements, from the outputs kept in tools/results: all on the page there, a few in README.md.
 
-    python tools/measured_table.py            # print it
-    python tools/measured_table.py --write    # put it into README.md, after another output was kept
+    python tools/measured_table.py            # print them
+    python tools/measured_table.py --write    # put them into their pages, after another output was kept
 
 A row whose output is not kept is left out. One that is older than the code that it judges (`kept.py`) carries its date.
 """
@@ -21,7 +21,7 @@ import page_table
 from kept import changed, kept
 
 ROOT = Path(__file__).parents[1]
-RESULTS, README = ROOT / "tools" / "results", ROOT / "README.md"
+RESULTS = ROOT / "tools" / "results"
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,15 @@ HEAD = ("what", "measured", "again by")
 
 ROWS = (
     Row(
-        "step over that of a plain PyTorch loop, one H100: a 1B model in bf16; the digits in fp32, in bf16",
+        "step time over a plain PyTorch loop's, one H100: a 1B model in bf16; digits in fp32, in bf16",
         "gpu_check",
         "{:.2f}; {:.2f}, {:.2f}",
         ("cases.2.step_time_ratio", "cases.0.step_time_ratio", "cases.1.step_time_ratio"),
         "python tools/gpu_check.py --only step_time",
-        "streams, pinned copies, building on meta, a shared vocabulary's loss, experts and asynchronous checkpoints",
+        "streams, pinned copies, building on meta, vocabulary-parallel loss, experts and asynchronous checkpoints",
     ),
     Row(
-        "the same for small models on CPUs, the worst of four cases",
+        "the same for small models on CPUs, worst of four cases",
         "overhead",
         "{:.2f}",
         ("max_step_time_ratio",),
@@ -94,14 +94,14 @@ ROWS = (
     ),
     Row(
         "digits in fp32, three layouts against one process: largest difference of a loss in the first 100 steps; of "
-        "the accuracy after 800, 384 questions",
+        "the accuracy on 384 questions after 800 steps",
         "convergence",
         "{:.0e}; {:.3f}",
         ("max_loss_difference", "max_accuracy_difference"),
         "python tools/bench.py convergence",
     ),
     Row(
-        "boundaries, 8 ranks of one host: bytes over the fewest possible; time through shared memory over bare "
+        "boundaries, 8 ranks on one host: bytes over the least possible; time through shared memory over bare "
         "messages of the same bytes through gloo's sockets, worst of 16 MiB, of small ones",
         "boundary",
         "{:.2f}; {:.2f}, {:.2f}",
@@ -109,7 +109,7 @@ ROWS = (
         "python tools/bench.py boundary",
     ),
     Row(
-        "step without balancing over a balanced one: charts, encoder and LLM on a core each, by default; with "
+        "step without balancing over a balanced one: charts, encoder and LLM on one core each, by default; with "
         '`balance.microbatches = "free"`',
         "straggler",
         "{:.2f}; {:.2f}",
@@ -117,7 +117,8 @@ ROWS = (
         "python tools/bench.py straggler",
     ),
     Row(
-        "stages cut without regard to what is frozen over those cut with it: frozen encoder, two cores; expected",
+        "step with stages cut as if nothing were frozen over one with cuts for what is frozen: encoder, two cores; "
+        "predicted",
         "frozen",
         "{:.2f}; {:.2f}",
         ("speedup_measured", "speedup_expected"),
@@ -138,10 +139,11 @@ ROWS = (
         "python tools/bench.py bubble --microbatches 4",
     ),
     Row(
-        "simulated: share that bubble_fill saves of what perfect hiding of ViT-22B in GPT-175B would, on 1,536, "
-        "2,048 and 3,072 GPUs: with what runs today; with encoder kernels in the LLM's collectives, which do not",
+        "simulated: `bubble_fill` of ViT-22B and GPT-175B on 1,536, 2,048 and 3,072 GPUs, as a share of the time that "
+        "hiding the encoder perfectly would save: with what runs today; with encoder kernels also in gaps of tensor "
+        "parallelism (simulated only, does not run)",
         "optimus",
-        "{:.0%}, {:.0%}, {:.0%}; {:.0%}, {:.0%}, {:.0%}",
+        "{:.2f}, {:.2f}, {:.2f}; {:.2f}, {:.2f}, {:.2f}",
         (
             *(f"share_of_saving_without_tp_gaps.{i}" for i in range(3)),
             *(f"share_of_saving.{i}" for i in range(3)),
@@ -149,8 +151,8 @@ ROWS = (
         "python tools/bench.py optimus",
     ),
     Row(
-        "step time of ten plans on two cores, predicted from costs measured in the same run (so not by `hetmesh "
-        "plan`): mean and largest error; rank correlation",
+        "step time of ten plans on two cores, predicted from costs measured in the same run (not by `hetmesh plan`): "
+        "mean and largest error; rank correlation",
         "plans",
         "{:.1%}; {:.1%}; {:.2f}",
         ("mean_error", "worst_error", "rank_correlation"),
@@ -165,8 +167,8 @@ ROWS = (
         "python tools/bench.py planner",
     ),
     Row(
-        "predicted gain of the heterogeneous one of each pair: points off; which is faster (a constant gain, fitted); "
-        "correlation of gains",
+        "predicted gain of the heterogeneous run of each pair: percentage points off; which is faster (a fitted "
+        "constant gain); correlation of gains",
         "planner",
         "{:.1f} ({:.1f}); {:.0%} ({:.0%}); {:.2f}",
         (
@@ -176,14 +178,14 @@ ROWS = (
         "python tools/bench.py planner",
     ),
     Row(
-        "predicted peak memory of a rank of those runs: mean error",
+        "predicted peak memory per rank of those runs: mean error",
         "planner",
         "{:.0%}",
         ("peak_memory_error",),
         "python tools/bench.py planner",
     ),
     Row(
-        "predicted peak memory of a rank of an 8B model in two layouts, against its dry run (no GPU)",
+        "predicted peak memory per rank of an 8B model in two layouts, against its dry run (no GPU)",
         "dryrun",
         "{:.1%}, {:.1%} off",
         (
@@ -204,7 +206,7 @@ ROWS = (
         "python tools/bench.py context",
     ),
     Row(
-        "experts on two ranks: step over that with all experts on both",
+        "experts spread over two ranks: step over one with all experts on both",
         "experts",
         "{:.2f}",
         ("step_time_ratio",),
@@ -219,7 +221,7 @@ ROWS = (
         "python tools/bench.py experts",
     ),
     Row(
-        "samples per second over those of a plain DataLoader, two workers",
+        "samples per second over a plain DataLoader's, two workers",
         "loader",
         "{:.2f}",
         ("ratio_vs_dataloader",),
@@ -234,14 +236,14 @@ ROWS = (
         "python tools/bench.py checkpoint",
     ),
     Row(
-        "kills at drawn moments of runs that are started again; runs that hung; that ended with other losses",
+        "runs killed at random moments and restarted; of these hung; ended with different losses",
         "soak_kills",
         "{}; {}; {}",
         ("n", "hangs", "failures"),
         "python tools/soak.py kills --n 200",
     ),
     Row(
-        "spoiled files for every reader; errors that are not the project's own, hangs, paths out of folders, bombs",
+        "corrupted files for every reader; foreign exceptions, hangs, paths out of their folder, decompression bombs",
         "fuzz_readers",
         "{}; {}",
         ("n", "failures"),
@@ -250,19 +252,62 @@ ROWS = (
 )
 
 
-def rows() -> list[Row]:
-    """Those whose output is kept."""
-    return [row for row in ROWS if row.path.is_file()]
+FRONT = (
+    Row(
+        "digits in fp32, three layouts against one process: largest difference of a loss in the first 100 steps",
+        "convergence",
+        "{:.0e}",
+        ("max_loss_difference",),
+        "python tools/bench.py convergence",
+    ),
+    Row(
+        "small models on two CPU cores: step time over a plain PyTorch loop's, worst of four cases",
+        "overhead",
+        "{:.2f}",
+        ("max_step_time_ratio",),
+        "python tools/bench.py overhead",
+    ),
+    Row(
+        "boundaries, 8 CPU processes on one host: bytes over the least possible; time over bare gloo messages of the "
+        "same bytes, worst case of 16 MiB",
+        "boundary",
+        "{:.2f}; {:.2f}",
+        ("max_bytes_over_bound", "max_time_ratio_vs_bare"),
+        "python tools/bench.py boundary",
+    ),
+    Row(
+        "charts, encoder and LLM on one core each: step without balancing over a balanced one, by default; with "
+        '`balance.microbatches = "free"`',
+        "straggler",
+        "{:.2f}; {:.2f}",
+        ("measured_ratio_fixed", "measured_ratio"),
+        "python tools/bench.py straggler",
+    ),
+    Row(
+        "simulated: `bubble_fill` of ViT-22B and GPT-175B on 1,536, 2,048 and 3,072 GPUs, as a share of the time that "
+        "hiding the encoder perfectly would save: with what runs today; with encoder kernels also in gaps of tensor "
+        "parallelism (simulated only, does not run)",
+        "optimus",
+        "{:.2f}, {:.2f}, {:.2f}; {:.2f}, {:.2f}, {:.2f}",
+        (
+            *(f"share_of_saving_without_tp_gaps.{i}" for i in range(3)),
+            *(f"share_of_saving.{i}" for i in range(3)),
+        ),
+        "python tools/bench.py optimus",
+    ),
+)
+
+PAGES = {RESULTS / "README.md": ROWS, ROOT / "README.md": FRONT}
 
 
-def table() -> str:
-    """The table in Markdown."""
-    return page_table.markdown(HEAD, [row.cells(row.stale) for row in rows()])
+def table(rows: Sequence[Row]) -> str:
+    """The table of `rows` in Markdown."""
+    return page_table.markdown(HEAD, [row.cells(row.stale) for row in rows if row.path.is_file()])
 
 
-def accepted(written: str) -> bool:
-    """Whether `written` is the table; rows may have dates though nothing has changed since."""
-    forms = [[page_table.line(row.cells(dated)) for dated in {row.stale, True}] for row in rows()]
+def accepted(written: str, rows: Sequence[Row]) -> bool:
+    """Whether `written` is the table of `rows`; they may have dates though nothing has changed since."""
+    forms = [[page_table.line(row.cells(dated)) for dated in {row.stale, True}] for row in rows if row.path.is_file()]
     lines = written.splitlines()
     head = page_table.markdown(HEAD, []).splitlines()
     return lines[:2] == head and len(lines) == 2 + len(forms) and all(map(_among, lines[2:], forms))
@@ -273,13 +318,15 @@ def _among(line: str, forms: Sequence[str]) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print or write the table; returns the exit status."""
+    """Print or write the tables; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put it into README.md")
-    if parser.parse_args(argv).write:
-        page_table.write(README, "measured_table", table())
-    else:
-        print(table())
+    parser.add_argument("--write", action="store_true", help="put them into their pages")
+    write = parser.parse_args(argv).write
+    for page, rows in PAGES.items():
+        if write:
+            page_table.write(page, "measured_table", table(rows))
+        else:
+            print(f"{page.relative_to(ROOT)}\n{table(rows)}\n")
     return 0
 
 

@@ -1,28 +1,6 @@
 """hetmesh: train multimodal LLMs whose modules each have their own DeviceMesh.
 
-The public names of the library are below; everything else is reached through its room. The rooms, each importing only
-rooms above it:
-
-    layout/     MeshSpec, placements, Layout, TransferPlan                      pure: values and functions of values
-    graph/      ModuleGraph, sample metadata, row space                          |
-    context/    masks as segments, visible tiles, who keeps which token          |
-    cost/       FLOPs, seconds and memory, fitted profiles, cuts, machines       |
-    balance/    samples to lanes and microbatches -> BatchPlan                   |
-    schedule/   actions, validation, one file per policy                         |
-    simulate/   what a schedule takes: timelines, bubbles, peak memory           |
-    planner/    candidates, estimates, search: which layout a model should have  |
-    recipe/     TOML in torchtitan's vocabulary -> frozen Recipe                 |
-    boundary/   World, meshes, watchdog, transports, log, redistribute          torch.distributed, nn.Modules, files
-    attention/  context-parallel attention: plan, fetch, kernels                 |
-    parallel/   one module on its mesh, its stages, tensor and data parallelism  |
-    models/     adapters: ready-made models as modules of a graph                |
-    data/       sources, metadata, collation, resumable loader                   |
-    runtime/    executes schedules                                               |
-    training/   job, trainer, gradients,    optimizers, checkpoint, metrics      |
-    report/     text, PNG and JSON views of recipes and runs                     |
-    testing/    hypothesis strategies, worker pool, parity harness, faults       |
-    cli/        one file per verb                                                |
-"""
+The public names are below; everything else is reached through its room (README.md)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Hugging Face out, for every family of the README's table: no steps give the directory back bit by bit, and what was
-trained on a layout computes in transformers what it computed there."""
+"""Hugging Face out, for every family in the table of models/split/README.md: no steps give the directory back bit by
+bit, and what was trained on a layout computes in transformers what it computed there."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ CASES: Mapping[str, Case] = {
     "qwen2_audio": Case(DP_TP, "float16", hub=False),
     "qwen2_5_omni": Case(FSDP, "bfloat16", tied=True, largest="20KB"),
 }
-"""By name in `tiny_vlms`: the rows of the README's table."""
+"""By name in `tiny_vlms`: the rows of the table in models/split/README.md."""
 
 
 def drawn(seed: int) -> tuple[str, Case]:

@@ -1,4 +1,4 @@
-"""The README's commands as they stand, with fewer steps; `exhaustive`: with all the processes that they say."""
+"""Commands of the pages as they stand, with fewer steps; `exhaustive`: with all the processes that they say."""
 
 import json
 import os
@@ -18,7 +18,9 @@ from support.tiny_directory import save_directory
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")]
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+ROOMS = ROOT / "src" / "hetmesh"
+PAGES = [ROOT / "README.md", *(ROOMS / room / "README.md" for room in ("cli", "planner", "models/split"))]
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 SHORT = ("--training.steps", "1", "--training.local_batch_size", "8", "--validation.samples", "4")
 SHORT += ("--validation.free_running", "0", "--metrics.enable_tensorboard", "false")
 # One rank for each of the two modules.
@@ -51,9 +53,8 @@ both = pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.
 
 def commands(beginning):
     """The lines of the block that begins so, without comments."""
-    (block,) = [
-        each for each in re.findall(r"^```bash\n(.*?)^```", README, re.DOTALL | re.M) if each.startswith(beginning)
-    ]
+    fenced = re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    (block,) = [text for text in fenced if text.startswith(beginning)]
     return [shlex.split(line, comments=True) for line in block.splitlines()]
 
 
@@ -170,9 +171,7 @@ def test_plan_then_look_at_the_plan(apart, tmp_path):
 
 def test_the_heart_of_a_recipe_of_a_directory(tmp_path, capsys, monkeypatch):
     save_directory("llava", tmp_path)
-    (toml,) = [
-        each for each in re.findall(r"^```toml\n(.*?)^```", README, re.DOTALL | re.MULTILINE) if "hf_path" in each
-    ]
+    (toml,) = [text for text in re.findall(r"^```toml\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE) if "hf_path" in text]
     recipe = tmp_path / "recipe.toml"
     turns = [{"from": "human", "value": "what is this"}, {"from": "gpt", "value": "a cat"}]
     (tmp_path / "train.json").write_text(json.dumps([{"id": str(i), "conversations": turns} for i in range(4)]))

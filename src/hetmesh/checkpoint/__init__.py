@@ -1,1 +1,1 @@
-"""What a Checkpointer does, part by part: planned, staged, written beside training, named when complete, and read."""
+"""Saves and loads across layouts: planned, staged, written beside training, named when complete, read."""

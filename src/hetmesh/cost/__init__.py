@@ -1,19 +1,4 @@
-"""What a step costs, computed from sizes alone: FLOPs, seconds, memory, machines; and where to cut a chain of layers.
-
-shapes.py   what of a module costs anything: weights and attention, layer by layer
-work.py     how much of it a global batch gives to each module and lane
-flops.py    forward and backward FLOPs, aware of what is frozen
-memory.py   bytes of parameters, gradients and optimizer state per rank
-experts.py  tokens that travel between experts, and what these keep
-activations.py  bytes that a layer keeps from forward to backward
-layer_time.py   seconds of a layer on a machine
-collectives.py  seconds of collectives and messages
-fitted.py   seconds of a layer as fitted to measurements
-partition.py    the exact cut of a chain of layers into stages
-stage_counts.py how many stages each module of a graph gets
-step_costs.py   seconds and bytes of every stage and transfer of a step
-machine.py  peak rates, memory and links (machines/*.toml)
-"""
+"""What a step costs, computed from sizes alone: FLOPs, seconds, memory; and where to cut a chain of layers."""
 
 from hetmesh.cost.activations import activation_bytes
 from hetmesh.cost.fitted import Coefficients, HeldOut, Observation, Profile, fit, layer_kind

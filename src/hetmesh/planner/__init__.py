@@ -1,4 +1,4 @@
-"""The planner: which layout, placement and schedule. Sizes, a machine, samples and wishes in; predictions out."""
+"""Which layout, placement and schedule a model should have: sizes, machine and samples in, predictions out."""
 
 from hetmesh.planner.layout_plan import AXES, PLACEMENTS, LayoutPlan, ModulePlan, laid_out
 from hetmesh.planner.macro_batch import Drift, MacroBatch, certify, sample_flops

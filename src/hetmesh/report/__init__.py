@@ -1,10 +1,4 @@
-"""Views of recipes as text, PNG and JSON. What is shown is a frozen value; how it is shown is a function of it.
-
-values.py   RecipeView, ModuleView, BoundaryView
-explain.py  a recipe -> RecipeView, in one process, without weights
-text.py     RecipeView -> lines
-picture.py  RecipeView -> PNG (matplotlib, the extra `report`)
-"""
+"""Views of recipes and runs as text, PNG, JSON and HTML: what is shown is a frozen value."""
 
 from hetmesh.report.explain import explain
 from hetmesh.report.picture import save_picture

@@ -1,15 +1,4 @@
-"""Schedules: a total order of actions per step. One file per policy; `validate` is what they all pass.
-
-schedule.py  kinds of actions, schedules, what depends on what
-one_by_one.py  in which order modules go through their microbatches
-held.py      what stages hold, and until when
-order.py     list scheduling: from the choices of groups of stages to one total order
-groups.py    the rules by which stages choose
-options.py   what a recipe may ask of a policy
-sequential.py, one_f_one_b.py, interleaved.py, zero_bubble.py, three_phase.py, bubble_fill.py   the policies
-fill_problem.py, fill_pass.py   bubble_fill: its tables, and one placement of encoder slices in gaps
-validate.py  what every schedule must hold
-"""
+"""Schedules: a total order of actions per step. One file per policy; `validate` is what they all pass."""
 
 from collections.abc import Callable
 

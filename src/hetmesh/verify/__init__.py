@@ -1,1 +1,1 @@
-"""Modules and data against transformers."""
+"""Modules and data compared with transformers'."""
