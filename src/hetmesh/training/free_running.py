@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,9 +20,7 @@ from hetmesh.data.loader import Loader
 from hetmesh.data.source import Source
 from hetmesh.errors import SampleError
 from hetmesh.training.evaluate import draw_held_out, evaluate
-
-if TYPE_CHECKING:
-    from hetmesh.training.job import Job
+from hetmesh.training.job import Job
 
 
 @dataclass(frozen=True)

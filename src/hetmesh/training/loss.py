@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 from hetmesh.errors import LossError
 from hetmesh.parallel import ParallelModule
 
-OwnLoss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
-"""A loss of one's own: logits `[targets, vocab]` of this rank's lane and microbatch, and the batch of the LLM, in which
+CustomLoss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+"""A user's loss: logits `[targets, vocab]` of this rank's lane and microbatch, and the batch of the LLM, in which
 `batch["targets"]` are the true tokens -> the SUM over these targets, a scalar; a connected 0 without any. It runs on
 every rank that computes logits, in every microbatch."""
 
@@ -42,7 +42,7 @@ def rounding(dtype: torch.dtype) -> float:
 
 
 class CheckedLoss:
-    """A loss of one's own that is found out where it is no sum: a mean would weigh targets by the microbatch and the
+    """A custom loss, checked to be a sum: a mean would weigh targets by the microbatch and the
     rank that they are in.
 
     Raises:
@@ -50,7 +50,7 @@ class CheckedLoss:
             targets, something else than the sum of what it gives for two halves of them.
     """
 
-    def __init__(self, loss: OwnLoss) -> None:
+    def __init__(self, loss: CustomLoss) -> None:
         self.loss = loss
         self._tried = False
 
@@ -73,8 +73,8 @@ class CheckedLoss:
     def _try(self, name: str, logits: Tensor, batch: Mapping[str, Tensor], value: Tensor) -> None:
         half, whole, parts = len(logits) // 2, float(value), []
         for part in (slice(None, half), slice(half, None)):
-            own = {key: batch[key][part] for key in _OF_TARGETS if key in batch}
-            parts.append(float(self.loss(logits[part], {**batch, **own})))
+            half_batch = {key: batch[key][part] for key in _OF_TARGETS if key in batch}
+            parts.append(float(self.loss(logits[part], {**batch, **half_batch})))
         if not math.isfinite(whole) or abs(sum(parts) - whole) <= rounding(value.dtype) * max(
             map(abs, (whole, *parts))
         ):

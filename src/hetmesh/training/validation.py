@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hetmesh.data.end_tokens import end_tokens
+from hetmesh.data.source import Source
+from hetmesh.records.reporter import Reporter
 from hetmesh.training.evaluate import Evaluation, evaluate, show
 from hetmesh.training.free_running import FreeRunning, free_running
-
-if TYPE_CHECKING:
-    from hetmesh.data.source import Source
-    from hetmesh.records.reporter import Reporter
-    from hetmesh.training.job import Job
+from hetmesh.training.job import Job
 
 
 class RunValidation:
