@@ -2,7 +2,7 @@
 
 It is teacher-forced: each token is guessed after the true ones before it. An answer of which every token is right that
 way is the one that greedy decoding gives, and only that; of a wrong one, what is behind its first mistake is not what
-the model would say by itself (`free_running.py`).
+the model would say by itself (`validation.py`).
 """
 
 from __future__ import annotations

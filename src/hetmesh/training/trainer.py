@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +12,10 @@ from typing import Any
 import torch
 
 from hetmesh.boundary import World
-from hetmesh.checkpoint.checkpointer import Checkpointer
 from hetmesh.checkpoint.initial_load import load_initial_weights
-from hetmesh.checkpoint.resume import ADVICE, changes, check_changes, described, run_state
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.payloads import Payloads
-from hetmesh.errors import OutputError, RecipeError
+from hetmesh.errors import OutputError
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.dump_folder import RunFolder, claim_folder
 from hetmesh.records.events import FAILED, FINISHED, STOPPED
@@ -26,23 +23,20 @@ from hetmesh.records.metrics import StepMetrics, run_summary
 from hetmesh.records.reporter import Reporter
 from hetmesh.records.step_values import StepCost
 from hetmesh.resolve.held_out import held_out_source
-from hetmesh.resolve.references import References, check_references, referenced, references
 from hetmesh.runtime.device_peak import device_name
+from hetmesh.training.checkpoints import Export, Progress, RunCheckpoints
 from hetmesh.training.environment import choose_kernels, open_payloads, world_for
 from hetmesh.training.evaluate import Evaluation
 from hetmesh.training.job import Job
 from hetmesh.training.loss import CustomLoss
 from hetmesh.training.meter import Meter
 from hetmesh.training.notices import StepNotices, already_finished, next_steps, results
-from hetmesh.training.optimizers import keeping_options, learning_rate, make_optimizers, take_step
+from hetmesh.training.optimizers import learning_rate, make_optimizers, take_step
 from hetmesh.training.recorder import StepRecorder
 from hetmesh.training.step import StepResult
 from hetmesh.training.stopping import OnStep, Stopped, StopSignals, stop_requested
 from hetmesh.training.upcoming import PlannedStep
 from hetmesh.training.validation import RunValidation
-
-Export = Callable[[Recipe, Path], list[str]]
-"""Writes the checkpoint in a folder as a directory that transformers loads; returns what to print."""
 
 
 def train(
@@ -119,10 +113,7 @@ class Trainer:
         self.signals, self.signalled = StopSignals(announce=world.rank == 0), False
         self.recipe, self.world = recipe, world
         self.claimed = folder or claim_folder(recipe, world)
-        self.folder, self.notes = self.claimed.path, self.claimed.describe()
-        self.loss: float | None = None  # of the last step
-        self.samples_skipped = 0
-        self.changed = ""  # since the checkpoint that this run resumes from
+        self.folder = self.claimed.path
         try:
             self._build(payloads, loss)
         except BaseException:
@@ -132,28 +123,17 @@ class Trainer:
     def _build(self, payloads: Payloads | None, loss: CustomLoss | None) -> None:
         recipe, world = self.recipe, self.world
         self.job = Job.assemble(recipe, world, payloads, loss)
-        kept = recipe.checkpoint
-        if kept.initial_load_path and self.claimed.step is None:  # a resumed run has its own weights
-            load_initial_weights(world, self.job.root, Path(kept.initial_load_path), kept.exclude_from_loading)
+        keys = recipe.checkpoint
+        if keys.initial_load_path and self.claimed.step is None:  # a resumed run has its own weights
+            load_initial_weights(world, self.job.root, Path(keys.initial_load_path), keys.exclude_from_loading)
         self.job.non_finite.hint = f" Results are in {self.folder}"
         self.optimizers, self.lr = make_optimizers(recipe, self.job.root), learning_rate(recipe)
         held_out = held_out_source(recipe, None if payloads is None else payloads.sources)
-        self.checkpointer = Checkpointer(
-            world,
-            self.folder / kept.folder,
-            kept.keep_latest_k,
-            kept.timeout_seconds,
-            asynchronous=kept.async_mode == "async",
-            frozen_once=kept.frozen != "each",
-        )
-        self.references: References = {}
-        if kept.enable:
-            self.checkpointer.prepare()
-            with self.checkpointer.patience():
-                self.references = references(world, recipe, referenced(recipe))
-        self.step = self.claimed.step or 0
-        if self.claimed.step is not None:
-            self._resume()
+        self.checkpoints = RunCheckpoints(self.job, self.optimizers, self.folder)
+        self.checkpointer = self.checkpoints.checkpointer
+        progress = Progress(0) if self.claimed.step is None else self.checkpoints.resume()
+        self.step, self.loss, self.samples_skipped = progress.step, progress.loss, progress.samples_skipped
+        self.notes = [*self.claimed.describe(), *progress.notes]
         self.upcoming = self.job.upcoming
         self.meter, self.recorder = Meter(self.job), StepRecorder(self.job, self.folder)
         redone = self.claimed.begin(recipe)
@@ -174,7 +154,7 @@ class Trainer:
             ranks=world.size,
             device=device_name(world.device),
             built_s=round(time.perf_counter() - self.began, 3),
-            changed=self.changed or None,
+            changed=progress.changed or None,
             redone=redone,
         )
         self.notices = StepNotices(recipe, self.reporter)
@@ -190,7 +170,7 @@ class Trainer:
                 seconds = time.perf_counter() - started
                 self.validate()
                 self.checkpointer.wait()
-                self._report_saved()
+                self.checkpoints.report_saved(self.reporter)
             summary = run_summary(
                 self.step,
                 self.world.size,
@@ -204,8 +184,8 @@ class Trainer:
             self.reporter.answers(*self.validation.shown())
             next_ = next_steps(recipe, self.folder, self.step, self.validation.source)
             self.reporter.print("\n".join([results(recipe, self.folder), *next_]))
-            if recipe.checkpoint.last_save_in_hf:
-                self._export()
+            if recipe.checkpoint.last_save_in_hf and self.export is not None:
+                self.reporter.print("\n".join(self.checkpoints.export(self.step, self.export)))
             self.reporter.summary(summary)  # with it the run is finished: started again, it does nothing
             self.reporter.ended(self.step, FINISHED)
             return summary
@@ -232,7 +212,7 @@ class Trainer:
             self.reporter.step(metrics)
             self.stopped = stop_requested(self.on_step, metrics, world)
             self.checkpointer.check()
-            self._report_saved()
+            self.checkpoints.report_saved(self.reporter)
             if recipe.checkpoint.enable and self._due(recipe.checkpoint.interval):
                 self.save()
             if self.signalled:
@@ -241,7 +221,7 @@ class Trainer:
     def _leave(self) -> None:
         """End the run here. Collective."""
         self.checkpointer.wait()
-        self._report_saved()
+        self.checkpoints.report_saved(self.reporter)
         number = self.signals.number or signal.SIGTERM  # it came to another rank
         saved = "checkpoint saved; rerun the same command to resume"
         if not self.recipe.checkpoint.enable:
@@ -314,83 +294,26 @@ class Trainer:
         )
 
     def validate(self) -> Evaluation | None:
-        """Evaluate on the held-out samples, if the source has some, and report it."""
+        """Evaluate on the held-out samples, if there are some, and report it. Collective."""
         return self.validation.run(self.step)
 
     def save(self) -> None:
-        """Write a checkpoint of the current step."""
-        position = self._position()
+        """Write a checkpoint of the current step. Collective."""
         self.reporter.sync()
-        with self.job.expert_placement.in_expert_order(self.optimizers):
-            self.checkpointer.save(self.step, self.job.root, self.optimizers, position, frozenset(self.references))
-        self._report_saved()
-
-    def _report_saved(self) -> None:
-        for saved in self.checkpointer.take_saved():
-            times = {"held_s": round(saved.held_s, 3), "time_s": round(saved.time_s, 3)}
-            self.reporter.saved(saved.step, **times, asynchronous=self.checkpointer.asynchronous)
+        self.checkpoints.save(self.progress)
+        self.checkpoints.report_saved(self.reporter)
 
     def _report_end(self, how: str, reason: str) -> None:
         """Record why the run ends before its last step, once a save that may still be running is over."""
         with suppress(OutputError):  # the error that ends the run has reported a full disk, say
             self.checkpointer.close()
-            self._report_saved()
+            self.checkpoints.report_saved(self.reporter)
             self.reporter.ended(self.step, how, reason)
 
-    def _export(self) -> None:
-        """Export the last checkpoint as a directory that transformers loads. Collective."""
-        assert self.export is not None
-        export, path, lines = self.export, self.checkpointer.folder / f"step-{self.step}", list[str]()
-        self.checkpointer.on_first_rank(f"{path} cannot be exported", lambda: lines.extend(export(self.recipe, path)))
-        self.reporter.print("\n".join(lines))
-
-    def _resume(self) -> None:
-        step = self.checkpointer.latest()
-        assert step is not None
-        self.step = step
-        path = self.checkpointer.folder / f"step-{step}"
-        saved = self.checkpointer.saved_run(step)
-        changed = changes(saved.recipe, self.recipe)
-        check_changes(changed, path)
-        with self.checkpointer.patience():
-            now = references(self.world, self.recipe, tuple(saved.references))
-        check_references(path, saved.references, now)
-        with keeping_options(self.optimizers):
-            try:
-                position = self.checkpointer.load(
-                    step, self.job.root, self.optimizers, self._position(), frozenset(saved.references)
-                )
-            except RecipeError as error:
-                keys = f"; keys that have changed: {described(changed)}; {ADVICE}" if changed else ""
-                raise RecipeError(f"{error}{keys}") from error
-        saved.check_model(self.recipe, self.job.configs, path)
-        self.notes += [f"note: {note}" for note in self.job.loader.load_state_dict(position)]
-        if held := sorted(self.references.keys() - saved.references.keys()):  # maybe other weights than the directory
-            self.references = {k: v for k, v in self.references.items() if k in saved.references}
-            self.notes.append(f'checkpoint.frozen = "reference": {path} holds {", ".join(held)}, and so do later ones')
-        self.loss, self.samples_skipped = saved.loss, saved.samples_skipped
-        self.job.non_finite.count, self.job.non_finite.in_a_row = saved.skipped_steps, saved.skipped_in_a_row
-        self.job.expert_placement.restore(saved.experts, self.optimizers)
-        if changed:
-            self.changed = described(changed)
-            self.notes.append(f"changed since, and taken from step {step + 1} on: {self.changed}")
-        if others := saved.other_versions():
-            self.notes.append(f"other libraries than those that it was saved with: {others}")
-
-    def _position(self) -> dict[str, Any]:
-        run = run_state(
-            self.recipe,
-            step=self.step,
-            loss=self.loss,
-            skipped_steps=self.job.non_finite.count,
-            skipped_in_a_row=self.job.non_finite.in_a_row,
-            samples_skipped=self.samples_skipped,
-            references=self.references,
-            experts=self.job.expert_placement.state(),
-            configs=self.job.configs,
-        )
-        with self.world.watchdog.watching("a look at samples all over the data source", self.checkpointer.timeout):
-            return {**self.job.loader.state_dict(), "run": run}
+    @property
+    def progress(self) -> Progress:
+        """How far this run is."""
+        return Progress(self.step, self.loss, self.samples_skipped)
 
     def _due(self, interval: int) -> bool:
         return self.step % interval == 0 or self._done or self.signalled
