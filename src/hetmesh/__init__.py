@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from hetmesh.parallel import sum_over_shards
     from hetmesh.recipe.recipe import Recipe, load_recipe, parse_recipe
     from hetmesh.training.job import Job
-    from hetmesh.training.own_pipeline import Part, Pipeline
+    from hetmesh.training.pipeline import Part, Pipeline
 
 _HOMES = {
     "Job": "hetmesh.training.job",
     "Layout": "hetmesh.layout",
     "MeshSpec": "hetmesh.layout",
-    "Part": "hetmesh.training.own_pipeline",
-    "Pipeline": "hetmesh.training.own_pipeline",
+    "Part": "hetmesh.training.pipeline",
+    "Pipeline": "hetmesh.training.pipeline",
     "Recipe": "hetmesh.recipe.recipe",
     "RowSplit": "hetmesh.layout",
     "TransferPlan": "hetmesh.layout",

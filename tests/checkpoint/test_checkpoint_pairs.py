@@ -124,7 +124,7 @@ def go_on(rank, recipe, save_after, steps, again=None):
     resumed, losses = trainer.step, []
     if again is not None:
         saver = Checkpointer(trainer.world, Path(again))
-        saver.save(trainer.step, trainer.job.root, trainer.optimizers, trainer._position())
+        saver.save(trainer.step, trainer.job.root, trainer.optimizers, trainer.checkpoints.state(trainer.progress))
     with exact_dtypes(trainer.job.root):
         for _ in range(steps):
             losses.append(trainer.train_step().loss)

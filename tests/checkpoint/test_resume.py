@@ -99,7 +99,7 @@ def test_a_run_that_is_ended_anywhere_equals_an_uninterrupted_one(start_training
         told = LOADER if "loads" in when else said.get(process.returncode, "")
         assert re.fullmatch(told, err), (when, err)
         if process.returncode == 143:
-            assert "stopped by SIGTERM after step 7, which is saved: the same command goes on from here\n" in out
+            assert "stopped by SIGTERM after step 7: checkpoint saved; rerun the same command to resume\n" in out
         for cut in (metrics, ended / "events.jsonl"):  # what a kill in the middle of a line leaves behind
             with cut.open("a") as file:
                 file.write('{"step": 6, "lo')

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from hetmesh.data.digits import DigitsSource
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.training.free_running import free_running
 from hetmesh.training.trainer import Trainer
+from hetmesh.training.validation import free_running
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_single.toml"
 HELD_OUT = 10
@@ -61,7 +61,7 @@ def test_what_is_read_for_an_evaluation_a_checkpoint_or_a_skip_is_watched(world,
     assert all(len(watched) > 1 for (_, what, _), watched in Looked.seen.items() if what == "meta")
 
     Looked.seen.clear()
-    trainer._position()
+    trainer.checkpoints.state(trainer.progress)
     watched = {(each.what, each.timeout) for found in Looked.seen.values() for each in found}
     assert watched == {("a look at samples all over the data source", trainer.recipe.checkpoint.timeout_seconds)}
     trainer.reporter.close()

@@ -171,7 +171,7 @@ def trained(rank: int, given: Recipe) -> tuple[dict[str, Tensor], Logits, float]
     trainer = Trainer(given, World.current(), export=export_last)
     trainer.save()
     trainer.run()
-    with trainer.job.expert_placement.in_own_places(trainer.optimizers):
+    with trainer.job.expert_placement.in_expert_order(trainer.optimizers):
         held = {name.partition(".")[2]: full(p) for name, p in trainer.job.root.named_parameters()}
     return held, *evaluated(trainer)
 

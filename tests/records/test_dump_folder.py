@@ -16,7 +16,7 @@ from hetmesh.records.dump_folder import claim_folder
 from hetmesh.records.metrics import StepMetrics
 from hetmesh.records.reporter import Reporter
 from hetmesh.resolve.refusals import check_run
-from hetmesh.training.skip import Skipped
+from hetmesh.training.notices import StepNotices
 from hetmesh.training.trainer import Trainer, train
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_single.toml"
@@ -280,14 +280,14 @@ def test_a_folder_in_the_place_of_a_file_is_refused_before_a_rank_waits(world, t
 
 
 def test_a_sample_that_is_skipped_again_is_named_once():
-    skipped = Skipped()
-    assert skipped.add(1, {0: "sample 'a': broken", 3: "sample 'b': broken"}) == [
+    notices = StepNotices(None, None)
+    assert notices.skipped(1, {0: "sample 'a': broken", 3: "sample 'b': broken"}) == [
         "step 1: skipped: sample 'a': broken",
         "step 1: skipped: sample 'b': broken",
     ]
-    assert skipped.add(2, {1: "sample 'b': broken"}) == []
-    last = skipped.add(3, {i: f"sample {i}: broken" for i in range(20)})
-    assert (len(last), skipped.samples) == (8, 23)
+    assert notices.skipped(2, {1: "sample 'b': broken"}) == []
+    last = notices.skipped(3, {i: f"sample {i}: broken" for i in range(20)})
+    assert len(last) == 8
     assert last[-1].endswith("from here on they are only counted, as samples_skipped in metrics.jsonl")
 
 

@@ -25,12 +25,12 @@ from hetmesh.inference.one_process import OneProcess
 from hetmesh.recipe import sections
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.checkpoint_folders import complete_steps
+from hetmesh.records.dump_folder import TIMELINE_FILE as TIMELINE
 from hetmesh.records.metrics import StepMetrics
 from hetmesh.resolve.held_out import held_out_source
 from hetmesh.testing.parity import TOLERANCE, Outcome, ParityError, is_split
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.precision import exact_dtypes
-from hetmesh.training.recorder import FILE as TIMELINE
 from hetmesh.training.trainer import Trainer
 from support.recipe_runs import BEHIND
 from support.recipes import OF_RUNS, RecipeCase
@@ -81,7 +81,7 @@ def run_whole(rank: int, recipe: Recipe, stop: int | None = None) -> Ran:
         with exact_dtypes(job.root, every_cast=is_split(job.adapters)):
             trainer.run()
         trainer.export_now()
-    job.expert_placement.to_own_places(trainer.optimizers)
+    job.expert_placement.to_expert_order(trainer.optimizers)
     parameters = {name: _full(p.detach()).clone() for name, p in job.root.named_parameters()}
     last, answered = trainer.validation.last, trainer.validation.answered
     return Ran(

@@ -37,15 +37,15 @@ def moved(rank, given, fault=None, seed=None, steps=STEPS):
     def watch(job):
         if fault is not None:
             fault(job)
-        behind_step = job.expert_placement.behind_step
+        after_step = job.expert_placement.after_step
 
         def tell(*arguments):
-            out = behind_step(*arguments)
+            out = after_step(*arguments)
             told.append({name: each.record() for name, each in out.items()})
             job.check_replicas(arguments[0])
             return out
 
-        job.expert_placement.behind_step = tell
+        job.expert_placement.after_step = tell
 
     def anywhere(loads, ranks, current):
         return tuple(random.sample(range(len(loads)), len(loads)))

@@ -17,8 +17,8 @@ from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.held_out import held_out_source
 from hetmesh.testing.sources import RandomMedia
 from hetmesh.training.evaluate import evaluate
-from hetmesh.training.free_running import free_running
 from hetmesh.training.job import Job
+from hetmesh.training.validation import free_running
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SAMPLES = 30

@@ -56,13 +56,13 @@ def test_samples_without_a_target_are_named_once_and_counted(world, text, capsys
 @pytest.mark.slow
 def test_a_batch_without_any_target_is_an_error_that_names_samples(world, text):
     trainer = Trainer(small(text, "--data.options.without_targets", "1.0"), world)
-    before = [p.clone() for p in trainer.parameters]
+    before = [p.clone() for p in trainer.job.parameters()]
     message = (
         r"step 1: no sample of the global batch has a target token: samples 'random-0-\d+', .* and 3 more \(the data"
     )
     with pytest.raises(SampleError, match=message):
         trainer.run()
-    assert all((a == b).all() for a, b in zip(before, trainer.parameters, strict=True))
+    assert all((a == b).all() for a, b in zip(before, trainer.job.parameters(), strict=True))
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ class Unreadable(RandomMedia):
 
 def test_a_step_or_an_evaluation_of_which_nothing_can_be_read_says_so_and_what_to_do(world, text):
     recipe = small(text, "--data.source", "test_no_targets:Unreadable", "--data.on_bad_sample", "skip")
-    named = r"(sample 'random-\d+-\d+': its header is broken; ){3}and \d more; mend or remove such samples"
+    named = r"(sample 'random-\d+-\d+': its header is broken; ){3}and \d more; fix or remove such samples"
     message = f"step 1: no sample of the global batch can be read: {named}, or take a larger batch: "
     with pytest.raises(SampleError, match=message + r"training\.global_batch_size is 6$"):
         Trainer(recipe, world).run()

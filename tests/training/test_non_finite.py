@@ -29,7 +29,7 @@ def recipe(name, folder, *overrides):
 
 
 def values(trainer):
-    return [local_part(p.detach()).clone() for p in trainer.parameters]
+    return [local_part(p.detach()).clone() for p in trainer.job.parameters()]
 
 
 def same(before, trainer):

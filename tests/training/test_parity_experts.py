@@ -10,7 +10,6 @@ from hetmesh.resolve.describe import describe
 from hetmesh.testing import faults
 from hetmesh.testing.parity import ParityError, compare, reference, run
 from hetmesh.testing.precision import exact_dtypes
-from hetmesh.training.expert_loads import ExpertLoads
 from hetmesh.training.job import Job
 
 MODEL = """
@@ -229,7 +228,7 @@ def test_injected_faults_are_found(pool4):
 def routed(rank, given):
     """What this rank noted of its experts in one step, and the tokens of the global batch."""
     job = Job.assemble(given, World.current())
-    loads = ExpertLoads(job)
+    loads = job.expert_placement.loads
     with exact_dtypes(job.root):
         job.forward_backward()
     return loads.mine(), loads.read(loads.mine(), 1, job.expert_placement.placements)

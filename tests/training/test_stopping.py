@@ -43,7 +43,7 @@ def test_the_first_is_noted_and_a_second_interrupt_ends_the_process(usual, numbe
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
         os.kill(os.getpid(), signal.SIGTERM)  # as often as somebody likes
         assert signals.number == number
-    told = "interrupted: the run ends behind its present step; Ctrl-C again ends it at once\n"
+    told = "interrupted: stopping after the current step; press Ctrl-C again to stop at once\n"
     assert capfd.readouterr().err == (told if number == signal.SIGINT else "")
     assert {each: signal.getsignal(each) for each in usual} == usual
 
@@ -70,5 +70,7 @@ def test_a_run_ends_behind_the_step_with_the_signals_exit_status(usual, world, t
         Trainer(described, world, on_step=send).run()
     assert stopped.value.code == 130
     assert complete_steps(tmp_path / "run" / "checkpoint") == ([2] if saves == "true" else [])
-    saved = "saved: the same command goes on from here" if saves == "true" else "not saved: [checkpoint] enable = false"
-    assert f"stopped by SIGINT after step 2, which is {saved}\n" in capsys.readouterr().out
+    saved = "checkpoint saved; rerun the same command to resume"
+    if saves == "false":
+        saved = "no checkpoint saved, since [checkpoint] enable = false"
+    assert f"stopped by SIGINT after step 2: {saved}\n" in capsys.readouterr().out

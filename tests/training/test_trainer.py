@@ -6,7 +6,6 @@ import os
 import re
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from hetmesh.resolve.describe import describe, make_prepare
 from hetmesh.resolve.modules import loaded_module
 from hetmesh.simulate import Timeline
 from hetmesh.testing.precision import exact_dtypes
-from hetmesh.training.kernels import choose_kernels
+from hetmesh.training.environment import choose_kernels
 from hetmesh.training.trainer import Trainer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -220,7 +219,7 @@ def kernels(monkeypatch):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_kernels_are_chosen_by_recipe_and_device(kernels, tmp_path, device, deterministic):
     recipe = small("digits_single", tmp_path, f"--debug.deterministic={str(deterministic).lower()}")
-    choose_kernels(recipe, SimpleNamespace(device=torch.device(device)))
+    choose_kernels(recipe, torch.device(device))
     assert torch.backends.cuda.cudnn_sdp_enabled() == (device == "cpu")
     assert torch.are_deterministic_algorithms_enabled() == deterministic
     assert os.environ.get(WORKSPACE) == (":4096:8" if deterministic else None)
@@ -229,7 +228,7 @@ def test_kernels_are_chosen_by_recipe_and_device(kernels, tmp_path, device, dete
 def test_a_workspace_that_is_set_stays(kernels, tmp_path):
     kernels.setenv(WORKSPACE, ":16:8")
     recipe = small("digits_single", tmp_path, "--debug.deterministic=true")
-    choose_kernels(recipe, SimpleNamespace(device=torch.device("cpu")))
+    choose_kernels(recipe, torch.device("cpu"))
     assert os.environ[WORKSPACE] == ":16:8"
 
 

@@ -54,7 +54,7 @@ def train(rank, recipe, steps):
         evaluation = trainer.validate()
     trainer.reporter.close()
     assert resumed or all(sum(m.expert_placement[name]["moved"] for m in taken) for name in placed.every)
-    placed.to_own_places(trainer.optimizers)  # where tensors are in the order of experts
+    placed.to_expert_order(trainer.optimizers)  # where tensors are in the order of experts
     full = {k: p.full_tensor() if isinstance(p, DTensor) else p for k, p in trainer.job.root.state_dict().items()}
     return [m.loss for m in taken], [m.grad_norm for m in taken], full, evaluation.loss
 
@@ -92,7 +92,7 @@ def loaded(rank, recipe):
     trainer = Trainer(recipe, World.current())
     trainer.reporter.close()
     assert trainer.step == 2
-    trainer.job.expert_placement.to_own_places(trainer.optimizers)
+    trainer.job.expert_placement.to_expert_order(trainer.optimizers)
     state = {**trainer.job.root.state_dict(), **trainer.optimizers[0].state_dict()}
     return {
         k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state.items() if isinstance(v, torch.Tensor)

@@ -18,7 +18,7 @@ from hetmesh.resolve.balance_options import recipe_balance
 from hetmesh.resolve.describe import describe, make_prepare
 from hetmesh.runtime import step_transfers
 from hetmesh.training.job import Job
-from hetmesh.training.upcoming import AHEAD, Background, Upcoming, plan_step
+from hetmesh.training.upcoming import AHEAD, Background, Upcoming
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 BATCH = 16
@@ -65,6 +65,10 @@ def job_of(recipe="digits_overlapping", source=None, rank=1, workers=0):
     return Job(given, world, graph, adapters, loader, None, {}, None, recipe_balance(given, graph, adapters))
 
 
+def upcoming_of(job, last):
+    return Upcoming(job.loader, job.plan_step, last, AHEAD[job.recipe.data.num_workers > 0])
+
+
 def plain(step):
     return step.drawn.indices, step.plan.lanes, list(step.schedule.of_rank(1))
 
@@ -74,22 +78,22 @@ def test_steps_begin_where_the_loader_was_brought(workers):
     """By somebody's own loop, when later steps were planned already."""
     job, other = job_of(workers=workers), job_of()
     position = Loader(job.loader.source, 5).state_dict() | {"step": 1, "sample": 5}
-    upcoming = Upcoming(job, 9)
+    upcoming = upcoming_of(job, 9)
     try:
         upcoming.take()
         upcoming.settle()
         for loader in (job.loader, other.loader):
             loader.load_state_dict(position)
-        assert [plain(upcoming.take()) for _ in range(3)] == [plain(plan_step(other, number)) for number in (1, 2, 3)]
+        assert [plain(upcoming.take()) for _ in range(3)] == [plain(other.plan_step(number)) for number in (1, 2, 3)]
     finally:
         upcoming.close()
 
 
 def test_steps_come_in_order_and_are_planned_by_another_thread():
     job = job_of()
-    expected = [plain(plan_step(job, number)) for number in range(4)]
+    expected = [plain(job.plan_step(number)) for number in range(4)]
     job.loader.source.threads.clear()
-    upcoming = Upcoming(job, 4)
+    upcoming = upcoming_of(job, 4)
     try:
         assert [plain(upcoming.take()) for _ in range(4)] == expected
         upcoming.settle()
@@ -102,7 +106,7 @@ def test_steps_come_in_order_and_are_planned_by_another_thread():
 
 def test_a_step_that_cannot_be_planned_says_so_when_it_comes():
     at = Loader(DigitsSource(), BATCH).indices(1)[3]
-    upcoming = Upcoming(job_of(source=Broken(at)), 4)
+    upcoming = upcoming_of(job_of(source=Broken(at)), 4)
     try:
         upcoming.take()
         upcoming.settle()
@@ -114,14 +118,14 @@ def test_a_step_that_cannot_be_planned_says_so_when_it_comes():
 
 def test_workers_hear_of_samples_step_by_step_as_early_as_they_are_planned():
     job = job_of(workers=1)
-    upcoming = Upcoming(job, 6)
+    upcoming = upcoming_of(job, 6)
     try:
         upcoming.take()
         for _ in range(3):  # workers have nothing to do
             upcoming.settle()
             job.loader.payloads.more()
         upcoming.take()
-        mine = [plan_step(job, number) for number in range(6)]
+        mine = [job.plan_step(number) for number in range(6)]
         announced = job.loader.payloads.announced
         for number, indices in enumerate(announced):
             assert sorted(indices) == sorted({mine[number].drawn.indices[i] for i in mine[number].feed._mine})
@@ -135,7 +139,7 @@ def test_workers_hear_of_samples_step_by_step_as_early_as_they_are_planned():
 def test_a_prepared_step_leaves_nothing_to_work_out(recipe, monkeypatch):
     """What the runtime asks for in the step is there: no layout, plan or run is made by the training thread."""
     for rank in range(4):
-        step = plan_step(job_of(recipe, rank=rank), 0)
+        step = job_of(recipe, rank=rank).plan_step(0)
         for name in ("edge_layouts", "plan_transfer", "route_runs"):
             monkeypatch.setattr(step_transfers, name, None)
         monkeypatch.setattr(layout.TransferPlan, "transpose", kept(layout.TransferPlan.transpose))

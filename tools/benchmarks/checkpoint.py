@@ -191,7 +191,7 @@ class Saving:
 
     def _state(self) -> tuple[int, Any, Any, Any]:
         trainer = self.trainer
-        return trainer.step, trainer.job.root, trainer.optimizers, trainer._position()
+        return trainer.step, trainer.job.root, trainer.optimizers, trainer.checkpoints.state(trainer.progress)
 
     def _held_up(self, body: Callable[[], object]) -> None:
         started = time.perf_counter()

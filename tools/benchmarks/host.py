@@ -35,7 +35,7 @@ from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.balance_options import recipe_balance
 from hetmesh.resolve.describe import describe, make_prepare
 from hetmesh.training.job import Job
-from hetmesh.training.upcoming import Upcoming
+from hetmesh.training.upcoming import AHEAD, Upcoming
 
 JUDGES = ("src/hetmesh/balance", "src/hetmesh/layout", "src/hetmesh/boundary", "src/hetmesh/training/upcoming.py")
 """What an output of it judges (`kept.py`)."""
@@ -72,7 +72,7 @@ def measure(ranks: int, policy: str, rank: int, steps: int) -> dict[str, float]:
     """CPU milliseconds of one rank per step."""
     job = host_of(ranks, policy, rank)
     began = time.process_time()
-    upcoming = Upcoming(job, 1 << 30)
+    upcoming = Upcoming(job.loader, job.plan_step, 1 << 30, AHEAD[job.recipe.data.num_workers > 0])
     cpu, main = [], []
     for step in range(steps + 1):
         before = time.process_time() if step else began

@@ -34,20 +34,11 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(f"[model] hf_path = '{recipe.model.hf_path}' stands for:")
         print("\n".join(f"  {line}" for line in expansion(recipe, describe(recipe)[1])))
     if args.weights:
-        print(*_compared(recipe), sep="\n", flush=True)
+        from hetmesh.verify.self_check_process import compare
+
+        print(*compare(recipe), sep="\n", flush=True)
     print("ok")
     return 0
-
-
-def _compared(recipe: Recipe) -> list[str]:
-    from hetmesh.verify.processor_check import check_processor
-    from hetmesh.verify.self_check import NOT_COMPARED, self_check
-    from hetmesh.verify.self_check_record import record
-
-    data = check_processor(recipe)
-    difference = self_check(recipe)
-    record(recipe, difference)
-    return [f"weights: logits differ from transformers' own by at most {difference:.1e}, {NOT_COMPARED}", *data]
 
 
 def checked(recipe: Recipe, files: bool = True) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +14,6 @@ from hetmesh.cli.check import checked
 from hetmesh.cli.launchers import SLURM, TORCHRUN, Place, find_place
 from hetmesh.errors import HetmeshError, LaunchError, RecipeError, SelfCheckError
 from hetmesh.recipe.recipe import Recipe, load_recipe
-
-SELF_CHECK_SECONDS = 7200  # that comparing the modules with transformers' own forward may take
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +39,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     torch.set_num_threads(1)  # workers are forked from this process: it must not have started a thread by then
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers start threads with their first batch of texts
-    _announce(recipe, [*checked(recipe), *_self_checked(recipe, args, overrides)])
+    _announce(recipe, [*checked(recipe), *_self_checked(recipe, args)])
     if recipe.world_size > 1:
         return launch_recipe(recipe)
     torch.set_num_threads(threads_per_worker(1))
@@ -61,7 +58,7 @@ def _join(place: Place, args: argparse.Namespace, overrides: Sequence[str]) -> i
             raise RecipeError(_wrong_size(place, path, recipe.world_size))
         summary = checked(recipe, files=False)  # not by each of many ranks
         if rank == 0:
-            summary += _self_checked(recipe, args, overrides)
+            summary += _self_checked(recipe, args)
     except (RecipeError, SelfCheckError) as error:
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
@@ -95,13 +92,14 @@ def _join(place: Place, args: argparse.Namespace, overrides: Sequence[str]) -> i
     return 0
 
 
-def _self_checked(recipe: Recipe, args: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
-    """Compare the modules with transformers' own forward where the recipe's directory is used for the first time, in a
-    process of its own, whose memory and threads are gone afterwards; what the summary says of it.
+def _self_checked(recipe: Recipe, args: argparse.Namespace) -> list[str]:
+    """Compare the modules with transformers' own forward where the recipe's directory is used for the first time; what
+    the summary says of it.
 
     Raises:
         SelfCheckError: they differ, or could not be compared.
     """
+    from hetmesh.verify.self_check_process import compare_in_process
     from hetmesh.verify.self_check_record import needs_self_check, record_file
 
     if not needs_self_check(recipe):
@@ -109,25 +107,13 @@ def _self_checked(recipe: Recipe, args: argparse.Namespace, overrides: Sequence[
     if args.no_self_check:
         return ["note: its weights were not compared with transformers' own forward (--no-self-check)"]
     print("comparing the modules with transformers' own forward, once for this directory", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "hetmesh", "check", args.recipe, *overrides, "--weights"]
-    apart = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     try:
-        done = subprocess.run(
-            command, env=apart, capture_output=True, text=True, check=False, timeout=SELF_CHECK_SECONDS
-        )
-    except subprocess.TimeoutExpired as error:
+        weights, *data = compare_in_process(recipe)
+    except SelfCheckError as error:
         raise SelfCheckError(
-            f"self-check: it took more than {SELF_CHECK_SECONDS} s; --no-self-check trains without it"
+            f"{error}. (hetmesh check {args.recipe} --weights repeats it; --no-self-check trains all the same)"
         ) from error
-    if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:] or [f"exit status {done.returncode}"]
-        raise SelfCheckError(
-            f"self-check: {said[0].removeprefix('error: ')}. (hetmesh check {args.recipe} --weights repeats it; "
-            "--no-self-check trains all the same)"
-        )
-    said = done.stdout.splitlines()
-    found = next((line for line in said if line.startswith("weights: ")), "weights: compared")
-    return [f"{found} ({record_file(recipe)})", *(line for line in said if line.startswith("data: "))]
+    return [f"{weights} ({record_file(recipe)})", *data]
 
 
 def _wrong_size(place: Place, path: str, needed: int) -> str:

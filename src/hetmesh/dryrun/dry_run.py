@@ -93,7 +93,7 @@ def _prime(trainer: Trainer) -> None:
     """Let the optimizer make its state, as it does in the first step of a run."""
     if trainer.optimizers is None:
         return
-    for parameter in trainer.parameters:
+    for parameter in trainer.job.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
     trainer.optimizers[0].step()
@@ -145,7 +145,7 @@ def _step(
 
 def _state(trainer: Trainer) -> int:
     """Bytes on the device of parameters, buffers and what the optimizer keeps for them."""
-    tensors = [*trainer.parameters, *trainer.job.root.buffers()]
+    tensors = [*trainer.job.parameters(), *trainer.job.root.buffers()]
     for optimizer in () if trainer.optimizers is None else trainer.optimizers[0]:
         tensors += [x for x in tree_leaves(dict(optimizer.state)) if isinstance(x, Tensor)]
     storages = {}

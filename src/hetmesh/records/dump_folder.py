@@ -31,6 +31,9 @@ CODE_FOLDER = "code_folder"
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 ANSWERS_FILE = "answers.json"
+TIMELINE_FILE = "timeline.json"
+"""`step`, `measured` and, where the sizes of all modules are known, `predicted`."""
+
 _ENDING_S = 3.0  # that a run which was killed a moment ago may take to end
 _HINT = "job.dump_folder must be a folder that can be written"
 

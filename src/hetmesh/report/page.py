@@ -12,7 +12,7 @@ from hetmesh.checkpoint.saved_run import run_recipe
 from hetmesh.errors import HetmeshError, RecipeError
 from hetmesh.formatting import counted
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.records.dump_folder import ANSWERS_FILE, METRICS_FILE, RECIPE_FILE, SUMMARY_FILE
+from hetmesh.records.dump_folder import ANSWERS_FILE, METRICS_FILE, RECIPE_FILE, SUMMARY_FILE, TIMELINE_FILE
 from hetmesh.records.events import EVENTS_FILE
 from hetmesh.records.metrics import amount
 from hetmesh.report.advice import advice, waits_for_samples
@@ -24,7 +24,6 @@ from hetmesh.report.run_folder import RunView
 from hetmesh.report.run_series import number, series
 from hetmesh.report.values import RecipeView
 from hetmesh.simulate import average_bubbles
-from hetmesh.training.recorder import FILE as TIMELINE_FILE
 
 
 def run_page(run: RunView, folder: str | Path) -> RunPage:

@@ -150,7 +150,7 @@ def run(
     def step() -> float:
         number = next(numbers)
         if number:
-            job.expert_placement.behind_step(number, None)
+            job.expert_placement.after_step(number, None)
         drawn = next(job.loader)
         metas = [d.meta for d in drawn]
         plan = policy(job.graph, metas, recipe.batch.microbatch_size) if policy else job.plan(metas)
@@ -163,7 +163,7 @@ def run(
         return float(loss) / targets if job.counts_loss else 0.0
 
     with exact_dtypes(job.root, every_cast=is_split(job.adapters)):
-        outcome = descend(parameters, step, steps, lr, partial(job.expert_placement.to_own_places, None))
+        outcome = descend(parameters, step, steps, lr, partial(job.expert_placement.to_expert_order, None))
     if fault is None:
         job.check_replicas(steps)
     return replace(outcome, norm=norms[0] if norms else None)

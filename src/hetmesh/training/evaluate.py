@@ -2,7 +2,7 @@
 
 It is teacher-forced: each token is guessed after the true ones before it. An answer of which every token is right that
 way is the one that greedy decoding gives, and only that; of a wrong one, what is behind its first mistake is not what
-the model would say by itself (`free_running.py`).
+the model would say by itself (`validation.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,11 +22,8 @@ from hetmesh.data.loader import VALIDATION, DrawnBatch, Loader, describe_without
 from hetmesh.data.source import QuestionSource, Source
 from hetmesh.errors import SampleError
 from hetmesh.parallel import VocabularyShards
-from hetmesh.training.skip import describe_unreadable, leave_out_unreadable
-
-if TYPE_CHECKING:
-    from hetmesh.training.job import Job
-
+from hetmesh.training.job import Job
+from hetmesh.training.unreadable import describe_unreadable, leave_out_unreadable
 
 _COLUMNS = 80  # of a terminal
 

@@ -1,7 +1,8 @@
-"""Experts that change places in a run: moved every few steps to where the tokens since the last time are even.
+"""How even the routing of a step was, and experts that change places in a run: moved every few steps to where the
+tokens since the last time are even.
 
 Values throughout, equal on all ranks: which expert lies where, by module and block, follows from sums over all ranks.
-Checkpoints have experts in their own order, so that every layout reads them, and say beside it where they lay.
+Checkpoints have experts in the order of their numbers, so that every layout reads them, and record where they lay.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,17 +18,86 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hetmesh.balance.expert_placement import Placement, place_experts, skew
-from hetmesh.parallel.experts import ExpertBlock, move_experts
-from hetmesh.training.expert_loads import ExpertLoads
-
-if TYPE_CHECKING:
-    from hetmesh.training.job import Job
+from hetmesh.boundary import World
+from hetmesh.graph import ModuleGraph
+from hetmesh.models import Adapter
+from hetmesh.parallel import ParallelModule
+from hetmesh.parallel.experts import ExpertBlock, ExpertLayers, RoutedTokens, move_experts
+from hetmesh.parallel.experts.apply import routed_tokens
+from hetmesh.records.step_values import Loads
 
 Optimizers = tuple[Any, Any] | None
 """Of `make_optimizers`, or `([optimizer, ...], None)`; None: nothing is kept of any parameter."""
 
 State = dict[str, dict[str, list[list[int]]]]
 """What a checkpoint says, by module, a line per block: `placements`, and the `tokens` of each expert since then."""
+
+
+class ExpertLoads:
+    """The load-balancing loss and the tokens of each expert in the last step, over all ranks. Values stay on their
+    device until they are read together.
+
+    Args:
+        parallel: the modules of this rank.
+    """
+
+    def __init__(
+        self, world: World, graph: ModuleGraph, adapters: Mapping[str, Adapter], parallel: Mapping[str, ParallelModule]
+    ) -> None:
+        self.world, self.graph, self.parallel = world, graph, parallel
+        experts = {name: adapter.abilities.experts for name, adapter in adapters.items()}
+        self.layers: dict[str, ExpertLayers] = {name: layers for name, layers in experts.items() if layers is not None}
+
+    @property
+    def width(self) -> int:
+        """Numbers of one rank."""
+        return sum(len(layers.blocks) * (1 + layers.count) for layers in self.layers.values())
+
+    def mine(self) -> Tensor:
+        """Those of this rank, float64 `[width]` on its device: per block the loss, then the tokens of each expert."""
+        out = torch.zeros(self.width, dtype=torch.float64, device=self.world.device)
+        for name, rows in self.rows(out).items():
+            tokens = self._tokens(name)
+            for block, (loss, counts) in (tokens.loads() if tokens is not None else {}).items():
+                rows[block, 0], rows[block, 1:] = loss, counts
+        return out
+
+    def rows(self, numbers: Tensor) -> dict[str, Tensor]:
+        """Views of `[width]` numbers by module, `[blocks, 1 + experts]`."""
+        sizes = [len(layers.blocks) * (1 + layers.count) for layers in self.layers.values()]
+        return {
+            name: part.view(len(self.layers[name].blocks), -1)
+            for name, part in zip(self.layers, numbers.split(sizes), strict=True)
+        }
+
+    def ranks(self, name: str) -> int:
+        """Along the `ep` axis of a module."""
+        return self.graph[name].mesh.axis_size("ep")
+
+    def _tokens(self, name: str) -> RoutedTokens | None:
+        """Of the first of the tensor parallel ranks, which all compute the same."""
+        parallel = self.parallel.get(name)
+        if parallel is None:
+            return None
+        coordinate = dict(zip(parallel.spec.axes, parallel.spec.coordinate(self.world.rank) or (), strict=True))
+        return routed_tokens(parallel.module) if coordinate.get("tp", 0) == 0 else None
+
+    def read(self, sums: Tensor, targets: int, placements: Mapping[str, Sequence[Placement]]) -> Loads:
+        """From the sum of all ranks' `mine`, on the CPU, the targets of the step, and where experts lay in it, by
+        module and block."""
+        out: dict[str, dict[str, float]] = {}
+        for name, rows in self.rows(sums).items():
+            tokens = rows[:, 1:]
+            if not tokens.any():  # nothing was computed that could be trained
+                continue
+            uneven = map(skew, tokens.long().tolist(), placements[name], [self.ranks(name)] * len(tokens))
+            out[name] = {
+                "balance_loss": round(rows[:, 0].mean().item() / max(targets, 1), 6),
+                "max_over_mean": round((tokens.amax(1) / tokens.mean(1)).max().item(), 4),
+                "ranks_max_over_mean": round(max(uneven), 4),
+                "without_tokens": int((tokens == 0).sum()),
+            }
+        return out
 
 
 @dataclass(frozen=True)
@@ -66,20 +136,22 @@ class Moved:
 class ExpertPlacement:
     """Where the experts of a job lie.
 
+    Args:
+        intervals: by module, the steps after which its experts may move; 0: never.
+
     Attributes:
         placements: by module and block; also of modules whose experts never move.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.loads = job, ExpertLoads(job)
+    def __init__(self, loads: ExpertLoads, intervals: Mapping[str, int]) -> None:
+        self.loads, self.world = loads, loads.world
         self.placements: dict[str, list[Placement]] = {n: self._numbered(n) for n in self.loads.layers}
-        tables = job.recipe.parallelism.modules
-        steps = {name: tables[name].expert_placement_interval for name in self.loads.layers if name in tables}
-        self.every = {name: interval for name, interval in steps.items() if interval and self.loads.ranks(name) > 1}
-        width = self.loads.width if self.every else 0
-        self._noted = torch.zeros(width, dtype=torch.float64, device=job.world.device)
+        moving = [name for name in loads.layers if intervals.get(name) and loads.ranks(name) > 1]
+        self.every = {name: intervals[name] for name in moving}
+        width = loads.width if self.every else 0
+        self._noted = torch.zeros(width, dtype=torch.float64, device=self.world.device)
 
-    def behind_step(self, step: int, optimizers: Optimizers) -> dict[str, Moved]:
+    def after_step(self, step: int, optimizers: Optimizers) -> dict[str, Moved]:
         """Note what experts got in step `step`, which has just been taken, and move those of modules that are due.
         Collective over all ranks of the job."""
         if not self.every:
@@ -102,15 +174,15 @@ class ExpertPlacement:
             )
         return out
 
-    def to_own_places(self, optimizers: Optimizers) -> None:
-        """Bring every expert to its own number, where tensors are in the order of experts. Collective."""
+    def to_expert_order(self, optimizers: Optimizers) -> None:
+        """Bring every expert to the place of its number, so that tensors are in the order of experts. Collective."""
         self._bring({name: self._numbered(name) for name in self.every}, optimizers)
 
     @contextmanager
-    def in_own_places(self, optimizers: Optimizers) -> Iterator[None]:
-        """For the body, every expert is at its own number. Collective. After an error they stay there."""
+    def in_expert_order(self, optimizers: Optimizers) -> Iterator[None]:
+        """In the body, every expert is in the place of its number. Collective. After an error they stay there."""
         away = {name: self.placements[name] for name in self.every}
-        self.to_own_places(optimizers)
+        self.to_expert_order(optimizers)
         yield
         self._bring(away, optimizers)
 
@@ -120,21 +192,21 @@ class ExpertPlacement:
         return {n: {"placements": [*map(list, self.placements[n])], "tokens": tokens[n]} for n in self.every}
 
     def restore(self, saved: Mapping[str, Mapping[str, Sequence[Sequence[int]]]], optimizers: Optimizers) -> None:
-        """Go on from a `state`, which may be of another layout, once experts are loaded in their own places.
+        """Go on from a `state`, which may be of another layout, once experts are loaded in the places of their numbers.
         Collective."""
         for name in [name for name in self.every if name in saved]:
             self._bring({name: [tuple(each) for each in saved[name]["placements"]]}, optimizers)
-            if self.job.world.rank == 0:  # the others' shares are in its sums
+            if self.world.rank == 0:  # the others' shares are in its sums
                 rows = self.loads.rows(self._noted)[name]
                 rows[:, 1:] = torch.tensor(saved[name]["tokens"], dtype=torch.float64)
 
     def _bring(self, placements: Mapping[str, list[Placement]], optimizers: Optimizers) -> None:
-        world = self.job.world
+        world = self.world
         for name, wanted in placements.items():
             if wanted == self.placements[name]:
                 continue
             world.connect()
-            parallel = self.job.parallel.get(name)
+            parallel = self.loads.parallel.get(name)
             for block in parallel.module.modules() if parallel is not None else ():
                 if isinstance(block, ExpertBlock) and block.placement != wanted[block.number]:
                     move_experts(block, wanted[block.number], lambda p: _moments(p, optimizers), world)
@@ -142,7 +214,7 @@ class ExpertPlacement:
 
     def _tokens(self) -> dict[str, list[list[int]]]:
         """Of each expert since its module was last due, over all ranks, by module and block."""
-        world, sums = self.job.world, self._noted.clone()
+        world, sums = self.world, self._noted.clone()
         with world.waiting("the tokens of experts on all ranks"):
             dist.all_reduce(sums, group=world.group(range(world.size)))
             rows = self.loads.rows(sums.cpu())

@@ -1,14 +1,17 @@
-"""Gradients of the whole model: scaled once, one global norm over all meshes with replicas counted once, one clip."""
+"""Gradients of the whole model: one global norm over all meshes with replicas counted once, scaled and clipped once."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from hetmesh.boundary.scalars import reduce_over_ranks
 from hetmesh.parallel import ParallelModule, local_gradient
+from hetmesh.runtime import Runtime
 
 
 def _local(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -66,3 +69,71 @@ def clip_factor(norm: float, max_norm: float) -> float:
     """What scales gradients of global norm `norm` down to `max_norm` (0: never), as torch's clipping does."""
     factor = max_norm / (norm + 1e-6)
     return factor if 0 < factor < 1 and math.isfinite(norm) else 1.0
+
+
+@dataclass(frozen=True)
+class GlobalSums:
+    """What the ranks of a job sum after a batch, before anything is divided; equal on all ranks.
+
+    Attributes:
+        loss: summed over the batch.
+        grad_norm: 2-norm of its gradient over all modules, replicas counted once. Not finite if any gradient of any
+            rank is not.
+        stop_requested: whether any rank asked to stop.
+    """
+
+    loss: float
+    grad_norm: float
+    stop_requested: bool
+
+
+class GlobalGradients:
+    """The gradients of all modules of a job. A batch leaves sums over the whole batch; this is where they are divided.
+
+    Args:
+        runtime: runs the batches.
+        parameters: of this rank.
+        counted: those of them that this rank counts in a norm (`counted`).
+    """
+
+    def __init__(self, runtime: Runtime, parameters: Iterable[nn.Parameter], counted: Iterable[nn.Parameter]) -> None:
+        self.runtime, self.parameters, self.counted = runtime, list(parameters), list(counted)
+        here = set(map(id, self.counted))
+        self._counted_elsewhere = [p for p in self.parameters if id(p) not in here]
+
+    def clear(self) -> None:
+        """Drop the gradients of this rank."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def sums(self, loss_sum: Tensor | float, stop: bool = False) -> GlobalSums:
+        """Sum losses and norms over all ranks, and settle gradients. Collective. The host waits for the device once;
+        twice where gradients had to be settled.
+
+        Args:
+            loss_sum: of this rank; 0 where another rank counts it.
+            stop: whether this rank asks to stop.
+        """
+        world, norm = self.runtime.world, self._squared_norm()
+        loss, squares, changed, asked = reduce_over_ranks([loss_sum, norm, self.runtime.changed, stop], world)
+        if changed:
+            self.runtime.settle()
+            (squares,) = reduce_over_ranks([self._squared_norm()], world)
+        return GlobalSums(loss, math.sqrt(squares), asked > 0)
+
+    def norm(self) -> float:
+        """The norm of the gradients of all ranks as they are, replicas counted once. Collective."""
+        return math.sqrt(reduce_over_ranks([self._squared_norm()], self.runtime.world)[0])
+
+    def normalise(self, divisor: float, grad_norm: float, max_norm: float) -> None:
+        """Divide gradients by `divisor`, and clip them to `max_norm`.
+
+        Args:
+            divisor: the number of targets of the whole batch.
+            grad_norm: the norm of the gradients of all ranks, divided.
+            max_norm: 0 does not clip.
+        """
+        scale(self.parameters, clip_factor(grad_norm, max_norm) / divisor)
+
+    def _squared_norm(self) -> Tensor:
+        return squared_norm(self.counted, self._counted_elsewhere, self.runtime.world.device)

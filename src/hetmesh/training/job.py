@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,13 +9,12 @@ from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
 from hetmesh.boundary import World
 from hetmesh.boundary.groups import ends_are_tied, stage_meshes, tied_pairs
-from hetmesh.boundary.scalars import reduce_over_ranks
 from hetmesh.checkpoint.resume import Configs, configs
 from hetmesh.data.loader import TRAIN, DrawnBatch, Loader
 from hetmesh.data.payloads import Payloads
@@ -42,15 +40,16 @@ from hetmesh.resolve.modules import deferred_module, fill_module
 from hetmesh.resolve.schedules import StepSchedules
 from hetmesh.resolve.user_plans import uncompared_plans
 from hetmesh.runtime import Reducer, Runtime
+from hetmesh.runtime.step_transfers import StepTransfers
 from hetmesh.schedule import Schedule
-from hetmesh.training.expert_placement import ExpertPlacement
+from hetmesh.training.expert_placement import ExpertLoads, ExpertPlacement
 from hetmesh.training.feed import Feed
 from hetmesh.training.first_steps import FirstSteps
-from hetmesh.training.gradients import counted, squared_norm
-from hetmesh.training.loss import CheckedLoss, OwnLoss, cross_entropy_of
+from hetmesh.training.gradients import GlobalGradients, counted
+from hetmesh.training.loss import CheckedLoss, CustomLoss, cross_entropy_of
 from hetmesh.training.non_finite import NonFiniteSteps
-from hetmesh.training.own_loop import StepResult, forward_backward
-from hetmesh.training.upcoming import Upcoming
+from hetmesh.training.step import StepResult, TrainingStep
+from hetmesh.training.upcoming import AHEAD, PlannedStep, Upcoming
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,12 +70,12 @@ class Job:
 
     @classmethod
     def assemble(
-        cls, recipe: Recipe, world: World, payloads: Payloads | None = None, loss: OwnLoss | None = None
+        cls, recipe: Recipe, world: World, payloads: Payloads | None = None, loss: CustomLoss | None = None
     ) -> Job:
         """Build the modules of this rank, with the same weights on every layout, and everything around them.
 
         Args:
-            payloads: where samples are loaded (`loading.open_payloads`); None: on this rank, when they are needed.
+            payloads: where samples are loaded (`environment.open_payloads`); None: on this rank, when they are needed.
             loss: summed over targets; None: cross-entropy.
         """
         source, adapters, graph = describe(recipe, None if payloads is None else payloads.sources[TRAIN])
@@ -153,7 +152,7 @@ class Job:
 
     @cached_property
     def schedules(self) -> StepSchedules:
-        """Those of its steps."""
+        """Makes the schedules of its steps."""
         return StepSchedules(self.recipe, self.graph, self.adapters)
 
     def schedule(self, plan: BatchPlan, *, training: bool = True) -> Schedule:
@@ -165,18 +164,18 @@ class Job:
         return Feed(loader or self.loader, drawn, plan, self.adapters, self.world.rank)
 
     def parameters(self) -> list[nn.Parameter]:
-        """What this rank holds of the parameters of its modules: plain, or DTensors on the meshes of their modules. An
-        optimizer of torch takes them with `foreach=False`, since they lie on several meshes."""
+        """The parameters of this rank's modules: plain, or DTensors on the meshes of their modules. An optimizer of
+        torch takes them with `foreach=False`, since they lie on several meshes."""
         return list(self.root.parameters())
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """The same by name: `llm.model.norm.weight`."""
+        """The parameters of this rank's modules by name: `llm.model.norm.weight`."""
         return dict(self.root.named_parameters())
 
     def forward_backward(self, max_norm: float = 0.0) -> StepResult:
         """One step but for the optimizer's: draw the next global batch, run forward and backward of all modules, and
-        leave the gradient of the loss per target in `.grad` of every parameter. Gradients of before are dropped.
-        Collective over all ranks.
+        leave the gradient of the loss per target in `.grad` of every parameter, in place of what is there. Collective
+        over all ranks.
 
         Args:
             max_norm: clips the gradient of all modules together; 0 does not.
@@ -186,54 +185,65 @@ class Job:
                 row were not; on all ranks.
             SampleError: a sample cannot be read, or no sample of the batch has a target.
         """
-        return forward_backward(self, max_norm)
+        return self.training_step.run(self.training_step.draw(), max_norm)
+
+    @cached_property
+    def training_step(self) -> TrainingStep:
+        """Takes its steps."""
+        keys = self.recipe.data, self.recipe.training
+        return TrainingStep(
+            self.upcoming,
+            self.runtime,
+            GlobalGradients(self.runtime, self.parameters(), self.counted),
+            self.root,
+            self.counts_loss,
+            self.first_steps,
+            self.non_finite,
+            keys[1].seq_len,
+            keys[0].on_bad_sample == "skip",
+        )
+
+    def plan_step(self, number: int) -> PlannedStep:
+        """Everything about step `number` (from 0) that needs no payload and no other rank. A pure function of the run.
+
+        Raises:
+            SampleError: a sample's metadata is malformed or does not suit the modules.
+            GraphError: the batch cannot be balanced as the recipe says.
+        """
+        place, drawn = self.loader.place(number), self.loader.batch(number)
+        plan = self.plan(drawn.metas)
+        schedule = self.schedule(plan)
+        transfers = StepTransfers(plan, schedule, self.world.rank, self.world.ranks_per_node)
+        transfers.prepare()
+        return PlannedStep(number, place, drawn, plan, schedule, transfers, self.feed(drawn, plan))
 
     @cached_property
     def upcoming(self) -> Upcoming:
         """The steps to come, planned while earlier ones run."""
-        return Upcoming(self, self.recipe.training.steps)
+        ahead = AHEAD[self.recipe.data.num_workers > 0]
+        return Upcoming(self.loader, self.plan_step, self.recipe.training.steps, ahead)
 
     @cached_property
     def first_steps(self) -> FirstSteps:
-        """What is looked for behind them."""
+        """The checks that only its first steps can make."""
         own = frozenset(name for name, module in self.recipe.modules.items() if ":" in module.model)
         return FirstSteps(self.parallel, own, self.world)
 
     @cached_property
     def non_finite(self) -> NonFiniteSteps:
-        """Its steps whose loss or gradient was not finite."""
+        """Counts its steps whose loss or gradient was not finite."""
         return NonFiniteSteps(self.recipe.training)
 
     @cached_property
     def expert_placement(self) -> ExpertPlacement:
         """Where the experts of its modules lie."""
-        return ExpertPlacement(self)
+        intervals = {n: table.expert_placement_interval for n, table in self.recipe.parallelism.modules.items()}
+        return ExpertPlacement(ExpertLoads(self.world, self.graph, self.adapters, self.parallel), intervals)
 
     @cached_property
     def counted(self) -> list[nn.Parameter]:
         """The parameters that this rank counts in the norm of all gradients."""
         return counted(self.parallel.values(), self.world.rank, self.counted_elsewhere)
-
-    @cached_property
-    def counted_by_others(self) -> list[nn.Parameter]:
-        """The other parameters of this rank."""
-        here = set(map(id, self.counted))
-        return [p for p in self.root.parameters() if id(p) not in here]
-
-    def totals(self, loss_sum: Tensor, targets: int, stop: bool = False) -> tuple[float, float, bool]:
-        """Of a step whose gradients are sums: the loss per target, the norm of the gradient of that over all modules,
-        replicas counted once, and whether any rank says `stop`. Equal on all ranks; not finite if any gradient of any
-        rank is not. Collective. Gradients are settled then. The host waits for the device once; twice where they had
-        to be settled.
-        """
-        mine, runtime = loss_sum if self.counts_loss else 0.0, self.runtime
-        norm = squared_norm(self.counted, self.counted_by_others, self.world.device)
-        total, squares, changed, asked = reduce_over_ranks([mine, norm, runtime.changed, stop], self.world)
-        if changed:
-            runtime.settle()
-            norm = squared_norm(self.counted, self.counted_by_others, self.world.device)
-            (squares,) = reduce_over_ranks([norm], self.world)
-        return total / targets, math.sqrt(squares) / targets, asked > 0
 
     @property
     def counted_elsewhere(self) -> frozenset[int]:

@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 from hetmesh.errors import LossError
 from hetmesh.parallel import ParallelModule
 
-OwnLoss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
-"""A loss of one's own: logits `[targets, vocab]` of this rank's lane and microbatch, and the batch of the LLM, in which
+CustomLoss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+"""a custom loss: logits `[targets, vocab]` of this rank's lane and microbatch, and the batch of the LLM, in which
 `batch["targets"]` are the true tokens -> the SUM over these targets, a scalar; a connected 0 without any. It runs on
 every rank that computes logits, in every microbatch."""
 
@@ -37,7 +37,7 @@ def cross_entropy_of(sink: ParallelModule | None) -> Callable[[Tensor, Mapping[s
 
 
 class CheckedLoss:
-    """A user's loss, refused where it is no sum: a mean would weigh targets by the microbatch and the rank that they
+    """a custom loss, refused where it is no sum: a mean would weigh targets by the microbatch and the rank that they
     are in.
 
     Raises:
@@ -48,7 +48,7 @@ class CheckedLoss:
     of, over = "logits", "batch['targets']"
     mean_hint = "a mean is taken once, over the global batch, by hetmesh"
 
-    def __init__(self, loss: OwnLoss) -> None:
+    def __init__(self, loss: CustomLoss) -> None:
         self.loss = loss
         self._tried = False
 

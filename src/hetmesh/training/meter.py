@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hetmesh.balance import BalanceOptions, BatchPlan, assign, batch_loads, graph_slots
 from hetmesh.balance.batch_load import batch_load, plan_assignment
 from hetmesh.balance.from_graph import within_range
@@ -14,9 +12,7 @@ from hetmesh.resolve.balance_options import sample_costs
 from hetmesh.resolve.module_shapes import module_shapes
 from hetmesh.runtime.device_peak import find_peak, peak_memory
 from hetmesh.training.feed import Loaded
-
-if TYPE_CHECKING:
-    from hetmesh.training.job import Job
+from hetmesh.training.job import Job
 
 DIRECTIONS = ("forward", "backward")
 

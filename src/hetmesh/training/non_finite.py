@@ -22,43 +22,44 @@ class NonFiniteSteps:
 
     Attributes:
         count: so far.
-        in_a_row: the last steps that were.
+        in_a_row: the last consecutive ones.
+        hint: what else an error says.
     """
 
     def __init__(self, keys: sections.Training) -> None:
         self.keys = keys
         self.count = self.in_a_row = 0
+        self.hint = ""
 
     def finite(self) -> None:
         """A step was."""
         self.in_a_row = 0
 
-    def skip(self, told: str, more: str = "") -> str:
+    def skip(self, what: str) -> str:
         """A step was not: count it.
 
         Args:
-            told: which, and where that was seen.
-            more: what else an error says.
+            what: which step, what of it, and on which ranks.
 
         Returns:
-            What is to be said of it.
+            A line for the log.
 
         Raises:
             NonFiniteError: the run ends here.
         """
         if self.keys.on_non_finite == "stop":
             raise NonFiniteError(
-                f"{told}; no parameter was changed by it. Lower optimizer.lr or training.max_norm, look at the "
-                f'samples, or leave such steps out: training.on_non_finite = "skip".{more}'
+                f"{what}; no parameter was changed by it. Lower optimizer.lr or training.max_norm, look at the "
+                f'samples, or leave such steps out: training.on_non_finite = "skip".{self.hint}'
             )
         self.count, self.in_a_row = self.count + 1, self.in_a_row + 1
         if self.in_a_row > self.keys.max_consecutive_non_finite:
             raise NonFiniteError(
-                f"{told}; {self.in_a_row} steps in a row were not, and training.max_consecutive_non_finite = "
+                f"{what}; {self.in_a_row} steps in a row were not, and training.max_consecutive_non_finite = "
                 f"{self.keys.max_consecutive_non_finite}: no parameter was changed by them, so more of them would not "
-                f"help. Lower optimizer.lr or training.max_norm, or go on from an earlier checkpoint.{more}"
+                f"help. Lower optimizer.lr or training.max_norm, or go on from an earlier checkpoint.{self.hint}"
             )
-        return f"{told}: skipped, parameters stay as they are"
+        return f"{what}: skipped, parameters stay as they are"
 
 
 def describe_non_finite(root: nn.Module, loss_sum: Tensor | float, world: World) -> str:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,18 +27,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from hetmesh._torch_compat import fake_process_group
 from hetmesh.cost import LayerShape, Observation, Profile, Work, computed_work, fit, layer_kind
 from hetmesh.data.loader import DrawnSample, Loader
-from hetmesh.models import lora_plan
+from hetmesh.graph import ModuleGraph
+from hetmesh.models import Adapter, lora_plan
 from hetmesh.models.module_shape import HEAD, module_shape
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
+from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.describe import describe, make_loader
 from hetmesh.resolve.modules import loaded_module
-from hetmesh.training.kernels import choose_attention
+from hetmesh.training.environment import choose_attention
 from hetmesh.training.loss import sum_cross_entropy
-
-if TYPE_CHECKING:
-    from hetmesh.graph import ModuleGraph
-    from hetmesh.models import Adapter
-    from hetmesh.recipe.recipe import Recipe
 
 _LEAST_ROUNDS = 3
 _MOST_ROUNDS = 25

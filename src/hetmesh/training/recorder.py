@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,18 +14,15 @@ from hetmesh.balance import BatchPlan
 from hetmesh.cost import Profile
 from hetmesh.errors import HetmeshError
 from hetmesh.files import write_json
+from hetmesh.records.dump_folder import TIMELINE_FILE
 from hetmesh.resolve.recipe_step_model import recipe_step_model
 from hetmesh.runtime import Recording
 from hetmesh.schedule import Schedule
 from hetmesh.simulate import Timeline, simulate
-
-if TYPE_CHECKING:
-    from hetmesh.training.job import Job
+from hetmesh.training.job import Job
+from hetmesh.training.upcoming import PlannedStep
 
 logger = logging.getLogger(__name__)
-
-FILE = "timeline.json"
-"""In a run's dump folder: `step`, `measured` and, where the sizes of all modules are known, `predicted`."""
 
 
 class StepRecorder:
@@ -36,9 +33,9 @@ class StepRecorder:
     """
 
     def __init__(self, job: Job, folder: Path) -> None:
-        self.job, self.path, self.keys = job, folder / FILE, job.recipe.profiling
+        self.job, self.path, self.keys = job, folder / TIMELINE_FILE, job.recipe.profiling
         self.profile = Profile.load(self.keys.profile) if self.keys.timeline and self.keys.profile else None
-        self.zero = 0.0
+        self.zero = self._computed_at = 0.0
 
     def begin(self, step: int) -> bool:
         """Start recording if `step` is to be recorded. Collective then: the ranks agree on a zero."""
@@ -49,15 +46,16 @@ class StepRecorder:
             self.zero, self.job.runtime.recording = time.perf_counter(), []
         return wanted
 
-    def end(self, step: int, schedule: Schedule, plan: BatchPlan, computed: float) -> None:
-        """Gather what all ranks recorded and write it. Collective.
+    def computed(self) -> None:
+        """Call it when this rank's last action is over. The rest of the step is the optimizer's, except the wait until
+        all ranks have summed losses and norms, which is shown before all of it."""
+        self._computed_at = time.perf_counter()
 
-        Args:
-            computed: when this rank's last action was over (`time.perf_counter`). The rest is the optimizer's, but for
-                the wait until all ranks have summed losses and norms, which is shown before all of it.
-        """
+    def end(self, planned: PlannedStep) -> None:
+        """Gather what all ranks recorded of a step and write it. Collective."""
         runtime, world = self.job.runtime, self.job.world
-        computed += world.log.agreeing_s
+        schedule, plan = planned.schedule, planned.plan
+        computed = self._computed_at + world.log.agreeing_s
         world.accelerator.synchronize()  # the optimizer's work is queued by now, and not done
         recording, runtime.recording = runtime.recording or [], None
         mine = (_by_index(recording, schedule, self.zero), (computed - self.zero, time.perf_counter() - self.zero))
@@ -74,7 +72,7 @@ class StepRecorder:
         }
         optimizer = {rank: everyone[rank][1] for rank in records}
         out: dict[str, Any] = {
-            "step": step,
+            "step": planned.number + 1,
             "measured": Timeline.recorded(schedule, records, optimizer=optimizer).as_json(),
         }
         if (predicted := self._predicted(schedule, plan)) is not None:

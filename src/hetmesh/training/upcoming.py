@@ -5,91 +5,99 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
 
 from hetmesh.balance import BatchPlan
-from hetmesh.data.loader import DrawnBatch
+from hetmesh.data.loader import DrawnBatch, Loader
 from hetmesh.errors import BoundaryError
 from hetmesh.runtime.step_transfers import StepTransfers
 from hetmesh.schedule import Schedule
 from hetmesh.training.feed import Feed
 
-if TYPE_CHECKING:
-    from hetmesh.training.job import Job
-
 T = TypeVar("T")
 
 AHEAD = {False: 1, True: 2}
-"""Steps that are planned beside the running one, without and with worker processes: the next, so that nobody waits for
+"""Steps that are planned while one runs, without and with worker processes: the next, so that nobody waits for
 it, and one more, whose samples workers may start with. The transfers of a step among 8,192 ranks are 300 MB."""
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedStep:
-    """One step before it runs: where its samples begin in the row of all, which they are, which lane and microbatch
-    handles each, the order of its actions, what this rank moves, and the feed that gives its modules their inputs."""
+    """One step before it runs.
 
+    Attributes:
+        number: from 0.
+        place: where its samples begin in the row of all samples.
+        drawn: its global batch.
+        plan: which lane and microbatch handles each sample.
+        schedule: the order of its actions.
+        transfers: what this rank moves.
+        feed: gives the modules of this rank their inputs.
+        unreadable: why samples of the batch cannot be read and are left out, by their index in it.
+    """
+
+    number: int
     place: int
     drawn: DrawnBatch
     plan: BatchPlan
     schedule: Schedule
     transfers: StepTransfers
     feed: Feed
+    unreadable: Mapping[int, str] = field(default_factory=dict)
 
-
-def plan_step(job: Job, number: int) -> PlannedStep:
-    """Everything about step `number` (from 0) that needs no payload and no other rank. A pure function of the run.
-
-    Raises:
-        SampleError: a sample's metadata is malformed or does not suit the modules.
-        GraphError: the batch cannot be balanced as the recipe says.
-    """
-    place, drawn = job.loader.place(number), job.loader.batch(number)
-    plan = job.plan(drawn.metas)
-    schedule = job.schedule(plan)
-    transfers = StepTransfers(plan, schedule, job.world.rank, job.world.ranks_per_node)
-    transfers.prepare()
-    return PlannedStep(place, drawn, plan, schedule, transfers, job.feed(drawn, plan))
+    @property
+    def without_target(self) -> list[int]:
+        """The samples, by their index in the batch, that can be read and have no target token."""
+        return [i for i in np.flatnonzero(self.drawn.metas.num_targets == 0).tolist() if i not in self.unreadable]
 
 
 class Upcoming:
-    """The steps of a run in order, each planned before it is needed by a thread of its own.
+    """The steps of a run in order, each planned in a background thread before it is needed.
 
     Args:
-        last: steps of the run; none beyond is planned.
+        loader: draws the batches; its `step` is the next one.
+        plan_step: plans the step of a number.
+        last: number of steps of the run; none beyond is planned.
+        ahead: steps that are planned ahead (`AHEAD`).
 
     Attributes:
         wait_s: seconds that the last `take` took: what planning cost the training thread.
     """
 
-    def __init__(self, job: Job, last: int) -> None:
-        self._job, self._last = job, last
-        self._ahead = AHEAD[job.recipe.data.num_workers > 0]
+    def __init__(self, loader: Loader, plan_step: Callable[[int], PlannedStep], last: int, ahead: int) -> None:
+        self._loader, self._plan_step, self._last, self._ahead = loader, plan_step, last, ahead
         self._planned: dict[int, Future[PlannedStep]] = {}
-        self._announced = job.loader.step  # the first step whose samples have not been asked for yet
+        self._announced = loader.step  # the first step whose samples have not been asked for yet
         self._background = Background()
         self.wait_s = 0.0
-        job.loader.payloads.when_idle(self._announce_next)
+        loader.payloads.when_idle(self._announce_next)
+
+    @property
+    def number(self) -> int:
+        """Of the next step, from 0."""
+        return self._loader.step
 
     def take(self) -> PlannedStep:
         """The step at which the loader is, which then advances.
 
         Raises:
-            SampleError, GraphError: what `plan_step` raised.
+            SampleError, GraphError: what planning the step raised.
             BoundaryError: the job is over.
         """
         if self._background.closed:
             raise BoundaryError("the job is over, and its process groups may be gone: step within `with open_job(...)`")
-        started, loader = time.perf_counter(), self._job.loader
+        started, loader = time.perf_counter(), self._loader
         number = loader.step
         self._plan_to(min(number + self._ahead, self._last - 1))
-        if number not in self._planned:  # beyond the last step, by somebody's own loop
+        if number not in self._planned:  # beyond the last step, by a custom loop
             self._plan(number)
         step = self._planned.pop(number).result()
-        if step.place != loader.place(number):  # somebody's own loop has brought the loader elsewhere
+        if step.place != loader.place(number):  # a custom loop has moved the loader
             self._planned.clear()
             self._plan(number)
             step, self._announced = self._planned.pop(number).result(), number
@@ -112,11 +120,11 @@ class Upcoming:
         self._plan_to(min(self._announced + 1, self._last - 1))
 
     def _plan_to(self, last: int) -> None:
-        for number in range(max([self._job.loader.step, *(n + 1 for n in self._planned)]), last + 1):
+        for number in range(max([self._loader.step, *(n + 1 for n in self._planned)]), last + 1):
             self._plan(number)
 
     def _plan(self, number: int) -> None:
-        self._planned[number] = self._background.submit(lambda: plan_step(self._job, number))
+        self._planned[number] = self._background.submit(lambda: self._plan_step(number))
 
     def settle(self) -> None:
         """Wait until everything that was begun is planned."""

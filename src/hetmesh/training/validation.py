@@ -1,18 +1,148 @@
-"""What a run does with its held-out samples: it evaluates them, has questions answered, shows some, sums it up."""
+"""What a run does with its held-out samples: it evaluates them, has questions answered, shows some, sums it up.
+
+Free running: a model answers without seeing any part of the true answer, on the layout that trains. One token a round:
+all ranks evaluate the samples, each with its answer so far, and every rank knows the most likely next token of each. So
+any layout will do, and nothing is computed that an evaluation does not compute; the price is a forward of everything
+per token.
+"""
 
 from __future__ import annotations
 
+import itertools
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from hetmesh.data.continued import Continued, answer_start
 from hetmesh.data.end_tokens import end_tokens
-from hetmesh.training.evaluate import Evaluation, evaluate, show
-from hetmesh.training.free_running import FreeRunning, free_running
+from hetmesh.data.loader import Loader
+from hetmesh.data.source import Source
+from hetmesh.errors import SampleError
+from hetmesh.records.reporter import Reporter
+from hetmesh.training.evaluate import Evaluation, draw_held_out, evaluate, show
+from hetmesh.training.job import Job
 
-if TYPE_CHECKING:
-    from hetmesh.data.source import Source
-    from hetmesh.records.reporter import Reporter
-    from hetmesh.training.job import Job
+
+@dataclass(frozen=True)
+class FreeRunning:
+    """What was answered to the last question of some samples.
+
+    Attributes:
+        answers: the tokens of each, the end token included where there is one.
+        right: whether each says what the data have: the same text where the source can tell, else the same tokens.
+        unended: answers that were stopped, by the number of tokens or by `seq_len`.
+    """
+
+    answers: tuple[tuple[int, ...], ...]
+    right: tuple[bool, ...]
+    unended: int
+
+    @property
+    def accuracy(self) -> float:
+        """Share of samples that are right."""
+        return sum(self.right) / len(self.right)
+
+
+def free_running(job: Job, source: Source, samples: int, most: int, ends: Collection[int]) -> FreeRunning:
+    """Answer the first `samples` of `source`. Collective over all ranks; see `evaluate`.
+
+    Args:
+        most: tokens of an answer.
+        ends: tokens that end one. Where there are none, an answer has as many tokens as the data's.
+    """
+    count = min(samples, len(source))
+    truths = _truths(job, source, count)
+    longest = [(most if ends else min(most, len(truth.answer))) * truth.readable for truth in truths]
+    answers: list[list[int]] = [[] for _ in range(count)]
+    stopped = {index for index in range(count) if not longest[index]}
+    open_ = [index for index in range(count) if index not in stopped]
+    silent = tuple(source.placeholders.values())
+    while open_:
+        cut = _cut(job, Continued(source, open_, [answers[index] for index in open_]))
+        stopped |= {open_[at] for at in cut}
+        open_ = [index for at, index in enumerate(open_) if at not in cut]
+        if not open_:
+            break
+        continued = Continued(source, open_, [answers[index] for index in open_])
+        predicted = evaluate(job, continued, silent=silent).predicted
+        still = []
+        for at, index in enumerate(open_):
+            token = int(predicted[at, truths[index].targets_before + len(answers[index])])
+            if token < 0:  # the sample could not be read
+                stopped.add(index)
+                continue
+            answers[index].append(token)
+            if token in ends:
+                continue
+            if len(answers[index]) < longest[index]:
+                still.append(index)
+            elif ends:
+                stopped.add(index)
+        open_ = still
+    right = tuple(_same(source, answer, truth.answer) for answer, truth in zip(answers, truths, strict=True))
+    return FreeRunning(tuple(map(tuple, answers)), right, len(stopped))
+
+
+def _cut(job: Job, source: Continued) -> set[int]:
+    """Samples of which `seq_len` cuts the place of the next token."""
+    loader = Loader(source, job.recipe.batch.global_batch_size, job.loader.prepare, shuffle=False, skip=job.loader.skip)
+    drawn = itertools.chain.from_iterable(draw_held_out(job.world, loader, len(source)))
+    return {i for i, each in enumerate(drawn) if each.meta.num_targets < each.given.num_targets}
+
+
+@dataclass(frozen=True)
+class _Truth:
+    """The tokens of the last answer of a sample, how many target tokens lie before it, and whether it can be read."""
+
+    answer: list[int]
+    targets_before: int
+    readable: bool = True
+
+
+_UNREADABLE = _Truth([], 0, readable=False)
+
+
+def _truths(job: Job, source: Source, count: int) -> list[_Truth]:
+    """Those of the first samples. With `[data] on_bad_sample = "skip"`, what any rank cannot read is not `readable`.
+    Collective.
+
+    Raises:
+        SampleError: a sample cannot be read, and shall not be skipped.
+    """
+    world, found = job.world, list[_Truth]()
+    for index in range(count):
+        with world.watchdog.watching(f"the right answer of the held-out sample {index}"):
+            try:
+                found.append(_truth(source, index))
+            except SampleError:
+                if not job.loader.skip:
+                    raise
+                found.append(_UNREADABLE)
+    if job.loader.skip:  # what is asked next has to be the same on all ranks
+        readable = torch.tensor([truth.readable for truth in found], dtype=torch.int32, device=world.device)
+        with world.waiting("which held-out samples any rank cannot read"):
+            dist.all_reduce(readable, dist.ReduceOp.MIN, group=world.group(range(world.size)))
+        found = [truth if here else _UNREADABLE for truth, here in zip(found, readable.tolist(), strict=True)]
+    return found
+
+
+def _truth(source: Source, index: int) -> _Truth:
+    meta = source.meta(index)
+    if not meta.targets:
+        return _Truth([], 0)
+    start, stop = answer_start(meta), meta.targets[-1][1]
+    return _Truth(source.load(index, ()).tokens[start:stop].tolist(), meta.num_targets - (stop - start))
+
+
+def _same(source: Source, answer: list[int], truth: list[int]) -> bool:
+    if not truth:
+        return False
+    decode = getattr(source, "decode", None)
+    return answer == truth if decode is None else decode(answer).strip() == decode(truth).strip()
 
 
 class RunValidation:

@@ -1,5 +1,5 @@
-"""`Part` and `Pipeline`: modules that one has parallelised oneself, each on its own mesh, through a schedule, without a
-recipe."""
+"""`Part` and `Pipeline`: modules that the user has parallelised, each on its own mesh, trained by a schedule, without
+a recipe."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from hetmesh.recipe.schedule_names import schedule_name
 from hetmesh.runtime import Runtime
 from hetmesh.schedule import POLICIES, Schedule
 from hetmesh.training.first_steps import check_gradients
-from hetmesh.training.gradients import clip_factor, counted, scale, squared_norm
+from hetmesh.training.gradients import GlobalGradients, counted
 from hetmesh.training.loss import CheckedSampleLoss
 from hetmesh.training.part_checks import (
     check_equal_parameters,
@@ -64,7 +64,7 @@ computes, a row per sample in that order; `{}` for a part that reads nothing. Of
 
 @dataclass(frozen=True)
 class Part:
-    """A module of one's own, parallelised over its mesh.
+    """A user's module, parallelised over its mesh.
 
     Parts with equal meshes may share parameters (a tied head) or be one module, without `fully_shard`. Tie them after
     `parallelize_module`, which makes new parameters. Parts on other ranks cannot share any: each rank has a copy, and
@@ -157,7 +157,8 @@ class Pipeline:
             loss=CheckedSampleLoss(loss),
             seed=seed,
         )
-        self._counted = list(dict.fromkeys(counted(self.parallel.values(), self.world.rank)))
+        counts = dict.fromkeys(counted(self.parallel.values(), self.world.rank))
+        self.gradients = GlobalGradients(self.runtime, self.parameters(), counts)
         self.plan = lru_cache(maxsize=8)(self._plan)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -187,32 +188,30 @@ class Pipeline:
             raise GraphError(
                 f"a step needs samples, and something positive to divide by, got {samples} and {divide_by}"
             )
-        for parameter in self.parameters():
-            parameter.grad = None
-        total = self._run(load, samples, training=True)
+        self.gradients.clear()
+        sums = self.gradients.sums(self._run(load, samples, training=True))
         if self.checked is None:
             check_replica_gradients(self.parallel, self.world)
             self.checked = check_gradients(
                 {name: self.parallel.get(name) for name in self.graph.order if self.parts[name].trainable},
-                lambda: self._run(load, samples, training=False),
-                total,
+                lambda: self.evaluate(load, samples),
+                sums.loss,
                 self.world,
             )
-        scale(self.parameters(), 1.0 / divide_by)
-        if max_norm:
-            scale(self.parameters(), clip_factor(self.grad_norm(), max_norm))
+        self.gradients.normalise(divide_by, sums.grad_norm / divide_by, max_norm)
         self.steps += 1
-        return total / divide_by
+        return sums.loss / divide_by
 
     def evaluate(self, load: Load, samples: int) -> float:
         """The summed loss of a batch, without gradients. Collective."""
-        return self._run(load, samples, training=False)
+        return reduce_over_ranks([self._run(load, samples, training=False)], self.world)[0]
 
     def grad_norm(self) -> float:
         """The norm of the gradients of all parts, replicas counted once. Collective."""
-        return math.sqrt(reduce_over_ranks([squared_norm(self._counted, (), self.world.device)], self.world)[0])
+        return self.gradients.norm()
 
-    def _run(self, load: Load, samples: int, *, training: bool) -> float:
+    def _run(self, load: Load, samples: int, *, training: bool) -> Tensor | float:
+        """The summed loss of this rank; 0 where another rank counts it."""
         plan, schedule = self.plan(samples, training)
         rank = self.world.rank
 
@@ -235,11 +234,7 @@ class Pipeline:
             for axis, c in zip(sink.mesh.axes, sink.mesh.coordinate(rank) or (1,) * sink.mesh.ndim, strict=True)
             if axis not in LANE_AXES
         )
-        counts = first and rank in sink.mesh
-        total, changed = reduce_over_ranks([mine if counts else 0.0, self.runtime.changed], self.world)
-        if training and changed:
-            self.runtime.settle()
-        return total
+        return mine if first and rank in sink.mesh else 0.0
 
     def _plan(self, samples: int, training: bool) -> tuple[BatchPlan, Schedule]:
         rows = {name: math.prod(part.output[:-1]) for name, part in self.parts.items()}

@@ -1,9 +1,9 @@
-"""What a step leaves out: samples that cannot be read, whether all ranks know it from metadata or one finds it out."""
+"""Samples that cannot be read, whether all ranks know it from metadata or one finds out: a step leaves them out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,36 +14,14 @@ from hetmesh.boundary import World
 from hetmesh.errors import SampleError
 from hetmesh.training.feed import Feed
 
-SHOWN = 10
-"""Samples that a run names in its log; all are counted."""
-
 _NAMED = 3  # samples that an error names
-
-
-@dataclass
-class Skipped:
-    """What a run has left out so far, and what to say about it."""
-
-    samples: int = 0
-    _named: set[str] = field(default_factory=set, repr=False)
-
-    def add(self, step: int, reasons: Mapping[int, str]) -> list[str]:
-        """Count the samples of one step, by their index in the batch; what the log says of those that are new."""
-        self.samples += len(reasons)
-        said: list[str] = []
-        for reason in reasons.values():
-            if len(self._named) < SHOWN and reason not in self._named:
-                self._named.add(reason)
-                more = "; from here on they are only counted, as samples_skipped in metrics.jsonl"
-                said.append(f"step {step}: skipped: {reason}{more if len(self._named) == SHOWN else ''}")
-        return said
 
 
 def describe_unreadable(reasons: Sequence[str]) -> str:
     """Why none of some samples can be read, and what to do."""
     shown = "; ".join(reason.rstrip(".") for reason in reasons[:_NAMED])
     more = f"; and {len(reasons) - _NAMED} more" if len(reasons) > _NAMED else ""
-    return f"{shown}{more}; mend or remove such samples"
+    return f"{shown}{more}; fix or remove such samples"
 
 
 def leave_out_unreadable(feed: Feed, world: World) -> tuple[BatchPlan, dict[int, str]]:

@@ -1,0 +1,141 @@
+"""The checkpoints of a run: what it saves beside modules and optimizers, and how it resumes from one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hetmesh.checkpoint.checkpointer import Checkpointer
+from hetmesh.checkpoint.resume import ADVICE, changes, check_changes, described, run_state
+from hetmesh.errors import RecipeError
+from hetmesh.recipe.recipe import Recipe
+from hetmesh.records.reporter import Reporter
+from hetmesh.resolve.references import References, check_references, referenced, references
+from hetmesh.training.job import Job
+from hetmesh.training.optimizers import keeping_options
+
+Export = Callable[[Recipe, Path], list[str]]
+"""Writes the checkpoint in a folder as a directory that transformers loads; returns what to print."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: steps that were taken.
+        loss: of the last one.
+        samples_skipped: so far, as they could not be read.
+        notes: of a run that was resumed: what is other than when the checkpoint was saved.
+        changed: of a run that was resumed: the keys of the recipe that have changed.
+    """
+
+    step: int
+    loss: float | None = None
+    samples_skipped: int = 0
+    notes: list[str] = field(default_factory=list)
+    changed: str = ""
+
+
+class RunCheckpoints:
+    """Saves the checkpoints of a run, and resumes it.
+
+    Args:
+        optimizers: of `make_optimizers`.
+        folder: of the run.
+
+    Raises:
+        CheckpointError: the folder of checkpoints cannot be written.
+    """
+
+    def __init__(self, job: Job, optimizers: tuple[Any, Any] | None, folder: Path) -> None:
+        self.job, self.optimizers = job, optimizers
+        keys = job.recipe.checkpoint
+        self.checkpointer = Checkpointer(
+            job.world,
+            folder / keys.folder,
+            keys.keep_latest_k,
+            keys.timeout_seconds,
+            asynchronous=keys.async_mode == "async",
+            frozen_once=keys.frozen != "each",
+        )
+        self.references: References = {}
+        if keys.enable:
+            self.checkpointer.prepare()
+            with self.checkpointer.patience():
+                self.references = references(job.world, job.recipe, referenced(job.recipe))
+
+    def save(self, progress: Progress) -> None:
+        """Write a checkpoint of the current step. Collective."""
+        state, frozen = self.state(progress), frozenset(self.references)
+        with self.job.expert_placement.in_expert_order(self.optimizers):
+            self.checkpointer.save(progress.step, self.job.root, self.optimizers, state, frozen)
+
+    def report_saved(self, reporter: Reporter) -> None:
+        """Report the checkpoints that are complete since the last time."""
+        for saved in self.checkpointer.take_saved():
+            times = {"held_s": round(saved.held_s, 3), "time_s": round(saved.time_s, 3)}
+            reporter.saved(saved.step, **times, asynchronous=self.checkpointer.asynchronous)
+
+    def export(self, step: int, export: Export) -> list[str]:
+        """Export a checkpoint as a directory that transformers loads; returns what to print. Collective."""
+        path, lines = self.checkpointer.folder / f"step-{step}", list[str]()
+        recipe = self.job.recipe
+        self.checkpointer.on_first_rank(f"{path} cannot be exported", lambda: lines.extend(export(recipe, path)))
+        return lines
+
+    def resume(self) -> Progress:
+        """Load the newest checkpoint. Collective.
+
+        Raises:
+            RecipeError: the recipe does not continue the run that saved it.
+            CheckpointError: it cannot be read.
+        """
+        job, checkpointer = self.job, self.checkpointer
+        step = checkpointer.latest()
+        assert step is not None
+        path = checkpointer.folder / f"step-{step}"
+        saved = checkpointer.saved_run(step)
+        changed = changes(saved.recipe, job.recipe)
+        check_changes(changed, path)
+        with checkpointer.patience():
+            now = references(job.world, job.recipe, tuple(saved.references))
+        check_references(path, saved.references, now)
+        with keeping_options(self.optimizers):
+            try:
+                state, frozen = self.state(Progress(step)), frozenset(saved.references)
+                loaded = checkpointer.load(step, job.root, self.optimizers, state, frozen)
+            except RecipeError as error:
+                keys = f"; keys that have changed: {described(changed)}; {ADVICE}" if changed else ""
+                raise RecipeError(f"{error}{keys}") from error
+        saved.check_model(job.recipe, job.configs, path)
+        notes = [f"note: {note}" for note in job.loader.load_state_dict(loaded)]
+        if held := sorted(self.references.keys() - saved.references.keys()):  # maybe other weights than the directory
+            self.references = {k: v for k, v in self.references.items() if k in saved.references}
+            notes.append(f'checkpoint.frozen = "reference": {path} holds {", ".join(held)}, and so do later ones')
+        job.non_finite.count, job.non_finite.in_a_row = saved.skipped_steps, saved.skipped_in_a_row
+        job.expert_placement.restore(saved.experts, self.optimizers)
+        if changed:
+            notes.append(f"changed since, and taken from step {step + 1} on: {described(changed)}")
+        if others := saved.other_versions():
+            notes.append(f"other libraries than those that it was saved with: {others}")
+        return Progress(step, saved.loss, saved.samples_skipped, notes, described(changed) if changed else "")
+
+    def state(self, progress: Progress) -> dict[str, Any]:
+        """What a checkpoint holds beside modules and optimizers: the position in the data, and the run. Collective."""
+        job = self.job
+        run = run_state(
+            job.recipe,
+            step=progress.step,
+            loss=progress.loss,
+            skipped_steps=job.non_finite.count,
+            skipped_in_a_row=job.non_finite.in_a_row,
+            samples_skipped=progress.samples_skipped,
+            references=self.references,
+            experts=job.expert_placement.state(),
+            configs=job.configs,
+        )
+        with job.world.watchdog.watching("a look at samples all over the data source", self.checkpointer.timeout):
+            return {**job.loader.state_dict(), "run": run}

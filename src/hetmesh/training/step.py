@@ -1,0 +1,145 @@
+"""One step over a global batch: forward and backward of all modules, one verdict on finite values, and gradients
+divided by the number of targets and clipped. The update of parameters is the caller's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from hetmesh.data.loader import describe_without_targets
+from hetmesh.errors import SampleError
+from hetmesh.parallel.root import Root
+from hetmesh.runtime import Runtime
+from hetmesh.training.first_steps import FirstSteps
+from hetmesh.training.gradients import GlobalGradients
+from hetmesh.training.non_finite import NonFiniteSteps, describe_non_finite
+from hetmesh.training.unreadable import describe_unreadable, leave_out_unreadable
+from hetmesh.training.upcoming import PlannedStep, Upcoming
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a forward and backward of a global batch gave; equal on all ranks.
+
+    Attributes:
+        step: 1 for the first global batch that the job has drawn.
+        loss: per valid target of the global batch.
+        grad_norm: 2-norm of the gradient of that over all modules, before clipping, replicas counted once.
+        targets, samples: of the global batch.
+        samples_skipped: of these, those that could not be read (`[data] on_bad_sample = "skip"`); they add nothing.
+        samples_without_target: of these, those that add nothing to the loss.
+        skipped: what was not finite, and on which ranks, so that the step is skipped; empty if everything was.
+        stop_requested: whether any rank asked to stop after this step.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    targets: int
+    samples: int
+    samples_skipped: int = 0
+    samples_without_target: int = 0
+    skipped: str = ""
+    stop_requested: bool = False
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradient are. Otherwise gradients are left as they came: do not take an optimizer's step."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingStep:
+    """Takes the steps of a job: `draw`, then `run`.
+
+    Attributes:
+        upcoming: gives the planned steps.
+        runtime: runs them.
+        gradients: of all modules of the job.
+        root: the modules of this rank, by name.
+        counts_loss: whether the loss that this rank computes counts: it is the first of its replicas.
+        first_steps, non_finite: check and count steps.
+        seq_len: `[training] seq_len`, which error messages name.
+        skip_unreadable: leave samples out that cannot be read; otherwise they are errors.
+    """
+
+    upcoming: Upcoming
+    runtime: Runtime
+    gradients: GlobalGradients
+    root: Root
+    counts_loss: bool
+    first_steps: FirstSteps
+    non_finite: NonFiniteSteps
+    seq_len: int
+    skip_unreadable: bool
+
+    def draw(self) -> PlannedStep:
+        """The next step of the job. Collective where samples may be skipped.
+
+        Raises:
+            SampleError: a sample's metadata is malformed, or could be read on some ranks only.
+        """
+        world = self.runtime.world
+        with world.watchdog.watching(f"metadata of the samples of step {self.upcoming.number + 1}"):
+            planned = self.upcoming.take()
+        if not self.skip_unreadable:
+            return planned
+        plan, unreadable = leave_out_unreadable(planned.feed, world)
+        return replace(planned, plan=plan, unreadable=unreadable)
+
+    def run(self, planned: PlannedStep, max_norm: float, computed: Callable[[], bool] = lambda: False) -> StepResult:
+        """Leave the clipped gradient of the loss per target in `.grad` of every parameter, in place of what is there.
+        Collective over all ranks.
+
+        Args:
+            max_norm: clips the gradient of all modules together; 0 does not.
+            computed: called when this rank has computed and sent everything, before ranks sum losses and norms; returns
+                whether it asks all ranks to stop after this step.
+
+        Raises:
+            SampleError: a sample cannot be read, or no sample of the batch has a target.
+            NonFiniteError: as `NonFiniteSteps.skip`. On all ranks.
+        """
+        step, targets = planned.number + 1, planned.plan.num_targets
+        if not targets:
+            raise self._nothing_to_learn(planned)
+        self.gradients.clear()
+        loss_sum = self.runtime.run(
+            planned.schedule,
+            planned.plan,
+            planned.feed,
+            step=planned.number,
+            transfers=planned.transfers,
+            settled=False,
+        )
+        stop = computed()
+        sums = self.gradients.sums(loss_sum if self.counts_loss else 0.0, stop)
+        result = StepResult(
+            step,
+            sums.loss / targets,
+            sums.grad_norm / targets,
+            targets,
+            len(planned.drawn),
+            len(planned.unreadable),
+            len(planned.without_target),
+            stop_requested=sums.stop_requested,
+        )
+        if result.finite:  # equal on all ranks, so all do the same
+            self.non_finite.finite()
+            self.first_steps.check()
+            self.gradients.normalise(targets, result.grad_norm, max_norm)
+            return result
+        where = describe_non_finite(self.root, loss_sum if self.counts_loss else 0.0, self.runtime.world)
+        values = f"(loss {result.loss:.4g}, grad norm {result.grad_norm:.4g})"
+        return replace(result, skipped=self.non_finite.skip(f"step {step}: {where} are not finite {values}"))
+
+    def _nothing_to_learn(self, planned: PlannedStep) -> SampleError:
+        step, drawn, reasons = planned.number + 1, planned.drawn, list(planned.unreadable.values())
+        if len(reasons) == len(drawn):
+            return SampleError(
+                f"step {step}: no sample of the global batch can be read: {describe_unreadable(reasons)}, or take a "
+                f"larger batch: training.global_batch_size is {len(drawn)}"
+            )
+        text = describe_without_targets(drawn, planned.without_target, self.seq_len)
+        return SampleError(f"step {step}: no sample of the global batch has a target token: {text}")
