@@ -26,6 +26,7 @@ JUDGES = (
     "src/hetmesh/balance",
     "src/hetmesh/schedule",
     "src/hetmesh/runtime",
+    "src/hetmesh/training/step.py",
     "src/hetmesh/training/trainer.py",
     "src/hetmesh/training/loss.py",
     "src/hetmesh/training/gradients.py",

@@ -36,6 +36,7 @@ JUDGES = (
     "src/hetmesh/parallel",
     "src/hetmesh/models",
     "src/hetmesh/runtime",
+    "src/hetmesh/training/step.py",
     "src/hetmesh/training/trainer.py",
     "src/hetmesh/training/job.py",
     "src/hetmesh/training/feed.py",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -71,22 +70,6 @@ def clip_factor(norm: float, max_norm: float) -> float:
     return factor if 0 < factor < 1 and math.isfinite(norm) else 1.0
 
 
-@dataclass(frozen=True)
-class GlobalSums:
-    """What the ranks of a job sum after a batch, before anything is divided; equal on all ranks.
-
-    Attributes:
-        loss: summed over the batch.
-        grad_norm: 2-norm of its gradient over all modules, replicas counted once. Not finite if any gradient of any
-            rank is not.
-        stop_requested: whether any rank asked to stop.
-    """
-
-    loss: float
-    grad_norm: float
-    stop_requested: bool
-
-
 class GlobalGradients:
     """The gradients of all modules of a job. A batch leaves sums over the whole batch; this is where they are divided.
 
@@ -106,33 +89,28 @@ class GlobalGradients:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def sums(self, loss_sum: Tensor | float, stop: bool = False) -> GlobalSums:
-        """Sum losses and norms over all ranks, and settle gradients. Collective. The host waits for the device once;
-        twice where gradients had to be settled.
+    def settle(self, loss_sum: Tensor | float, stop: bool = False) -> tuple[float, float, bool]:
+        """Make gradients final, and sum over all ranks: the loss, the norm of its gradient over all modules (replicas
+        counted once; not finite if any gradient of any rank is not), and whether any rank says `stop`. Collective. The
+        host waits for the device once; twice where gradients were not final.
 
         Args:
             loss_sum: of this rank; 0 where another rank counts it.
-            stop: whether this rank asks to stop.
         """
         world, norm = self.runtime.world, self._squared_norm()
         loss, squares, changed, asked = reduce_over_ranks([loss_sum, norm, self.runtime.changed, stop], world)
         if changed:
             self.runtime.settle()
             (squares,) = reduce_over_ranks([self._squared_norm()], world)
-        return GlobalSums(loss, math.sqrt(squares), asked > 0)
+        return loss, math.sqrt(squares), asked > 0
 
     def norm(self) -> float:
         """The norm of the gradients of all ranks as they are, replicas counted once. Collective."""
         return math.sqrt(reduce_over_ranks([self._squared_norm()], self.runtime.world)[0])
 
     def normalise(self, divisor: float, grad_norm: float, max_norm: float) -> None:
-        """Divide gradients by `divisor`, and clip them to `max_norm`.
-
-        Args:
-            divisor: the number of targets of the whole batch.
-            grad_norm: the norm of the gradients of all ranks, divided.
-            max_norm: 0 does not clip.
-        """
+        """Divide gradients by `divisor`, the number of targets of the whole batch, and clip their norm, which is then
+        `grad_norm`, to `max_norm`; 0 does not clip."""
         scale(self.parameters, clip_factor(grad_norm, max_norm) / divisor)
 
     def _squared_norm(self) -> Tensor:

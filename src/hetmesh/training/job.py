@@ -190,7 +190,6 @@ class Job:
     @cached_property
     def training_step(self) -> TrainingStep:
         """Takes its steps."""
-        keys = self.recipe.data, self.recipe.training
         return TrainingStep(
             self.upcoming,
             self.runtime,
@@ -199,8 +198,8 @@ class Job:
             self.counts_loss,
             self.first_steps,
             self.non_finite,
-            keys[1].seq_len,
-            keys[0].on_bad_sample == "skip",
+            self.recipe.training.seq_len,
+            self.recipe.data.on_bad_sample == "skip",
         )
 
     def plan_step(self, number: int) -> PlannedStep:

@@ -188,18 +188,18 @@ class Pipeline:
                 f"a step needs samples, and something positive to divide by, got {samples} and {divide_by}"
             )
         self.gradients.clear()
-        sums = self.gradients.sums(self._run(load, samples, training=True))
+        total, norm, _ = self.gradients.settle(self._run(load, samples, training=True))
         if self.checked is None:
             check_replica_gradients(self.parallel, self.world)
             self.checked = check_gradients(
                 {name: self.parallel.get(name) for name in self.graph.order if self.parts[name].trainable},
                 lambda: self.evaluate(load, samples),
-                sums.loss,
+                total,
                 self.world,
             )
-        self.gradients.normalise(divide_by, sums.grad_norm / divide_by, max_norm)
+        self.gradients.normalise(divide_by, norm / divide_by, max_norm)
         self.steps += 1
-        return sums.loss / divide_by
+        return total / divide_by
 
     def evaluate(self, load: Load, samples: int) -> float:
         """The summed loss of a batch, without gradients. Collective."""

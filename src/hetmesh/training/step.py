@@ -54,12 +54,8 @@ class TrainingStep:
     """Takes the steps of a job: `draw`, then `run`.
 
     Attributes:
-        upcoming: gives the planned steps.
-        runtime: runs them.
-        gradients: of all modules of the job.
         root: the modules of this rank, by name.
         counts_loss: whether the loss that this rank computes counts: it is the first of its replicas.
-        first_steps, non_finite: check and count steps.
         seq_len: `[training] seq_len`, which error messages name.
         skip_unreadable: leave samples out that cannot be read; otherwise they are errors.
     """
@@ -105,7 +101,7 @@ class TrainingStep:
         if not targets:
             raise self._nothing_to_learn(planned)
         self.gradients.clear()
-        loss_sum = self.runtime.run(
+        rank_loss = self.runtime.run(
             planned.schedule,
             planned.plan,
             planned.feed,
@@ -114,23 +110,16 @@ class TrainingStep:
             settled=False,
         )
         stop = computed()
-        sums = self.gradients.sums(loss_sum if self.counts_loss else 0.0, stop)
-        result = StepResult(
-            step,
-            sums.loss / targets,
-            sums.grad_norm / targets,
-            targets,
-            len(planned.drawn),
-            len(planned.unreadable),
-            len(planned.without_target),
-            stop_requested=sums.stop_requested,
-        )
+        loss_sum = rank_loss if self.counts_loss else 0.0
+        total, norm, stop = self.gradients.settle(loss_sum, stop)
+        counts = targets, len(planned.drawn), len(planned.unreadable), len(planned.without_target)
+        result = StepResult(step, total / targets, norm / targets, *counts, stop_requested=stop)
         if result.finite:  # equal on all ranks, so all do the same
             self.non_finite.finite()
             self.first_steps.check()
             self.gradients.normalise(targets, result.grad_norm, max_norm)
             return result
-        where = describe_non_finite(self.root, loss_sum if self.counts_loss else 0.0, self.runtime.world)
+        where = describe_non_finite(self.root, loss_sum, self.runtime.world)
         values = f"(loss {result.loss:.4g}, grad norm {result.grad_norm:.4g})"
         return replace(result, skipped=self.non_finite.skip(f"step {step}: {where} are not finite {values}"))
 
