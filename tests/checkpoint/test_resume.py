@@ -33,7 +33,6 @@ LAYOUTS = {
     "digits_bubble_fill": ("--parallelism.llm.pipeline_parallel_microbatch_size", "2"),
 }
 EXACT = ("step", "loss", "grad_norm", "lr")
-SAVING = "hetmesh.checkpoint"
 # What ends each start, its exit status, and the steps whose checkpoints are complete then. A checkpoint is due at every
 # second step, and the two newest are kept.
 ENDS = {
@@ -41,14 +40,14 @@ ENDS = {
         SignalPoint("hetmesh.training.trainer:take_step", rank=1, call=3, after=True, to="group"),
         (-signal.SIGKILL, [2]),
     ),
-    "between two ranks' writes": (SignalPoint(f"{SAVING}.saving:write_report", rank=1), (1, [2])),
+    "between two ranks' writes": (SignalPoint("hetmesh.checkpoint.saving:write_report", rank=1), (1, [2])),
     "of a process that loads samples": (
         SignalPoint("hetmesh.data.payloads:SplitSources.load", rank=1, call=10),
         (1, [2]),
     ),
-    "before the rename": (SignalPoint(f"{SAVING}.folders:complete", to="group"), (-signal.SIGKILL, [2])),
+    "before the rename": (SignalPoint("hetmesh.records.checkpoint_folders:complete", to="group"), (-signal.SIGKILL, [2])),
     "after the rename, before old ones are deleted": (
-        SignalPoint(f"{SAVING}.folders:retire_old", call=2, to="group"),
+        SignalPoint("hetmesh.records.checkpoint_folders:retire_old", call=2, to="group"),
         (-signal.SIGKILL, [2, 4, 6]),
     ),
     "during loading": (SignalPoint("hetmesh.checkpoint.checkpointer:read_into", rank=1, after=True), (1, [2, 4, 6])),

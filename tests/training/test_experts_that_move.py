@@ -191,7 +191,7 @@ def test_moves_of_nothing_are_refused(tables, says):
 
 def test_a_loop_of_ones_own_has_no_moves():
     with (
-        pytest.raises(RecipeError, match=r"expert_placement_interval = 1: .* leave it out in a loop of your own"),
+        pytest.raises(RecipeError, match=r"expert_placement_interval = 1: .* leave it out in a custom loop"),
         hetmesh.open_job(moving("EP 2, disjoint")),
     ):
         pass
