@@ -45,7 +45,10 @@ ENDS = {
         SignalPoint("hetmesh.data.payloads:SplitSources.load", rank=1, call=10),
         (1, [2]),
     ),
-    "before the rename": (SignalPoint("hetmesh.records.checkpoint_folders:complete", to="group"), (-signal.SIGKILL, [2])),
+    "before the rename": (
+        SignalPoint("hetmesh.records.checkpoint_folders:complete", to="group"),
+        (-signal.SIGKILL, [2]),
+    ),
     "after the rename, before old ones are deleted": (
         SignalPoint("hetmesh.records.checkpoint_folders:retire_old", call=2, to="group"),
         (-signal.SIGKILL, [2, 4, 6]),

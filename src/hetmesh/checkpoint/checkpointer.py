@@ -285,6 +285,9 @@ class Checkpointer:
         device, module = self.world.accelerator.device, self.world.accelerator.random_module
         if module is not None and device.type in random:
             module.set_rng_state(random[device.type], device)
+        if self.world.rank == 0 and step == max(self.steps()):
+            with contextlib.suppress(OSError):  # the next save says so
+                folders.remove_old(self.folder, self.keep_latest)
         return _under(state, "extra.")
 
     def on_first_rank(self, fails: str, action: Callable[[], object]) -> None:

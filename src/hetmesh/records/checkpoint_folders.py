@@ -165,6 +165,12 @@ def retire_old(folder: Path, keep_latest: int) -> list[Path]:
     return retired
 
 
+def remove_old(folder: Path, keep_latest: int) -> None:
+    """Remove what a run leaves that is killed between naming a checkpoint and removing older ones. Raises OSError."""
+    for old in retire_old(folder, keep_latest):
+        _remove(old)
+
+
 def _sync(folder: Path) -> None:
     """Let the names in `folder` be on the disk."""
     with contextlib.suppress(OSError):  # not every file system knows this
