@@ -52,10 +52,10 @@ def test_changed_options_hold_from_the_first_resumed_step(saved, world):
     """With a learning rate of 0 nothing moves; with weight decay alone parameters shrink by just that."""
     zero = ("--optimizer.lr", "0", "--modules.llm.lr", "0")
     still = Trainer(recipe(saved, *zero), world)
-    before = [p.clone() for p in still.parameters]
+    before = [p.clone() for p in still.job.parameters()]
     metrics = still.train_step()
     assert (metrics.step, metrics.lr) == (3, 0.0)
-    assert all(torch.equal(a, b) for a, b in zip(before, still.parameters, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, still.job.parameters(), strict=True))
     still.reporter.close()
 
     # betas of 0 and a huge eps: AdamW's own update vanishes, its decay is lr * weight_decay * factor

@@ -56,17 +56,6 @@ class Ran:
     answers: tuple[tuple[int, ...], ...]
 
 
-class _Watched(Trainer):
-    """It exports when it is asked to: `exact_dtypes` changes casts to fp32, which an export means."""
-
-    def _export(self) -> None:
-        pass
-
-    def export_now(self) -> None:
-        if self.recipe.checkpoint.last_save_in_hf:
-            super()._export()
-
-
 def run_whole(rank: int, recipe: Recipe, stop: int | None = None) -> Ran:
     """Train `recipe` to its end in worker `rank` of a `WorkerPool`, or only up to step `stop`."""
     steps: list[StepMetrics] = []
@@ -76,11 +65,12 @@ def run_whole(rank: int, recipe: Recipe, stop: int | None = None) -> Ran:
         return metrics.step == stop
 
     with contextlib.redirect_stdout(io.StringIO()):
-        trainer = _Watched(recipe, World.current(), on_step=keep, export=export_last)
+        trainer = Trainer(recipe, World.current(), on_step=keep, export=lambda *_: [])
         job, first = trainer.job, trainer.step
         with exact_dtypes(job.root, every_cast=is_split(job.adapters)):
             trainer.run()
-        trainer.export_now()
+        if recipe.checkpoint.last_save_in_hf:  # not before: `exact_dtypes` changes casts to fp32, which an export means
+            trainer.checkpoints.export(trainer.step, export_last)
     job.expert_placement.to_expert_order(trainer.optimizers)
     parameters = {name: _full(p.detach()).clone() for name, p in job.root.named_parameters()}
     last, answered = trainer.validation.last, trainer.validation.answered

@@ -83,7 +83,7 @@ class Case:
                     "boundaries": boundaries,
                     "parallelism": parallelism,
                     "data": {
-                        "source": "counted_media:CountedMedia",
+                        "source": "support.counted_media:CountedMedia",
                         "options": {
                             "kinds": kinds,
                             "items": [self.items[i % len(self.items)] for i in range(batch)],

@@ -16,13 +16,12 @@ from fuzzing.reader_inputs import RECIPES, TEMPLATE, Kind, options, read_source,
 from hetmesh.cli import main as hetmesh
 from hetmesh.cost import MACHINES, Coefficients, Profile, layer_kind, load_machine
 from hetmesh.cost.fitted import PARTS
-from hetmesh.data import make_source, template_bounds
+from hetmesh.data import end_tokens, make_source, template_bounds
 from hetmesh.data.digit_files import read_digit
 from hetmesh.data.find_conversations import find_conversations
 from hetmesh.data.lengths import read_lengths
 from hetmesh.errors import HetmeshError
 from hetmesh.export import directory_files as export_files
-from hetmesh.inference import generate
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.recipe.recipe import Recipe, load_recipe
 from hetmesh.records import dump_folder
@@ -148,7 +147,7 @@ def _copied(folder: Path, rng: random.Random) -> None:
 
 def _beside(folder: Path, rng: random.Random) -> None:
     """What `generate`, `export` and the self-check read of a directory, and beside the folders of runs."""
-    generate._configured(folder / "model")
+    end_tokens._configured(folder / "model")
     recipe = _recipe(folder)
     void(self_check_record.recorded(recipe), export_files._has_own_form(recipe, folder / "model"))
 
