@@ -189,6 +189,12 @@ class Checkpointer:
             if failed or not running:
                 self.wait()
 
+    def remove_old(self) -> None:
+        """Remove what an earlier start has left that was killed between naming a checkpoint and removing older ones."""
+        if self.world.rank == 0:
+            with contextlib.suppress(OSError):  # they are no harm
+                folders.remove_old(self.folder, self.keep_latest)
+
     def wait(self) -> None:
         """Wait until a save that goes on beside training is complete. Collective.
 
@@ -285,9 +291,6 @@ class Checkpointer:
         device, module = self.world.accelerator.device, self.world.accelerator.random_module
         if module is not None and device.type in random:
             module.set_rng_state(random[device.type], device)
-        if self.world.rank == 0 and step == max(self.steps()):
-            with contextlib.suppress(OSError):  # the next save says so
-                folders.remove_old(self.folder, self.keep_latest)
         return _under(state, "extra.")
 
     def on_first_rank(self, fails: str, action: Callable[[], object]) -> None:

@@ -170,6 +170,8 @@ class Trainer:
                 seconds = time.perf_counter() - started
                 self.validate()
                 self.checkpointer.wait()
+                if recipe.checkpoint.enable:
+                    self.checkpointer.remove_old()
                 self.checkpoints.report_saved(self.reporter)
             summary = run_summary(
                 self.step,
