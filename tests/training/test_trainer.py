@@ -16,6 +16,7 @@ from hetmesh.boundary import World
 from hetmesh.cli import main
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.records import checkpoint_folders
 from hetmesh.records.events import is_writing
 from hetmesh.records.metrics import StepMetrics
 from hetmesh.records.metrics_file import trim_metrics
@@ -274,3 +275,19 @@ def test_in_a_recorded_step_ranks_of_a_frozen_tower_wait_for_the_others(pool4, t
     for span in timeline.spans():
         spent[span.track, span.kind == "OPTIMIZER"] += span.stop - span.start
     assert spent[0, True] < spent[3, False] / 2  # which it waits for, and has nothing to do itself
+
+
+@pytest.mark.slow
+def test_checkpoints_that_an_earlier_start_could_not_remove_go_when_the_run_ends(tmp_path, world, monkeypatch):
+    """Killed between the name of the last checkpoint and the removal of older ones: no save comes after that."""
+    keys = ("--checkpoint.enable", "true", "--checkpoint.interval", "1", "--checkpoint.keep_latest_k", "2")
+    recipe = small("digits_single", tmp_path, *keys, "--checkpoint.async_mode", "disabled")
+    retire, calls = checkpoint_folders.retire_old, []
+
+    def killed_before(folder, keep_latest):
+        calls.append(folder)
+        return [] if len(calls) <= STEPS else retire(folder, keep_latest)
+
+    monkeypatch.setattr(checkpoint_folders, "retire_old", killed_before)
+    Trainer(recipe, world).run()
+    assert checkpoint_folders.complete_steps(tmp_path / "checkpoint") == [STEPS - 1, STEPS]

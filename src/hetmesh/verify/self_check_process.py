@@ -61,11 +61,13 @@ def compare(recipe: Recipe) -> list[str]:
 
 
 def _main() -> int:
-    try:
-        print(*compare(pickle.load(sys.stdin.buffer)), sep="\n")
-    except HetmeshError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as findings:
+        os.dup2(2, 1)  # tokenizers write about unknown options to stdout, from Rust
+        try:
+            print(*compare(pickle.load(sys.stdin.buffer)), sep="\n", file=findings)
+        except HetmeshError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
     return 0
 
 
