@@ -28,7 +28,7 @@ def check_initial_weights(resolved: ResolvedRecipe) -> list[str]:
     recipe, adapters = resolved.recipe, resolved.adapters
     path, exclude = Path(str(recipe.checkpoint.initial_load_path)), recipe.checkpoint.exclude_from_loading
     known = {name: adapter for name, adapter in adapters.items() if build_on_meta(adapter) is not None}
-    root = Root((name, empty_module(recipe, adapter, name).module) for name, adapter in known.items())
+    root = Root((name, empty_module(recipe, adapter, name)) for name, adapter in known.items())
     unknown = adapters.keys() - known.keys()
     saved = {k: e for k, e in saved_tensors(path).items() if not (k.startswith(MODEL) and module_of(k) in unknown)}
     run = SavedRun(recipe, path).state

@@ -24,7 +24,7 @@ from hetmesh.models.weights.lora import base_name, is_adapter
 from hetmesh.recipe import sections as sections
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.checkpoint_folders import check_complete
-from hetmesh.resolve.modules import empty_module, loaded_module
+from hetmesh.resolve.modules import deferred_module, loaded_module
 from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 from hetmesh.training.feed import Feed
 
@@ -149,8 +149,7 @@ def _check_weights(recipe: Recipe, name: str) -> None:
 
 
 def _of_run(recipe: Recipe, adapter: Adapter, name: str, run: SavedRun) -> nn.Module:
-    deferred = empty_module(recipe, adapter, name)
-    module = deferred.materialized()
+    module = deferred_module(recipe, adapter, name, empty=True).materialized()
     held = set(run.names)
     wanted: dict[str, Tensor] = {}
     for key, tensor in module.state_dict().items():

@@ -26,9 +26,9 @@ from hetmesh.models.split.whole_model import TOWERS, WholeModel, whole_model
 from hetmesh.recipe import sections as sections
 from hetmesh.recipe.hf_path import PLACEHOLDER_KEYS
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.directories import directory_of
 from hetmesh.resolve.modules import loaded_module
 from hetmesh.resolve.resolved import ResolvedRecipe, resolve
-from hetmesh.resolve.whole_directory import directory_of
 from hetmesh.training.feed import Feed
 from hetmesh.verify.self_check_bound import check_close, relative, shaken
 from hetmesh.verify.self_check_samples import self_check_source

@@ -11,7 +11,7 @@ import torch
 from hetmesh.errors import OutputError
 from hetmesh.files import from_json, read_file
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.whole_directory import directory_of
+from hetmesh.resolve.directories import directory_of
 
 FORM = (
     *("processor_config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json"),
