@@ -33,10 +33,7 @@ class Pairing:
 
 
 def defer(
-    members: Sequence[Sequence[int]],
-    work: np.ndarray,
-    tokens: np.ndarray | None = None,
-    cap: int | None = None,
+    members: Sequence[Sequence[int]], work: np.ndarray, tokens: np.ndarray | None = None, cap: int | None = None
 ) -> Pairing:
     """Pair the microbatches of one lane and choose what is deferred.
 

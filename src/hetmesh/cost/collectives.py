@@ -136,7 +136,4 @@ def gradient_sum_time(
         The reduce-scatter over shards, and the all-reduce of a share over replicas.
     """
     size = elements * itemsize
-    return (
-        reduce_scatter(size, shards, machine),
-        all_reduce(size / max(len(shards), 1), replicas, machine),
-    )
+    return (reduce_scatter(size, shards, machine), all_reduce(size / max(len(shards), 1), replicas, machine))

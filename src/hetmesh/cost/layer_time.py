@@ -154,13 +154,7 @@ def upstream_flags(module: ModuleShape, upstream: bool) -> tuple[bool, ...]:
 
 
 def module_times(
-    module: ModuleShape,
-    work: Work,
-    rates: Rates,
-    *,
-    upstream: bool,
-    tp: int = 1,
-    recompute: Sequence[str] = (),
+    module: ModuleShape, work: Work, rates: Rates, *, upstream: bool, tp: int = 1, recompute: Sequence[str] = ()
 ) -> dict[str, LayerTime]:
     """Per layer name its seconds; `recompute` names the layers whose forward runs again."""
     return {

@@ -106,11 +106,7 @@ class Estimator:
                 costs.append(known[alike])
                 continue
             stage = StageCosts(
-                module,
-                Stage(name, i),
-                fed=upstream or i > 0,
-                backward=graph.backward_reaches(name),
-                recompute=False,
+                module, Stage(name, i), fed=upstream or i > 0, backward=graph.backward_reaches(name), recompute=False
             )
             known[alike] = stage.costs([[RankWork(work)], [RankWork(work)]])[1]
             costs.append(known[alike])

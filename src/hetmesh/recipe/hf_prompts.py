@@ -111,7 +111,7 @@ PROMPTS: Mapping[str, Prompt] = MappingProxyType(
         "PaliGemmaProcessor": Prompt(template=_PALIGEMMA, special_tokens=False),
         "PixtralProcessor": Prompt(
             refused="it writes [IMG_BREAK] behind every line of an image's patches, and hetmesh places the rows of an "
-            "image side by side",
+            "image side by side"
         ),
     }
 )

@@ -108,10 +108,7 @@ class Fixed:
 
 
 def caps_by_distance(
-    stages: StageGraph,
-    routes: Routes,
-    steps: Sequence[Sequence[Action]],
-    given: Mapping[Stage, int] | None = None,
+    stages: StageGraph, routes: Routes, steps: Sequence[Sequence[Action]], given: Mapping[Stage, int] | None = None
 ) -> dict[Stage, int]:
     """How many microbatches each stage may hold: what its consumers need to hold as many as they may and have their
     next one ready; the sink 1.

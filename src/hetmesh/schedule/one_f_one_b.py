@@ -31,15 +31,7 @@ def by_caps(stages: StageGraph, routes: Routes, training: bool, split: frozenset
     caps = caps_by_distance(stages, routes, steps)
     forwards, backwards = by_stage(steps, Kind.FORWARD), by_stage(steps, Kind.BACKWARD)
     groups = [
-        Capped(
-            s,
-            stages,
-            routes,
-            caps[s],
-            forwards=forwards.get(s, ()),
-            backwards=backwards.get(s, ()),
-            split=split,
-        )
+        Capped(s, stages, routes, caps[s], forwards=forwards.get(s, ()), backwards=backwards.get(s, ()), split=split)
         for s in reversed(stages.stages)  # of two that could start at once, the one nearer to the sink
     ]
     order = list_schedule(stages, routes, groups, nominal(stages, routes, split), split)

@@ -182,11 +182,7 @@ def compute_dependencies(
 
 
 def with_messages(
-    order: Iterable[Action],
-    stages: StageGraph,
-    routes: Routes,
-    split: frozenset[Stage],
-    last: Iterable[Action] = (),
+    order: Iterable[Action], stages: StageGraph, routes: Routes, split: frozenset[Stage], last: Iterable[Action] = ()
 ) -> tuple[Action, ...]:
     """`order` with its messages: received right before they are used, sent right after they are made.
 

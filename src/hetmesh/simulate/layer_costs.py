@@ -114,13 +114,7 @@ class LayerCosts:
         split = split_bytes(layer, work, how.itemsize, upstream=how.upstream, tp=tp)
         passing = [
             most(
-                layer,
-                work,
-                how.itemsize,
-                upstream=how.upstream,
-                tp=tp,
-                recompute=how.recompute,
-                autocast=how.autocast,
+                layer, work, how.itemsize, upstream=how.upstream, tp=tp, recompute=how.recompute, autocast=how.autocast
             )
             for most in (forward_bytes, backward_bytes)
         ]

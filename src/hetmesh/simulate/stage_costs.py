@@ -265,10 +265,7 @@ class StageCosts:
         itemsize = self.options.row_dtype.itemsize
         gathered = (
             (self._gathered_together, self._group("dp_shard")),
-            (
-                self._gathered_experts,
-                self._experts_group("dp_shard"),
-            ),
+            (self._gathered_experts, self._experts_group("dp_shard")),
         )
         return sum(
             shard_gather_time(count, itemsize, group, self.machine)
