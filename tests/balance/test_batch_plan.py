@@ -16,7 +16,7 @@ from hetmesh.balance import (
     graph_slots,
     plan_batch,
 )
-from hetmesh.balance.from_graph import within_range
+from hetmesh.balance.plan_batch import within_range
 from hetmesh.cost.sample_costs import SampleCosts
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, MediaItem, ModuleGraph, ModuleSpec, SampleMeta

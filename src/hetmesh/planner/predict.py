@@ -9,10 +9,9 @@ from types import MappingProxyType
 import numpy as np
 
 from hetmesh.balance import largest_batches, plan_batch
-from hetmesh.balance.assign import assign
-from hetmesh.balance.assignment import Assignment
-from hetmesh.balance.loads import BatchLoads, Slots
-from hetmesh.balance.pipeline import Score
+from hetmesh.balance.assignment import Assignment, BatchLoads, Slots
+from hetmesh.balance.run_balancer import assign
+from hetmesh.balance.step_lengths import Score
 from hetmesh.cost import StepCosts, Work, module_flops
 from hetmesh.planner.candidates import samples_of_batches
 from hetmesh.planner.layout_plan import LayoutPlan, laid_out

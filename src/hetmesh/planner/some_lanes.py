@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hetmesh.balance.leaders import lane_ranks
+from hetmesh.balance.co_located import lane_ranks
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec
 from hetmesh.layout import MeshSpec
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hetmesh.balance import BalanceOptions
-from hetmesh.balance.leaders import leaders
-from hetmesh.balance.shares import check_shares
+from hetmesh.balance.co_located import check_shares, leaders
 from hetmesh.cost import ModuleShape
 from hetmesh.cost.sample_costs import SampleCosts
 from hetmesh.errors import GraphError, RecipeError

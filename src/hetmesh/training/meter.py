@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hetmesh.balance import BalanceOptions, BatchPlan, assign, batch_loads, graph_slots
-from hetmesh.balance.batch_load import batch_load, plan_assignment
-from hetmesh.balance.from_graph import within_range
+from hetmesh.balance.imbalance import batch_load, plan_assignment
+from hetmesh.balance.plan_batch import within_range
 from hetmesh.boundary.scalars import gather_over_ranks
 from hetmesh.cost import Work, imbalance, lane_work, module_flops
 from hetmesh.records.step_values import Measured, StepCost, StepLoad

@@ -1,5 +1,4 @@
-"""How even the microbatches and lanes of a batch are: what metrics report of every logged step, and what `hetmesh
-balance` compares."""
+"""How even the microbatches and lanes of a batch are: metrics of logged steps, and what `hetmesh balance` compares."""
 
 from __future__ import annotations
 
@@ -8,10 +7,39 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetmesh.balance.assignment import Assignment, spread
+from hetmesh.balance.assignment import Assignment, BatchLoads
 from hetmesh.balance.batch_plan import BatchPlan
-from hetmesh.balance.from_graph import led_modules
-from hetmesh.balance.loads import BatchLoads
+from hetmesh.balance.co_located import led_modules
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How evenly the work of one module lies over its microbatches and lanes.
+
+    Attributes:
+        mean, largest: work of one microbatch on one lane.
+        deviation: standard deviation over those that hold a sample.
+        over_mean: largest over mean; 1.0 where there is no work.
+        over_bound: largest over what no assignment can go below: the larger of the mean and of the largest sample.
+    """
+
+    mean: float
+    largest: int
+    deviation: float
+    over_mean: float
+    over_bound: float
+
+
+def spread(loads: BatchLoads, assignment: Assignment) -> dict[str, Spread]:
+    """Per module how evenly `assignment` spreads the work of `loads`."""
+    out = {}
+    for i, (name, bins) in enumerate(zip(loads.modules, assignment.sums(loads.work), strict=True)):
+        mean, largest = float(bins.mean()), int(bins.max())
+        bound = max(mean, int(loads.work[:, i].max(initial=0)))
+        ratios = (largest / mean, largest / bound) if mean else (1.0, 1.0)
+        used = bins[assignment.counts[i] > 0]
+        out[name] = Spread(mean, largest, float(used.std()) if used.size else 0.0, *ratios)
+    return out
 
 
 @dataclass(frozen=True)

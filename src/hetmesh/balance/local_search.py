@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from hetmesh.balance.fill import SCALE, scrambled
+from hetmesh.balance.lpt import SCALE, scrambled
 
 POOLED = 5  # samples of each bin: 126 ways; on chart-4k after 8 ms 4 leave a deviation 15% larger, 6 one as large
 MANY = 2048  # bins from which on 4 are pooled (35 ways): half the time per round, and good partners are many

@@ -1,4 +1,4 @@
-"""Routes in rows: which rows of a boundary go where. The layouts on both sides of every edge, as a plan fixes them."""
+"""Which rows of a boundary go where: the layouts on both sides of every edge and route, as a plan fixes them."""
 
 from __future__ import annotations
 

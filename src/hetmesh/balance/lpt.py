@@ -1,4 +1,4 @@
-"""Filling bins: normalised loads, the longest first, and a stream of numbers that looks random but is fixed."""
+"""Bins of samples: longest processing time first (Graham, 1969), the two forms of who is where, fixed permutations."""
 
 from __future__ import annotations
 
@@ -94,4 +94,25 @@ def scrambled(count: int, seed: int) -> np.ndarray:
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     out = np.argsort(x ^ (x >> np.uint64(31)), kind="stable")
     out.setflags(write=False)  # it is cached
+    return out
+
+
+def as_table(bins: np.ndarray, count: int, spare: int = 0) -> np.ndarray:
+    """The samples of each bin, `[count, capacity]`, from the bin of each; nobody has numbers from `len(bins)` on.
+
+    Args:
+        spare: empty places beside those of the fullest bin.
+    """
+    sizes = np.bincount(bins, minlength=count)
+    table = np.full((count, int(sizes.max(initial=0)) + spare), len(bins), np.int64)
+    order = np.argsort(bins, kind="stable")
+    table[bins[order], np.arange(len(bins)) - np.repeat(np.cumsum(sizes) - sizes, sizes)] = order
+    return table
+
+
+def from_table(table: np.ndarray, samples: int) -> np.ndarray:
+    """The bin of each sample; inverse of `as_table`."""
+    out = np.empty(samples, np.int64)
+    real = table < samples
+    out[table[real]] = np.nonzero(real)[0]
     return out

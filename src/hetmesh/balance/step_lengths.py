@@ -1,8 +1,8 @@
 """What a step takes in a 1F1B pipeline, for many orders of microbatches and lanes at once: a recurrence over arrays.
 
-It is what `hetmesh.simulate` says of the `1f1b` schedule with messages that take no time (a test holds them together),
-at a thousandth of the price: forward and backward of every stage start when the stage is free and what they wait for is
-over. Balancers choose between orders, and between each other, by it.
+The same recurrence as `hetmesh.simulate` on the `1f1b` schedule with messages that take no time (a test compares them),
+at a thousandth of the price: it has neither a schedule, which would be validated, nor spans, and walks once for many
+orders. Every forward and backward starts when its stage is free and its inputs are there.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from hetmesh.balance.assignment import Assignment
-from hetmesh.balance.blocks import BatchBlocks
-from hetmesh.balance.loads import BatchLoads, Slots
+from hetmesh.balance.assignment import Assignment, BatchLoads, Slots
+from hetmesh.balance.batch_blocks import BatchBlocks
 
 Score = Callable[[Assignment], float]
 """What a step with this assignment takes, in any unit; less is better."""

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hetmesh.balance.assignment import Assignment, check
-from hetmesh.balance.loads import BatchLoads, Slots
-from hetmesh.balance.pipeline import Score, pipeline_score, with_microbatches
+from hetmesh.balance.assignment import Assignment, BatchLoads, Slots, check
 from hetmesh.balance.policies import POLICIES, auto
+from hetmesh.balance.step_lengths import Score, pipeline_score, with_microbatches
 from hetmesh.errors import GraphError
 
 FREE = (1.0, 0.5, 0.625, 0.75, 0.875, 1.25, 1.5, 2.0)  # times the recipe's number of microbatches
