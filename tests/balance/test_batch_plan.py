@@ -17,7 +17,7 @@ from hetmesh.balance import (
     plan_batch,
 )
 from hetmesh.balance.plan_batch import within_range
-from hetmesh.cost.sample_costs import SampleCosts
+from hetmesh.cost.flops import SampleCosts
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, MediaItem, ModuleGraph, ModuleSpec, SampleMeta
 from hetmesh.layout import MeshSpec, plan_transfer

@@ -2,7 +2,8 @@
 
 Entrain (arXiv 2605.27918): microbatches with more than the median of LLM work are overloaded, the others underloaded.
 Each overloaded one gets an underloaded partner that comes right after it, and hands it the samples whose work is
-nearest to half the difference (subset sum); bottleneck matching chooses the partners."""
+nearest to half the difference (subset sum); bottleneck matching chooses the partners.
+"""
 
 from __future__ import annotations
 

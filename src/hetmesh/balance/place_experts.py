@@ -3,7 +3,8 @@ token is computed, never what comes out.
 
 Ranks hold equally many experts, since their weights are equal shards of one tensor. Packing by falling load with that
 cap is the balanced packing of DeepSeek's EPLB (github.com/deepseek-ai/EPLB); exchanges that lighten the fullest rank
-follow. EPLB copies hot experts too: not here, copies would have to sum their gradients."""
+follow. EPLB copies hot experts too: not here, copies would have to sum their gradients.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from hetmesh.balance.batch_plan import BatchPlan, Lanes
 from hetmesh.balance.co_located import lane_affinity, leaders, led_modules, shared_out
 from hetmesh.balance.run_balancer import assign
 from hetmesh.balance.step_lengths import Score
-from hetmesh.cost.sample_costs import SampleCosts
+from hetmesh.cost.flops import SampleCosts
 from hetmesh.cost.work import samples_work
 from hetmesh.errors import GraphError
 from hetmesh.graph import MetaArrays, ModuleGraph, SampleMeta

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hetmesh.cost.partition import StageMemory, find_partition, stage_costs
+from hetmesh.cost.stage_cuts import StageMemory, find_partition, stage_costs
 from hetmesh.errors import GraphError
 from hetmesh.graph import ModuleGraph
 

@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass, replace
 import numpy as np
 
 from hetmesh.cost import StageCost
-from hetmesh.cost.memory import most_held
+from hetmesh.cost.static_memory import most_held
 from hetmesh.graph import Stage
 from hetmesh.planner.layout_plan import LayoutPlan, ModulePlan, laid_out_module
 from hetmesh.planner.problem import Problem

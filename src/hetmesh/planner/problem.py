@@ -12,7 +12,7 @@ import numpy as np
 from hetmesh.balance import BalanceOptions
 from hetmesh.balance.plan_batch import UNBALANCED
 from hetmesh.cost import Machine, ModuleShape, Profile
-from hetmesh.cost.experts import ExpertSizes
+from hetmesh.cost.expert_costs import ExpertSizes
 from hetmesh.cost.work import samples_work
 from hetmesh.graph import Activation, MetaArrays, ModuleGraph
 

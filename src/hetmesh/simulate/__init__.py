@@ -12,8 +12,7 @@ from hetmesh.simulate.bubbles import (
 from hetmesh.simulate.engine import simulate
 from hetmesh.simulate.latest import DependencyPoints, dependency_points, latest_starts
 from hetmesh.simulate.layer_costs import LayerCosts
-from hetmesh.simulate.memory import peak_rows
-from hetmesh.simulate.rank_memory import MemoryFit, RankMemory, rank_memory, worst
+from hetmesh.simulate.predicted_memory import MemoryFit, RankMemory, peak_rows, rank_memory, worst
 from hetmesh.simulate.rank_work import RankWork, rank_work
 from hetmesh.simulate.step_model import StepModel
 from hetmesh.simulate.timeline import KINDS, Span, Spans, Timeline

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetmesh.cost.collectives import TensorParallelTime, all_to_all
+from hetmesh.cost.collective_time import TensorParallelTime, all_to_all
 from hetmesh.cost.machine import Machine
 from hetmesh.cost.shapes import LayerShape
 from hetmesh.cost.work import Work
