@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetmesh.cost import Chain, StageMemory, find_partition, partition, stage_costs, stage_counts, time_of_cuts
+from analysis.stage_counts import Chain, stage_counts, time_of_cuts
+from hetmesh.cost import StageMemory, find_partition, partition, stage_costs
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec
 from hetmesh.layout import MeshSpec

@@ -15,30 +15,3 @@ from hetmesh.balance.policies import DEFERRING, POLICIES
 from hetmesh.balance.route_layouts import EdgeLayouts, Runs, boundary_layouts, edge_layouts, route_runs, row_space
 from hetmesh.balance.run_balancer import assign
 from hetmesh.balance.step_lengths import Score, pipeline_score
-
-__all__ = [
-    "DEFERRING",
-    "POLICIES",
-    "Assignment",
-    "BalanceOptions",
-    "BatchLoads",
-    "BatchPlan",
-    "EdgeLayouts",
-    "Lanes",
-    "Runs",
-    "Score",
-    "Slots",
-    "Spread",
-    "assign",
-    "batch_loads",
-    "batch_plan_of",
-    "boundary_layouts",
-    "edge_layouts",
-    "graph_slots",
-    "largest_batches",
-    "pipeline_score",
-    "plan_batch",
-    "route_runs",
-    "row_space",
-    "spread",
-]

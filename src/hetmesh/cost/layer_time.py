@@ -161,8 +161,3 @@ def module_times(
         layer.name: layer_time(layer, work, rates, upstream=before, tp=tp, recompute=layer.name in recompute)
         for layer, before in zip(module.layers, upstream_flags(module, upstream), strict=True)
     }
-
-
-def frozen_blind(time: LayerTime) -> LayerTime:
-    """What a partitioner assumes that does not look at what is frozen: a backward of twice the forward."""
-    return LayerTime(time.forward, time.forward, time.forward)

@@ -20,33 +20,3 @@ from hetmesh.graph.rows import RowSpace
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.graph.stage_graph import Edge, Stage, StageGraph, boundary_edge, stage_graph
 from hetmesh.graph.topology import BoundarySpec, Topology, output_key
-
-__all__ = [
-    "LANE_AXES",
-    "Activation",
-    "BoundarySpec",
-    "CheckpointMode",
-    "Edge",
-    "MediaItem",
-    "MetaArrays",
-    "ModuleGraph",
-    "ModuleOptions",
-    "ModuleSpec",
-    "Reshard",
-    "Route",
-    "Routes",
-    "RowSpace",
-    "SampleMeta",
-    "Stage",
-    "StageGraph",
-    "Topology",
-    "boundary_edge",
-    "dense_mesh",
-    "expert_axis",
-    "experts_fit",
-    "experts_mesh",
-    "first_stage_mesh",
-    "microbatches_text",
-    "output_key",
-    "stage_graph",
-]

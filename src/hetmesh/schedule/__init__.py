@@ -34,25 +34,3 @@ POLICIES: dict[str, Policy] = {
     "bubble_fill": bubble_fill,
 }
 """Policies by their name in `[parallelism] pipeline_parallel_schedule`."""
-
-__all__ = [
-    "POLICIES",
-    "Action",
-    "Kind",
-    "Policy",
-    "PolicyOptions",
-    "Schedule",
-    "bubble_fill",
-    "dependencies",
-    "holding",
-    "interleaved",
-    "one_f_one_b",
-    "peak_in_flight",
-    "peaks_in_flight",
-    "required",
-    "sequential",
-    "takes_part",
-    "three_phase",
-    "validate",
-    "zero_bubble",
-]

@@ -49,7 +49,7 @@ JUDGES = (
     "src/hetmesh/cost",
     "src/hetmesh/schedule",
     "src/hetmesh/simulate",
-    "src/hetmesh/planner/encoder_plans.py",
+    "tools/analysis/encoder_plans.py",
     "src/hetmesh/simulate/fill_bubbles.py",
     "src/hetmesh/planner/predict.py",
 )

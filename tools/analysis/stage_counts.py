@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from hetmesh.cost import LayerTime
 from hetmesh.cost.stage_cuts import StageMemory, find_partition, stage_costs
 from hetmesh.errors import GraphError
 from hetmesh.graph import ModuleGraph
@@ -147,3 +148,8 @@ def _shares(sizes: Sequence[int], most: Sequence[int], ranks: int) -> Iterator[t
         left = ranks - sum(n * sizes[i] for n, i in zip(counts, others, strict=True))
         if left > 0 and left % sizes[last] == 0 and left // sizes[last] <= most[last]:
             yield (*counts, left // sizes[last])
+
+
+def frozen_blind(time: LayerTime) -> LayerTime:
+    """What a partitioner assumes that does not look at what is frozen: a backward of twice the forward."""
+    return LayerTime(time.forward, time.forward, time.forward)
