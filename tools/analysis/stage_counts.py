@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
 from hetmesh.cost import LayerTime
-from hetmesh.cost.stage_cuts import StageMemory, find_partition, stage_costs
+from hetmesh.cost.stage_cuts import StageMemory, partition, stage_costs
 from hetmesh.errors import GraphError
 from hetmesh.graph import ModuleGraph
 
@@ -128,7 +129,9 @@ def _cut(
     if key not in found:
         count = stages[name]
         held = [min(microbatches, behind + count - i) for i in range(count)]
-        found[key] = find_partition(_costs(chains, name), count, memory=chains[name].memory, in_flight=held)
+        found[key] = None  # where no cut fits
+        with suppress(GraphError):
+            found[key] = partition(_costs(chains, name), count, memory=chains[name].memory, in_flight=held)
     return found[key]
 
 

@@ -69,33 +69,16 @@ def partition(
         raise GraphError(f"cannot cut {len(costs)} layers into {stages} stages; valid are 1 to {len(costs)}")
     if ties not in get_args(Ties):
         raise GraphError(f"ties of cuts: there is no rule {ties!r}; valid are {', '.join(get_args(Ties))}")
-    counts = find_partition(costs, stages, memory=memory, in_flight=in_flight, ties=ties)
-    if counts is None:
-        raise GraphError(
-            f"no cut of {len(costs)} layers into {stages} stages keeps each within {memory.limit if memory else 0:g} "
-            "bytes; use more stages, fewer microbatches in flight, or recomputation"
-        )
-    return counts
-
-
-def find_partition(
-    costs: Sequence[float],
-    stages: int,
-    *,
-    memory: StageMemory | None = None,
-    in_flight: Sequence[int] | None = None,
-    ties: Ties = "even",
-) -> tuple[int, ...] | None:
-    """`partition`, but None where there is no such cut."""
-    if not 1 <= stages <= len(costs):
-        return None
     held = tuple(in_flight) if in_flight is not None else (1,) * stages
     between = _sums(np.asarray(costs, dtype=float))
     legal = np.triu(np.ones_like(between, dtype=bool), 1)
     each = [np.where(legal & memory.fits(n) if memory else legal, between, np.inf) for n in held]
     bottleneck = float(_best(each, np.maximum)[0][0])
     if not np.isfinite(bottleneck):
-        return None
+        raise GraphError(
+            f"no cut of {len(costs)} layers into {stages} stages keeps each within {memory.limit if memory else 0:g} "
+            "bytes; use more stages, fewer microbatches in flight, or recomputation"
+        )
     # Costs of one cut may differ in the last bit by how they were summed; a bottleneck is not missed for that.
     within = bottleneck * (1 + 1e-12)
     power = 2 if ties == "even" else 0
