@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from hetmesh.errors import ScheduleError
 from hetmesh.graph import Edge, Routes, Stage, StageGraph
@@ -47,32 +46,25 @@ def nominal(stages: StageGraph, routes: Routes, split: frozenset[Stage] = frozen
     return lambda action: NOMINAL[action.kind] * share[action.stage]
 
 
-class Group(Protocol):
-    """Stages that take turns by one rule. It keeps its own progress."""
+class Group(ABC):
+    """Stages that take turns by one rule. It keeps its progress.
 
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """The stages whose actions it proposes."""
-        ...
+    Attributes:
+        stages: those whose actions it proposes.
+    """
 
+    stages: tuple[Stage, ...]
+
+    @abstractmethod
     def proposals(self) -> Iterable[Action]:
         """What may come next, best first; nothing when it is done. It need not know what is ready."""
-        ...
 
+    @abstractmethod
     def started(self, action: Action) -> None:
         """`action`, one of its proposals, was chosen."""
-        ...
 
-    def finished(self, action: Action) -> None:
+    def finished(self, action: Action) -> None:  # noqa: B027
         """Another group's action was chosen (for caps that depend on consumers)."""
-        ...
-
-
-@dataclass(frozen=True)
-class _Choice:
-    start: float
-    preference: int
-    action: Action
 
 
 def list_schedule(
@@ -80,7 +72,7 @@ def list_schedule(
     routes: Routes,
     groups: Sequence[Group],
     durations: Durations,
-    split: frozenset[Stage] = frozenset(),
+    split: frozenset[Stage] = NO_STAGES,
     given: Iterable[Action] = (),
 ) -> list[Action]:
     """The compute actions of all groups in the order of their starts.
@@ -91,85 +83,65 @@ def list_schedule(
     Raises:
         ScheduleError: no group can go on; names what they wait for.
     """
-    return _Scheduler(stages, routes, groups, durations, split, given).run()
+    finish = dict.fromkeys(given, 0.0)
+    free: dict[int, float] = {}  # per rank
+    needed: dict[Action, tuple[Action, ...]] = {}  # asked again whenever something near an action ends
+    near = _near(stages, groups)
+    versions = [0] * len(groups)
+    queue: list[tuple[float, int, int, int, Action]] = []  # start, preference, group, its version, action
 
-
-class _Scheduler:
-    def __init__(
-        self,
-        stages: StageGraph,
-        routes: Routes,
-        groups: Sequence[Group],
-        durations: Durations,
-        split: frozenset[Stage],
-        given: Iterable[Action],
-    ) -> None:
-        self.stages, self.routes, self.groups, self.durations, self.split = stages, routes, groups, durations, split
-        self.finish: dict[Action, float] = dict.fromkeys(given, 0.0)
-        self.free: dict[int, float] = {}
-        self.before: dict[Action, tuple[Action, ...]] = {}
-        ranks = [frozenset(r for s in g.stages for r in stages.ranks_of(s)) for g in groups]
-        near: list[set[int]] = [set() for _ in groups]
-        home = {stage: i for i, g in enumerate(groups) for stage in g.stages}
-        for i, own in enumerate(ranks):
-            near[i] |= {j for j, other in enumerate(ranks) if own & other}
-        for edge in stages.edges:
-            if edge.source in home and edge.destination in home:
-                near[home[edge.source]].add(home[edge.destination])
-                near[home[edge.destination]].add(home[edge.source])
-        self.near = [sorted(some) for some in near]
-
-    def run(self) -> list[Action]:
-        order: list[Action] = []
-        queue: list[tuple[float, int, int, int, Action]] = []
-        versions = [0] * len(self.groups)
-
-        def propose(i: int) -> None:
-            versions[i] += 1
-            if (choice := self._best(self.groups[i])) is not None:
-                heapq.heappush(queue, (choice.start, choice.preference, i, versions[i], choice.action))
-
-        for i in range(len(self.groups)):
-            propose(i)
-        while queue:
-            start, _, i, version, action = heapq.heappop(queue)
-            if version != versions[i]:
-                continue
-            order.append(action)
-            end = start + self.durations(action)
-            self.finish[action] = end
-            for rank in self.stages.ranks_of(action.stage):
-                self.free[rank] = end
-            self.groups[i].started(action)
-            for j in self.near[i]:
-                if j != i:
-                    self.groups[j].finished(action)
-                propose(j)
-        waiting = [str(a) for group in self.groups for a in list(group.proposals())[:1]]
-        if waiting:
-            raise ScheduleError(f"schedule: no stage can go on; next would be {waiting[:8]}")
-        return order
-
-    def _best(self, group: Group) -> _Choice | None:
-        best: _Choice | None = None
-        for preference, action in enumerate(group.proposals()):
-            ready = self._ready(action)
-            if ready is None:
-                continue
-            start = max([ready, *(self.free.get(rank, 0.0) for rank in self.stages.ranks_of(action.stage))])
-            if best is None or start < best.start:
-                best = _Choice(start, preference, action)
-        return best
-
-    def _ready(self, action: Action) -> float | None:
-        if action not in self.before:  # asked again whenever something near it ends
-            self.before[action] = tuple(compute_dependencies(action, self.stages, self.routes, self.split))
-        times = [self.finish.get(before) for before in self.before[action]]
+    def ready(action: Action) -> float | None:
+        if action not in needed:
+            needed[action] = tuple(compute_dependencies(action, stages, routes, split))
+        times = [finish.get(before) for before in needed[action]]
         known = [time for time in times if time is not None]
         return max(known, default=0.0) if len(known) == len(times) else None
 
+    def propose(i: int) -> None:
+        versions[i] += 1
+        best: tuple[float, int, Action] | None = None
+        for preference, action in enumerate(groups[i].proposals()):
+            if (time := ready(action)) is None:
+                continue
+            start = max([time, *(free.get(rank, 0.0) for rank in stages.ranks_of(action.stage))])
+            if best is None or start < best[0]:
+                best = start, preference, action
+        if best is not None:
+            heapq.heappush(queue, (best[0], best[1], i, versions[i], best[2]))
 
-class Capped:
+    order: list[Action] = []
+    for i in range(len(groups)):
+        propose(i)
+    while queue:
+        start, _, i, version, action = heapq.heappop(queue)
+        if version != versions[i]:
+            continue
+        order.append(action)
+        finish[action] = end = start + durations(action)
+        free |= dict.fromkeys(stages.ranks_of(action.stage), end)
+        groups[i].started(action)
+        for j in near[i]:
+            if j != i:
+                groups[j].finished(action)
+            propose(j)
+    if waiting := [str(action) for group in groups for action in list(group.proposals())[:1]]:
+        raise ScheduleError(f"schedule: no stage can go on; next would be {waiting[:8]}")
+    return order
+
+
+def _near(stages: StageGraph, groups: Sequence[Group]) -> list[list[int]]:
+    """Per group those whose next action may depend on its last one: on the same ranks, or joined by an edge."""
+    ranks = [frozenset(rank for stage in group.stages for rank in stages.ranks_of(stage)) for group in groups]
+    near = [{j for j, others in enumerate(ranks) if own & others} for own in ranks]
+    home = {stage: i for i, group in enumerate(groups) for stage in group.stages}
+    for edge in stages.edges:
+        if edge.source in home and edge.destination in home:
+            near[home[edge.source]].add(home[edge.destination])
+            near[home[edge.destination]].add(home[edge.source])
+    return [sorted(some) for some in near]
+
+
+class Capped(Group):
     """One stage that prefers backwards to forwards, takes them in turn, and holds at most `cap` microbatches at a
     time: 1F1B.
 
@@ -191,7 +163,7 @@ class Capped:
         backwards: Sequence[int],
         split: frozenset[Stage] = NO_STAGES,
     ) -> None:
-        self.stage, self.graph, self.routes, self.cap = stage, stages, routes, cap
+        self.stage, self.stages, self.graph, self.routes, self.cap = stage, (stage,), stages, routes, cap
         kinds = backward_kinds(stage, stages, split) if backwards else ()
         self.order = (*kinds[:1], Kind.FORWARD, *kinds[1:])
         self.work = dict.fromkeys(kinds, backwards) | {Kind.FORWARD: forwards}
@@ -201,10 +173,6 @@ class Capped:
         self.unread: dict[int, int] = {}  # where no backward ends it: forwards that have yet to read a microbatch
         self.read = 0
         self.latest: Kind | None = None
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        return (self.stage,)
 
     def proposals(self) -> Iterator[Action]:
         for kind in self._preferred():
@@ -261,15 +229,11 @@ def capped_stages(
     return [Capped(s, stages, routes, caps and caps[s], forwards.get(s, ()), backwards.get(s, ()), split) for s in some]
 
 
-class Fixed:
+class Fixed(Group):
     """Stages that take turns in a fixed order."""
 
     def __init__(self, stages: tuple[Stage, ...], sequence: Sequence[Action]) -> None:
-        self._stages, self.sequence, self.position = stages, sequence, 0
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        return self._stages
+        self.stages, self.sequence, self.position = stages, sequence, 0
 
     def proposals(self) -> Iterator[Action]:
         if self.position < len(self.sequence):
@@ -277,9 +241,6 @@ class Fixed:
 
     def started(self, action: Action) -> None:
         self.position += 1
-
-    def finished(self, action: Action) -> None:
-        """A fixed order does not depend on others."""
 
 
 def caps_by_distance(
