@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetmesh._torch_compat import not_compiled
-from hetmesh.balance.expert_placement import Placement
+from hetmesh.balance.place_experts import Placement
 from hetmesh.parallel.experts.balance import balance_terms, choices_per_sample, inject
 from hetmesh.parallel.experts.exchange import (
     ExpertRanks,
