@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hetmesh.balance import BalanceOptions
-from hetmesh.balance.leaders import leaders
-from hetmesh.balance.shares import check_shares
-from hetmesh.cost.sample_costs import SampleCosts
+from hetmesh.balance.co_located import check_shares, leaders
+from hetmesh.cost.flops import SampleCosts
 from hetmesh.errors import GraphError, RecipeError
 from hetmesh.graph import ModuleGraph
 from hetmesh.recipe.sections import Balance

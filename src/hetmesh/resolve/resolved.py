@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
-from hetmesh.cost.sample_costs import SampleCosts
+from hetmesh.cost.flops import SampleCosts
 from hetmesh.data.expand_arrays import Expander
 from hetmesh.data.loader import Loader
 from hetmesh.data.payloads import Payloads

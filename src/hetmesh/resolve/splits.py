@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 
 from hetmesh.cost import Rates, Work, module_times
+from hetmesh.cost.stage_cuts import default_splits
 from hetmesh.errors import RecipeError
 from hetmesh.graph import Activation
 from hetmesh.models.adapter import Adapter
 from hetmesh.models.user.adapters import UserAdapter
-from hetmesh.planner.default_splits import default_splits
 from hetmesh.recipe.module_options import layout_table, module_options
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.modules import Shapes

@@ -15,7 +15,7 @@ from hetmesh.models.weights.build import build_on_meta, reason_built_whole
 from hetmesh.parallel.random_state import DROPOUT
 from hetmesh.recipe.hf_path import prompt_note
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.recipe.torchtitan_defaults import differing_defaults
+from hetmesh.recipe.torchtitan_keys import differing_defaults
 from hetmesh.resolve.directories import why_not_compared
 from hetmesh.resolve.modules import notes_on_experts
 from hetmesh.resolve.resolved import ResolvedRecipe
