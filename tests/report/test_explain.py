@@ -19,7 +19,8 @@ from hetmesh.report.explain import cell, layout_text
 from hetmesh.report.text import traffic_text
 from hetmesh.report.values import BoundaryView, Traffic
 from hetmesh.resolve.planning import recipe_problem
-from hetmesh.resolve.simulated_step import simulate_recipe
+from hetmesh.resolve.predictions import simulate_recipe
+from hetmesh.resolve.resolved import resolve
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -31,7 +32,7 @@ def views():
 
     def get(name, *overrides):
         if (name, overrides) not in made:
-            made[name, overrides] = explain(load_recipe(RECIPES / f"{name}.toml", overrides))
+            made[name, overrides] = explain(resolve(load_recipe(RECIPES / f"{name}.toml", overrides)))
         return made[name, overrides]
 
     return get

@@ -11,7 +11,7 @@ import pytest
 from hetmesh.errors import RecipeError
 from hetmesh.models.can_do import LLM, YES
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.resolve.describe import describe
+from hetmesh.resolve.resolved import resolve
 from support import tiny_vlms
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -54,7 +54,7 @@ def cells(families):
 def accepted(path, column, modules):
     tables = "\n".join(TRIED[column].format(module=module) for module in modules)
     try:
-        describe(parse_recipe(tiny_vlms.recipe_text(path, tables)))
+        resolve(parse_recipe(tiny_vlms.recipe_text(path, tables)))
     except RecipeError:
         return False
     return True

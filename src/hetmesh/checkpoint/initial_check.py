@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from hetmesh.checkpoint.initial_fit import MODEL, Needs, module_of
 from hetmesh.checkpoint.initial_load import judged
 from hetmesh.checkpoint.reading import saved_tensors
 from hetmesh.checkpoint.saved_run import SavedRun
-from hetmesh.models import Adapter
 from hetmesh.models.weights.build import build_on_meta
 from hetmesh.parallel.root import Root
-from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.modules import empty_module
+from hetmesh.resolve.resolved import ResolvedRecipe
 
 
-def check_initial_weights(recipe: Recipe, adapters: Mapping[str, Adapter]) -> list[str]:
+def check_initial_weights(resolved: ResolvedRecipe) -> list[str]:
     """Compare the names, shapes and dtypes in the checkpoint that the run is to begin with with those of its modules.
     One that cannot be built without memory is not compared, nor are values of weights that are tied here.
 
@@ -27,6 +25,7 @@ def check_initial_weights(recipe: Recipe, adapters: Mapping[str, Adapter]) -> li
         RecipeError: it does not fit.
         CheckpointError: it cannot be read.
     """
+    recipe, adapters = resolved.recipe, resolved.adapters
     path, exclude = Path(str(recipe.checkpoint.initial_load_path)), recipe.checkpoint.exclude_from_loading
     known = {name: adapter for name, adapter in adapters.items() if build_on_meta(adapter) is not None}
     root = Root((name, empty_module(recipe, adapter, name).module) for name, adapter in known.items())

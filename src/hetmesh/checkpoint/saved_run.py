@@ -30,9 +30,9 @@ from hetmesh.recipe.sections import freeze
 from hetmesh.records import checksums
 from hetmesh.records.checkpoint_folders import complete_steps, newest_step, step_of
 from hetmesh.records.dump_folder import CODE_FOLDER, RECIPE_FILE
-from hetmesh.resolve.describe import describe
 from hetmesh.resolve.modules import empty_module
 from hetmesh.resolve.references import check_references, references_alone
+from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 
 MODEL = "model."
 """What names of parameters and buffers begin with in a checkpoint."""
@@ -45,10 +45,17 @@ class SavedRun:
     Attributes:
         recipe: of the run, as it was last started.
         path: the step folder.
+        known: the recipe, if it is resolved already.
     """
 
     recipe: Recipe
     path: Path
+    known: ResolvedRecipe | None = None
+
+    @cached_property
+    def resolved(self) -> ResolvedRecipe:
+        """What the recipe means."""
+        return self.known or resolve(self.recipe)
 
     @cached_property
     def _sums(self) -> Mapping[str, dict[checksums.SavedPart, checksums.Sum]]:
@@ -87,7 +94,7 @@ class SavedRun:
         if not saved:
             return {}
         check_references(self.path, saved, references_alone(self.recipe, saved))
-        adapters = describe(self.recipe)[1]
+        adapters = self.resolved.adapters
         return {name: Referred.of(self.recipe, name, adapters[name]) for name in saved}
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,10 +27,11 @@ from hetmesh.errors import RecipeError
 from hetmesh.parallel import local_part
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.dump_folder import RunFolder
+from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.training.trainer import Trainer
 
 
-def dry_run(recipe: Recipe, rank: int = 0, *, draws: bool = False) -> DryRun:
+def dry_run(resolved: ResolvedRecipe, rank: int = 0, *, draws: bool = False) -> DryRun:
     """Run one step of `rank` on the fake device, after the optimizer has made its state.
 
     The caller's random state is as before. What stays to the end of the process: torch knows the fake device, as one
@@ -40,13 +42,12 @@ def dry_run(recipe: Recipe, rank: int = 0, *, draws: bool = False) -> DryRun:
         draws: draw the weights, which takes seconds for a billion of them, so that `built_peak` is that of training.
 
     Raises:
-        RecipeError: what `hetmesh check` would find.
         RuntimeError: a module decides shapes by values that only the device could compute.
     """
     waits, backend, accelerator = HostWaits(), FakeBackend(), FakeAccelerator.make(draws=draws)
-    around = fake_process_group(recipe.world_size, rank), torch.random.fork_rng(devices=[])
+    around = fake_process_group(resolved.recipe.world_size, rank), torch.random.fork_rng(devices=[])
     with around[0], around[1], tempfile.TemporaryDirectory() as folder:
-        prepared = _prepared(recipe, folder)
+        prepared = replace(resolved, recipe=_prepared(resolved.recipe, folder))
         with FakeTensors(accelerator, waits) as tensors, DeviceWork(waits, tensors.fake) as work:
             tensors.observe = work.note
             started = time.perf_counter()

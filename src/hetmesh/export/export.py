@@ -25,6 +25,7 @@ from hetmesh.models.weights.stored_form import StoredBlock
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.checkpoint_folders import PARTIAL
 from hetmesh.records.dump_folder import RECIPE_FILE
+from hetmesh.resolve.resolved import ResolvedRecipe
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What weights may be converted to."""
@@ -90,7 +91,7 @@ def export(
     return done
 
 
-def export_last(recipe: Recipe, path: Path) -> list[str]:
+def export_last(resolved: ResolvedRecipe, path: Path) -> list[str]:
     """Export the checkpoint at `path`, a run's last one, to `path` with `-hf` behind it, as `[checkpoint]` says.
 
     Returns:
@@ -98,8 +99,8 @@ def export_last(recipe: Recipe, path: Path) -> list[str]:
         anything else keeps all that it has under another name.
     """
     folder = path.with_name(f"{path.name}-hf")
-    name = recipe.checkpoint.export_dtype
-    run, dtype = SavedRun(recipe, path), None if name is None else DTYPES[name]
+    name = resolved.recipe.checkpoint.export_dtype
+    run, dtype = SavedRun(resolved.recipe, path, resolved), None if name is None else DTYPES[name]
     aside, told = None, list[str]()
     if folder.is_dir() and any(folder.iterdir()):
         if is_made_from(folder, made_from(run, dtype, merge=True)):

@@ -24,8 +24,8 @@ from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.models.weights.stored_form import StoredForm, refitted
 from hetmesh.recipe.hf_families import class_of
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.describe import adapters_of, describe
 from hetmesh.resolve.modules import empty_module
+from hetmesh.resolve.resolved import adapters_of
 from hetmesh.resolve.whole_directory import directory_of
 
 COMPUTED = ("max_position_embeddings", "rope_parameters", "sliding_window", "use_sliding_window")
@@ -87,7 +87,7 @@ def export_plan(run: SavedRun, *, merge: bool) -> ExportPlan:
         RecipeError: the recipe's directories or data are not there any more.
     """
     recipe = run.recipe
-    adapters = _adapters(recipe)
+    adapters = _adapters(run)
     parts = {name: _Part.of(run, name, adapters[name], merge) for name in recipe.modules}
     _check_complete(run, parts)
     whole = directory_of(recipe)
@@ -145,11 +145,11 @@ class _Part:
         return tuple(found)
 
 
-def _adapters(recipe: Recipe) -> dict[str, Adapter]:
+def _adapters(run: SavedRun) -> dict[str, Adapter]:
     """The modules' adapters; data are looked at only where sizes come from there."""
-    if any(pretrained_of(name, module) is None for name, module in recipe.modules.items()):
-        return describe(recipe)[1]
-    return adapters_of(recipe, vocab_size=0)
+    if any(pretrained_of(name, module) is None for name, module in run.recipe.modules.items()):
+        return run.resolved.adapters
+    return adapters_of(run.recipe, vocab_size=0)
 
 
 def _check_complete(run: SavedRun, parts: Mapping[str, _Part]) -> None:

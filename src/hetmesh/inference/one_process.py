@@ -16,7 +16,7 @@ from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.data.loader import Loader
 from hetmesh.data.source import Source
 from hetmesh.errors import CheckpointError, RecipeError
-from hetmesh.graph import ModuleGraph, Stage, output_key
+from hetmesh.graph import Stage, output_key
 from hetmesh.models import Adapter, pretrained_of
 from hetmesh.models.key_value_cache import Cache, keeps_keys, next_logits
 from hetmesh.models.named.causal_lm import CausalLMAdapter
@@ -24,8 +24,8 @@ from hetmesh.models.weights.lora import base_name, is_adapter
 from hetmesh.recipe import sections as sections
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.checkpoint_folders import check_complete
-from hetmesh.resolve.describe import describe, make_prepare
 from hetmesh.resolve.modules import empty_module, loaded_module
+from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 from hetmesh.training.feed import Feed
 
 LONGEST = 1 << 20
@@ -37,16 +37,12 @@ class OneProcess:
     """Modules that are ready to compute. Made by `OneProcess.load`.
 
     Attributes:
-        recipe: with all modules on one rank.
-        source: of the recipe's data.
+        resolved: the recipe with all modules on one rank.
         modules: in evaluation mode, by name.
         device: where they are.
     """
 
-    recipe: Recipe
-    source: Source
-    adapters: Mapping[str, Adapter]
-    graph: ModuleGraph
+    resolved: ResolvedRecipe
     modules: Mapping[str, nn.Module]
     device: torch.device
 
@@ -62,7 +58,8 @@ class OneProcess:
             CheckpointError: the checkpoint cannot be read, or has other tensors than the modules.
         """
         alone = on_one_rank(recipe)
-        source, adapters, graph = describe(alone)
+        resolved = resolve(alone)
+        adapters, graph = resolved.adapters, resolved.graph
         if run is None and recipe.checkpoint.initial_load_path:
             if afresh := recipe.checkpoint.exclude_from_loading:
                 raise RecipeError(
@@ -71,8 +68,8 @@ class OneProcess:
                 )
             path = Path(recipe.checkpoint.initial_load_path)
             check_complete(path, KEY)
-            check_initial_weights(alone, adapters)
-            run = SavedRun(alone, path)
+            check_initial_weights(resolved)
+            run = SavedRun(alone, path, resolved)
         modules: dict[str, nn.Module] = {}
         for name in graph.order:
             if run is None:
@@ -84,16 +81,16 @@ class OneProcess:
             if graph[name].packed and use is not None:
                 use(module)
             modules[name] = module.to(device).eval()
-        return cls(alone, source, adapters, graph, modules, torch.device(device))
+        return cls(resolved, modules, torch.device(device))
 
     def loader(self, source: Source) -> Loader:
         """What expands the samples of another source of the same vocabulary."""
-        return Loader(source, len(source), make_prepare(self.recipe, self.graph, self.adapters), shuffle=False)
+        return Loader(source, len(source), self.resolved.expander, shuffle=False)
 
     def cache(self) -> Cache | None:
         """What `logits` may keep between the tokens of an answer; None where the LLM computes all of them again."""
-        sink = self.graph.sink
-        return {} if keeps_keys(self.adapters[sink.name], self.modules[sink.name], sink.packed) else None
+        sink = self.resolved.graph.sink
+        return {} if keeps_keys(self.resolved.adapters[sink.name], self.modules[sink.name], sink.packed) else None
 
     def logits(self, source: Source, rows: dict[str, Tensor] | None = None, cache: Cache | None = None) -> Tensor:
         """The logits of the targets of all samples of `source`, `[targets, vocab]`, by the modules' own forward.
@@ -104,19 +101,19 @@ class OneProcess:
                 are given.
         """
         rows = {} if rows is None else rows
-        loader = self.loader(source)
+        loader, adapters, graph = self.loader(source), self.resolved.adapters, self.resolved.graph
         drawn = loader.batch(0)
-        plan = plan_batch(self.graph, drawn.metas, len(drawn), BalanceOptions(policy="none"))
-        feed = Feed(loader, drawn, plan, self.adapters, 0)
-        sink = self.graph.sink.name
+        plan = plan_batch(graph, drawn.metas, len(drawn), BalanceOptions(policy="none"))
+        feed = Feed(loader, drawn, plan, adapters, 0)
+        sink = graph.sink.name
         with torch.no_grad():
-            for name in self.graph.order:
+            for name in graph.order:
                 if name != sink and name in rows:
                     continue
-                inputs = {b.key: rows[b.key] for b in self.graph.inputs(name)}
+                inputs = {b.key: rows[b.key] for b in graph.inputs(name)}
                 given = feed(Stage(name, 0), 0)
                 batch = {key: each.to(self.device) if isinstance(each, Tensor) else each for key, each in given.items()}
-                adapter, module = self.adapters[name], self.modules[name]
+                adapter, module = adapters[name], self.modules[name]
                 if name == sink and cache is not None:
                     assert isinstance(adapter, CausalLMAdapter)
                     return next_logits(adapter, module, batch, inputs, cache)

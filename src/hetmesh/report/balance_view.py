@@ -33,10 +33,8 @@ from hetmesh.report.balance_values import BalancerResult, BalanceView, Candidate
 from hetmesh.report.expert_use import expert_use
 from hetmesh.report.given_lengths import GivenLengths
 from hetmesh.report.run_lines import metrics_lines
-from hetmesh.resolve.balance_options import sample_costs
-from hetmesh.resolve.describe import describe, make_loader
-from hetmesh.resolve.module_shapes import module_shapes
-from hetmesh.resolve.recipe_step_model import named_step_model
+from hetmesh.resolve.balance_options import recipe_balance
+from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.resolve.schedules import StepSchedules
 from hetmesh.simulate import StepModel, simulate
 
@@ -46,31 +44,30 @@ MUCH_PADDING = 0.1
 
 
 def balance_view(
-    recipe: Recipe,
+    resolved: ResolvedRecipe,
     *,
     lengths: str | None = None,
     batches: int = 4,
     machine: str | None = None,
     profile: str | None = None,
 ) -> BalanceView:
-    """What every balancer makes of the first `batches` global batches of `recipe`.
+    """What every balancer makes of the first `batches` global batches of a recipe.
 
     Args:
         lengths: a file of lengths (`hetmesh.data.lengths`), whose samples take the place of the recipe's.
-        machine, profile: as of `hetmesh.resolve.simulated_step.simulate_recipe`.
+        machine, profile: as of `hetmesh.resolve.predictions.simulate_recipe`.
 
     Raises:
-        RecipeError: what `hetmesh check` would find, a line of `lengths` that does not fit, sizes of a module or a
+        RecipeError: a line of `lengths` that does not fit, sizes of a module or a
             machine that are not known, or fewer than 1 batch.
         GraphError: the recipe's own balancer finds no way to keep a cap.
     """
     if batches < 1:
         raise RecipeError(f"--batches {batches}: must be at least 1")
-    source, adapters, graph = describe(recipe)
+    recipe, adapters, graph = resolved.recipe, resolved.adapters, resolved.graph
     notes: list[str] = []
     if lengths is None:
-        loader = make_loader(recipe, source, graph, adapters)
-        drawn: Iterator[Sequence[SampleMeta]] = (batch.metas for batch in islice(loader, batches))
+        drawn: Iterator[Sequence[SampleMeta]] = (batch.metas for batch in islice(resolved.loader(), batches))
     else:
         valid = [*(name for name in graph.order if name != graph.sink.name), graph.sink.name]
         given = GivenLengths(read_lengths(lengths, valid), graph, adapters, recipe.training.seq_len)
@@ -81,18 +78,8 @@ def balance_view(
                 "some come several times"
             )
         drawn = given.batches(batches, recipe.batch.global_batch_size, recipe.debug.seed)
-    model = named_step_model(recipe, graph, adapters, machine, profile)
-    keys = recipe.balance
-    options = BalanceOptions(
-        keys.policy,
-        sample_costs(graph, module_shapes(recipe, adapters)),
-        keys.max_tokens,
-        keys.microbatch_sizes,
-        free=keys.microbatches == "free",
-        deferral=keys.deferral,
-        microbatch_shares=keys.microbatch_shares,
-    )
-    runs = _runs(options)
+    model = resolved.step_model(machine, profile)
+    runs = _runs(recipe_balance(recipe, resolved.costs))
     comparison = _Comparison(recipe, graph, model)
     for samples in map(MetaArrays.of, drawn):
         for run in runs:
@@ -166,7 +153,7 @@ class _Comparison:
 
     def __init__(self, recipe: Recipe, graph: ModuleGraph, model: StepModel) -> None:
         self.recipe, self.graph, self.model = recipe, graph, model
-        self.schedules = StepSchedules(recipe, graph, {}, model)
+        self.schedules = StepSchedules(recipe, graph, model)
         self._simulated: dict[tuple[object, ...], float] = {}  # of the samples below
         self._samples: Sequence[SampleMeta] = ()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hetmesh.balance import BatchPlan, boundary_layouts, plan_batch
+from hetmesh.balance import BatchPlan, boundary_layouts
 from hetmesh.boundary.groups import ends_are_tied, job_groups, most_on_a_rank
 from hetmesh.boundary.transport import MEMORY, choose
 from hetmesh.cost import ModuleShape, Work, imbalance, module_flops, module_memory
@@ -12,12 +12,10 @@ from hetmesh.graph import BoundarySpec, ModuleGraph, boundary_edge
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, missing_elements, plan_transfer
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.report.values import BoundaryView, HeldView, ModuleView, RecipeView, Traffic
-from hetmesh.resolve.balance_options import recipe_balance
-from hetmesh.resolve.describe import describe, make_loader
-from hetmesh.resolve.memory_fit import memory_fit
-from hetmesh.resolve.module_shapes import module_shapes, notes_on_experts
+from hetmesh.resolve.modules import notes_on_experts
+from hetmesh.resolve.predictions import memory_fit
 from hetmesh.resolve.recipe_step_model import agreed_step_model
-from hetmesh.resolve.schedules import StepSchedules
+from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.schedule import Schedule, peaks_in_flight
 from hetmesh.simulate import peak_rows
 
@@ -28,24 +26,21 @@ SHORT = {"dp_replicate": "dp", "dp_shard": "fsdp"}
 """Names of mesh axes in a cell, where they differ from the axis's own."""
 
 
-def explain(recipe: Recipe, machine: str | None = None) -> RecipeView:
-    """Check `recipe` and say what it means.
+def explain(resolved: ResolvedRecipe, machine: str | None = None) -> RecipeView:
+    """What a recipe means: its modules, boundaries, memory and work.
 
     Args:
         machine: a name or TOML file, whose memory it is to fit; None: `[metrics] machine`.
 
     Raises:
-        RecipeError: what `hetmesh check` would find.
+        RecipeError: the machine or the profile of the recipe cannot be read.
         SampleError: the first global batch does not suit the modules.
     """
-    source, adapters, graph = describe(recipe)
+    recipe, graph, shapes = resolved.recipe, resolved.graph, resolved.shapes
     batch = recipe.batch
-    loader = make_loader(recipe, source, graph, adapters)
-    drawn = loader.batch(0)
-    plan = plan_batch(graph, drawn.metas, batch.microbatch_size, recipe_balance(recipe, graph, adapters))
-    held = _held(plan, StepSchedules(recipe, graph, adapters).of(plan))
-    shapes = module_shapes(recipe, adapters)
-    model = agreed_step_model(recipe, graph, adapters, machine)
+    plan = resolved.plan(resolved.loader().batch(0).metas)
+    held = _held(plan, resolved.schedules.of(plan))
+    model = agreed_step_model(recipe, graph, shapes, machine)
     groups = job_groups(graph, recipe.world_size, lambda spec: ends_are_tied(spec, shapes[spec.name]))
     return RecipeView(
         description=recipe.job.description,
@@ -62,7 +57,7 @@ def explain(recipe: Recipe, machine: str | None = None) -> RecipeView:
         modules=tuple(_module(recipe, plan, name, shapes[name], held[name]) for name in recipe.modules),
         process_groups=len(groups),
         process_groups_per_rank=most_on_a_rank(groups),
-        fit=None if model is None else memory_fit(recipe, graph, adapters, loader, model),
+        fit=None if model is None else memory_fit(resolved, model),
         boundaries=tuple(_boundary(plan, b, graph[b.source].options.row_dtype.itemsize) for b in graph.boundaries),
         notes=notes_on_experts(shapes),
     )

@@ -23,6 +23,7 @@ from hetmesh.report.page_values import RunPage, Tile
 from hetmesh.report.run_folder import RunView
 from hetmesh.report.run_series import number, series
 from hetmesh.report.values import RecipeView
+from hetmesh.resolve.resolved import resolve
 from hetmesh.simulate import average_bubbles
 
 
@@ -73,7 +74,7 @@ def _described(folder: Path) -> tuple[Recipe | None, RecipeView | None, tuple[st
     except RecipeError as error:
         return None, None, (f"what was trained is not known: {error}",)
     try:
-        return recipe, explain(recipe), ()
+        return recipe, explain(resolve(recipe)), ()
     except (HetmeshError, OSError) as error:
         return recipe, None, (f"layout and boundaries cannot be worked out here: {error}",)
 

@@ -14,7 +14,7 @@ from hetmesh.recipe.section import schedule_spelling
 from hetmesh.recipe.wiring import DEGREE_OF_AXIS, EXPERT_DEGREE
 from hetmesh.records.metrics import amount
 from hetmesh.report.memory_text import contents, fit_json, verdict
-from hetmesh.resolve.module_shapes import notes_on_experts
+from hetmesh.resolve.modules import notes_on_experts
 from hetmesh.simulate import CLASSES
 
 _BUBBLES = {name: name.replace("_", " ") for name in CLASSES} | {"tp": "collectives in layers"}

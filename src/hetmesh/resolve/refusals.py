@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hetmesh.cost import Profile, load_machine
 from hetmesh.errors import HetmeshError, RecipeError, Refusals
@@ -12,22 +11,22 @@ from hetmesh.graph import dense_mesh
 from hetmesh.models import Adapter
 from hetmesh.parallel.compile import unknown_backend
 from hetmesh.recipe.module_options import token_axes
+from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.sections import ScheduleKeys
 from hetmesh.records.checkpoint_folders import check_complete
 from hetmesh.records.dump_folder import check_folder, resumable
 from hetmesh.records.loggers import require_wandb
 from hetmesh.resolve.module_refusals import check_module
+from hetmesh.resolve.modules import Shapes
 from hetmesh.resolve.references import referenced
 from hetmesh.resolve.splits import why_not_by_slices
-
-if TYPE_CHECKING:
-    from hetmesh.recipe.recipe import Recipe
 
 
 def check_recipe(
     recipe: Recipe,
     adapters: Mapping[str, Adapter] | None = None,
     placeholders: Collection[str] | None = None,
+    shapes: Shapes | None = None,
 ) -> None:
     """Check `recipe` in one process, without process groups, weights or data.
 
@@ -36,6 +35,7 @@ def check_recipe(
     Args:
         adapters: the modules' adapters; None leaves out what needs them.
         placeholders: the placeholders that the data source knows; None leaves them unchecked.
+        shapes: sizes of the modules; None leaves slices unchecked.
 
     Raises:
         RecipeError: all that is wrong, a line each: key, what was given, what is valid.
@@ -55,8 +55,8 @@ def check_recipe(
         check(recipe, refusals)
     if placeholders is not None:
         _placeholders(recipe, placeholders, refusals)
-    if adapters is not None:
-        _layers_per_slice(recipe, adapters, refusals)
+    if adapters is not None and shapes is not None:
+        _layers_per_slice(recipe, adapters, shapes, refusals)
     for name, adapter in (adapters or {}).items():
         check_module(recipe, name, adapter, refusals)
     refusals.finish()
@@ -245,14 +245,14 @@ def _bubble_fill(recipe: Recipe, refusals: Refusals) -> None:
         )
 
 
-def _layers_per_slice(recipe: Recipe, adapters: Mapping[str, Adapter], refusals: Refusals) -> None:
+def _layers_per_slice(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes, refusals: Refusals) -> None:
     """Some module must have its stages by `bubble_fill_layers_per_slice`."""
     key = "bubble_fill_layers_per_slice"
     value = recipe.schedule_key(key)
     if not recipe.fills_bubbles or value is None:
         return
     others = [name for name in recipe.wiring.topology.names if name != recipe.sink and name in adapters]
-    why = {name: why_not_by_slices(recipe, name, adapters) for name in others}
+    why = {name: why_not_by_slices(recipe, name, adapters[name], shapes) for name in others}
     if others and all(why.values()):
         told = "; ".join(f"{name!r}: {reason}" for name, reason in why.items())
         refusals.add(f"{recipe.schedule_place(key)} = {value!r}: it cuts no module ({told}); leave it out")

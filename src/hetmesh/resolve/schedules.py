@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
 
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
 from hetmesh.errors import RecipeError, ScheduleError
 from hetmesh.graph import ModuleGraph, Routes, SampleMeta, StageGraph, stage_graph
-from hetmesh.resolve.recipe_step_model import TYPICAL_PEAK, agreed_step_model
+from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.recipe_step_model import TYPICAL_PEAK
 from hetmesh.resolve.splits import TYPICAL
 from hetmesh.schedule import POLICIES, PolicyOptions, Schedule
 from hetmesh.simulate import StepModel
 from hetmesh.simulate.fill_bubbles import fill_bubbles, fill_typical
-
-if TYPE_CHECKING:
-    from hetmesh.models import Adapter
-    from hetmesh.recipe.recipe import Recipe
 
 
 def recipe_schedule(recipe: Recipe, graph: ModuleGraph, routes: Routes | int, training: bool = True) -> Schedule:
@@ -42,15 +37,12 @@ class StepSchedules:
     steps follow what each microbatch costs; of shorter ones what typical microbatches do.
 
     Args:
-        graph, adapters: from `hetmesh.resolve.describe`.
-        model: what steps cost; None: `agreed_step_model`, so that all ranks find the same schedule.
+        model: what steps cost; None where the sizes of a module are not known.
     """
 
-    def __init__(
-        self, recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Adapter], model: StepModel | None = None
-    ) -> None:
+    def __init__(self, recipe: Recipe, graph: ModuleGraph, model: StepModel | None) -> None:
         self.recipe, self.graph = recipe, graph
-        self.model = (model or agreed_step_model(recipe, graph, adapters)) if recipe.fills_bubbles else None
+        self.model = model if recipe.fills_bubbles else None
         self._typical: dict[Routes, Schedule] = {}
 
     @cached_property

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hetmesh.cost import ModuleShape, Rates, Work, module_times
 from hetmesh.cost.stage_cuts import default_splits
@@ -14,10 +13,8 @@ from hetmesh.graph import Activation
 from hetmesh.models.adapter import Adapter
 from hetmesh.models.user.adapters import UserAdapter
 from hetmesh.recipe.module_options import layout_table, module_options
-from hetmesh.resolve.module_shapes import module_shape_of
-
-if TYPE_CHECKING:
-    from hetmesh.recipe.recipe import Recipe
+from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.modules import Shapes
 
 Runs = tuple[tuple[str, ...], ...]
 """Layers of each stage."""
@@ -38,13 +35,13 @@ class Splits:
     frozen_layers: frozenset[str] = frozenset()
 
 
-def module_splits(recipe: Recipe, name: str, adapters: Mapping[str, Adapter]) -> Splits:
+def module_splits(recipe: Recipe, name: str, adapter: Adapter, shapes: Shapes) -> Splits:
     """The stages of module `name`; under bubble_fill those of an encoder on the LLM's ranks are its slices.
 
     Raises:
         RecipeError: it cannot be split, or not into so many stages, with the key.
     """
-    owner, table, adapter = recipe.wiring.tables[name], layout_table(recipe, name), adapters[name]
+    owner, table = recipe.wiring.tables[name], layout_table(recipe, name)
     key, pp = f"parallelism.{owner}", recipe.wiring.meshes[name].axis_size("pp")
     if owner != name:  # it takes the mesh of its consumer's first stage, and is not split
         return Splits()
@@ -64,7 +61,7 @@ def module_splits(recipe: Recipe, name: str, adapters: Mapping[str, Adapter]) ->
             f"{key}.pipeline_parallel_degree = {pp}: a {recipe.modules[name].model} cannot be split into "
             f"stages{abilities.because('activation')}; give it 1 in a table of its own"
         )
-    shape = module_shape_of(recipe, adapter, name)
+    shape = shapes[name]
     frozen: frozenset[str] = frozenset()
     if shape is not None and recipe.modules[name].trainable:
         frozen = frozenset(layers) - {layer.name for layer in shape.layers if layer.trainable}
@@ -72,7 +69,7 @@ def module_splits(recipe: Recipe, name: str, adapters: Mapping[str, Adapter]) ->
         runs = tuple(map(tuple, given))
     else:
         units = len(layers) - max(len(abilities.first_layers) - 1, 0)
-        count = pp * _stages_per_rank(recipe, name, adapters, units, pp)
+        count = pp * _stages_per_rank(recipe, name, shapes, units, pp)
         if count == 1:
             return Splits()
         runs = _default(recipe, name, shape, count, abilities.first_layers, key)
@@ -91,9 +88,9 @@ def is_sliced(recipe: Recipe, name: str) -> bool:
     return recipe.fills_bubbles and name != recipe.sink and wiring.tables[name] == name and bool(shared)
 
 
-def why_not_by_slices(recipe: Recipe, name: str, adapters: Mapping[str, Adapter]) -> str:
+def why_not_by_slices(recipe: Recipe, name: str, adapter: Adapter, shapes: Shapes) -> str:
     """Why module `name`, which is not the LLM, is not cut by `bubble_fill_layers_per_slice`; empty where it is."""
-    table, adapter = layout_table(recipe, name), adapters[name]
+    table = layout_table(recipe, name)
     if recipe.wiring.tables[name] != name:
         return "it has no table in [parallelism]"
     if not is_sliced(recipe, name):
@@ -103,32 +100,31 @@ def why_not_by_slices(recipe: Recipe, name: str, adapters: Mapping[str, Adapter]
     for key in ("module_fqns_per_model_part", "pipeline_parallel_layers_per_stage"):
         if getattr(table, key) is not None:
             return f"parallelism.{name}.{key} cuts it"
-    if None in (module_shape_of(recipe, adapters[each], each) for each in (name, recipe.sink)):
+    if None in (shapes[name], shapes[recipe.sink]):
         return "sizes of layers are not known"
     return ""
 
 
-def _stages_per_rank(recipe: Recipe, name: str, adapters: Mapping[str, Adapter], layers: int, pp: int) -> int:
+def _stages_per_rank(recipe: Recipe, name: str, shapes: Shapes, layers: int, pp: int) -> int:
     size = layout_table(recipe, name).pipeline_parallel_layers_per_stage
     if size is None and is_sliced(recipe, name):
-        return max(min(_slices(recipe, name, adapters, pp), layers // pp), 1)
+        return max(min(_slices(recipe, name, shapes, pp), layers // pp), 1)
     if size is not None:
         return max(min(-(-layers // (size * pp)), layers // pp), 1)
     turns = recipe.sink_schedule == "interleaved" and (name == recipe.sink or not recipe.fills_bubbles)
     return 2 if turns and pp > 1 and layers >= 2 * pp else 1
 
 
-def _slices(recipe: Recipe, name: str, adapters: Mapping[str, Adapter], pp: int) -> int:
+def _slices(recipe: Recipe, name: str, shapes: Shapes, pp: int) -> int:
     """Slices of an encoder per rank, of as many blocks as the recipe says. Otherwise such that each takes at most half
     as long as a forward of one of the LLM's stages, the smallest gap of a pipeline, if there are as many rows as
     tokens; at least a block each. Embeddings and norms go with a block."""
-    shapes = [module_shape_of(recipe, adapters[module], module) for module in (name, recipe.sink)]
-    if None in shapes:
+    encoder, llm = shapes[name], shapes[recipe.sink]
+    if encoder is None or llm is None:
         return 1
     own, sink = (
         [time.forward for time in module_times(shape, TYPICAL, Rates(1.0), upstream=True).values()]
-        for shape in shapes
-        if shape is not None
+        for shape in (encoder, llm)
     )
     meshes = recipe.wiring.meshes
     each = sum(own) * recipe.lanes / meshes[name].size  # its rows are those of all the LLM's lanes

@@ -20,8 +20,7 @@ from hetmesh.formatting import counted
 from hetmesh.models import placeholder_rows
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.recipe.hf_path import expand_hf_path
-from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.describe import describe
+from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.resolve.whole_directory import directory_of
 
 SAMPLES = 4
@@ -42,7 +41,7 @@ class _Processors:
     patches: Any  # an image's tensor -> its patches, of models that take these
 
 
-def check_processor(recipe: Recipe) -> list[str]:
+def check_processor(resolved: ResolvedRecipe) -> list[str]:
     """Compare tokens one by one, and pixels within one grey level.
 
     Returns:
@@ -51,8 +50,8 @@ def check_processor(recipe: Recipe) -> list[str]:
     Raises:
         SelfCheckError: they differ; names the sample, the key and the first token or pixel.
     """
+    recipe, source, adapters = resolved.recipe, resolved.source, resolved.adapters
     pretrained = directory_of(recipe)
-    source, adapters, graph = describe(recipe)
     parts = list(source.parts.values()) if isinstance(source, MixtureSource) else [source]
     options_of = [each.options for each in recipe.data.mixture] or [recipe.data.options]
     tables = zip(options_of, parts, strict=True)
@@ -61,7 +60,7 @@ def check_processor(recipe: Recipe) -> list[str]:
         return []
     both, images, failed = _loaded(pretrained.path)
     towers = [a for a in adapters.values() if isinstance(a, HfEncoderAdapter) and a.media == "image"]
-    lines, rows = [], placeholder_rows(graph, adapters)
+    lines, rows = [], placeholder_rows(resolved.graph, adapters)
     for options, part in talks:
         why = failed or _own_form(options, pretrained.path)
         if not why and both.chat_template is None:

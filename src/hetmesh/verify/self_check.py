@@ -18,7 +18,7 @@ from hetmesh.balance import BalanceOptions, plan_batch
 from hetmesh.data.loader import DrawnBatch, Loader
 from hetmesh.errors import RecipeError, SampleError, SelfCheckError
 from hetmesh.graph import ModuleGraph, Stage, output_key
-from hetmesh.models import Adapter, AdapterRequest, placeholder_rows
+from hetmesh.models import AdapterRequest, placeholder_rows
 from hetmesh.models.named.causal_lm import CausalLMAdapter
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.models.split.whole_forward import load_whole, whole_logits
@@ -26,8 +26,8 @@ from hetmesh.models.split.whole_model import TOWERS, WholeModel, whole_model
 from hetmesh.recipe import sections as sections
 from hetmesh.recipe.hf_path import PLACEHOLDER_KEYS
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.describe import describe, make_prepare
 from hetmesh.resolve.modules import loaded_module
+from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 from hetmesh.resolve.whole_directory import directory_of
 from hetmesh.training.feed import Feed
 from hetmesh.verify.self_check_bound import check_close, relative, shaken
@@ -78,16 +78,17 @@ def self_check(recipe: Recipe) -> float:
     dims = {at: each.call.size_dims for at, each in encoders.items()}
     source = self_check_source(whole.config, shapes, placeholders, dims, around)
     alone = _on_one_rank(recipe, len(source))
-    _, adapters, graph = describe(alone, source)
-    for at, rows in placeholder_rows(graph, adapters).items():
+    resolved = resolve(alone, source)
+    graph = resolved.graph
+    for at, rows in placeholder_rows(graph, resolved.adapters).items():
         shapes[at] = _compare_rows_of_items(whole, encoders[at], rows, f"{_chain(graph, at)}: ")
     source = self_check_source(whole.config, shapes, placeholders, dims, around)
-    _, adapters, graph = describe(alone, source)
-    loader = Loader(source, len(source), make_prepare(alone, graph, adapters), shuffle=False)
+    resolved = resolve(alone, source)
+    loader = Loader(source, len(source), resolved.expander, shuffle=False)
     drawn = loader.batch(0)
     with torch.no_grad():
         truth = _by_transformers(whole, encoders, loader, drawn)
-        return _compare(truth, _by_modules(alone, adapters, graph, loader, drawn), graph)
+        return _compare(truth, _by_modules(resolved, loader, drawn), resolved.graph)
 
 
 def _encoders(recipe: Recipe, whole: WholeModel) -> dict[str, HfEncoderAdapter]:
@@ -186,11 +187,10 @@ def _by_transformers(
     return values
 
 
-def _by_modules(
-    recipe: Recipe, adapters: Mapping[str, Adapter], graph: ModuleGraph, loader: Loader, drawn: DrawnBatch
-) -> list[tuple[list[str], Values]]:
-    """Of each kind of sample alone, and of all in one batch: their kinds, and the values, one behind the other."""
-    modules = {name: loaded_module(recipe, adapters[name], name).eval() for name in graph.order}
+def _by_modules(resolved: ResolvedRecipe, loader: Loader, drawn: DrawnBatch) -> list[tuple[list[str], Values]]:
+    """Of each kind of sample alone, and of all in one batch: their kinds, and the values, one after the other."""
+    adapters, graph = resolved.adapters, resolved.graph
+    modules = {name: loaded_module(resolved.recipe, adapters[name], name).eval() for name in graph.order}
     for name, module in modules.items():
         use = adapters[name].abilities.use_packed
         if graph[name].packed and use is not None:
