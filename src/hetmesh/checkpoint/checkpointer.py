@@ -20,11 +20,10 @@ from hetmesh.boundary import World
 from hetmesh.boundary.scalars import reduce_over_ranks
 from hetmesh.checkpoint.fit import check_fit, optional
 from hetmesh.checkpoint.frozen_tensors import FrozenFile, fingerprint_of, frozen_names
-from hetmesh.checkpoint.reading import opened, read_into
+from hetmesh.checkpoint.reading import read_index, read_into
 from hetmesh.checkpoint.resume import RunState, saved_run
-from hetmesh.checkpoint.save_plan import SavePlans
+from hetmesh.checkpoint.save_plan import SavePlans, Staging, as_bytes
 from hetmesh.checkpoint.saving import Content, PendingSave, SavePlace, cannot_write, file_names
-from hetmesh.checkpoint.staging import Staging, as_bytes
 from hetmesh.errors import CheckpointError, HetmeshError
 from hetmesh.parallel.root import Root
 from hetmesh.records import checkpoint_folders as folders
@@ -272,7 +271,7 @@ class Checkpointer:
         """
         path = self.folder / f"step-{step}"
         with self.patience(), self._advising(step):
-            index = opened(self.world, path)
+            index = read_index(self.world, path)
             saved = index.saved
             whole = self._state(root, optimizers, extra)
             state = _without(elsewhere, whole)

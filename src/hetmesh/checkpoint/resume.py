@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hetmesh.boundary import World
-from hetmesh.checkpoint.reading import opened, read_into
+from hetmesh.checkpoint.reading import Index, read_index, read_into
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.files import from_json
 from hetmesh.models import pretrained_of
@@ -130,14 +130,14 @@ class RunState:
         return ", ".join(f"{name} {old} -> {new}" for name, old, new in pairs if old != new)
 
 
-def saved_run(world: World, path: Path) -> RunState:
-    """What `run_state` put into the checkpoint at `path`. Collective.
+def saved_run(world: World, path: Path, index: Index | None = None) -> RunState:
+    """What `run_state` put into the checkpoint at `path`, whose index is `index` if that was read. Collective.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     state = {RUN: ""}
-    index = opened(world, path)
+    index = index or read_index(world, path)
     if RUN in index.saved:
         read_into(world, path, state, index)
     return RunState.of(state[RUN])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from pydantic import ValidationError
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from hetmesh.checkpoint.reading import Planner, first_cause, saved_tensors
+from hetmesh.checkpoint.fit import MODEL
+from hetmesh.checkpoint.reading import Index, read_alone
 from hetmesh.checkpoint.resume import RUN, RunState, configs
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.files import from_json, read_file
@@ -27,15 +26,11 @@ from hetmesh.models.weights.load import check_weights, own_tensors, read_tensors
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.recipe.recipe import Recipe, place_beside
 from hetmesh.recipe.sections import freeze
-from hetmesh.records import checksums
 from hetmesh.records.checkpoint_folders import complete_steps, newest_step, step_of
 from hetmesh.records.dump_folder import CODE_FOLDER, RECIPE_FILE
 from hetmesh.resolve.describe import describe
 from hetmesh.resolve.modules import empty_module
 from hetmesh.resolve.references import check_references, references_alone
-
-MODEL = "model."
-"""What names of parameters and buffers begin with in a checkpoint."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,20 +46,25 @@ class SavedRun:
     path: Path
 
     @cached_property
-    def _sums(self) -> Mapping[str, dict[checksums.SavedPart, checksums.Sum]]:
-        found: dict[str, dict[checksums.SavedPart, checksums.Sum]] = {}
-        for part, crc in checksums.read_manifest(self.path).items():
-            found.setdefault(part.name, {})[part] = crc
-        return found
+    def _index(self) -> Index:
+        return Index.of(self.path)
+
+    @cached_property
+    def _bytes(self) -> Mapping[str, int]:
+        """How many bytes the files hold of each value."""
+        sizes: Counter[str] = Counter()
+        for part in self._index.sums:
+            sizes[part.name] += part.length
+        return sizes
 
     @cached_property
     def _entries(self) -> Mapping[str, tuple[str, TensorStorageMetadata]]:
-        _ = self._sums  # whose reading says whether the index is as it was written
-        found = {}
-        for key, entry in saved_tensors(self.path).items():
+        """DCP's names and descriptions of tensors, by their names here."""
+        entries = {}
+        for key, entry in self._index.saved.items():
             if key.startswith(MODEL) and isinstance(entry, TensorStorageMetadata):
-                found[_without_wrappers(key.removeprefix(MODEL))] = (key, entry)
-        return found
+                entries[_without_wrappers(key.removeprefix(MODEL))] = (key, entry)
+        return entries
 
     @cached_property
     def state(self) -> RunState:
@@ -73,11 +73,9 @@ class SavedRun:
         Raises:
             CheckpointError: it cannot be read.
         """
-        if RUN not in saved_tensors(self.path):
-            return RunState()
         state = {RUN: ""}
-        self._verified(RUN)
-        self._load(state)
+        if RUN in self._index.saved:
+            self._load(state)
         return RunState.of(state[RUN])
 
     @cached_property
@@ -113,55 +111,34 @@ class SavedRun:
         Raises:
             CheckpointError: they cannot be read, or their bytes have changed since they were written.
         """
-        wanted = list(dict.fromkeys(names))
-        self._verify(wanted)
-        empty = {name: torch.empty(self.shape(name), dtype=self.dtype(name)) for name in wanted}
-        self._fill(empty)
-        return empty
+        tensors = {}
+        for name in dict.fromkeys(names):
+            shape, dtype = self.shape(name), self.dtype(name)
+            needed = math.prod(shape) * dtype.itemsize
+            if name in self._entries and (stored := self._bytes.get(self._entries[name][0], 0)) < needed:
+                raise CheckpointError(
+                    f"checkpoint {self.path} is damaged: {name} {list(shape)} needs {needed} bytes, its files hold "
+                    f"{stored}; restore it from a copy"
+                )
+            tensors[name] = torch.empty(shape, dtype=dtype)
+        self.read_into(tensors)
+        return tensors
 
     def read_into(self, tensors: Mapping[str, Tensor]) -> None:
-        """The same into tensors that are there already, by name."""
-        self._verify(tensors)
-        self._fill(tensors)
-
-    def _fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """The same into tensors that exist already, by name; they may be overwritten with bytes that have changed."""
         self._load({self._entries[name][0]: tensor for name, tensor in tensors.items() if name in self._entries})
-        for module, one in self._referred.items():
+        for module, referred in self._referred.items():
             prefix = f"{module}."
-            one.read({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+            referred.read({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
 
     def _elsewhere(self, name: str) -> Tensor:
         module, _, key = name.partition(".")
         return self._referred[module].tensors[key]
 
-    def _verify(self, names: Iterable[str]) -> None:
-        """That the bytes of tensors of the checkpoint are those that were written, and as many as their shapes need."""
-        for name in names:
-            if name not in self._entries:
-                continue
-            key, entry = self._entries[name]
-            stored, needed = self._verified(key), math.prod(entry.size) * self.dtype(name).itemsize
-            if stored < needed:
-                raise CheckpointError(
-                    f"checkpoint {self.path} is damaged: {name} {list(entry.size)} needs {needed} bytes, its "
-                    f"files hold {stored}; restore it from a copy"
-                )
-
-    def _verified(self, key: str) -> int:
-        """How many bytes a value of the checkpoint has, once they have been compared with their checksums."""
-        parts = self._sums.get(key, {})
-        if wrong := checksums.damaged(self.path, parts):
-            raise CheckpointError(f"checkpoint {self.path} is damaged: {wrong[0]}; restore it from a copy")
-        return sum(part.length for part in parts)
-
     def _load(self, state: dict[str, Any]) -> None:
-        """Read verified values of the checkpoint, in place."""
-        try:
-            with warnings.catch_warnings():  # that there is one process
-                warnings.simplefilter("ignore", UserWarning)
-                dcp.load(state, storage_reader=checksums.Reader(self.path), planner=Planner(), no_dist=True)
-        except CheckpointException as error:
-            raise CheckpointError(f"checkpoint {self.path} cannot be read: {first_cause(error)}") from error
+        """Read values of the checkpoint, in place."""
+        if damage := read_alone(self.path, state, self._index):
+            raise CheckpointError(f"{damage[0]}; restore it from a copy")
 
 
 @dataclass(frozen=True, eq=False)

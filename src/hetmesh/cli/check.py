@@ -50,7 +50,7 @@ def checked(recipe: Recipe, files: bool = True) -> list[str]:
     Raises:
         RecipeError: everything that is wrong, a line each.
     """
-    from hetmesh.checkpoint.initial_check import check_initial_weights
+    from hetmesh.checkpoint.initial_load import check_initial_weights
     from hetmesh.errors import Refusals
     from hetmesh.records.dump_folder import resumable
     from hetmesh.resolve.describe import check_first_batch, describe

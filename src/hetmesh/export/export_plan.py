@@ -13,7 +13,6 @@ from torch import nn
 
 from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.errors import CheckpointError, RecipeError
-from hetmesh.export.origins import Origin, Regrouped, as_stored
 from hetmesh.models import Adapter, check_weights, pretrained_of
 from hetmesh.models.user.adapters import UserAdapter
 from hetmesh.models.weights.build import build_on_meta
@@ -21,7 +20,7 @@ from hetmesh.models.weights.load import own_tensors, stored_forms
 from hetmesh.models.weights.lora import ADAPTER
 from hetmesh.models.weights.model_forms import saved_forms
 from hetmesh.models.weights.pretrained import Pretrained
-from hetmesh.models.weights.stored_form import StoredForm, refitted
+from hetmesh.models.weights.stored_form import StoredBlock, StoredForm, by_stored, refitted, stored_shape
 from hetmesh.recipe.hf_families import class_of
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.describe import adapters_of, describe
@@ -35,16 +34,44 @@ _SHOWN = 8  # names in a message
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where one tensor comes from.
+
+    Attributes:
+        keys: in the checkpoint: the tensor, and where it has an adapter that is to be merged, A and B.
+        scale: of the product of B and A.
+        source: the directory in which the first key is a tensor, where the checkpoint does not have it.
+    """
+
+    keys: tuple[str, ...]
+    scale: float = 0.0
+    source: Pretrained | None = None
+
+
+@dataclass(frozen=True)
+class Regrouped:
+    """A tensor whose values are blocks of others: one expert's, where the run has all experts in one tensor.
+
+    Attributes:
+        shape: its own.
+        parts: where each block's values come from.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[tuple[Origin, StoredBlock], ...]
+
+
+@dataclass(frozen=True)
 class Directory:
     """One directory.
 
     Attributes:
         place: its path inside the exported one; empty for that itself.
-        tensors: by the names that they get.
-        config: what config.json says, None where there is none.
+        tensors: by their names in the files.
+        config: of config.json; None where there is none.
         source: the directory whose tokenizer and other files are copied.
-        loads_with: what reads it, empty where nothing but safetensors does.
-        left_out: tensors that the class has and the run has not, since nothing in it reads them.
+        loads_with: the class that reads it; empty where only safetensors does.
+        left_out: tensors that the class has and the run does not, since nothing in it reads them.
     """
 
     place: str
@@ -67,7 +94,7 @@ class Adapted:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What is to be written: `directories`, and `adapters` by the place of the directory that they belong to."""
+    """Directories to write, and adapters by the place of the directory that they belong to."""
 
     directories: tuple[Directory, ...]
     adapters: Mapping[str, tuple[Adapted, ...]]
@@ -80,14 +107,17 @@ def export_plan(run: SavedRun, *, merge: bool) -> ExportPlan:
     names that they have there. Else a directory per module.
 
     Args:
-        merge: adapters are added to the weights beside which they are; else the weights are as they were before.
+        merge: adapters are added to their weights; else weights are written without them.
 
     Raises:
         CheckpointError: the checkpoint has other tensors than the recipe's modules.
-        RecipeError: the recipe's directories or data are not there any more.
+        RecipeError: the recipe's directories or data no longer exist.
     """
     recipe = run.recipe
-    adapters = _adapters(recipe)
+    if any(pretrained_of(name, module) is None for name, module in recipe.modules.items()):
+        adapters: Mapping[str, Adapter] = describe(recipe)[1]  # looks at the data, where sizes come from there
+    else:
+        adapters = adapters_of(recipe, vocab_size=0)
     parts = {name: _Part.of(run, name, adapters[name], merge) for name in recipe.modules}
     _check_complete(run, parts)
     whole = directory_of(recipe)
@@ -137,19 +167,8 @@ class _Part:
 
     def adapted(self, module: str, fqns: Mapping[str, str] | None = None) -> tuple[Adapted, ...]:
         """Its adapters; `fqns`: name of a tensor in the model of the directory by name in the module."""
-        found = []
-        for layer, (a, b) in self.lora.items():
-            weight = f"{layer}.weight"
-            fqn = weight if fqns is None else fqns[weight]
-            found.append(Adapted(fqn.removesuffix(".weight"), a, b, module))
-        return tuple(found)
-
-
-def _adapters(recipe: Recipe) -> dict[str, Adapter]:
-    """The modules' adapters; data are looked at only where sizes come from there."""
-    if any(pretrained_of(name, module) is None for name, module in recipe.modules.items()):
-        return describe(recipe)[1]
-    return adapters_of(recipe, vocab_size=0)
+        weights = {layer: f"{layer}.weight" if fqns is None else fqns[f"{layer}.weight"] for layer in self.lora}
+        return tuple(Adapted(weights[at].removesuffix(".weight"), a, b, module) for at, (a, b) in self.lora.items())
 
 
 def _check_complete(run: SavedRun, parts: Mapping[str, _Part]) -> None:
@@ -186,7 +205,7 @@ def _as_directory(recipe: Recipe, whole: Pretrained, parts: Mapping[str, _Part])
             if first in part.names:  # else it is another module's, or nobody's
                 written[theirs], forms[theirs] = part.names[first], known[theirs]
         fqns[name] = found
-    tensors = as_stored(written, forms, whole)
+    tensors = _as_stored(written, forms, whole)
     places = {theirs: tensors.get(theirs) or Origin((theirs,), source=whole) for theirs in whole.tensors}
     adapters: list[Adapted] = []
     if any(part.lora for part in parts.values()):
@@ -218,7 +237,7 @@ def _as_module(recipe: Recipe, name: str, part: _Part) -> Directory:
         assert pretrained is not None
         found, known = check_weights(part.adapter, part.module, pretrained), stored_forms(part.adapter, pretrained)
         origins = {found[own]: origin for own, origin in part.names.items()}
-        return Directory(name, as_stored(origins, {theirs: known[theirs] for theirs in origins}, pretrained))
+        return Directory(name, _as_stored(origins, {theirs: known[theirs] for theirs in origins}, pretrained))
     if not isinstance(part.module, transformers.PreTrainedModel) or isinstance(part.adapter, UserAdapter):
         return Directory(name, part.names)
     kind: Any = type(part.module)
@@ -232,12 +251,32 @@ def _as_module(recipe: Recipe, name: str, part: _Part) -> Directory:
     tensors: dict[str, Origin | Regrouped] = dict(part.names)
     saved = None if whole is None else saved_forms(whole, {own: every[own] for own in part.names})
     if saved is not None:
-        tensors = as_stored(part.names, {own: refitted(form, shapes[own]) for own, form in saved.items()})
+        tensors = _as_stored(part.names, {own: refitted(form, shapes[own]) for own, form in saved.items()})
     if absent and pretrained is not None:  # which the module has no use for
         there = pretrained.named(shapes, part.adapter.checkpoint_names)
         tensors |= {own: Origin((there[own],), source=pretrained) for own in absent if own in there}
         absent = [own for own in absent if own not in there]
     return Directory(name, tensors, told, pretrained, f"{package}.{kind.__name__}", tuple(absent))
+
+
+def _as_stored(
+    origins: Mapping[str, Origin], forms: Mapping[str, StoredForm], source: Pretrained | None = None
+) -> dict[str, Origin | Regrouped]:
+    """The tensors that files get, by their names there; `forms` says in which form those of `origins` are stored.
+
+    Raises:
+        RecipeError: the run has only a part of a tensor of `source`.
+    """
+    tensors: dict[str, Origin | Regrouped] = {}
+    for name, blocks in by_stored(forms).items():
+        if len(blocks) == 1 and forms[blocks[0][0]].is_whole:
+            tensors[name] = origins[blocks[0][0]]
+            continue
+        shape = stored_shape(blocks)
+        if shape is None or (source is not None and shape != source.tensors[name].shape):
+            raise RecipeError(f"{source}: {name} holds more than the run has of it, so it cannot be written")
+        tensors[name] = Regrouped(shape, tuple((origins[own], block) for own, block in blocks))
+    return tensors
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.describe import describe
 from hetmesh.resolve.whole_directory import directory_of
 
-SAMPLES = 4
-"""Of each set of conversations, that are compared."""
+N_SAMPLES = 4
+"""Samples of each set of conversations that are compared."""
 
 FORM = ("tokenizer", "chat_template", "replacements", "special_tokens", "placeholders")
 """Options that make a prompt: where one is not what the directory stands for, the recipe has a form of its own."""
@@ -72,7 +72,7 @@ def check_processor(recipe: Recipe) -> list[str]:
             call |= dict.fromkeys(set(ONE_TILE) & set(keys), False)
         own = options.get("pad_to_square") or (options.get("image_tiles") is False and not set(ONE_TILE) & set(keys))
         given = _Processors(None if why else both, None if own else images, call, towers[0].call if towers else None)
-        first = min(SAMPLES, len(part))
+        first = min(N_SAMPLES, len(part))
         done = sum(_is_alike(part, index, rows, given) for index in range(first))
         what = [*["tokens"] * (given.both is not None), *["pixels"] * (given.images is not None)] if done else []
         without = f"; prompts were not: {why}" if why else ""
