@@ -300,10 +300,10 @@ def _start(content: bytearray, length: int) -> int | None:
     return start if signature == b"PK\x03\x04" and name_length == len(_RECORD) else None
 
 
-def gathered(world: World, value: T, doing: str) -> list[T]:
+def gathered(world: World, value: T, doing: str = "") -> list[T]:
     """`value` of every rank. Collective; `doing` is what a rank waits for, in words."""
     values: list[Any] = [None] * world.size
-    with world.waiting(doing):
+    with world.waiting(doing) if doing else contextlib.nullcontext():
         dist.all_gather_object(values, value, group=world.group(range(world.size)))
     return values
 

@@ -1,8 +1,8 @@
-"""A save that goes on beside training: each rank writes its own file, and rank 0 names the checkpoint when all have.
+"""A save beside training: each rank writes its own file, and rank 0 names the checkpoint when all have.
 
-No rank talks to another meanwhile. Ranks leave word of what they have written in the folder itself, which they share
-anyway. So training's collectives stay the only ones, and a checkpoint whose bytes are all written gets its name even
-where training has ended in an error.
+Ranks do not communicate meanwhile: they record what they have written in the folder, which they share anyway. So
+training's collectives stay the only ones, and a checkpoint whose bytes are all written gets its name even where
+training has ended in an error.
 """
 
 from __future__ import annotations
@@ -17,41 +17,29 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hetmesh.boundary.accelerator import Event
+from hetmesh.checkpoint.fit import listed
 from hetmesh.checkpoint.frozen_tensors import Fingerprint, FrozenFile
 from hetmesh.checkpoint.save_plan import SavedEntry
-from hetmesh.checkpoint.writing import (
-    WrittenPart,
-    report_name,
-    take_report,
-    write_file,
-    write_index,
-    write_report,
-)
+from hetmesh.checkpoint.writing import WrittenPart, report_name, take_report, write_file, write_index, write_report
 from hetmesh.records import checkpoint_folders as folders
 
-_LOOK = 0.02  # seconds between two looks at what other ranks have written
+_POLL_S = 0.02  # seconds between two looks at what other ranks have written
 
 
 def file_names(rank: int) -> tuple[str, str]:
-    """Of a rank's tensors that training changes, and of those that are frozen."""
+    """Of a rank's tensors that training changes, and of its frozen ones."""
     return f"__{rank}_0.distcp", f"__{rank}_1.distcp"
-
-
-def cannot_write(path: Path) -> str:
-    """What an error about writing the checkpoint `path` begins with."""
-    return f"checkpoint {path} cannot be written"
 
 
 @dataclass(frozen=True)
 class SavePlace:
-    """Where a checkpoint goes, and what it is beside this rank's entries.
+    """Where a checkpoint goes.
 
     Attributes:
-        path: its folder when it is complete.
-        partial: its folder until then.
-        rank, size: this rank, and how many write.
+        path: its folder when it is complete; `partial`: until then.
+        rank, size: this rank, and the number of ranks.
         metadata: for the index; on rank 0.
-        keep_latest: how many are left when it is complete; 0: all.
+        keep_latest: number of checkpoints to keep when it is complete; 0: all.
         timeout: seconds that writing may take.
     """
 
@@ -65,8 +53,8 @@ class SavePlace:
 
     @property
     def fails(self) -> str:
-        """What an error begins with."""
-        return cannot_write(self.path)
+        """The beginning of an error."""
+        return f"checkpoint {self.path} cannot be written"
 
 
 @dataclass(frozen=True)
@@ -74,11 +62,11 @@ class Content:
     """What a rank writes of a checkpoint.
 
     Attributes:
-        entries: they must not change before the save is written.
-        frozen: those that no step changes, where they must be written.
-        linked: those that no step changes, where an earlier checkpoint's file is in this one's folder.
-        fingerprint: of what no step changes.
-        file: keeps for later saves where it was written.
+        entries: values that must not change before they are written.
+        frozen: entries that no step changes, where they must be written.
+        linked: the same where the folder has a link to an earlier checkpoint's file.
+        fingerprint: of the frozen entries.
+        file: remembers for later saves where they were written.
     """
 
     entries: Sequence[SavedEntry]
@@ -89,57 +77,48 @@ class Content:
 
 
 class PendingSave:
-    """A save that has begun on this rank.
-
-    Args:
-        content: what this rank writes.
-        ready: the event after which the tensors have their values.
-    """
+    """A save that has begun on this rank; tensors of `content` have their values after the event `ready`."""
 
     def __init__(self, place: SavePlace, content: Content, ready: Event) -> None:
         self.place = place
         self._deadline = time.monotonic() + place.timeout
         self._written, self._named, self._given_up = threading.Event(), threading.Event(), threading.Event()
         self._deciding, self._naming = threading.Lock(), False  # either named or given up, never both
-        self._error = ""
+        self.error = ""
+        """What has gone wrong on this rank; empty while nothing has."""
         self._thread = threading.Thread(
             target=self._run, args=(content, ready), name=f"checkpoint {place.path.name}", daemon=True
         )
         self._thread.start()
 
     @property
-    def error(self) -> str:
-        """What has gone wrong here; empty while nothing has."""
-        return self._error
-
-    @property
     def running(self) -> bool:
-        """Whether this rank is not done: on rank 0, as long as the checkpoint has no name."""
+        """Whether this rank is not done; on rank 0 until the checkpoint has its name."""
         return not self._named.is_set()
 
     def wait_written(self) -> str:
-        """Wait until this rank's part is on the disk; what went wrong, if something did."""
+        """Wait until this rank's part is on the disk; returns the error, if any."""
         if not self._written.wait(max(0.0, self._deadline - time.monotonic())):
             place = self.place
             return f"{place.fails}: rank {place.rank} has not written its part within {place.timeout:g} s"
-        return self._error
+        return self.error
 
     def wait_named(self) -> str:
-        """On rank 0, wait until the checkpoint has its name; what went wrong, if something did. Elsewhere nothing is
-        left to wait for once this rank's part is written."""
+        """On rank 0, wait until the checkpoint has its name; returns the error, if any. Other ranks do not wait once their
+        part is written."""
         if not self._named.wait(max(0.0, self._deadline - time.monotonic()) + 1.0):  # it gives up by itself before
             return f"{self.place.fails}: rank 0 has not made it complete within {self.place.timeout:g} s"
-        return self._error
+        return self.error
 
     def end(self, patience: float) -> None:
-        """Let old checkpoints be removed, at most `patience` seconds: what is left then the next start removes."""
+        """Wait at most `patience` seconds while old checkpoints are removed; the next start removes the rest."""
         self._thread.join(patience)
 
     def give_up(self) -> bool:
-        """A rank has failed, or is late: wait for no more reports. What this rank is writing is left to end by itself.
+        """A rank has failed, or is late: wait for no more reports. This rank's writing ends by itself.
 
         Returns:
-            Whether what is written may be removed; False while it is being made a checkpoint after all.
+            Whether the files may be removed; False while they are being named after all.
         """
         with self._deciding:
             self._given_up.set()
@@ -147,16 +126,16 @@ class PendingSave:
 
     def leave(self, patience: float) -> str:
         """Wait for this save without other ranks, which may be gone: for as long as writing may take, and `patience`
-        seconds more, on rank 0 for what other ranks have to report, on these for rank 0 to name the checkpoint: whoever
-        waits for workers ends them all once one has ended. What is not done then, in words."""
-        told = self.wait_written()
-        if not told:
+        seconds more, on rank 0 for the reports of other ranks, on these for rank 0 to name the checkpoint: launchers
+        end all workers once one has ended. Returns the error, if any."""
+        error = self.wait_written()
+        if not error:
             self._deadline = min(self._deadline, time.monotonic() + patience)
-            told = self.wait_named()
-            while not told and self.place.partial.exists() and time.monotonic() < self._deadline:
-                self._given_up.wait(_LOOK)
+            error = self.wait_named()
+            while not error and self.place.partial.exists() and time.monotonic() < self._deadline:
+                self._given_up.wait(_POLL_S)
             self.end(max(0.0, self._deadline - time.monotonic()))
-        return told
+        return error
 
     def _run(self, content: Content, ready: Event) -> None:
         place = self.place
@@ -168,29 +147,30 @@ class PendingSave:
             written += content.file.write(place.partial, place.path, frozen, content.frozen, content.fingerprint)
             write_report(place.partial, place.rank, written)
         except Exception as error:
-            self._error = f"{place.fails}: rank {place.rank}: {type(error).__name__}: {error}"
+            self.error = f"{place.fails}: rank {place.rank}: {type(error).__name__}: {error}"
         finally:
             self._written.set()
         retired: list[Path] = []
-        if place.rank == 0 and not self._error:
+        if place.rank == 0 and not self.error:
             try:
                 retired = self._complete()
             except Exception as error:
-                self._error = f"{place.fails}: {type(error).__name__}: {error}"
+                self.error = f"{place.fails}: {type(error).__name__}: {error}"
         self._named.set()
         for old in retired:
             shutil.rmtree(old, ignore_errors=True)
 
     def _complete(self) -> list[Path]:
-        """Name the checkpoint; older ones that are to be removed now."""
+        """Name the checkpoint; returns older ones to remove."""
         place = self.place
         assert place.metadata is not None
         missing = set(range(place.size))
         while missing := {rank for rank in missing if not (place.partial / report_name(rank)).exists()}:
-            if self._given_up.wait(_LOOK):
+            if self._given_up.wait(_POLL_S):
                 return []
             if time.monotonic() > self._deadline:
-                raise TimeoutError(f"rank 0 waited {place.timeout:g} s for what ranks {_few(missing)} write")
+                ranks = listed([str(rank) for rank in sorted(missing)])
+                raise TimeoutError(f"rank 0 waited {place.timeout:g} s for what ranks {ranks} write")
         written = [w for rank in range(place.size) for w in take_report(place.partial, rank)]
         write_index(place.partial, place.metadata, written)
         with self._deciding:
@@ -201,10 +181,5 @@ class PendingSave:
         try:
             return folders.retire_old(place.path.parent, place.keep_latest)
         except OSError as error:
-            self._error = f"old checkpoints in {place.path.parent} cannot be deleted: {error}"
+            self.error = f"old checkpoints in {place.path.parent} cannot be deleted: {error}"
             return []
-
-
-def _few(ranks: set[int], shown: int = 8) -> str:
-    first = ", ".join(map(str, sorted(ranks)[:shown]))
-    return first if len(ranks) <= shown else f"{first} and {len(ranks) - shown} more"

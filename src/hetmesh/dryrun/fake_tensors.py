@@ -27,8 +27,8 @@ from hetmesh._torch_compat import (
     tree_leaves,
     tree_map_only,
 )
-from hetmesh.dryrun.fake_autocast import CASTS
 from hetmesh.dryrun.fake_device import FakeAccelerator
+from hetmesh.dryrun.fake_kernels import CASTS
 from hetmesh.dryrun.fake_values import MOST_KNOWN, forget, known_value, learn
 from hetmesh.dryrun.host_waits import HostWaits, listing
 
