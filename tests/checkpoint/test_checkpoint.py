@@ -19,7 +19,7 @@ from hetmesh.boundary import World, init
 from hetmesh.boundary.accelerator import Accelerator
 from hetmesh.checkpoint import save_plan as plan
 from hetmesh.checkpoint.checkpointer import Checkpointer
-from hetmesh.checkpoint.reading import saved_tensors
+from hetmesh.checkpoint.reading import Index
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.parallel.root import Root
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
@@ -78,7 +78,7 @@ def test_everything_is_saved_and_comes_back_to_the_last_bit(pool4, tmp_path, nam
         assert continued == expected
         assert any(".exp_avg_sq" in key for key in names)
     expected = set().union(*(names for names, *_ in results)) | {"extra.run"}
-    assert set(saved_tensors(tmp_path / "checkpoint" / "step-3")) == expected
+    assert set(Index.of(tmp_path / "checkpoint" / "step-3").saved) == expected
 
 
 def full_state(rank, recipe, steps):
@@ -473,7 +473,7 @@ def test_the_random_state_of_the_device_is_saved_and_restored(tmp_path, monkeypa
     try:
         checkpointer, (root, optimizers) = Checkpointer(world, tmp_path), make()
         checkpointer.save(1, root, optimizers, {})
-        assert "random.0.meta" in saved_tensors(tmp_path / "step-1")
+        assert "random.0.meta" in Index.of(tmp_path / "step-1").saved
         accelerator.states[device] = torch.zeros(5, dtype=torch.uint8)
         checkpointer.load(1, root, optimizers, {})
     finally:

@@ -21,7 +21,7 @@ from hetmesh.boundary.scalars import reduce_over_ranks
 from hetmesh.checkpoint.fit import MODEL, check_fit, module_of, optional
 from hetmesh.checkpoint.frozen_tensors import FrozenFile, fingerprint_of, frozen_names
 from hetmesh.checkpoint.reading import gathered, read_index, read_into
-from hetmesh.checkpoint.resume import RunState, saved_run
+from hetmesh.checkpoint.resume import RunState, read_run_state
 from hetmesh.checkpoint.save_plan import SavePlans, Staging, as_bytes
 from hetmesh.checkpoint.saving import Content, PendingSave, SavePlace, file_names
 from hetmesh.errors import CheckpointError, HetmeshError
@@ -59,6 +59,9 @@ class Checkpointer:
     parameter name, the schedule, the data position, and each rank's random state. Loading needs the same modules and
     the same optimizer; nothing that is saved is left unread, except random states of ranks that no longer exist.
 
+    Methods are collective, and a CheckpointError or RecipeError is the same on every rank, except for `steps`,
+    `take_saved`, `remove_old` and `close`.
+
     Args:
         folder: of the step folders.
         keep_latest: delete older ones beyond that number; 0 keeps all.
@@ -92,11 +95,7 @@ class Checkpointer:
 
     def prepare(self) -> None:
         """Make the folder, see that every rank can write there and that it is one folder, and remove what killed saves
-        left. Collective; before hours of training.
-
-        Raises:
-            CheckpointError: they cannot, or it is not; on every rank.
-        """
+        left: before hours of training. Raises CheckpointError."""
         fails = f"checkpoints cannot be written to {self.folder}"
         with self.patience():
             file = self._on_first(fails, lambda: folders.probe(self.folder))
@@ -108,10 +107,10 @@ class Checkpointer:
             raise CheckpointError(f"{fails}: {problem}")
 
     def latest(self) -> int | None:
-        """The newest complete step, as rank 0 sees it, on every rank. Collective.
+        """The newest complete step, as rank 0 sees it.
 
         Raises:
-            CheckpointError: the folder cannot be read, or a newer checkpoint has lost its checksums; on every rank.
+            CheckpointError: the folder cannot be read, or a newer checkpoint has lost its checksums.
         """
         fails = f"checkpoints in {self.folder} cannot be read"
         step = self._on_first(fails, lambda: folders.newest_step(self.folder))
@@ -125,7 +124,7 @@ class Checkpointer:
         extra: Mapping[str, Any],
         elsewhere: frozenset[str] = frozenset(),
     ) -> Path:
-        """Write the state after `step` steps, once an earlier save is done. Collective.
+        """Write the state after `step` steps, once an earlier save is done; returns its folder.
 
         It gets its name when it is on the disk: what a crash or a full disk leaves is never taken for a checkpoint.
         Where saves are asynchronous that is later, and `check` or `wait` raise errors.
@@ -134,7 +133,7 @@ class Checkpointer:
             elsewhere: modules whose parameters and buffers are left out; equal on every rank.
 
         Raises:
-            CheckpointError: it, or an earlier one, cannot be written; on every rank.
+            CheckpointError: it, or an earlier one, cannot be written.
         """
         self.wait()
         began = time.perf_counter()
@@ -172,12 +171,7 @@ class Checkpointer:
         return path
 
     def check(self) -> None:
-        """Raise the error of a save beside training, if any. Collective while there is one; waits only for the other
-        ranks' answer.
-
-        Raises:
-            CheckpointError: it cannot be written; on every rank.
-        """
+        """Raise the CheckpointError of a save beside training, if any; waits only for the other ranks' answer."""
         if self._pending is not None:
             state = [float(bool(self._pending.error)), float(self._pending.running)]
             failed, running = reduce_over_ranks(state, self.world)
@@ -191,10 +185,10 @@ class Checkpointer:
                 folders.remove_old(self.folder, self.keep_latest)
 
     def wait(self) -> None:
-        """Wait until a save beside training is complete. Collective.
+        """Wait until a save beside training is complete.
 
         Raises:
-            CheckpointError: it cannot be written, or takes longer than the timeout; on every rank.
+            CheckpointError: it cannot be written, or takes longer than the timeout.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -225,16 +219,16 @@ class Checkpointer:
             self._last.end(_EXIT_TIMEOUT_S)
 
     def saved_run(self, step: int) -> RunState:
-        """What the checkpoint of `step` says about its run. Collective.
+        """What the checkpoint of `step` says about its run.
 
         Raises:
             CheckpointError: it cannot be read, or holds the state after another step.
         """
         path = self.folder / f"step-{step}"
         with self.patience(), self._advising(step):
-            found = saved_run(self.world, path)
-        found.check_name(path)
-        return found
+            run = read_run_state(self.world, path)
+        run.check_name(path)
+        return run
 
     @contextlib.contextmanager
     def _advising(self, step: int) -> Iterator[None]:
@@ -252,18 +246,15 @@ class Checkpointer:
         extra: Mapping[str, Any],
         elsewhere: frozenset[str] = frozenset(),
     ) -> dict[str, Any]:
-        """Read the state of `step` into modules and optimizers. Collective.
+        """Read the state of `step` into modules and optimizers; returns `extra` as it was saved.
 
         Args:
             elsewhere: modules that the checkpoint does not hold and that have their weights.
 
-        Returns:
-            `extra` as it was saved.
-
         Raises:
-            RecipeError: the checkpoint is of other modules or another optimizer; on every rank.
-            CheckpointError: it cannot be read, or bytes have changed since it was written; on every rank. Tensors may
-                have been overwritten then.
+            RecipeError: the checkpoint is of other modules or another optimizer.
+            CheckpointError: it cannot be read, or bytes have changed since it was written; tensors may have been
+                overwritten then.
         """
         path = self.folder / f"step-{step}"
         with self.patience(), self._advising(step):
@@ -289,11 +280,7 @@ class Checkpointer:
         return _under(state, "extra.")
 
     def on_first_rank(self, fails: str, action: Callable[[], object]) -> None:
-        """Do `action` on rank 0, which may take as long as saving. Collective.
-
-        Raises:
-            CheckpointError: it fails; on every rank.
-        """
+        """Do `action` on rank 0, which may take as long as saving; its HetmeshError becomes a CheckpointError."""
 
         def checked() -> None:
             try:

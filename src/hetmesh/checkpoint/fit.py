@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hetmesh.boundary import World
 from hetmesh.checkpoint.reading import gathered
-from hetmesh.checkpoint.resume import RunState
+from hetmesh.checkpoint.resume import RunState, listed
 from hetmesh.data.loader import PART_LENGTHS, PART_PROBES, PROBES
 from hetmesh.errors import RecipeError
 from hetmesh.models.weights.lora import ADAPTER, base_name, is_adapter
@@ -159,8 +159,8 @@ def verdict(ranks: Sequence[Needs], exclude: Sequence[str], saved: Mapping[str, 
             wrong.append(_adapters_over(module, layers, lora, _ranks(saved)))
         if others := sorted(name for name in rest if _layer(name) not in layers):
             wrong.append(
-                f"modules.{module} has no use for {len(others)} of its tensors: {listed(others)}; give the module the "
-                "config that it had, or name them, or what they are in, in checkpoint.exclude_from_loading"
+                f"modules.{module} has no use for {len(others)} of its tensors: {listed(others, _N_NAMES)}; give the "
+                "module the config that it had, or name them, or what they are in, in checkpoint.exclude_from_loading"
             )
     return wrong
 
@@ -238,8 +238,3 @@ def _adapters_over(
         f"has {here} there ({listed(layers, 3)}): give it the modules.{module}.lora that the run had, or merge them "
         f"first (hetmesh export RUN DIR) and start from DIR (model.hf_path, or modules.{module}.initial_load_path)"
     )
-
-
-def listed(names: Sequence[str], shown: int = _N_NAMES) -> str:
-    """The first `shown` of `names`, and how many more there are."""
-    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")

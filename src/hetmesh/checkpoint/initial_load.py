@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hetmesh.boundary import World
 from hetmesh.checkpoint.fit import MODEL, Needs, left_out, module_of, unused, verdict
-from hetmesh.checkpoint.reading import gathered, read_index, read_into, saved_tensors
-from hetmesh.checkpoint.resume import RunState, saved_run
+from hetmesh.checkpoint.reading import gathered, read_index, read_into
+from hetmesh.checkpoint.resume import RunState, read_run_state
 from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.errors import RecipeError
 from hetmesh.models import Adapter
@@ -31,7 +31,7 @@ def load_initial_weights(world: World, root: Root, path: Path, exclude: Sequence
     """Read the parameters and buffers of this rank's modules from the DCP checkpoint at `path`. Collective.
 
     Adapters (LoRA) that the checkpoint does not have start afresh; their layers find the weights they had before.
-    Modules that only the checkpoint has are left there, which rank 0 says.
+    Modules that only the checkpoint has are left out, with a note on rank 0.
 
     Args:
         exclude: modules, or prefixes of parameter names, that keep the weights they have, or stay in the checkpoint.
@@ -44,7 +44,7 @@ def load_initial_weights(world: World, root: Root, path: Path, exclude: Sequence
     """
     check_complete(path, KEY)
     index = read_index(world, path)
-    run = saved_run(world, path, index)
+    run = read_run_state(world, path, index)
     needs = Needs.of(root, exclude, index.saved, run.references)
     ranks = gathered(world, needs.without_tensors(), f"comparing {path} with the recipe")
     for note in _notes(path, ranks, exclude, index.saved, run):
@@ -74,20 +74,17 @@ def check_initial_weights(recipe: Recipe, adapters: Mapping[str, Adapter]) -> li
     known = {name: adapter for name, adapter in adapters.items() if build_on_meta(adapter) is not None}
     root = Root((name, empty_module(recipe, adapter, name).module) for name, adapter in known.items())
     unknown = adapters.keys() - known.keys()
-    saved = {k: e for k, e in saved_tensors(path).items() if not (k.startswith(MODEL) and module_of(k) in unknown)}
-    run = SavedRun(recipe, path).state
+    run = SavedRun(recipe, path)
+    saved = {k: e for k, e in run.index.saved.items() if not (k.startswith(MODEL) and module_of(k) in unknown)}
     rest = tuple(prefix for prefix in exclude if prefix.partition(".")[0] not in unknown)
-    return _notes(path, [Needs.of(root, rest, saved, run.references)], rest, saved, run)
+    return _notes(path, [Needs.of(root, rest, saved, run.state.references)], rest, saved, run.state)
 
 
 def _notes(
     path: Path, ranks: Sequence[Needs], exclude: Sequence[str], saved: Mapping[str, Any], run: RunState
 ) -> list[str]:
-    """Notes on a checkpoint that holds `saved` and fits what all `ranks` need.
-
-    Raises:
-        RecipeError: it does not, or `exclude` matches nothing.
-    """
+    """Notes on a checkpoint that holds `saved` and fits what all `ranks` need. Raises RecipeError: it does not, or
+    `exclude` matches nothing."""
     if free := unused(ranks, exclude, saved):
         raise RecipeError(
             f"checkpoint.exclude_from_loading: {free} match no module and no parameter, of the recipe or of {path}"
@@ -119,13 +116,12 @@ def _second_names(state: Mapping[str, Tensor]) -> list[tuple[str, str, Tensor]]:
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     """Whether this rank's parts are equal bit by bit."""
-    first, second = (local_part(each).flatten().view(torch.uint8) for each in (one, other))
-    return torch.equal(first, second)
+    return torch.equal(*(local_part(tensor).flatten().view(torch.uint8) for tensor in (one, other)))
 
 
-def _untied(*keys: str) -> str:
+def _untied(first: str, second: str) -> str:
     return (
-        f"{' and '.join(key.removeprefix(MODEL) for key in keys)} are one here (tied) and two there: set "
-        f"modules.{module_of(keys[0])}.config.tie_word_embeddings = false, or name the one to leave out in "
+        f"{first.removeprefix(MODEL)} and {second.removeprefix(MODEL)} are one here (tied) and two there: set "
+        f"modules.{module_of(first)}.config.tie_word_embeddings = false, or name the one to leave out in "
         "checkpoint.exclude_from_loading"
     )

@@ -59,11 +59,6 @@ class Index:
         return cls(checksums.read_metadata(path), sums)
 
 
-def saved_tensors(path: Path) -> dict[str, Any]:
-    """DCP's description of what a checkpoint holds, by name. Raises CheckpointError: it cannot be read."""
-    return checksums.read_metadata(path).state_dict_metadata
-
-
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
     """In the body no garbage is looked for: an index is tens of thousands of objects, none of them garbage, and each

@@ -35,25 +35,22 @@ from hetmesh.resolve.references import check_references, references_alone
 
 @dataclass(frozen=True, eq=False)
 class SavedRun:
-    """A run and one of its checkpoints. Made by `saved_run`, or from a recipe at hand.
-
-    Attributes:
-        recipe: of the run, as it was last started.
-        path: the step folder.
-    """
+    """A run, by its recipe as it was last started, and the step folder `path` of one of its checkpoints. Made by
+    `saved_run`, or from a recipe at hand."""
 
     recipe: Recipe
     path: Path
 
     @cached_property
-    def _index(self) -> Index:
+    def index(self) -> Index:
+        """Of the checkpoint. Raises CheckpointError: it cannot be read, or has changed."""
         return Index.of(self.path)
 
     @cached_property
     def _bytes(self) -> Mapping[str, int]:
         """How many bytes the files hold of each value."""
         sizes: Counter[str] = Counter()
-        for part in self._index.sums:
+        for part in self.index.sums:
             sizes[part.name] += part.length
         return sizes
 
@@ -61,28 +58,23 @@ class SavedRun:
     def _entries(self) -> Mapping[str, tuple[str, TensorStorageMetadata]]:
         """DCP's names and descriptions of tensors, by their names here."""
         entries = {}
-        for key, entry in self._index.saved.items():
+        for key, entry in self.index.saved.items():
             if key.startswith(MODEL) and isinstance(entry, TensorStorageMetadata):
                 entries[_without_wrappers(key.removeprefix(MODEL))] = (key, entry)
         return entries
 
     @cached_property
     def state(self) -> RunState:
-        """What the checkpoint says about its run.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """What the checkpoint says about its run. Raises CheckpointError: it cannot be read."""
         state = {RUN: ""}
-        if RUN in self._index.saved:
+        if RUN in self.index.saved:
             self._load(state)
         return RunState.of(state[RUN])
 
     @cached_property
     def _referred(self) -> Mapping[str, Referred]:
         """Modules that the checkpoint only refers to, by name."""
-        saved = self.state.references
-        if not saved:
+        if not (saved := self.state.references):
             return {}
         check_references(self.path, saved, references_alone(self.recipe, saved))
         adapters = describe(self.recipe)[1]
@@ -90,12 +82,8 @@ class SavedRun:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of parameters and buffers, `<module>.<name>`.
-
-        Raises:
-            CheckpointError: the checkpoint's index cannot be read, or has changed.
-        """
-        return (*self._entries, *(f"{m}.{key}" for m, one in self._referred.items() for key in one.tensors))
+        """Names of parameters and buffers, `<module>.<name>`. Raises CheckpointError: see `index`."""
+        return (*self._entries, *(f"{m}.{key}" for m, referred in self._referred.items() for key in referred.tensors))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of one of `names`."""
@@ -137,21 +125,17 @@ class SavedRun:
 
     def _load(self, state: dict[str, Any]) -> None:
         """Read values of the checkpoint, in place."""
-        if damage := read_alone(self.path, state, self._index):
+        if damage := read_alone(self.path, state, self.index):
             raise CheckpointError(f"{damage[0]}; restore it from a copy")
 
 
 @dataclass(frozen=True, eq=False)
 class Referred:
-    """A module that a checkpoint refers to.
-
-    Attributes:
-        tensors: without values, by name.
-    """
+    """A module that a checkpoint refers to: its directory, the names of tensors there, and `tensors` without values."""
 
     pretrained: Pretrained
     adapter: Adapter
-    found: Mapping[str, str]
+    names: Mapping[str, str]
     tensors: Mapping[str, Tensor]
 
     @classmethod
@@ -159,23 +143,23 @@ class Referred:
         """Module `name` of `recipe`, from the directory that it names."""
         pretrained, module = pretrained_of(name, recipe.modules[name]), empty_module(recipe, adapter, name).module
         assert pretrained is not None  # else nothing could be referred to
-        found = check_weights(adapter, module, pretrained)
-        tied = own_tensors(module)[1]
-        return cls(pretrained, adapter, found | {n: found[first] for n, first in tied.items()}, module.state_dict())
+        names = check_weights(adapter, module, pretrained)
+        names |= {name: names[first] for name, first in own_tensors(module)[1].items()}  # tied ones
+        return cls(pretrained, adapter, names, module.state_dict())
 
     def read(self, tensors: Mapping[str, Tensor]) -> None:
         """Read values into whole tensors."""
-        read_tensors(self.adapter, self.pretrained, self.found, tensors.items())
+        read_tensors(self.adapter, self.pretrained, self.names, tensors.items())
 
 
 def saved_run(folder: Path, step: int | None = None) -> SavedRun:
     """The run in a dump folder and its newest complete checkpoint, or that of `step`.
 
     Raises:
-        RecipeError: there is no run in the folder, it kept no checkpoint, or not that one, or the checkpoint is of
-            another model than the run's recipe and directories are now.
-        CheckpointError: the checkpoint cannot be read, or is that of another step than its folder's name says; the
-            newest one has lost its checksums.
+        RecipeError: there is no run in the folder, it kept no checkpoint, or not that one, or the recipe or directories
+            now describe another model than the checkpoint's.
+        CheckpointError: the checkpoint cannot be read, its folder is named after another step, or the newest one has
+            lost its checksums.
     """
     recipe = run_recipe(folder)
     checkpoints = folder / recipe.checkpoint.folder
@@ -200,17 +184,13 @@ def saved_run(folder: Path, step: int | None = None) -> SavedRun:
 
 
 def run_recipe(folder: Path) -> Recipe:
-    """The recipe of the run in a dump folder.
-
-    Raises:
-        RecipeError: there is none, or it is of another version.
-    """
+    """The recipe of the run in a dump folder. Raises RecipeError: there is none, or it is of another version."""
     file = folder / RECIPE_FILE
     try:
         raw: Any = from_json(read_file(file))
     except OSError as error:
         reason, advice = (error.strerror or str(error)).lower(), "give the dump_folder of a run"
-        top, step = next((each for each in folder.parents if (each / RECIPE_FILE).is_file()), None), step_of(folder)
+        top, step = next((p for p in folder.parents if (p / RECIPE_FILE).is_file()), None), step_of(folder)
         if top is not None and step is not None:
             advice = f"it is a checkpoint of the run {top}: give that, and --step {step}"
         raise RecipeError(

@@ -17,8 +17,8 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hetmesh.boundary.accelerator import Event
-from hetmesh.checkpoint.fit import listed
 from hetmesh.checkpoint.frozen_tensors import Fingerprint, FrozenFile
+from hetmesh.checkpoint.resume import listed
 from hetmesh.checkpoint.save_plan import SavedEntry
 from hetmesh.checkpoint.writing import WrittenPart, report_name, take_report, write_file, write_index, write_report
 from hetmesh.records import checkpoint_folders as folders
@@ -104,8 +104,8 @@ class PendingSave:
         return self.error
 
     def wait_named(self) -> str:
-        """On rank 0, wait until the checkpoint has its name; returns the error, if any. Other ranks do not wait once their
-        part is written."""
+        """On rank 0, wait until the checkpoint has its name; returns the error, if any. Other ranks need not wait after
+        their part is written."""
         if not self._named.wait(max(0.0, self._deadline - time.monotonic()) + 1.0):  # it gives up by itself before
             return f"{self.place.fails}: rank 0 has not made it complete within {self.place.timeout:g} s"
         return self.error
@@ -169,7 +169,7 @@ class PendingSave:
             if self._given_up.wait(_POLL_S):
                 return []
             if time.monotonic() > self._deadline:
-                ranks = listed([str(rank) for rank in sorted(missing)])
+                ranks = listed([str(rank) for rank in sorted(missing)], 8)
                 raise TimeoutError(f"rank 0 waited {place.timeout:g} s for what ranks {ranks} write")
         written = [w for rank in range(place.size) for w in take_report(place.partial, rank)]
         write_index(place.partial, place.metadata, written)

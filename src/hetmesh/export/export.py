@@ -194,10 +194,10 @@ def _read(run: SavedRun, origins: Mapping[str, Origin | Regrouped], stored: Mapp
         out[name] = value.clone() if origin.keys[0] in used else value  # safetensors takes no two views of one memory
         used.add(origin.keys[0])
     blocks: dict[Origin, list[tuple[str, StoredBlock]]] = {}
-    for name, origin in origins.items():
-        if isinstance(origin, Regrouped):
-            out[name] = torch.empty(origin.shape, dtype=stored[name].dtype)
-            for part, block in origin.parts:
+    for name, regrouped in origins.items():
+        if isinstance(regrouped, Regrouped):
+            out[name] = torch.empty(regrouped.shape, dtype=stored[name].dtype)
+            for part, block in regrouped.parts:
                 blocks.setdefault(part, []).append((name, block))
     for part, named in blocks.items():  # one tensor of the run is in memory at a time
         value = _trained(part, run.read(part.keys))

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from hetmesh.checkpoint.resume import listed
 from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.models import Adapter, check_weights, pretrained_of
@@ -30,7 +31,7 @@ from hetmesh.resolve.whole_directory import directory_of
 COMPUTED = ("max_position_embeddings", "rope_parameters", "sliding_window", "use_sliding_window")
 """Keys that change what is computed, and that a recipe may set otherwise than the directory of its weights."""
 
-_SHOWN = 8  # names in a message
+_N_NAMES = 8  # in a message
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def _check_complete(run: SavedRun, parts: Mapping[str, _Part]) -> None:
     wanted = frozenset().union(*(part.wanted for part in parts.values()))
     held = set(run.names)
     wrong = [
-        f"{len(names)} {what}: {_listed(sorted(names))}"
+        f"{len(names)} {what}: {listed(sorted(names), _N_NAMES)}"
         for what, names in (("missing", wanted - held), ("of no module", held - wanted))
         if names
     ]
@@ -186,7 +187,7 @@ def _check_complete(run: SavedRun, parts: Mapping[str, _Part]) -> None:
             if key in held and run.shape(key) != tuple(tensor.shape):
                 wrong.append(f"{key} is {list(run.shape(key))}, not {list(tensor.shape)}")
     if wrong:
-        raise CheckpointError(f"checkpoint {run.path} does not fit its recipe: {'. '.join(wrong[:_SHOWN])}")
+        raise CheckpointError(f"checkpoint {run.path} does not fit its recipe: {'. '.join(wrong[:_N_NAMES])}")
 
 
 def _as_directory(recipe: Recipe, whole: Pretrained, parts: Mapping[str, _Part]) -> ExportPlan:
@@ -288,8 +289,3 @@ class _Whole:
 
     def build(self) -> nn.Module:
         return self.kind(self.config)
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
