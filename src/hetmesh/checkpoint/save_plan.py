@@ -73,11 +73,11 @@ class SavePlans:
                 except ValueError as error:
                     shares = [str(error)] * size
             dist.scatter_object_list(mine, shares, src=0, group=group)
-        if isinstance(mine[0], str):
-            raise CheckpointError(f"what the ranks hold is no checkpoint: {mine[0]}")
+        (indices,) = mine
+        if isinstance(indices, str):
+            raise CheckpointError(f"what the ranks hold is no checkpoint: {indices}")
         self.made += 1
-        indices: list[MetadataIndex] = mine[0]
-        return indices
+        return list(indices)
 
 
 def _kind(value: Any) -> Any:

@@ -59,7 +59,7 @@ def export(
     check_free(folder)
     plan = export_plan(run, merge=merge)
     origin = made_from(run, dtype, merge=merge)
-    if dtype == AS_DIRECTORY and any(each.place for each in plan.directories):
+    if dtype == AS_DIRECTORY and any(directory.place for directory in plan.directories):
         raise RecipeError("--dtype directory: the run's modules do not all come from one directory; name a dtype")
     partial, lines = folder.with_name(folder.name + PARTIAL), list[str]()
     with writing(partial):
