@@ -23,7 +23,8 @@ from hetmesh.checkpoint.frozen_tensors import FrozenFile, fingerprint_of, frozen
 from hetmesh.checkpoint.reading import gathered, read_index, read_into
 from hetmesh.checkpoint.resume import RunState, read_run_state
 from hetmesh.checkpoint.save_plan import SavePlans, Staging, as_bytes
-from hetmesh.checkpoint.saving import Content, PendingSave, SavePlace, file_names
+from hetmesh.checkpoint.saving import PendingSave, SavePlace
+from hetmesh.checkpoint.writing import WrittenPart, write_file
 from hetmesh.errors import CheckpointError, HetmeshError
 from hetmesh.parallel.root import Root
 from hetmesh.records import checkpoint_folders as folders
@@ -153,9 +154,8 @@ class Checkpointer:
         frozen = [entry for entry in entries if entry.index.fqn in names]
         fingerprint = fingerprint_of(frozen)
         # Now, since later these values may be gone: frozen experts move to other ranks.
-        linked = self._frozen.link(partial, path, file_names(rank)[1], fingerprint)
-        if linked:
-            frozen = []
+        linked = self._frozen.link(partial, path, f"__{rank}_1.distcp", fingerprint)
+        frozen = [] if linked else frozen
         if self.asynchronous:
             if frozen:  # once, and where there are no links
                 frozen = Staging(self.world.accelerator).copy(frozen)[0]
@@ -164,7 +164,12 @@ class Checkpointer:
             self.world.accelerator.synchronize()  # another thread reads what is computed here
             copies, ready = as_bytes(changing), self.world.accelerator.event()
             ready.record()
-        self._pending = PendingSave(place, Content(copies, frozen, linked, fingerprint, self._frozen), ready)
+
+        def write() -> list[WrittenPart]:
+            written = write_file(partial / f"__{rank}_0.distcp", copies) if copies else []
+            return [*written, *linked, *self._frozen.write(partial, path, f"__{rank}_1.distcp", frozen, fingerprint)]
+
+        self._pending = PendingSave(place, write, ready)
         self._saving = CompleteSave(step, time.perf_counter() - began, began)
         if not self.asynchronous:
             self.wait()

@@ -10,25 +10,18 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hetmesh.boundary.accelerator import Event
-from hetmesh.checkpoint.frozen_tensors import Fingerprint, FrozenFile
 from hetmesh.checkpoint.resume import listed
-from hetmesh.checkpoint.save_plan import SavedEntry
-from hetmesh.checkpoint.writing import WrittenPart, report_name, take_report, write_file, write_index, write_report
+from hetmesh.checkpoint.writing import WrittenPart, report_name, take_report, write_index, write_report
 from hetmesh.records import checkpoint_folders as folders
 
 _POLL_S = 0.02  # seconds between two looks at what other ranks have written
-
-
-def file_names(rank: int) -> tuple[str, str]:
-    """Of a rank's tensors that training changes, and of its frozen ones."""
-    return f"__{rank}_0.distcp", f"__{rank}_1.distcp"
 
 
 @dataclass(frozen=True)
@@ -57,38 +50,23 @@ class SavePlace:
         return f"checkpoint {self.path} cannot be written"
 
 
-@dataclass(frozen=True)
-class Content:
-    """What a rank writes of a checkpoint.
+class PendingSave:
+    """A save that has begun on this rank.
 
-    Attributes:
-        entries: values that must not change before they are written.
-        frozen: entries that no step changes, where they must be written.
-        linked: the same where the folder has a link to an earlier checkpoint's file.
-        fingerprint: of the frozen entries.
-        file: remembers for later saves where they were written.
+    Args:
+        write: called on a thread, writes this rank's files.
+        ready: the event after which what it writes has its values.
     """
 
-    entries: Sequence[SavedEntry]
-    frozen: Sequence[SavedEntry] = ()
-    linked: Sequence[WrittenPart] = ()
-    fingerprint: Fingerprint = ()
-    file: FrozenFile = field(default_factory=FrozenFile)
-
-
-class PendingSave:
-    """A save that has begun on this rank; tensors of `content` have their values after the event `ready`."""
-
-    def __init__(self, place: SavePlace, content: Content, ready: Event) -> None:
+    def __init__(self, place: SavePlace, write: Callable[[], Sequence[WrittenPart]], ready: Event) -> None:
         self.place = place
         self._deadline = time.monotonic() + place.timeout
         self._written, self._named, self._given_up = threading.Event(), threading.Event(), threading.Event()
         self._deciding, self._naming = threading.Lock(), False  # either named or given up, never both
         self.error = ""
         """What has gone wrong on this rank; empty while nothing has."""
-        self._thread = threading.Thread(
-            target=self._run, args=(content, ready), name=f"checkpoint {place.path.name}", daemon=True
-        )
+        name = f"checkpoint {place.path.name}"
+        self._thread = threading.Thread(target=self._run, args=(write, ready), name=name, daemon=True)
         self._thread.start()
 
     @property
@@ -137,15 +115,11 @@ class PendingSave:
             self.end(max(0.0, self._deadline - time.monotonic()))
         return error
 
-    def _run(self, content: Content, ready: Event) -> None:
+    def _run(self, write: Callable[[], Sequence[WrittenPart]], ready: Event) -> None:
         place = self.place
         try:
             ready.synchronize()
-            changing, frozen = file_names(place.rank)
-            written = write_file(place.partial / changing, content.entries) if content.entries else []
-            written += content.linked
-            written += content.file.write(place.partial, place.path, frozen, content.frozen, content.fingerprint)
-            write_report(place.partial, place.rank, written)
+            write_report(place.partial, place.rank, write())
         except Exception as error:
             self.error = f"{place.fails}: rank {place.rank}: {type(error).__name__}: {error}"
         finally:

@@ -52,8 +52,8 @@ def check_processor(recipe: Recipe) -> list[str]:
     pretrained = directory_of(recipe)
     source, adapters, graph = describe(recipe)
     parts = list(source.parts.values()) if isinstance(source, MixtureSource) else [source]
-    tables = zip(recipe.data.mixture or (recipe.data,), parts, strict=True)
-    conversations = [(table.options, part) for table, part in tables if isinstance(part, ConversationsSource)]
+    tables = zip([table.options for table in recipe.data.mixture] or [recipe.data.options], parts, strict=True)
+    conversations = [(options, part) for options, part in tables if isinstance(part, ConversationsSource)]
     if pretrained is None or not conversations:
         return []
     both, images, failed = _loaded(pretrained.path)
