@@ -21,7 +21,7 @@ from torch import Tensor
 from hetmesh._torch_compat import fake_process_group, tree_leaves
 from hetmesh.balance import BatchPlan, plan_batch
 from hetmesh.boundary.world import init
-from hetmesh.cost import Machine, lane_work, load_machine
+from hetmesh.cost import Machine, load_machine
 from hetmesh.dryrun.device_work import DeviceWork, WorkCount
 from hetmesh.dryrun.fake_device import FakeAccelerator, FakeBackend
 from hetmesh.dryrun.fake_kernels import NAME
@@ -199,7 +199,7 @@ def _load(plan: BatchPlan, rank: int) -> tuple[int, ...]:
     for name in plan.graph.order:
         lane = plan.graph[name].lane_of(rank)
         if lane is not None:
-            most += lane_work(plan, name)[:, lane].max(0)
+            most += plan.lane_work(name)[:, lane].max(0)
     rows, pairs, targets = most.tolist()
     return targets, rows, pairs
 

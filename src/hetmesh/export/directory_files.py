@@ -12,8 +12,8 @@ from typing import Any
 from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.files import from_json, json_object, place_in, read_file, to_json, writing
 from hetmesh.models.weights.pretrained import PICKLES, Pretrained
+from hetmesh.recipe.hf_families import PROMPTS
 from hetmesh.recipe.hf_path import prompt_note
-from hetmesh.recipe.hf_prompts import PROMPTS
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.checksums import manifest_sum
 

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hetmesh._torch_compat import not_compiled
+
 
 class _Enter(torch.autograd.Function):
     @staticmethod
@@ -58,13 +60,13 @@ class _Gather(torch.autograd.Function):
         return gradients[0].narrow(-1, ctx.start, ctx.width).contiguous(), None, None
 
 
-@torch.compiler.disable
+@not_compiled
 def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`x`, the same on every rank, on its way into sharded computation: its gradient is summed over the group."""
     return _Enter.apply(x, group)
 
 
-@torch.compiler.disable
+@not_compiled
 def leave(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the group of each rank's `partial`, in place; the gradient, the same on every rank, passes through.
 
@@ -73,7 +75,7 @@ def leave(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Leave.apply(partial, group)
 
 
-@torch.compiler.disable
+@not_compiled
 def gather(x: Tensor, widths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
     """The shards of all ranks side by side in the last dim; `widths[i]` is the last size of rank i's, as `torch.chunk`
     makes them. The gradient, the same on every rank, is cut to the own shard."""

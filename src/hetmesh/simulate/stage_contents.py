@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from hetmesh.cost import LayerShape, ModuleShape, upstream_flags
-from hetmesh.cost.memory import place_weights, tensor_parallel_elements
+from hetmesh.cost.static_memory import place_weights, tensor_parallel_elements
 from hetmesh.simulate.layer_costs import kinds
 
 
