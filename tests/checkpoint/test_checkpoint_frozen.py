@@ -12,7 +12,7 @@ from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from hetmesh.checkpoint import frozen_tensors as frozen
 from hetmesh.checkpoint.checkpointer import Checkpointer
-from hetmesh.checkpoint.reading import saved_tensors
+from hetmesh.checkpoint.reading import Index
 from hetmesh.checkpoint.save_plan import SavedEntry
 from hetmesh.checkpoint.saved_run import saved_run
 from hetmesh.errors import CheckpointError, RecipeError
@@ -220,7 +220,7 @@ def test_what_is_frozen_may_stay_where_it_came_from(world, tmp_path, referring):
     first.save()
     first.reporter.close()
     path = tmp_path / "run" / "checkpoint" / "step-1"
-    assert not any(key.startswith("model.vision.") for key in saved_tensors(path))
+    assert not any(key.startswith("model.vision.") for key in Index.of(path).saved)
     expected = first.train_step().loss
 
     second = Trainer(resolve(recipe()), world)

@@ -10,9 +10,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from hetmesh.boundary import World
-from hetmesh.checkpoint.initial_check import check_initial_weights
-from hetmesh.checkpoint.initial_fit import Needs, left_out, unused, verdict
-from hetmesh.checkpoint.initial_load import load_initial_weights
+from hetmesh.checkpoint.fit import Needs, left_out, unused, verdict
+from hetmesh.checkpoint.initial_load import check_initial_weights, load_initial_weights
 from hetmesh.checkpoint.resume import RunState
 from hetmesh.errors import RecipeError
 from hetmesh.models.weights.lora import is_adapter

@@ -35,7 +35,7 @@ from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.training.evaluate import evaluate
 from hetmesh.training.trainer import Trainer
-from hetmesh.verify.self_check_bound import relative
+from hetmesh.verify.self_check import relative
 from support import tiny_vlms
 
 STEPS = 20

@@ -27,50 +27,43 @@ def frozen_names(root: nn.Module) -> set[str]:
 class FrozenFile:
     """A rank's file of what does not change from one checkpoint of a run to the next.
 
-    A hard link makes it part of each, so that every folder is whole, may be copied or deleted by itself, and the bytes
-    are on the disk once. A file system without links gets a copy in each. Values that have changed all the same (a
-    moving average, a codebook) are written again: whether they have is told by their fingerprint, since torch counts no
-    changes of DTensors nor through `.data`.
+    A hard link makes it part of each, so that every folder is complete, may be copied or deleted by itself, and the
+    bytes are on the disk once. A file system without links gets a copy in each. Values that have changed all the same
+    (a moving average, a codebook) are written again: their fingerprint shows it, since torch counts no changes of
+    DTensors nor through `.data`.
     """
 
     def __init__(self) -> None:
-        self._kept: tuple[Path, Fingerprint, list[WrittenPart]] | None = None
+        self._last: tuple[Path, Fingerprint, list[WrittenPart]] | None = None
 
     def link(self, partial: Path, final: Path, name: str, fingerprint: Fingerprint) -> list[WrittenPart]:
-        """Make the file `name` in the folder `partial`, which will be called `final`, by a link to that of an earlier
-        checkpoint.
-
-        Args:
-            fingerprint: of what it holds.
-
-        Returns:
-            What is in it; nothing where it must be written.
-        """
-        if self._kept is None or self._kept[1] != fingerprint:
+        """Make the file `name` in the folder `partial`, which will be called `final`, a link to that of an earlier
+        checkpoint with the same `fingerprint`. Returns what is in it; nothing where it must be written."""
+        if self._last is None or self._last[1] != fingerprint:
             return []
         try:
-            os.link(self._kept[0], partial / name)
+            os.link(self._last[0], partial / name)
         except OSError:  # the checkpoint is gone, or the file system knows no links
             return []
-        self._kept = (final / name, *self._kept[1:])
-        return self._kept[2]
+        self._last = (final / name, *self._last[1:])
+        return self._last[2]
 
     def write(
         self, partial: Path, final: Path, name: str, entries: Sequence[SavedEntry], fingerprint: Fingerprint
     ) -> list[WrittenPart]:
-        """Make it of `entries`, whose fingerprint is `fingerprint`. Raises OSError."""
+        """Write `entries`, whose fingerprint is `fingerprint`, to it. Raises OSError."""
         if not entries:
             return []
         written = write_file(partial / name, entries)
-        self._kept = (final / name, fingerprint, written)
+        self._last = (final / name, fingerprint, written)
         return written
 
 
 @torch.no_grad()
 def fingerprint_of(entries: Sequence[SavedEntry]) -> Fingerprint:
     """A number of 64 bits for the bytes of each tensor: the sum of its words, each mixed with its place, much as
-    splitmix64 mixes its state (Steele, Lea and Flood, 2014). Made where the tensors lie, several times faster than a
-    copy; the host waits for it."""
+    splitmix64 mixes its state (Steele, Lea and Flood, 2014). Computed on the tensors' device, several times faster than
+    a copy; the host waits for it."""
     tensors = [entry.value for entry in entries if isinstance(entry.value, Tensor)]
     places: dict[torch.device, Tensor] = {}
     sums: dict[torch.device, list[Tensor]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -24,7 +24,7 @@ from hetmesh.records.checksums import SavedPart, Sum
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """Where an entry is: which one, the bytes of which file, and their checksum."""
+    """An entry that is written: DCP's index of it, the bytes of a file, and their checksum."""
 
     index: MetadataIndex
     part: SavedPart
@@ -32,7 +32,7 @@ class WrittenPart:
 
 
 class _Summed:
-    """A stream that counts and sums up what passes through it."""
+    """A stream that counts the bytes that pass through it and computes their checksum."""
 
     def __init__(self, raw: Any) -> None:
         self.raw, self.length, self.hash = raw, 0, xxhash.xxh3_64()
@@ -56,15 +56,9 @@ class _Summed:
 
 
 def write_file(path: Path, entries: Iterable[SavedEntry]) -> list[WrittenPart]:
-    """Write `entries` into a file, to the disk, in the format of DCP: each as `torch.save` does.
-
-    Args:
-        entries: tensors, and the bytes of all else.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    found = []
+    """Write tensors, and the bytes of all else, into a file and to the disk, in DCP's format: each as torch.save does.
+    Raises OSError."""
+    written = []
     with open(path, "wb") as raw, without_zip_checksums():
         stream = _Summed(raw)
         try:
@@ -72,51 +66,46 @@ def write_file(path: Path, entries: Iterable[SavedEntry]) -> list[WrittenPart]:
                 offset = raw.tell()
                 stream.begin()
                 if isinstance(entry.value, Tensor):
-                    _save_tensor(entry.value, stream)
+                    tensor = entry.value.detach().cpu().contiguous()
+                    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+                        tensor = tensor.clone()  # of a view, only what is seen is saved
+                    torch.save(tensor, cast(IO[bytes], stream))
                 else:
                     stream.write(entry.value)
                 part = SavedPart(path.name, offset, stream.length, entry.index.fqn)
-                found.append(WrittenPart(entry.index, part, stream.hash.hexdigest()))
+                written.append(WrittenPart(entry.index, part, stream.hash.hexdigest()))
         except Exception as error:
             raise stream.error or error from error
         raw.flush()
         os.fsync(raw.fileno())
-    return found
-
-
-def _save_tensor(tensor: Tensor, stream: _Summed) -> None:
-    tensor = tensor.detach().cpu().contiguous()
-    if tensor.untyped_storage().nbytes() != tensor.nbytes:
-        tensor = tensor.clone()  # of a view, only what is seen is saved
-    torch.save(tensor, cast(IO[bytes], stream))  # all that it needs of one
+    return written
 
 
 def report_name(rank: int) -> str:
-    """The file in which a rank says what it has written; it is there when all of that is on the disk."""
+    """The file that lists what a rank has written; it exists once all of that is on the disk."""
     return f"__{rank}.written"
 
 
 def write_report(folder: Path, rank: int, written: Iterable[WrittenPart]) -> None:
-    """Say what `rank` has written in `folder`: all of it or nothing. Raises OSError."""
-    lines = []
-    for each in written:
-        index, part = each.index, each.part
-        offset = None if index.offset is None else list(index.offset)
-        lines.append([index.fqn, offset, index.index, part.file, part.offset, part.length, each.checksum])
+    """Write the report of `rank`, whole or not at all. Raises OSError."""
+    lines = [
+        [w.index.fqn, w.index.offset and list(w.index.offset), w.index.index, *astuple(w.part)[:3], w.checksum]
+        for w in written
+    ]
     temporary = folder / (report_name(rank) + ".part")
     temporary.write_text(json.dumps(lines), encoding="utf-8")
     os.replace(temporary, folder / report_name(rank))
 
 
 def take_report(folder: Path, rank: int) -> list[WrittenPart]:
-    """What `rank` said; the file is removed. Raises OSError."""
+    """Read the report of `rank` and remove the file. Raises OSError."""
     file = folder / report_name(rank)
-    found = [
-        WrittenPart(MetadataIndex(name, offset, number), SavedPart(where, start, length, name), crc)
-        for name, offset, number, where, start, length, crc in from_json(read_file(file))
+    written = [
+        WrittenPart(MetadataIndex(name, offset, number), SavedPart(where, start, length, name), checksum)
+        for name, offset, number, where, start, length, checksum in from_json(read_file(file))
     ]
     file.unlink()
-    return found
+    return written
 
 
 def write_index(folder: Path, metadata: Metadata, written: Iterable[WrittenPart]) -> None:

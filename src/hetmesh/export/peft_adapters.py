@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor
 from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.errors import RecipeError
 from hetmesh.export.export_plan import Adapted, ExportPlan
-from hetmesh.files import writing
+from hetmesh.files import write_json, writing
 from hetmesh.models.weights.save import Stored, as_dtype, write_tensors
 
 FOLDER = "adapter"
@@ -24,11 +23,10 @@ PREFIX = "base_model.model."
 def write_adapters(
     run: SavedRun, top: Path, final: Path, plan: ExportPlan, dtype: torch.dtype | None, lines: list[str]
 ) -> None:
-    """Write the adapters of each directory of `plan` into its folder `adapter`.
+    """Write the adapters of each directory of `plan` into its folder `adapter`; appends a line of text each to `lines`.
 
     Args:
         top: where the directories are now; `final`: where they will be.
-        lines: what was written is added to it.
 
     Raises:
         RecipeError: the run has no adapters.
@@ -39,27 +37,22 @@ def write_adapters(
         folder = top / place / FOLDER
         with writing(folder):
             folder.mkdir()
-        keys = {f"{PREFIX}{each.name}.lora_{half}.weight": key for each in adapted for half, key in _halves(each)}
+        halves = [(layer.name, half, key) for layer in adapted for half, key in (("A", layer.a), ("B", layer.b))]
+        keys = {f"{PREFIX}{name}.lora_{half}.weight": key for name, half, key in halves}
         stored = {name: Stored(run.shape(key), dtype or run.dtype(key)) for name, key in keys.items()}
 
         def read(
             names: Sequence[str], keys: Mapping[str, str] = keys, stored: Mapping[str, Stored] = stored
         ) -> dict[str, Tensor]:
-            found = run.read(keys[name] for name in names)
-            return {name: as_dtype(found[keys[name]], stored[name].dtype, name) for name in names}
+            values = run.read(keys[name] for name in names)
+            return {name: as_dtype(values[keys[name]], stored[name].dtype, name) for name in names}
 
         written = write_tensors(folder, stored, read, largest=1 << 62, name="adapter_model")
-        with writing(folder / "adapter_config.json"):
-            told = json.dumps(_config(run, adapted, str(final / place)), indent=2, sort_keys=True)
-            (folder / "adapter_config.json").write_text(told + "\n", encoding="utf-8")
+        write_json(folder / "adapter_config.json", _config(run, adapted, str(final / place)), indent=2)
         lines.append(
             f"{Path(place, FOLDER)}: {written.tensors} tensors of {len(adapted)} adapted layers; loads with "
             f"peft.PeftModel.from_pretrained(model, {str(final / place / FOLDER)!r})"
         )
-
-
-def _halves(each: Adapted) -> tuple[tuple[str, str], ...]:
-    return ("A", each.a), ("B", each.b)
 
 
 def _config(run: SavedRun, adapted: Sequence[Adapted], base: str) -> dict[str, object]:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from hetmesh.errors import CheckpointError
-from hetmesh.files import from_json, open_file, read_file
+from hetmesh.files import from_json, read_file
 
 MANIFEST = "checksums.json"
 METADATA = ".metadata"  # DCP's index of names, shapes and places in files
@@ -141,26 +141,6 @@ class Comparison:
         return self._expected == (self._crc if self._hash is None else self._hash.hexdigest())
 
 
-def _unequal(folder: Path, sums: Mapping[SavedPart, Sum]) -> list[SavedPart]:
-    """Of the parts of `sums`, in one file, those that are others now, or are not all there.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    found, buffer = [], memoryview(bytearray(CHUNK))  # one for all: new memory costs more than what is summed up in it
-    file = next(iter(sums)).file
-    with open_file(folder / file, buffering=0) as stream:
-        for part, expected in sums.items():
-            stream.seek(part.offset)
-            left, comparison = part.length, Comparison(expected)
-            while left and (count := stream.readinto(buffer[: min(left, CHUNK)])):  # type: ignore[attr-defined]
-                left -= count
-                comparison.update(buffer[:count])
-            if left or not comparison.equal():
-                found.append(part)
-    return found
-
-
 def write_manifest(folder: Path, sums: Mapping[SavedPart, Sum]) -> None:
     """Write the checksums of all parts, of the index and of themselves, to the disk."""
     content = {
@@ -227,24 +207,6 @@ def no_manifest(folder: Path) -> str:
         f"checkpoint {folder} has no {MANIFEST}: it was copied in part, or written by an older version, and may not be "
         "whole"
     )
-
-
-def damaged(folder: Path, sums: Mapping[SavedPart, Sum]) -> list[str]:
-    """What has changed since the checksums were made: file, tensor and place, in words."""
-    found = []
-    by_file: dict[str, dict[SavedPart, Sum]] = {}
-    for part, crc in sums.items():
-        by_file.setdefault(part.file, {})[part] = crc
-    for file, expected in by_file.items():
-        try:
-            wrong = _unequal(folder, expected)
-        except FileNotFoundError:
-            found.append(f"{file} is missing")
-        except OSError as error:
-            found.append(f"{file} cannot be read ({error.strerror})")
-        else:
-            found += [part.changed for part in wrong]
-    return found
 
 
 def _own_sum(content: Mapping[str, object]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from hetmesh.dryrun.dry_run_values import DryRun, DryRuns, RankGroup
+from hetmesh.dryrun.dry_run import DryRun, DryRuns, RankGroup
 from hetmesh.formatting import ranks_text
 from hetmesh.runtime.live_bytes import SpanBytes
 
