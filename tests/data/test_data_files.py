@@ -11,7 +11,7 @@ from hetmesh.cli.check import checked
 from hetmesh.data.registry import recipe_source
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.resolve import media_files
+from hetmesh.resolve import samples
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -59,11 +59,11 @@ def test_only_what_the_run_reads_is_looked_for(root, monkeypatch):  # noqa: F811
     names = ["gone.png", *["wide.png"] * 30]
     path = lines(root, *names)
     given = recipe(root, path)
-    drawn = set(media_files.in_order_of_training(given, recipe_source(given.data)))
+    drawn = set(samples.in_order_of_training(given, recipe_source(given.data)))
     if 0 in drawn:
         path = lines(root, *reversed(names))
     checked(recipe(root, path))
-    monkeypatch.setattr(media_files, "LOOKED_AT", 5)
+    monkeypatch.setattr(samples, "MAX_SAMPLES_CHECKED", 5)
     assert "note: files were looked for of the first 5 samples that the run reads" in checked(recipe(root, path))[1]
 
 

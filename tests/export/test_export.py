@@ -167,7 +167,7 @@ def test_logits_of_the_export_are_those_of_what_was_trained(trained, tmp_path):
     resolved = resolve(run.recipe)
     values = {}
     for name in run.recipe.modules:
-        keys = [f"{name}.{key}" for key in empty_module(run.recipe, resolved.adapters[name], name).module.state_dict()]
+        keys = [f"{name}.{key}" for key in empty_module(run.recipe, resolved.adapters[name], name).state_dict()]
         values |= {key.removeprefix(f"{name}."): value for key, value in run.read(keys).items()}
     assert not torch.equal(logits(exported), logits(by_hand))
     by_hand.load_state_dict(values)

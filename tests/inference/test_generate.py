@@ -23,8 +23,8 @@ from hetmesh.inference.one_process import OneProcess, on_one_rank
 from hetmesh.models.split.whole_forward import _media_tokens, load_whole
 from hetmesh.models.split.whole_model import whole_model
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
+from hetmesh.resolve.directories import directory_of
 from hetmesh.resolve.refusals import check_recipe
-from hetmesh.resolve.whole_directory import directory_of
 from hetmesh.testing.sources import RandomMedia
 from support import tiny_vlms
 

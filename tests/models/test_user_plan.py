@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from hetmesh.errors import RecipeError
 from hetmesh.models.user import plan_probe
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.resolve.module_refusals import uncompared_plans
 from hetmesh.resolve.resolved import resolve
-from hetmesh.resolve.user_plans import uncompared_plans
 
 UP_DOWN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 

@@ -20,10 +20,10 @@ from hetmesh.models.adapter import NONE
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.recipe.torchtitan_keys import differing_defaults
 from hetmesh.records.checkpoint_folders import COMPLETE
-from hetmesh.resolve.held_out import held_out_source
 from hetmesh.resolve.modules import deferred_module
 from hetmesh.resolve.refusals import check_recipe, check_run
 from hetmesh.resolve.resolved import ResolvedRecipe, resolve
+from hetmesh.resolve.samples import held_out_source
 from hetmesh.resolve.summary import count_parameters, summary
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"

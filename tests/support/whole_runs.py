@@ -27,8 +27,8 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.checkpoint_folders import complete_steps
 from hetmesh.records.dump_folder import TIMELINE_FILE as TIMELINE
 from hetmesh.records.metrics import StepMetrics
-from hetmesh.resolve.held_out import held_out_source
 from hetmesh.resolve.resolved import resolve
+from hetmesh.resolve.samples import held_out_source
 from hetmesh.testing.parity import TOLERANCE, Outcome, ParityError, is_split
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.precision import exact_dtypes

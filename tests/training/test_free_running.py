@@ -14,8 +14,8 @@ from hetmesh.errors import RecipeError, SampleError
 from hetmesh.inference.generate import answer_tokens
 from hetmesh.inference.one_process import OneProcess
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.resolve.held_out import held_out_source
 from hetmesh.resolve.resolved import resolve
+from hetmesh.resolve.samples import held_out_source
 from hetmesh.testing.sources import RandomMedia
 from hetmesh.training.evaluate import evaluate
 from hetmesh.training.job import Job

@@ -11,8 +11,8 @@ import pytest
 from hetmesh.cli import main
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.resolve.held_out import held_out_source
 from hetmesh.resolve.resolved import resolve
+from hetmesh.resolve.samples import held_out_source
 from hetmesh.testing.sources import RandomMedia
 from hetmesh.training.evaluate import evaluate
 from hetmesh.training.job import Job

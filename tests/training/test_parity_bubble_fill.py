@@ -157,7 +157,7 @@ def test_each_step_has_the_schedule_of_its_routes_and_evaluation_one_without_bac
     schedules = resolved.schedules
     samples = [SampleMeta(f"s{i}", 9, targets=((4, 9),), rows={"vision": 0, "projector": 0}) for i in range(8)]
     plans = [plan_batch(graph, samples, size) for size in (1, 2, 4)]
-    monkeypatch.setattr(recipe_schedule_module, "KEPT", 2)
+    monkeypatch.setattr(recipe_schedule_module, "MAX_TYPICAL", 2)
     kept = [schedules.of(plan) for plan in plans]
     for plan, schedule in zip(plans, kept, strict=True):
         assert (schedule.routes, schedule.training) == (plan.routes, True)
@@ -170,7 +170,7 @@ def test_each_step_has_the_schedule_of_its_routes_and_evaluation_one_without_bac
     work = 6 * sum(schedules.model.shape(name).parameters for name in graph.order) * 8 * given.training.seq_len
     seconds = work / (4 * TYPICAL_PEAK)  # on each of four ranks
     for factor in (0.9, 1.1):
-        monkeypatch.setattr(recipe_schedule_module, "LONG", factor * seconds)
+        monkeypatch.setattr(recipe_schedule_module, "LONG_STEP_S", factor * seconds)
         assert StepSchedules(given, graph, schedules.model).each_step == (factor < 1)
 
 

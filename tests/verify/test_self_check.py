@@ -12,9 +12,9 @@ import pytest
 from hetmesh.cli import main
 from hetmesh.errors import RecipeError, SelfCheckError
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.resolve.directories import why_not_compared
 from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.summary import summary
-from hetmesh.resolve.whole_directory import why_not_compared
 from hetmesh.verify.self_check import TOLERANCE, self_check
 from hetmesh.verify.self_check_process import compare_in_process, needs_self_check, record, record_file
 from support import tiny_vlms

@@ -28,8 +28,8 @@ from hetmesh.recipe.recipe import Recipe, place_beside
 from hetmesh.recipe.sections import freeze
 from hetmesh.records.checkpoint_folders import complete_steps, newest_step, step_of
 from hetmesh.records.dump_folder import CODE_FOLDER, RECIPE_FILE
+from hetmesh.resolve.directories import check_references, references_alone
 from hetmesh.resolve.modules import empty_module
-from hetmesh.resolve.references import check_references, references_alone
 from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 
 
@@ -147,7 +147,7 @@ class Referred:
     @classmethod
     def of(cls, recipe: Recipe, name: str, adapter: Adapter) -> Referred:
         """Module `name` of `recipe`, from the directory that it names."""
-        pretrained, module = pretrained_of(name, recipe.modules[name]), empty_module(recipe, adapter, name).module
+        pretrained, module = pretrained_of(name, recipe.modules[name]), empty_module(recipe, adapter, name)
         assert pretrained is not None  # else nothing could be referred to
         names = check_weights(adapter, module, pretrained)
         names |= {name: names[first] for name, first in own_tensors(module)[1].items()}  # tied ones

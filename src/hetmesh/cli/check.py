@@ -68,10 +68,9 @@ def checked(recipe: Recipe, files: bool = True) -> tuple[ResolvedRecipe, list[st
     """
     from hetmesh.errors import Refusals
     from hetmesh.records.dump_folder import resumable
-    from hetmesh.resolve.held_out import held_out_source
-    from hetmesh.resolve.media_files import check_media_files, in_order_of_training
     from hetmesh.resolve.refusals import check_run
     from hetmesh.resolve.resolved import check_first_batch, resolve
+    from hetmesh.resolve.samples import check_media_files, held_out_source, in_order_of_training
     from hetmesh.resolve.summary import summary
 
     refusals, resolved, held_out = Refusals(), None, None

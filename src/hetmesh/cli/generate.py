@@ -94,7 +94,7 @@ def _asked(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
 def _held_out(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
     from hetmesh.data.continued import answer_start
     from hetmesh.data.source import QuestionSource
-    from hetmesh.resolve.held_out import held_out_source
+    from hetmesh.resolve.samples import held_out_source
 
     if not model.resolved.recipe.validation.enable:
         raise RecipeError("--sample: validation.enable = false, so the recipe has no held-out samples; ask a question")

@@ -25,9 +25,9 @@ from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.models.weights.stored_form import StoredBlock, StoredForm, by_stored, refitted, stored_shape
 from hetmesh.recipe.hf_families import class_of
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.directories import directory_of
 from hetmesh.resolve.modules import empty_module
 from hetmesh.resolve.resolved import adapters_of
-from hetmesh.resolve.whole_directory import directory_of
 
 COMPUTED = ("max_position_embeddings", "rope_parameters", "sliding_window", "use_sliding_window")
 """Keys that change what is computed, and that a recipe may set otherwise than the directory of its weights."""
@@ -144,7 +144,7 @@ class _Part:
 
     @classmethod
     def of(cls, run: SavedRun, name: str, adapter: Adapter, merge: bool) -> _Part:
-        module, lora = empty_module(run.recipe, adapter, name).module, run.recipe.modules[name].lora
+        module, lora = empty_module(run.recipe, adapter, name), run.recipe.modules[name].lora
         own, aliases = own_tensors(module)
         shapes = {f"{name}.{key}": tuple(tensor.shape) for key, tensor in module.state_dict().items()}
         pairs = {}

@@ -33,7 +33,7 @@ from hetmesh.report.balance_values import BalancerResult, BalanceView, Candidate
 from hetmesh.report.expert_use import expert_use
 from hetmesh.report.given_lengths import GivenLengths
 from hetmesh.report.run_lines import metrics_lines
-from hetmesh.resolve.balance_options import recipe_balance
+from hetmesh.resolve.balance_options import balance_options
 from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.resolve.schedules import StepSchedules
 from hetmesh.simulate import StepModel, simulate
@@ -79,7 +79,7 @@ def balance_view(
             )
         drawn = given.batches(batches, recipe.batch.global_batch_size, recipe.debug.seed)
     model = resolved.step_model(machine, profile)
-    runs = _runs(recipe_balance(recipe, resolved.costs))
+    runs = _runs(balance_options(recipe.balance, resolved.costs))
     comparison = _Comparison(recipe, graph, model)
     for samples in map(MetaArrays.of, drawn):
         for run in runs:

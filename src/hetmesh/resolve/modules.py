@@ -32,30 +32,31 @@ Shapes = Mapping[str, ModuleShape | None]
 """The sizes of each module; None of one that cannot be built on the meta device."""
 
 
-def deferred_module(recipe: Recipe, adapter: Adapter, name: str) -> DeferredModule:
+def deferred_module(recipe: Recipe, adapter: Adapter, name: str, *, empty: bool = False) -> DeferredModule:
     """Module `name` before it is parallelised: with LoRA adapters, frozen as the recipe says, and without memory for
-    its parameters, which `fill_module` gives each rank after the module is parallelised."""
-    if recipe.modules[name].initial_load_path is not None:
-        return empty_module(recipe, adapter, name)
-    dtype = DTYPES[recipe.training.dtype]
-    return _adapted(recipe, adapter, name, build_deferred(adapter, name, recipe.debug.seed, dtype))
+    its parameters, which `fill_module` gives each rank after the module is parallelised.
 
-
-def empty_module(recipe: Recipe, adapter: Adapter, name: str) -> DeferredModule:
-    """`deferred_module` with values for LoRA adapters only, whose other weights come from elsewhere."""
-    return _adapted(recipe, adapter, name, DeferredModule(build_empty(adapter, DTYPES[recipe.training.dtype])))
-
-
-def _adapted(recipe: Recipe, adapter: Adapter, name: str, deferred: DeferredModule) -> DeferredModule:
-    options, module = recipe.modules[name], deferred.module
+    Args:
+        empty: only LoRA adapters have values; the other weights come from elsewhere, as with an `initial_load_path`.
+    """
+    options, seed, dtype = recipe.modules[name], recipe.debug.seed, DTYPES[recipe.training.dtype]
+    if empty or options.initial_load_path is not None:
+        deferred = DeferredModule(build_empty(adapter, dtype))
+    else:
+        deferred = build_deferred(adapter, name, seed, dtype)
+    module = deferred.module
     check_batch_statistics(name, options.model, module)
     if options.lora is not None:
-        seed = recipe.debug.seed
         with stand_ins(module):
             deferred.extend(name, seed, partial(add_lora, module, options.lora, name, seed, adapter.layers()))
     elif not options.trainable:
         module.requires_grad_(False)
     return deferred
+
+
+def empty_module(recipe: Recipe, adapter: Adapter, name: str) -> nn.Module:
+    """Module `name` without values but those of LoRA adapters."""
+    return deferred_module(recipe, adapter, name, empty=True).module
 
 
 def fill_module(
@@ -118,7 +119,7 @@ class ModuleShapes(Mapping[str, ModuleShape | None]):
 def _shape(recipe: Recipe, adapter: Adapter, name: str) -> ModuleShape | None:
     try:
         with torch.device("meta"):
-            module = empty_module(recipe, adapter, name).module
+            module = empty_module(recipe, adapter, name)
     except Exception:  # a user's constructor may compute with its weights
         return None
     plan = lora_plan(module, {**adapter.tensor_parallel_plan(), **recipe.modules[name].plan})

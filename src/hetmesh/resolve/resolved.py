@@ -27,13 +27,13 @@ from hetmesh.models import (
 from hetmesh.recipe.hf_path import check_placeholders
 from hetmesh.recipe.module_options import module_options, packs, token_assignment, token_axes
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.balance_options import check_balance, recipe_balance, sample_costs
+from hetmesh.resolve.balance_options import balance_options, check_balance, sample_costs
+from hetmesh.resolve.module_refusals import uncompared_plans
 from hetmesh.resolve.modules import ModuleShapes, Shapes
 from hetmesh.resolve.recipe_step_model import agreed_step_model, named_step_model
 from hetmesh.resolve.refusals import check_recipe
 from hetmesh.resolve.schedules import StepSchedules, check_schedule
 from hetmesh.resolve.splits import module_splits
-from hetmesh.resolve.user_plans import uncompared_plans
 from hetmesh.simulate import StepModel
 
 
@@ -88,7 +88,8 @@ class ResolvedRecipe:
     @cached_property
     def balance(self) -> BalanceOptions:
         """How batches are balanced."""
-        return recipe_balance(self.recipe, None if self.recipe.balance.policy == "none" else self.costs)
+        keys = self.recipe.balance
+        return balance_options(keys, None if keys.policy == "none" else self.costs)
 
     def plan(self, samples: Sequence[SampleMeta]) -> BatchPlan:
         """The batch plan of a global batch."""
@@ -142,7 +143,7 @@ def resolve(recipe: Recipe, source: Source | None = None) -> ResolvedRecipe:
             graph = _graph(recipe, adapters, shapes)
             if recipe.data.on_bad_sample != "skip":
                 _check_extents(extents, graph, adapters)
-            check_balance(recipe, graph)
+            check_balance(recipe.balance, graph)
             check_schedule(recipe, graph)
     if adapters is not None and not refusals.said:
         with refusals.collect():
@@ -210,36 +211,32 @@ def _graph(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes) -> M
     with refusals.collect():
         boundaries = with_side_outputs(recipe.wiring.topology.boundaries, adapters)
     modules: list[ModuleSpec] = []
-    for name in recipe.modules:
+    for name, module in recipe.modules.items():
         with refusals.collect():
-            modules.append(_module(recipe, name, adapters[name], shapes))
+            axes, layers, media = token_axes(recipe, name), adapters[name].layers(), recipe.wiring.media[name]
+            splits = module_splits(recipe, name, adapters[name], shapes)
+            try:
+                spec = ModuleSpec(
+                    name,
+                    recipe.wiring.meshes[name],
+                    layers,
+                    media,
+                    module.trainable,
+                    features=adapters[name].out_features or 0,
+                    token_axes=axes,
+                    tokens_per_row=adapters[name].abilities.tokens_per_row if media is not None and "cp" in axes else 0,
+                    packed=packs(recipe, name),
+                    attention_mask=module.attention_mask,
+                    assignment=token_assignment(recipe, name),
+                    splits=splits.runs,
+                    activation=splits.activation,
+                    frozen_layers=splits.frozen_layers,
+                    options=module_options(recipe, name),
+                )
+            except GraphError as error:
+                raise RecipeError(
+                    f"parallelism.{name}.module_fqns_per_model_part: {error}; layers are {list(layers)}"
+                ) from error
+            modules.append(spec)
     refusals.finish()
     return ModuleGraph(tuple(modules), boundaries)
-
-
-def _module(recipe: Recipe, name: str, adapter: Adapter, shapes: Shapes) -> ModuleSpec:
-    own, axes, layers = recipe.modules[name], token_axes(recipe, name), adapter.layers()
-    shares_media = recipe.wiring.media[name] is not None and "cp" in axes
-    splits = module_splits(recipe, name, adapter, shapes)
-    try:
-        return ModuleSpec(
-            name,
-            recipe.wiring.meshes[name],
-            layers,
-            recipe.wiring.media[name],
-            own.trainable,
-            features=adapter.out_features or 0,
-            token_axes=axes,
-            tokens_per_row=adapter.abilities.tokens_per_row if shares_media else 0,
-            packed=packs(recipe, name),
-            attention_mask=own.attention_mask,
-            assignment=token_assignment(recipe, name),
-            splits=splits.runs,
-            activation=splits.activation,
-            frozen_layers=splits.frozen_layers,
-            options=module_options(recipe, name),
-        )
-    except GraphError as error:
-        raise RecipeError(
-            f"parallelism.{name}.module_fqns_per_model_part: {error}; layers are {list(layers)}"
-        ) from error

@@ -16,9 +16,9 @@ from hetmesh.parallel.random_state import DROPOUT
 from hetmesh.recipe.hf_path import prompt_note
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.torchtitan_keys import differing_defaults
+from hetmesh.resolve.directories import why_not_compared
 from hetmesh.resolve.modules import notes_on_experts
 from hetmesh.resolve.resolved import ResolvedRecipe
-from hetmesh.resolve.whole_directory import why_not_compared
 
 
 def count_parameters(adapter: Adapter) -> int | None:

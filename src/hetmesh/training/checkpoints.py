@@ -11,7 +11,7 @@ from hetmesh.checkpoint.checkpointer import Checkpointer
 from hetmesh.checkpoint.resume import ADVICE, changes, check_changes, described, run_state
 from hetmesh.errors import RecipeError
 from hetmesh.records.reporter import Reporter
-from hetmesh.resolve.references import References, check_references, referenced, references
+from hetmesh.resolve.directories import References, check_references, referenced, references
 from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.training.job import Job
 from hetmesh.training.optimizers import keeping_options

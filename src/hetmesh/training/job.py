@@ -82,7 +82,9 @@ class Job:
         accelerator, sums = world.accelerator, world.accelerator.stream()
         for name in graph.order:
             own, mesh, dense = _own_stages(world, graph[name])
-            tied_groups = _tied_groups(world, graph[name]) if shares_ends(resolved, name) else {}
+            staged = graph[name].mesh.axis_size("pp") > 1
+            shared_ends = staged and ends_are_tied(graph[name], resolved.shapes[name])  # by a weight that is trained
+            tied_groups = _tied_groups(world, graph[name]) if shared_ends else {}
             if mesh is None:
                 continue
             deferred = deferred_module(recipe, adapters[name], name)
@@ -283,12 +285,6 @@ def _own_stages(world: World, spec: ModuleSpec) -> tuple[tuple[Stage, ...], Devi
     own = [i for i in range(spec.num_stages) if world.rank in spec.stage_mesh(i)]
     found = meshes[own[0] % len(meshes)] if own else [None]
     return tuple(Stage(spec.name, i) for i in own), found[0], found[-1]
-
-
-def shares_ends(resolved: ResolvedRecipe, name: str) -> bool:
-    """Whether the first and the last stage of a module share a weight that is trained. Equal on all ranks."""
-    spec = resolved.graph[name]
-    return spec.mesh.axis_size("pp") > 1 and ends_are_tied(spec, resolved.shapes[name])
 
 
 def _tied_groups(world: World, spec: ModuleSpec) -> dict[int, dist.ProcessGroup]:

@@ -23,8 +23,8 @@ from hetmesh.records.events import FAILED, FINISHED, STOPPED
 from hetmesh.records.metrics import StepMetrics, run_summary
 from hetmesh.records.reporter import Reporter
 from hetmesh.records.step_values import StepCost
-from hetmesh.resolve.held_out import held_out_source
 from hetmesh.resolve.resolved import ResolvedRecipe, resolve
+from hetmesh.resolve.samples import held_out_source
 from hetmesh.runtime.device_peak import device_name
 from hetmesh.training.checkpoints import Export, Progress, RunCheckpoints
 from hetmesh.training.environment import choose_kernels, open_payloads, world_for

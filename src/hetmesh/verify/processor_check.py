@@ -20,8 +20,8 @@ from hetmesh.formatting import counted
 from hetmesh.models import placeholder_rows
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.recipe.hf_path import expand_hf_path
+from hetmesh.resolve.directories import directory_of
 from hetmesh.resolve.resolved import ResolvedRecipe
-from hetmesh.resolve.whole_directory import directory_of
 
 N_SAMPLES = 4
 """Samples of each set of conversations that are compared."""

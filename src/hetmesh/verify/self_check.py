@@ -29,9 +29,10 @@ from hetmesh.models.split.whole_forward import load_whole, whole_logits
 from hetmesh.models.split.whole_model import TOWERS, WholeModel, whole_model
 from hetmesh.recipe.hf_path import PLACEHOLDER_KEYS
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.directories import directory_of
 from hetmesh.resolve.modules import loaded_module
 from hetmesh.resolve.resolved import resolve
-from hetmesh.resolve.whole_directory import directory_of
+from hetmesh.verify.self_check import check_close, relative
 from hetmesh.verify.self_check_samples import self_check_source
 
 NOT_COMPARED = (

@@ -15,8 +15,8 @@ import torch
 from hetmesh.errors import HetmeshError, OutputError, SelfCheckError
 from hetmesh.files import from_json, read_file
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.directories import directory_of
 from hetmesh.resolve.resolved import ResolvedRecipe, resolve
-from hetmesh.resolve.whole_directory import directory_of
 
 TIMEOUT_S = 7200
 """Seconds that comparing the modules with transformers' own forward may take."""
