@@ -19,12 +19,11 @@ import torch.distributed as dist
 from hetmesh.boundary import World
 from hetmesh.boundary.scalars import reduce_over_ranks
 from hetmesh.checkpoint.fit import MODEL, check_fit, module_of, optional
-from hetmesh.checkpoint.frozen_tensors import FrozenFile, fingerprint_of, frozen_names
 from hetmesh.checkpoint.reading import gathered, read_index, read_into
 from hetmesh.checkpoint.resume import RunState, read_run_state
 from hetmesh.checkpoint.save_plan import SavePlans, Staging, as_bytes
 from hetmesh.checkpoint.saving import PendingSave, SavePlace
-from hetmesh.checkpoint.writing import WrittenPart, write_file
+from hetmesh.checkpoint.writing import FrozenFile, WrittenPart, fingerprint_of, frozen_names, write_file
 from hetmesh.errors import CheckpointError, HetmeshError
 from hetmesh.parallel.root import Root
 from hetmesh.records import checkpoint_folders as folders
@@ -108,11 +107,8 @@ class Checkpointer:
             raise CheckpointError(f"{fails}: {problem}")
 
     def latest(self) -> int | None:
-        """The newest complete step, as rank 0 sees it.
-
-        Raises:
-            CheckpointError: the folder cannot be read, or a newer checkpoint has lost its checksums.
-        """
+        """The newest complete step, as rank 0 sees it. Raises CheckpointError: the folder cannot be read, or a newer
+        checkpoint has lost its checksums."""
         fails = f"checkpoints in {self.folder} cannot be read"
         step = self._on_first(fails, lambda: folders.newest_step(self.folder))
         return None if step < 0 else step
@@ -190,11 +186,8 @@ class Checkpointer:
                 folders.remove_old(self.folder, self.keep_latest)
 
     def wait(self) -> None:
-        """Wait until a save beside training is complete.
-
-        Raises:
-            CheckpointError: it cannot be written, or takes longer than the timeout.
-        """
+        """Wait until a save beside training is complete. Raises CheckpointError: it cannot be written, or takes longer
+        than the timeout."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -224,11 +217,8 @@ class Checkpointer:
             self._last.end(_EXIT_TIMEOUT_S)
 
     def saved_run(self, step: int) -> RunState:
-        """What the checkpoint of `step` says about its run.
-
-        Raises:
-            CheckpointError: it cannot be read, or holds the state after another step.
-        """
+        """What the checkpoint of `step` says about its run. Raises CheckpointError: it cannot be read, or holds the
+        state after another step."""
         path = self.folder / f"step-{step}"
         with self.patience(), self._advising(step):
             run = read_run_state(self.world, path)

@@ -27,11 +27,8 @@ _N_NAMES = 8  # in one message
 
 
 def check_fit(world: World, path: Path, state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Compare what this rank wants to read with what the checkpoint at `path` holds. Collective.
-
-    Raises:
-        RecipeError: they differ on some rank; the same on all, before anything is read.
-    """
+    """Compare what this rank wants to read with what the checkpoint at `path` holds. Collective. Raises RecipeError:
+    they differ on some rank; the same on all, before anything is read."""
     by_rank = gathered(world, (set(state), differences(state, saved)), f"comparing {path} with the recipe")
     keys = set().union(*(names for names, _ in by_rank))
     expected, there = _modules(keys), _modules(saved)

@@ -74,11 +74,8 @@ def _uncollected() -> Iterator[None]:
 
 @_uncollected()
 def read_index(world: World, path: Path) -> Index:
-    """The index of the checkpoint at `path`, compared with its checksum. Collective.
-
-    Raises:
-        CheckpointError: it has changed or cannot be read; on every rank.
-    """
+    """The index of the checkpoint at `path`, compared with its checksum. Collective. Raises CheckpointError: it has
+    changed or cannot be read; on every rank."""
     errors, index = list[str](), Index(Metadata({}), {})
     try:
         index = Index.of(path)
@@ -272,11 +269,8 @@ def _has_bytes(stream: BinaryIO, end: int) -> bool:
 
 
 def unpacked(content: io.BytesIO) -> Any:
-    """What torch.save wrote, on the CPU; it takes no more memory than it has bytes.
-
-    Raises:
-        UnpicklingError, BadZipFile, and whatever torch.load makes of other bytes.
-    """
+    """What torch.save wrote, on the CPU; it takes no more memory than it has bytes. Raises UnpicklingError, BadZipFile,
+    and whatever torch.load makes of other bytes."""
     with zipfile.ZipFile(content) as archive:
         if packed := [info.filename for info in archive.infolist() if info.compress_type != zipfile.ZIP_STORED]:
             raise pickle.UnpicklingError(f"{packed[0]} in it is packed, which torch.save never does")

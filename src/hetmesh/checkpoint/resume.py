@@ -120,11 +120,8 @@ class RunState:
 
 
 def read_run_state(world: World, path: Path, index: Index | None = None) -> RunState:
-    """The `run_state` of the checkpoint at `path`, whose `index` may have been read. Collective.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """The `run_state` of the checkpoint at `path`, whose `index` may have been read. Collective. Raises
+    CheckpointError: it cannot be read."""
     state = {RUN: ""}
     index = index or read_index(world, path)
     if RUN in index.saved:
@@ -136,7 +133,7 @@ def changes(saved: Mapping[str, Any] | None, recipe: Recipe) -> Changes:
     """The keys in which `recipe` differs from the one that was saved; empty if none was."""
     if saved is None:
         return {}
-    return _differing(*(_with_tables(each) for each in (saved, recipe.model_dump(mode="json", by_alias=True))))
+    return _differing(*(_with_tables(table) for table in (saved, recipe.model_dump(mode="json", by_alias=True))))
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:

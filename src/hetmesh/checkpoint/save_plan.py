@@ -45,11 +45,8 @@ class SavePlans:
         self.made = 0
 
     def share(self, state: dict[str, Any]) -> list[SavedEntry]:
-        """What this rank writes of `state`, whose equal entries on several ranks are written by one. Collective.
-
-        Raises:
-            CheckpointError: what the ranks have does not fit together; on every rank.
-        """
+        """What this rank writes of `state`, whose equal entries on several ranks are written by one. Collective. Raises
+        CheckpointError: what the ranks have does not fit together; on every rank."""
         planner = DefaultSavePlanner()
         planner.set_up_planner(state, is_coordinator=self._world.rank == 0)
         saved = {name: _kind(value) for name, value in planner.state_dict.items()}

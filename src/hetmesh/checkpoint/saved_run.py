@@ -100,11 +100,8 @@ class SavedRun:
         return self._entries[name][1].properties.dtype if name in self._entries else self._elsewhere(name).dtype
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Whole tensors on the CPU, whatever layout wrote them.
-
-        Raises:
-            CheckpointError: they cannot be read, or their bytes have changed since they were written.
-        """
+        """Whole tensors on the CPU, whatever layout wrote them. Raises CheckpointError: they cannot be read, or their
+        bytes have changed since they were written."""
         tensors = {}
         for name in dict.fromkeys(names):
             shape, dtype = self.shape(name), self.dtype(name)
@@ -183,10 +180,10 @@ def saved_run(folder: Path, step: int | None = None) -> SavedRun:
         )
     if newest not in steps:
         raise RecipeError(f"{checkpoints} has no complete checkpoint of step {newest}; there are {steps}")
-    found = SavedRun(recipe, checkpoints / f"step-{newest}")
-    found.state.check_name(found.path)
-    found.state.check_model(recipe, configs(recipe), found.path)
-    return found
+    run = SavedRun(recipe, checkpoints / f"step-{newest}")
+    run.state.check_name(run.path)
+    run.state.check_model(recipe, configs(recipe), run.path)
+    return run
 
 
 def run_recipe(folder: Path) -> Recipe:

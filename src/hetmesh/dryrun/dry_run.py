@@ -238,11 +238,8 @@ def dry_run(resolved: ResolvedRecipe, rank: int = 0, *, draws: bool = False) -> 
 
 
 def with_microbatches(recipe: Recipe, count: int | None) -> Recipe:
-    """The recipe with `count` microbatches per step; None: as many as it says.
-
-    Raises:
-        RecipeError: a local batch does not come to so many.
-    """
+    """The recipe with `count` microbatches per step; None: as many as it says. Raises RecipeError: a local batch does
+    not come to so many."""
     if count is None:
         return recipe
     batch = recipe.batch

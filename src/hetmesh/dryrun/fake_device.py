@@ -26,10 +26,16 @@ def _nothing(*_: Any, **__: Any) -> None:
     """Nothing is queued, drawn or waited for."""
 
 
+def _always(*_: Any, **__: Any) -> bool:
+    """It is there, and done."""
+    return True
+
+
 class FakeStream:
     """A queue in which nothing waits."""
 
     __init__ = wait_event = wait_stream = __exit__ = _nothing
+    query = _always
 
     def __enter__(self) -> FakeStream:
         return self
@@ -42,15 +48,12 @@ class FakeStream:
         """Counts a wait of the host."""
         _module().waited("a stream")
 
-    def query(self) -> bool:
-        """Whether all is done."""
-        return True
-
 
 class FakeEvent:
     """An event, which is reached; times between events are 0. Whoever synchronizes with it would wait on a GPU."""
 
     __init__ = wait = _nothing
+    query = _always
 
     def record(self, stream: Any = None) -> FakeEvent:
         """Here."""
@@ -59,10 +62,6 @@ class FakeEvent:
     def synchronize(self) -> None:
         """Counts a wait of the host."""
         _module().waited("an event")
-
-    def query(self) -> bool:
-        """Whether it is reached."""
-        return True
 
     def elapsed_time(self, other: Any, /) -> float:
         """Nothing takes time."""
@@ -73,6 +72,7 @@ class FakeModule:
     """What torch and FSDP ask of a `torch.cuda`: one device, which is there while somebody uses it."""
 
     Stream, Event = FakeStream, FakeEvent
+    is_initialized = _always
 
     def __init__(self) -> None:
         self._state = torch.zeros(16, dtype=torch.uint8)
@@ -95,10 +95,6 @@ class FakeModule:
     def is_available(self) -> bool:
         """While it is used."""
         return self._waits is not None
-
-    def is_initialized(self) -> bool:
-        """Always."""
-        return True
 
     def _is_in_bad_fork(self) -> bool:
         return False
@@ -196,21 +192,14 @@ class FakeAccelerator(Cuda):
 
 @dataclass
 class Arrived:
-    """Messages that have arrived.
-
-    Attributes:
-        timed_waits: how often the host waited with a timeout, which on NCCL blocks it.
-    """
+    """Messages that have arrived; `timed_waits` counts waits with a timeout, which on NCCL block the host."""
 
     timed_waits: int = 0
+    is_completed = _always
 
     def wait(self, timeout: timedelta | None = None, /) -> object:
         """Nothing to wait for."""
         self.timed_waits += timeout is not None
-        return True
-
-    def is_completed(self) -> bool:
-        """Always."""
         return True
 
 

@@ -7,7 +7,6 @@ Rules: aten/src/ATen/autocast_mode.h and aten/src/ATen/native/transformers/cuda/
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.flop_counter import register_flop_formula
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hetmesh._torch_compat import FakeTensor, implement, tree_leaves, tree_map_only, without_autocast
 from hetmesh.attention.key_blocks import BLOCK
@@ -46,31 +46,8 @@ _WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put 
 """Operations whose arguments autocast brings to the widest dtype among them."""
 
 
-class _Casts:
-    """Weights in the dtype of autocast, cast once for as long as autocast lasts."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
-
-    def lower(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """`x` in `dtype`; a weight's cast is kept."""
-        if not x.is_floating_point() or x.dtype in (dtype, torch.float64) or not isinstance(x, FakeTensor):
-            return x
-        if not (x.is_leaf and x.requires_grad and x.dtype == torch.float32 and torch.is_autocast_cache_enabled()):
-            return x.to(dtype)
-        found = self._known.get(id(x))
-        if found is not None and found[0]() is x and found[1].requires_grad == torch.is_grad_enabled():
-            return found[1]
-        cast = x.to(dtype)
-        self._known[id(x)] = weakref.ref(x), cast
-        return cast
-
-    def clear(self) -> None:
-        """Autocast is over."""
-        self._known.clear()
-
-
-CASTS = _Casts()
+CASTS = WeakTensorKeyDictionary()
+"""Weights in the dtype of autocast, cast once for as long as autocast lasts; whoever ends it clears this."""
 
 
 def _under_autocast(name: str, casts: Callable[[list[Tensor]], Callable[[Tensor], Tensor]]) -> Callable[..., Any]:
@@ -88,7 +65,19 @@ def _under_autocast(name: str, casts: Callable[[list[Tensor]], Callable[[Tensor]
 
 
 def _to_lower(_: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda x: CASTS.lower(x, torch.get_autocast_dtype(NAME))
+    dtype, cached = torch.get_autocast_dtype(NAME), torch.is_autocast_cache_enabled()
+
+    def lower(x: Tensor) -> Tensor:
+        if not x.is_floating_point() or x.dtype in (dtype, torch.float64) or not isinstance(x, FakeTensor):
+            return x
+        if not (x.is_leaf and x.requires_grad and x.dtype == torch.float32 and cached):
+            return x.to(dtype)
+        cast = CASTS.get(x)
+        if cast is None or cast.requires_grad != torch.is_grad_enabled():
+            cast = CASTS[x] = x.to(dtype)
+        return cast
+
+    return lower
 
 
 def _to_fp32(_: list[Tensor]) -> Callable[[Tensor], Tensor]:

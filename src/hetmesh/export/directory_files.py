@@ -65,7 +65,7 @@ def prepared_otherwise(recipe: Recipe, source: Path, *, whole: bool) -> Iterator
             "the run trained on conversations in the form of its own data.options.chat_template; what was copied "
             "writes another: give the run's to apply_chat_template"
         )
-    for options in (each.options for each in recipe.data.mixture or (recipe.data,) if whole):
+    for options in (data.options for data in recipe.data.mixture or (recipe.data,) if whole):
         for key in PREPARING:
             path = options.get(key)
             if isinstance(path, str) and Path(path).expanduser().resolve() != source.resolve():
@@ -79,14 +79,14 @@ def prepared_otherwise(recipe: Recipe, source: Path, *, whole: bool) -> Iterator
 def _has_own_form(recipe: Recipe, source: Path) -> bool:
     """Whether the recipe writes conversations in a form that neither the files of the directory nor the processor of
     its model has."""
-    forms = [each.options.get("chat_template") for each in recipe.data.mixture or (recipe.data,)]
+    forms = [data.options.get("chat_template") for data in recipe.data.mixture or (recipe.data,)]
     files = [source / name for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")]
     known: set[object] = {form for prompt in PROMPTS.values() for form in (prompt.template, prompt.default)}
     for file in (file for file in files if file.is_file()):
         if file.suffix == ".json":
-            found = json_object(file, source).get("chat_template")
-            named = found if isinstance(found, list) else [{"template": found}]
-            known |= {str(each.get("template")) for each in named if isinstance(each, dict)}
+            template = json_object(file, source).get("chat_template")
+            named = template if isinstance(template, list) else [{"template": template}]
+            known |= {str(entry.get("template")) for entry in named if isinstance(entry, dict)}
         else:
             known.add(read_file(file).decode("utf-8", errors="replace"))
     return any(form is not None and form not in known for form in forms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,8 +15,7 @@ from torch import Tensor
 from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.errors import OutputError, RecipeError
 from hetmesh.export.directory_files import MADE_FROM, copy_files, is_made_from, made_from, prepared_otherwise, put_aside
-from hetmesh.export.export_plan import Directory, Origin, Regrouped, export_plan
-from hetmesh.export.peft_adapters import write_adapters
+from hetmesh.export.export_plan import Adapted, Directory, ExportPlan, Origin, Regrouped, export_plan
 from hetmesh.files import write_json, writing
 from hetmesh.formatting import counted
 from hetmesh.models.weights.pretrained import TensorEntry
@@ -30,6 +30,8 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 AS_DIRECTORY = "directory"
 """In place of a dtype: each tensor has that of the directory which the modules come from."""
+
+ADAPTER_FOLDER = "adapter"
 
 Dtype = torch.dtype | Literal["directory"] | None
 
@@ -69,7 +71,7 @@ def export(
         for directory in plan.directories:
             lines += _write(run, partial, directory, dtype, largest)
         if not merge:
-            write_adapters(run, partial, folder, plan, dtype if isinstance(dtype, torch.dtype) else None, lines)
+            lines += _write_adapters(run, partial, folder, plan, dtype if isinstance(dtype, torch.dtype) else None)
         if len(plan.directories) > 1 or plan.directories[0].place:
             # The recipe says how the modules of several directories belong together.
             write_json(partial / RECIPE_FILE, run.recipe.model_dump(mode="json", by_alias=True), indent=2)
@@ -180,7 +182,7 @@ def _dtype_of(entry: TensorEntry) -> torch.dtype:
 
 def _read(run: SavedRun, origins: Mapping[str, Origin | Regrouped], stored: Mapping[str, Stored]) -> dict[str, Tensor]:
     plain = {name: origin for name, origin in origins.items() if isinstance(origin, Origin)}
-    found = run.read(key for origin in plain.values() if origin.source is None for key in origin.keys)
+    values = run.read(key for origin in plain.values() if origin.source is None for key in origin.keys)
     out: dict[str, Tensor] = {}
     used: set[str] = set()
     for name, origin in plain.items():
@@ -190,7 +192,7 @@ def _read(run: SavedRun, origins: Mapping[str, Origin | Regrouped], stored: Mapp
             with safe_open(origin.source.tensors[origin.keys[0]].file, "pt") as reader:
                 out[name] = reader.get_tensor(origin.keys[0])
             continue
-        value = as_dtype(_trained(origin, found), stored[name].dtype, name)
+        value = as_dtype(_trained(origin, values), stored[name].dtype, name)
         out[name] = value.clone() if origin.keys[0] in used else value  # safetensors takes no two views of one memory
         used.add(origin.keys[0])
     blocks: dict[Origin, list[tuple[str, StoredBlock]]] = {}
@@ -207,10 +209,56 @@ def _read(run: SavedRun, origins: Mapping[str, Origin | Regrouped], stored: Mapp
     return out
 
 
-def _trained(origin: Origin, found: Mapping[str, Tensor]) -> Tensor:
+def _trained(origin: Origin, values: Mapping[str, Tensor]) -> Tensor:
     """A tensor of the run, its adapter merged if it is to be."""
-    value = found[origin.keys[0]]
+    value = values[origin.keys[0]]
     if len(origin.keys) > 1:
-        a, b = (found[key].double() for key in origin.keys[1:])
+        a, b = (values[key].double() for key in origin.keys[1:])
         value = (value.double() + origin.scale * (b @ a)).to(value.dtype)
     return value
+
+
+def _write_adapters(
+    run: SavedRun, top: Path, final: Path, plan: ExportPlan, dtype: torch.dtype | None
+) -> Iterator[str]:
+    """Write the adapters of each directory of `plan`, which is in `top` now and will be in `final`, as a directory of
+    peft inside of it. Raises RecipeError: the run has no adapters."""
+    if not plan.adapters:
+        raise RecipeError(f"{run.path}: none of the run's modules has LoRA adapters ([modules.<name>.lora])")
+    for place, adapted in plan.adapters.items():
+        folder = top / place / ADAPTER_FOLDER
+        with writing(folder):
+            folder.mkdir()
+        halves = [(layer.name, half, key) for layer in adapted for half, key in (("A", layer.a), ("B", layer.b))]
+        # "base_model.model." is what peft puts before the FQN of a layer.
+        keys = {f"base_model.model.{name}.lora_{half}.weight": key for name, half, key in halves}
+        stored = {name: Stored(run.shape(key), dtype or run.dtype(key)) for name, key in keys.items()}
+        values = run.read(keys.values())
+        tensors = {name: as_dtype(values[key], stored[name].dtype, name) for name, key in keys.items()}
+        written = write_tensors(folder, stored, lambda _, tensors=tensors: tensors, 1 << 62, name="adapter_model")
+        write_json(folder / "adapter_config.json", _adapter_config(run, adapted, str(final / place)), indent=2)
+        yield (
+            f"{Path(place, ADAPTER_FOLDER)}: {written.tensors} tensors of {len(adapted)} adapted layers; loads with "
+            f"peft.PeftModel.from_pretrained(model, {str(final / place / ADAPTER_FOLDER)!r})"
+        )
+
+
+def _adapter_config(run: SavedRun, adapted: Sequence[Adapted], base: str) -> dict[str, object]:
+    loras = {layer.name: run.recipe.modules[layer.module].lora for layer in adapted}
+    known = {re.escape(name): lora for name, lora in loras.items() if lora is not None}
+    first = next(iter(known.values()))
+    others = {name: lora for name, lora in known.items() if (lora.rank, lora.alpha) != (first.rank, first.alpha)}
+    return {
+        "peft_type": "LORA",
+        "base_model_name_or_path": base,
+        "r": first.rank,
+        "lora_alpha": first.alpha,
+        "lora_dropout": first.dropout,
+        "target_modules": list(loras),
+        "rank_pattern": {name: lora.rank for name, lora in others.items()},
+        "alpha_pattern": {name: lora.alpha for name, lora in others.items()},
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "task_type": None,
+    }

@@ -225,8 +225,8 @@ def _as_module(recipe: Recipe, name: str, part: _Part) -> Directory:
     pretrained = pretrained_of(name, recipe.modules[name])
     if recipe.modules[name].model.startswith("hf_"):  # a piece of a class, which nothing loads alone
         assert pretrained is not None
-        found, known = check_weights(part.adapter, part.module, pretrained), stored_forms(part.adapter, pretrained)
-        origins = {found[own]: origin for own, origin in part.origins.items()}
+        names, known = check_weights(part.adapter, part.module, pretrained), stored_forms(part.adapter, pretrained)
+        origins = {names[own]: origin for own, origin in part.origins.items()}
         return Directory(name, _as_stored(origins, {theirs: known[theirs] for theirs in origins}, pretrained))
     if not isinstance(part.module, transformers.PreTrainedModel) or isinstance(part.adapter, UserAdapter):
         return Directory(name, part.origins)
@@ -253,10 +253,7 @@ def _as_stored(
     origins: Mapping[str, Origin], forms: Mapping[str, StoredForm], source: Pretrained | None = None
 ) -> dict[str, Origin | Regrouped]:
     """The tensors that files get, by their names there; `forms` says in which form those of `origins` are stored.
-
-    Raises:
-        RecipeError: the run has only a part of a tensor of `source`.
-    """
+    Raises RecipeError: the run has only a part of a tensor of `source`."""
     tensors: dict[str, Origin | Regrouped] = {}
     for name, blocks in by_stored(forms).items():
         if len(blocks) == 1 and forms[blocks[0][0]].is_whole:

@@ -53,16 +53,13 @@ def answer_tokens(
 
 
 def prompt_source(source: Source, recipe: Recipe) -> PromptSource:
-    """What makes samples of questions: the recipe's source, or the first of its mixture that can.
-
-    Raises:
-        RecipeError: none can.
-    """
+    """What makes samples of questions: the recipe's source, or the first of its mixture that can. Raises RecipeError:
+    none can."""
     parts = source.parts.values() if isinstance(source, MixtureSource) else (source,)
     for part in parts:
         if isinstance(part, PromptSource):
             return part
-    named = " and ".join(repr(each.source) for each in recipe.data.mixture or (recipe.data,))
+    named = " and ".join(repr(data.source) for data in recipe.data.mixture or (recipe.data,))
     raise RecipeError(
         f"data.source = {named}: it cannot make a sample of a question (it has no `prompt`; "
         "hetmesh.data.source.PromptSource); ask one of its own with --sample"

@@ -34,12 +34,10 @@ MAX_TOKENS = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class OneProcess:
-    """Modules that are ready to compute. Made by `OneProcess.load`.
+    """Modules that are ready to compute, in evaluation mode on `device`. Made by `OneProcess.load`.
 
     Attributes:
         resolved: the recipe with all modules on one rank.
-        modules: in evaluation mode, by name.
-        device: where they are.
     """
 
     resolved: ResolvedRecipe
@@ -79,11 +77,15 @@ class OneProcess:
             run = SavedRun(alone, path, resolved)
         modules: dict[str, nn.Module] = {}
         for name in graph.order:
-            if run is None:
-                _check_weights(alone, name)
+            if run is not None:
+                module = _of_run(alone, adapters[name], name, run)
+            elif pretrained_of(name, alone.modules[name]) is not None:
                 module = loaded_module(alone, adapters[name], name)
             else:
-                module = _of_run(alone, adapters[name], name, run)
+                raise RecipeError(
+                    f"modules.{name} has no initial_load_path, so no weights but random ones; give the folder of a run "
+                    "that kept a checkpoint, or checkpoint.initial_load_path"
+                )
             modules[name] = module.to(device)
         return cls(resolved, modules, torch.device(device))
 
@@ -148,14 +150,6 @@ def on_one_rank(recipe: Recipe, **training: Any) -> Recipe:
     given = {"local_batch_size": 1, "seq_len": MAX_TOKENS, "dtype": recipe.training.dtype} | training
     tables["training"] = sections.Training(steps=recipe.training.steps, **given)
     return Recipe.model_validate(tables)
-
-
-def _check_weights(recipe: Recipe, name: str) -> None:
-    if pretrained_of(name, recipe.modules[name]) is None:
-        raise RecipeError(
-            f"modules.{name} has no initial_load_path, so no weights but random ones; give the folder of a run that "
-            "kept a checkpoint, or checkpoint.initial_load_path"
-        )
 
 
 def _of_run(recipe: Recipe, adapter: Adapter, name: str, run: SavedRun) -> nn.Module:

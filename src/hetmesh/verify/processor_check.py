@@ -67,10 +67,14 @@ def check_processor(resolved: ResolvedRecipe) -> list[str]:
         if options.get("image_tiles") is False:
             call |= dict.fromkeys(set(ONE_TILE) & set(keys), False)
         own = options.get("pad_to_square") or (options.get("image_tiles") is False and not set(ONE_TILE) & set(keys))
-        given = _Processors(None if why else both, None if own else images, call, towers[0].call if towers else None)
+        processors = _Processors(
+            None if why else both, None if own else images, call, towers[0].call if towers else None
+        )
         first = min(N_SAMPLES, len(part))
-        done = sum(_is_alike(part, index, rows, given) for index in range(first))
-        what = [*["tokens"] * (given.both is not None), *["pixels"] * (given.images is not None)] if done else []
+        done = sum(_is_alike(part, index, rows, processors) for index in range(first))
+        what = (
+            [*["tokens"] * (processors.both is not None), *["pixels"] * (processors.images is not None)] if done else []
+        )
         without = f"; prompts were not: {why}" if why else ""
         of = f"of the first {counted(first, 'sample')}{'' if done in (0, first) else f', of {done} of them,'}"
         compared = f"{' and '.join(what)} {of} equal those" if what else f"nothing {of} was compared with those"
@@ -109,7 +113,7 @@ def _own_form(options: Mapping[str, Any], path: Path) -> str:
     return f"{', '.join(custom)} is the recipe's own" if custom else ""
 
 
-def _is_alike(part: ConversationsSource, index: int, rows: ItemRows, given: _Processors) -> bool:
+def _is_alike(part: ConversationsSource, index: int, rows: ItemRows, processors: _Processors) -> bool:
     """Compare one sample; False if nothing of it is compared: it cannot be read, or has other media than images."""
     from PIL import Image, ImageOps
 
@@ -121,24 +125,24 @@ def _is_alike(part: ConversationsSource, index: int, rows: ItemRows, given: _Pro
     if any(kind != "image" for kind, _ in media):
         return False
     pictures = [ImageOps.exif_transpose(Image.open(io.BytesIO(blob.read()))) for _, blob in media]
-    if pictures and given.images is not None:
-        with _asking(meta.id, given.images):
-            theirs = given.images(images=[pictures], **given.call)["pixel_values"]
+    if pictures and processors.images is not None:
+        with _asking(meta.id, processors.images):
+            theirs = processors.images(images=[pictures], **processors.call)["pixel_values"]
         items, shape = sample.media["image"], theirs.shape[-3:]
         ours: Tensor | Sequence[Tensor] = items
         if all(item.shape[-3:] == shape for item in items):
             ours, theirs = torch.cat([item.reshape(-1, *shape) for item in items]), theirs.reshape(-1, *shape)
-        elif given.patches is not None:
-            ours = given.patches.collate(items, [item.size for item in meta.media])["media"]
-        _check_pixels(meta.id, ours, theirs, given.images)
-    if given.both is not None:
+        elif processors.patches is not None:
+            ours = processors.patches.collate(items, [item.size for item in meta.media])["media"]
+        _check_pixels(meta.id, ours, theirs, processors.images)
+    if processors.both is not None:
         tokens = expand_tokens(sample, meta, expand(meta, rows).meta, part.placeholders).tokens
-        with _asking(meta.id, given.both):
-            text = given.both.apply_chat_template(turns, tokenize=False)
-            bos = given.both.tokenizer.bos_token
+        with _asking(meta.id, processors.both):
+            text = processors.both.apply_chat_template(turns, tokenize=False)
+            bos = processors.both.tokenizer.bos_token
             more = {"add_special_tokens": False} if bos and text.startswith(bos) else {}
-            made = given.both(text=[text], images=[pictures] if pictures else None, **given.call, **more)
-        _check_tokens(meta.id, tokens.tolist(), made["input_ids"][0].tolist(), given.both)
+            made = processors.both(text=[text], images=[pictures] if pictures else None, **processors.call, **more)
+        _check_tokens(meta.id, tokens.tolist(), made["input_ids"][0].tolist(), processors.both)
     return True
 
 
@@ -155,7 +159,7 @@ def _check_pixels(sample: str, ours: Tensor | Sequence[Tensor], theirs: Tensor, 
     level = (images.rescale_factor if images.do_rescale else 1) / (min(images.image_std) if images.do_normalize else 1)
     what = f"sample {sample!r}: pixel_values: "
     if not isinstance(ours, Tensor) or ours.shape != theirs.shape:
-        shapes = ours.shape if isinstance(ours, Tensor) else [each.shape for each in ours]
+        shapes = ours.shape if isinstance(ours, Tensor) else [pixels.shape for pixels in ours]
         raise SelfCheckError(f"{what}{shapes}, and {theirs.shape} by transformers' {type(images).__name__}")
     if len(far := ((ours - theirs).abs() > 1.01 * level).nonzero()):
         at = tuple(far[0].tolist())

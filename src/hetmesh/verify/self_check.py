@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.directories import directory_of
 from hetmesh.resolve.modules import loaded_module
 from hetmesh.resolve.resolved import resolve
-from hetmesh.verify.self_check import check_close, relative
 from hetmesh.verify.self_check_samples import self_check_source
 
 NOT_COMPARED = (
@@ -57,19 +56,19 @@ measured, with 3 to 48 layers and weights of deviation 0.2 and 1."""
 
 @dataclass
 class Values:
-    """What transformers or the modules computed, by kind of sample; for the modules the kind is empty.
+    """What transformers or the modules computed for one sample, or the modules for a batch.
 
     Attributes:
-        rows: of all items of a placeholder, `[rows, features]`, by `(kind, placeholder)`.
-        hidden: what the head takes for the targets, `[targets, features]`.
         logits: of the targets, `[targets, vocab]`.
-        noise: how much of the hidden states and of the logits rounding may change, by kind of sample.
+        hidden: the input of the head for the targets, `[targets, features]`; None where the LLM has no separate head.
+        rows: of all items by placeholder, `[rows, features]`.
+        noise: how much rounding may change of the hidden states and of the logits.
     """
 
-    rows: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    hidden: dict[str, Tensor] = field(default_factory=dict)
-    logits: dict[str, Tensor] = field(default_factory=dict)
-    noise: dict[str, tuple[float, float]] = field(default_factory=dict)
+    logits: Tensor
+    hidden: Tensor | None
+    rows: dict[str, Tensor]
+    noise: tuple[float, float] = (0.0, 0.0)
 
 
 def self_check(recipe: Recipe) -> float:
@@ -87,10 +86,10 @@ def self_check(recipe: Recipe) -> float:
         )
     whole = whole_model(pretrained)
     encoders = _encoders(recipe, whole)
-    placeholders = {at: _placeholder(whole, each.media) for at, each in encoders.items()}
-    shapes: dict[str, Sequence[tuple[int, ...]]] = {at: [each.call.blank] for at, each in encoders.items()}
-    around = {at: whole.around[each.media] for at, each in encoders.items() if each.media in whole.around}
-    dims = {at: each.call.size_dims for at, each in encoders.items()}
+    placeholders = {at: _placeholder(whole, encoder.media) for at, encoder in encoders.items()}
+    shapes: dict[str, Sequence[tuple[int, ...]]] = {at: [encoder.call.blank] for at, encoder in encoders.items()}
+    around = {at: whole.around[encoder.media] for at, encoder in encoders.items() if encoder.media in whole.around}
+    dims = {at: encoder.call.size_dims for at, encoder in encoders.items()}
     source = self_check_source(whole.config, shapes, placeholders, dims, around)
     training = {"local_batch_size": len(source), "pack_samples": recipe.training.pack_samples, "dtype": "float32"}
     alone = on_one_rank(recipe, **training)
@@ -111,15 +110,15 @@ def self_check(recipe: Recipe) -> float:
 
 def _encoders(recipe: Recipe, whole: WholeModel) -> dict[str, HfEncoderAdapter]:
     """By placeholder how its items are handed to the whole model, whatever adapters the recipe names."""
-    found: dict[str, HfEncoderAdapter] = {}
+    encoders: dict[str, HfEncoderAdapter] = {}
     for name, media in recipe.wiring.media.items():
         if media is not None and TOWERS.get(media) in whole.towers:
             (at,) = recipe.wiring.topology.placeholders(name)
             request = AdapterRequest(
                 name, media=media, consumers=(recipe.sink,), model="hf_encoder", pretrained=whole.pretrained
             )
-            found[at] = HfEncoderAdapter.make(request)
-    return found
+            encoders[at] = HfEncoderAdapter.make(request)
+    return encoders
 
 
 def _placeholder(whole: WholeModel, media: str) -> int:
@@ -159,36 +158,36 @@ def _chain(graph: ModuleGraph, at: str) -> str:
 
 def _by_transformers(
     whole: WholeModel, encoders: Mapping[str, HfEncoderAdapter], loader: Loader, drawn: DrawnBatch
-) -> Values:
-    model = load_whole(whole).eval()
-    values, inputs_of_head = Values(), list[Tensor]()
+) -> dict[str, Values]:
+    """The values of each sample, by its kind."""
+    model, values = load_whole(whole).eval(), dict[str, Values]()
+    inputs_of_head: list[Tensor] = []
     model.get_submodule(whole.head).register_forward_pre_hook(lambda _, args: inputs_of_head.append(args[0]))
     for sample, meta in zip(loader.load(drawn), drawn.metas, strict=True):
         try:
-            values.logits[meta.id] = whole_logits(whole, model, encoders, sample, meta)
-            hidden = inputs_of_head.pop()[0]
+            logits = whole_logits(whole, model, encoders, sample, meta)
             with perturbed(model.get_submodule(whole.decoder)):
                 other_logits = whole_logits(whole, model, encoders, sample, meta)
-            other = inputs_of_head.pop()[0]
         except Exception as error:  # whatever the model makes of samples that its config does not allow
             raise RecipeError(
                 f"{whole.pretrained}: transformers' own forward fails for {meta.id}: {_in_one_line(error)}"
             ) from error
         predicting = torch.cat([torch.arange(start - 1, stop - 1) for start, stop in meta.targets])
-        values.hidden[meta.id] = hidden[predicting]
-        of_logits = relative(other_logits, values.logits[meta.id])
-        values.noise[meta.id] = relative(other[predicting], hidden[predicting]), of_logits
+        hidden, other = (inputs[0][predicting] for inputs in inputs_of_head)
+        inputs_of_head.clear()
+        rows = {}
         for at, encoder in encoders.items():
             if items := sample.media.get(at, ()):
                 batch = encoder.call.collate(items, [item.size for item in meta.media if item.name == at])
-                rows = encoder.encode(model, batch)[""]
-                values.rows[meta.id, at] = rows[: sum(i.rows for i in meta.media if i.name == at)]
+                n_rows = sum(item.rows for item in meta.media if item.name == at)
+                rows[at] = encoder.encode(model, batch)[""][:n_rows]
+        values[meta.id] = Values(logits, hidden, rows, (relative(other, hidden), relative(other_logits, logits)))
     return values
 
 
 def _by_modules(model: OneProcess, loader: Loader, drawn: DrawnBatch) -> list[tuple[list[str], Values]]:
-    """Of each kind of sample alone, and of all in one batch: their kinds, and the values, one after the other."""
-    found, graph, sink = [], model.resolved.graph, model.resolved.graph.sink.name
+    """The kinds and values of each sample alone, and last of all in one batch."""
+    computed, graph, sink = [], model.resolved.graph, model.resolved.graph.sink.name
     llm: Any = model.resolved.adapters[sink]
     inputs_of_head: list[Tensor] = []
     if isinstance(llm, CausalLMAdapter):
@@ -201,33 +200,28 @@ def _by_modules(model: OneProcess, loader: Loader, drawn: DrawnBatch) -> list[tu
                 model.run(name, feed, outputs)
             except Exception as error:  # whatever the model makes of what it is called with
                 raise SelfCheckError(f"module {name!r} fails for {', '.join(kinds)}: {_in_one_line(error)}") from error
-        values = Values(logits={"": outputs[sink]})
-        if inputs_of_head:
-            values.hidden[""] = inputs_of_head[0].reshape(-1, inputs_of_head[0].shape[-1])
-            inputs_of_head.clear()
-        media = [b for b in graph.inputs(sink) if b.at is not None and not b.output]
-        values.rows = {("", str(b.at)): outputs[b.key] for b in media}
-        found.append((kinds, values))
-    return found
+        hidden = inputs_of_head[0].reshape(-1, inputs_of_head[0].shape[-1]) if inputs_of_head else None
+        inputs_of_head.clear()
+        media = {b.at: outputs[b.key] for b in graph.inputs(sink) if b.at is not None and not b.output}
+        computed.append((kinds, Values(outputs[sink], hidden, media)))
+    return computed
 
 
-def _compare(expected: Values, given: list[tuple[list[str], Values]], graph: ModuleGraph) -> float:
-    largest = 0.0
-    for kinds, values in given:
+def _compare(expected: Mapping[str, Values], computed: list[tuple[list[str], Values]], graph: ModuleGraph) -> float:
+    largest, llm = 0.0, f"module {graph.sink.name!r}"
+    for kinds, values in computed:
         where = kinds[0] if len(kinds) == 1 else "all kinds of samples in one batch"
-        for (_, at), rows in values.rows.items():
-            if items := [expected.rows[kind, at] for kind in kinds if (kind, at) in expected.rows]:
+        samples = [expected[kind] for kind in kinds]
+        for at, rows in values.rows.items():
+            if items := [sample.rows[at] for sample in samples if at in sample.rows]:
                 check_close(rows, torch.cat(items), f"{_chain(graph, at)}: its rows for {where}")
-        llm, noise = f"module {graph.sink.name!r}", [expected.noise[kind] for kind in kinds]
-        if "" in values.hidden:
-            hidden, what = (
-                torch.cat([expected.hidden[kind] for kind in kinds]),
-                f"{llm}: its decoder's output for {where}",
-            )
-            check_close(values.hidden[""], hidden, what, max(of_hidden for of_hidden, _ in noise))
-        logits, what = torch.cat([expected.logits[kind] for kind in kinds]), f"{llm}: its head's logits for {where}"
-        check_close(values.logits[""], logits, what, max(of_logits for _, of_logits in noise))
-        largest = max(largest, float((values.logits[""] - logits).abs().max()))
+        if values.hidden is not None:
+            hidden = torch.cat([sample.hidden for sample in samples if sample.hidden is not None])
+            noise = max(sample.noise[0] for sample in samples)
+            check_close(values.hidden, hidden, f"{llm}: its decoder's output for {where}", noise)
+        logits, noise = torch.cat([sample.logits for sample in samples]), max(sample.noise[1] for sample in samples)
+        check_close(values.logits, logits, f"{llm}: its head's logits for {where}", noise)
+        largest = max(largest, float((values.logits - logits).abs().max()))
     return largest
 
 
@@ -237,14 +231,17 @@ def _in_one_line(error: Exception) -> str:
 
 @contextmanager
 def perturbed(decoder: nn.Module) -> Iterator[None]:
-    """While it lasts, the embedded tokens that `decoder` is given are changed by as much as rounding does."""
+    """While it lasts, the embedded tokens that `decoder` takes are changed by as much as rounding does."""
 
-    def perturb(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        tokens = given.get("inputs_embeds")
+    def perturb(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        tokens = kwargs.get("inputs_embeds")
         if tokens is not None:
             draw = torch.Generator().manual_seed(0)
-            given = {**given, "inputs_embeds": tokens * (1 + PERTURBATION * torch.randn(tokens.shape, generator=draw))}
-        return args, given
+            kwargs = {
+                **kwargs,
+                "inputs_embeds": tokens * (1 + PERTURBATION * torch.randn(tokens.shape, generator=draw)),
+            }
+        return args, kwargs
 
     handle = decoder.register_forward_pre_hook(perturb, with_kwargs=True)
     try:
@@ -253,18 +250,18 @@ def perturbed(decoder: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def relative(given: Tensor, expected: Tensor) -> float:
+def relative(actual: Tensor, expected: Tensor) -> float:
     """The largest difference of a row `[..., features]`, of its own norm; rows close to zero, of the largest row's."""
     if not expected.numel():
         return 0.0
     norms = torch.linalg.vector_norm(expected.double(), dim=-1)
     floor = max(float(norms.max()) * 1e-3, torch.finfo(torch.float32).tiny)
-    difference = torch.linalg.vector_norm((given - expected).double(), dim=-1)
+    difference = torch.linalg.vector_norm((actual - expected).double(), dim=-1)
     return float((difference / norms.clamp(min=floor)).max())
 
 
-def check_close(given: Tensor, expected: Tensor, what: str, noise: float = 0.0) -> None:
-    """That `given` is `expected`, rows of features, but for rounding.
+def check_close(actual: Tensor, expected: Tensor, what: str, noise: float = 0.0) -> None:
+    """That `actual` is `expected`, rows of features, but for rounding.
 
     Args:
         what: what it is, for errors.
@@ -273,16 +270,16 @@ def check_close(given: Tensor, expected: Tensor, what: str, noise: float = 0.0) 
     Raises:
         SelfCheckError: it is not, or rounding alone may change so much that it cannot be known.
     """
-    if given.shape != expected.shape:
-        raise SelfCheckError(f"{what} have shape {tuple(given.shape)}, transformers' {tuple(expected.shape)}")
-    found, bound = relative(given, expected), max(TOLERANCE, NOISE_FACTOR * noise)
-    if found <= min(bound, LARGEST):
+    if actual.shape != expected.shape:
+        raise SelfCheckError(f"{what} have shape {tuple(actual.shape)}, transformers' {tuple(expected.shape)}")
+    error, bound = relative(actual, expected), max(TOLERANCE, NOISE_FACTOR * noise)
+    if error <= min(bound, LARGEST):
         return
-    far = float((given - expected).abs().max())
-    says = f"{what} differ from transformers' by up to {far:.1e}, {found:.1e} of a row's size; at most "
-    if found <= bound:
+    largest = float((actual - expected).abs().max())
+    message = f"{what} differ from transformers' by up to {largest:.1e}, {error:.1e} of a row's size; at most "
+    if error <= bound:
         raise SelfCheckError(
-            f"{says}{LARGEST:g} is accepted, although with these weights rounding of the tokens alone changes "
+            f"{message}{LARGEST:g} is accepted, although with these weights rounding of the tokens alone changes "
             f"{noise:.1e}: compare it with weights that are not random"
         )
-    raise SelfCheckError(f"{says}{min(bound, LARGEST):.0e} would be rounding")
+    raise SelfCheckError(f"{message}{min(bound, LARGEST):.0e} would be rounding")

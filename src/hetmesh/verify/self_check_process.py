@@ -32,11 +32,8 @@ FORM = (
 
 
 def compare_in_process(recipe: Recipe) -> list[str]:
-    """Run `compare` in a new process, whose memory and threads are gone afterwards.
-
-    Raises:
-        SelfCheckError: they differ, could not be compared, or the comparison took longer than `TIMEOUT_S`.
-    """
+    """Run `compare` in a new process, whose memory and threads are gone afterwards. Raises SelfCheckError: they differ,
+    could not be compared, or the comparison took longer than `TIMEOUT_S`."""
     environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
     command = [sys.executable, "-m", "hetmesh.verify.self_check_process"]
     try:
@@ -91,11 +88,7 @@ def recorded(recipe: Recipe) -> float | None:
 
 
 def record(recipe: Recipe, difference: float) -> None:
-    """Add a result to the file.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
+    """Add a result to the file. Raises OutputError: the file cannot be written."""
     file = record_file(recipe)
     results = _read(file) | {_key(recipe): {"max_difference": difference, "of": _compared(recipe)}}
     try:
