@@ -60,15 +60,11 @@ def bubble_fill(
     """
     routes = Routes.of(stages, microbatches)
     if durations is None and score is None and lanes is None:
-        return _nominal(stages, routes, training, options)
-    return _filled(stages, routes, training, options, durations, score, lanes, on_sets)
+        return _filled(stages, routes, training, options)
+    return _filled.__wrapped__(stages, routes, training, options, durations, score, lanes, on_sets)
 
 
 @lru_cache(maxsize=64)
-def _nominal(stages: StageGraph, routes: Routes, training: bool, options: PolicyOptions) -> Schedule:
-    return _filled(stages, routes, training, options)
-
-
 def _filled(
     stages: StageGraph,
     routes: Routes,
