@@ -25,7 +25,7 @@ Message = tuple[int, Tensor]
 
 
 class Waited(Protocol):
-    """What waits need of a work in flight: of a `torch.distributed.Work`, or of what a neighbour sends."""
+    """What waits need of a work in flight: of a `torch.distributed.Work`."""
 
     def wait(self, timeout: timedelta = ..., /) -> object:
         """Wait for it. Raises RuntimeError where that takes longer, or the other end is gone."""
@@ -47,14 +47,12 @@ class Backend:
     Attributes:
         name: as torch.distributed calls it.
         device_type: where its tensors lie.
-        shares_memory: whether messages between ranks of one host go through memory that both see.
         by_order: whether messages are matched by their order on a communicator, and not by tags: then each purpose has
             a communicator of its own (`hetmesh.boundary.channels`).
     """
 
     name: str = "gloo"
     device_type: str = "cpu"
-    shares_memory: bool = True
     by_order: bool = False
 
     @property
@@ -140,7 +138,6 @@ class Nccl(Backend):
 
     name: str = "nccl"
     device_type: str = "cuda"
-    shares_memory: bool = False
     by_order: bool = True
 
     def connect(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:

@@ -13,17 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetmesh.boundary.backend import Posted
-from hetmesh.boundary.inbox import Arrival
 from hetmesh.boundary.log import Label
-from hetmesh.boundary.neighbours import Neighbours
 from hetmesh.boundary.rank_step import LocalPiece, RankStep, rank_step
 from hetmesh.boundary.watchdog import timed_out
 from hetmesh.boundary.world import World
 from hetmesh.errors import BoundaryError, BoundaryTimeout
 from hetmesh.layout import TransferStep
 
-_Arrived = tuple[LocalPiece, Tensor | Arrival, int]
-"""A message that is not received in place: the buffer and where it begins in it, or where a neighbour tells of it."""
+_Arrived = tuple[LocalPiece, Tensor, int]
+"""A message that is not received in place: its buffer, and where it begins in it."""
 
 
 class Envelope(NamedTuple):
@@ -81,11 +79,7 @@ class StepMessages:
         if collective:
             self._post_all_to_all(step, tag)
         elif self.step.messages:
-            near = self.world.neighbours
-            if near is None or not near.everyone:
-                self._post(tag)
-            if near is not None:
-                self._tell(near, tag)
+            self._post(tag)
             self.world.log.add_messages(self.label, self.step.messages, self.dtype.itemsize, "p2p")
         if not self.step.order:  # summands wait, so that sums do not depend on arrival
             self._put_own()
@@ -117,8 +111,6 @@ class StepMessages:
         places = []
         buffer = self._buffer(self.step.received_packed) if self.step.received_packed else None
         for part in self.step.receives:
-            if self._is_near(part):
-                continue
             if part.flat:
                 assert self.out is not None
                 place = part.blocks[0].of(self.out)
@@ -134,8 +126,6 @@ class StepMessages:
         buffer = self._buffer(self.step.sent_packed) if self.step.sent_packed else None
         for part in self.step.sends:
             assert self.local is not None
-            if self._is_near(part):
-                continue
             if part.flat:
                 message = part.blocks[0].of(self.local, self.base)
             else:
@@ -143,32 +133,6 @@ class StepMessages:
                 message = buffer[part.start : part.start + part.numel]
                 self._pack(part, buffer, part.start)
             yield part.peer, self._counted(message, part)
-
-    def _is_near(self, part: LocalPiece) -> bool:
-        """Whether its message goes through shared memory."""
-        near = self.world.neighbours
-        return near is not None and near.reaches(part.peer)
-
-    def _tell(self, near: Neighbours, tag: int) -> None:
-        """Expect the messages of neighbours, and pack those for them and tell them where."""
-        for part in self.step.receives:
-            if near.reaches(part.peer):
-                arrival = near.expect(part.peer, tag)
-                self.arrived.append((part, arrival, 0))
-                self.receives.append((part.peer, arrival))
-        for part in self.step.sends:
-            if near.reaches(part.peer):
-                try:
-                    slot, message = near.take(part.peer, part.numel, self.dtype)
-                except OSError as error:
-                    lack = f"no memory to share with rank {part.peer} for {part.numel} elements"
-                    raise BoundaryError(f"{self.label}: {lack}: {error}") from error
-                self._pack(part, self._counted(message, part), int(message.storage_offset()))
-                self._peer = part.peer
-                try:
-                    near.send(part.peer, tag, slot, part.numel, self.world.timeout)
-                except RuntimeError as error:
-                    raise self._lost(error) from error
 
     def _post_all_to_all(self, step: TransferStep, tag: int) -> None:
         ranks = sorted({*step.src.mesh.ranks, *step.dst.mesh.ranks})
@@ -206,26 +170,10 @@ class StepMessages:
         for block, at in zip(part.blocks, part.packed, strict=True):
             at.of(buffer, start).copy_(block.of(self.local, self.base))
 
-    def _put(self, part: LocalPiece, source: Tensor | Arrival, start: int, *, add: bool = False) -> None:
-        if isinstance(source, Arrival):
-            self._put_from_neighbour(part, source, add=add)
-            return
+    def _put(self, part: LocalPiece, source: Tensor, start: int, *, add: bool = False) -> None:
         assert self.out is not None
         for block, at in zip(part.blocks, part.packed, strict=True):
             _move(at.of(source, start), block.of(self.out), add)
-
-    def _put_from_neighbour(self, part: LocalPiece, arrival: Arrival, *, add: bool) -> None:
-        near, letter = self.world.neighbours, arrival.letter
-        assert near is not None
-        assert letter is not None
-        if letter.numel != part.numel:
-            raise BoundaryError(f"{self.label}: rank {part.peer} sent {letter.numel} elements for {part.numel}")
-        try:
-            message = near.read(letter, self.dtype)
-        except OSError as error:
-            raise BoundaryError(f"{self.label}: rank {part.peer} ended before its message was read: {error}") from error
-        self._put(part, message, int(message.storage_offset()), add=add)
-        near.release(letter)
 
     def _put_own(self, *, add: bool = False) -> None:
         for held, kept in self.step.own:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import inspect
 import os
@@ -22,16 +21,11 @@ from hetmesh.boundary.buffers import Buffers
 from hetmesh.boundary.channels import Channel
 from hetmesh.boundary.joining import join
 from hetmesh.boundary.log import CommunicationLog
-from hetmesh.boundary.neighbours import Neighbours
-from hetmesh.boundary.transport import MEMORY
 from hetmesh.boundary.watchdog import Watchdog, check_timeout, timed_out
 from hetmesh.errors import BoundaryError, BoundaryTimeout, LaunchError, LayoutError
 from hetmesh.layout import Layout, MeshSpec
 
 _current: World | None = None
-
-_PARTING = 30.0
-"""Seconds that a rank which is done waits at most for its neighbours to read what it sent."""
 
 
 class World:
@@ -51,7 +45,6 @@ class World:
         log: the communication log.
         watchdog: ends the process when something outlasts the timeout that does not raise by itself.
         buffers: memory for packed messages.
-        neighbours: ranks that messages go to through shared memory, once `connect` has found any.
         ranks_per_node: consecutive ranks that share a node.
     """
 
@@ -71,7 +64,6 @@ class World:
         self.watchdog = Watchdog(timeout)
         self.buffers = Buffers(self.device)
         self.ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
-        self.neighbours: Neighbours | None = None
         self._connected = False
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._channels: dict[Channel, dist.ProcessGroup | None] = {}
@@ -102,33 +94,12 @@ class World:
         self.transfers += 1
         return self.transfers
 
-    @property
-    def link(self) -> str:
-        """What carries messages, as `transport.choose` asks for it; equal on all ranks."""
-        return MEMORY if self.neighbours is not None and self.neighbours.everyone else self.backend.link
-
     def connect(self) -> None:
         """Make what the first message between two ranks would make over all of them. Collective; once is enough."""
         if not self._connected:
             self._connected = True
             with self.waiting("the connections between all ranks"):
                 self.backend.connect(self.device)
-                if self.backend.shares_memory:
-                    self.neighbours = Neighbours.connect(self.rank, self.size)
-            if self.neighbours is not None:
-                atexit.register(self._part)  # a script may end without closing the World, while others still read
-
-    def _part(self) -> None:
-        """Let go of the neighbours, once they have read what this rank sent; after an error without waiting."""
-        if self.neighbours is not None:
-            failed = sys.exception() is not None or getattr(sys, "last_type", None) is not None
-            patience = 0.0 if failed else min(self.timeout, _PARTING)
-            unread = self.neighbours.close(patience)
-            self.neighbours = None
-            if unread and not failed:
-                told = f"rank {self.rank} ends, and {unread} of its messages were not read within {patience:g} s"
-                print(told, file=sys.stderr, flush=True)
-            atexit.unregister(self._part)
 
     def group(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
         """The process group of `ranks` in the order given; None on ranks outside it. Collective over all ranks."""
@@ -256,7 +227,6 @@ class World:
         self._groups.clear()
         self._channels.clear()
         self._meshes.clear()
-        self._part()
         if dist.is_initialized():
             dist.destroy_process_group()
         if _current is self:

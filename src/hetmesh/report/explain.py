@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hetmesh.balance import BatchPlan, boundary_layouts
 from hetmesh.boundary.groups import ends_are_tied, job_groups, most_on_a_rank
-from hetmesh.boundary.transport import MEMORY, choose
+from hetmesh.boundary.transport import choose
 from hetmesh.cost import ModuleShape, Work, imbalance, module_flops, module_memory
 from hetmesh.graph import BoundarySpec, ModuleGraph, boundary_edge
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, missing_elements, plan_transfer
@@ -19,8 +19,8 @@ from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.schedule import Schedule, peaks_in_flight
 from hetmesh.simulate import peak_rows
 
-LINKS = (MEMORY, "gloo", "nccl")
-"""What may carry messages: the memory of one host, where all ranks are on its CPUs, or a backend."""
+LINKS = ("gloo", "nccl")
+"""The backends that may carry messages."""
 
 SHORT = {"dp_replicate": "dp", "dp_shard": "fsdp"}
 """Names of mesh axes in a cell, where they differ from the axis's own."""

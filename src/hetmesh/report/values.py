@@ -73,8 +73,7 @@ class Traffic:
         bytes: that the plan moves between ranks.
         bound: the fewest that any plan could: what each rank must end up with and does not hold, counted from the
             layouts alone.
-        transport: how the bytes are carried, by what may carry them: `memory` where all ranks are on the CPUs of one
-            host, else a backend.
+        transport: how the bytes are carried, by backend.
     """
 
     bytes: int
