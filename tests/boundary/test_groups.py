@@ -5,8 +5,15 @@ from pathlib import Path
 import pytest
 
 from hetmesh.boundary import World
-from hetmesh.boundary.channels import CONTEXT, job_channels
-from hetmesh.boundary.groups import ends_are_tied, job_groups, mesh_groups, most_on_a_rank, tied_pairs
+from hetmesh.boundary.process_groups import (
+    CONTEXT,
+    ends_are_tied,
+    job_channels,
+    job_groups,
+    mesh_groups,
+    most_on_a_rank,
+    tied_pairs,
+)
 from hetmesh.graph import stage_graph
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report import as_text, explain

@@ -72,7 +72,7 @@ def cross(label: Label, named: bool, device: torch.device) -> Tensor:
 
 
 def crossed(token: Tensor) -> None:
-    """The token behind the newest boundary."""
+    """The token that the newest boundary returned."""
     _pending.token = token
 
 

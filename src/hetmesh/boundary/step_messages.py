@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -24,25 +22,12 @@ _Arrived = tuple[LocalPiece, Tensor, int]
 """A message that is not received in place: its buffer, and where it begins in it."""
 
 
-class Envelope(NamedTuple):
-    """What is written on the messages of a transfer, as MPI has it.
-
-    Attributes:
-        label: names the transfer in logs and errors.
-        tag: see `Exchange`.
-        group: see `Exchange`.
-    """
-
-    label: Label
-    tag: int
-    group: dist.ProcessGroup | None
-
-
 class StepMessages:
     """One step of a plan in flight: what this rank does in it, begun.
 
     Args:
         local: this rank's share of the step's source layout; None outside it.
+        label, tag, group: see `Exchange`.
         collective: by one all-to-all instead of a message per peer.
 
     Attributes:
@@ -59,12 +44,14 @@ class StepMessages:
         step: TransferStep,
         local: Tensor | None,
         dtype: torch.dtype,
-        envelope: Envelope,
+        label: Label,
         *,
+        tag: int,
+        group: dist.ProcessGroup | None,
         collective: bool,
     ) -> None:
-        self.world, self.dtype = world, dtype
-        self.label, tag, self.group = envelope
+        self.world, self.dtype, self.collective = world, dtype, collective
+        self.label, self.group = label, group
         self.step: RankStep = rank_step(step, self.world.rank)
         self.local = None if local is None else local.contiguous()
         self.base = 0 if self.local is None else int(self.local.storage_offset())
@@ -74,8 +61,10 @@ class StepMessages:
         self.sends: Posted = []
         self._done = False
         self._peer: int | None = None
-        self.out = self._result()
-        self.collective = collective
+        self.out: Tensor | None = None
+        if self.step.result_shape is not None:
+            new = torch.empty if self.step.fills else torch.zeros
+            self.out = new(self.step.result_shape, dtype=dtype, device=world.device)
         if collective:
             self._post_all_to_all(step, tag)
         elif self.step.messages:
@@ -85,21 +74,13 @@ class StepMessages:
             self._put_own()
 
     def _post(self, tag: int) -> None:
-        world, name = self.world, _Name(self.label, self.world.rank, self._peers)
+        backend, watchdog = self.world.backend, self.world.watchdog
         try:
-            with world.watchdog.watching(name):  # making a communicator would block
-                self.receives, self.sends = world.backend.post(
-                    self._places(), self._messages(), tag, self.group, self.label
-                )
+            with watchdog.watching(self):  # making a communicator would block
+                self.receives, self.sends = backend.post(self._places(), self._messages(), tag, self.group, self.label)
         except RuntimeError as error:
             raise self._lost(error) from error
-        world.backend.posted([*self.receives, *self.sends], world.watchdog, name)
-
-    def _result(self) -> Tensor | None:
-        if self.step.result_shape is None:
-            return None
-        new = torch.empty if self.step.fills else torch.zeros
-        return new(self.step.result_shape, dtype=self.dtype, device=self.world.device)
+        backend.posted([*self.receives, *self.sends], watchdog, self)
 
     def _buffer(self, numel: int) -> Tensor:
         buffer = self.world.buffers.take(numel, self.dtype)
@@ -137,8 +118,8 @@ class StepMessages:
     def _post_all_to_all(self, step: TransferStep, tag: int) -> None:
         ranks = sorted({*step.src.mesh.ranks, *step.dst.mesh.ranks})
         channel = self.group
-        own = channel is not None and dist.get_process_group_ranks(channel) == ranks
-        group = channel if own else self.world.group(ranks)
+        fits = channel is not None and dist.get_process_group_ranks(channel) == ranks
+        group = channel if fits else self.world.group(ranks)
         if group is None:
             return
         sent = {part.peer: part for part in self.step.sends}
@@ -157,7 +138,7 @@ class StepMessages:
             if rank in expected:
                 self.arrived.append((expected[rank], buffer_out, start))
         self.receives.append((None, work))
-        self.world.backend.posted(self.receives, self.world.watchdog, _Name(self.label, self.world.rank, ()))
+        self.world.backend.posted(self.receives, self.world.watchdog, self)
 
     def _counted(self, message: Tensor, part: LocalPiece) -> Tensor:
         # A shorter message lands silently in a longer buffer and a longer one ends the process: count before posting.
@@ -176,10 +157,10 @@ class StepMessages:
             _move(at.of(source, start), block.of(self.out), add)
 
     def _put_own(self, *, add: bool = False) -> None:
-        for held, kept in self.step.own:
+        for source, result in self.step.own:
             assert self.local is not None
             assert self.out is not None
-            _move(held.of(self.local, self.base), kept.of(self.out), add)
+            _move(source.of(self.local, self.base), result.of(self.out), add)
 
     def receive(self) -> Tensor | None:
         """Wait for what this rank receives and put it in place."""
@@ -252,43 +233,21 @@ class StepMessages:
     def _lost(self, error: RuntimeError) -> BoundaryError | BoundaryTimeout:
         """What to raise for an error of a wait."""
         if timed_out(error):
-            return BoundaryTimeout(f"{self.label}: {self.world.waited(self._whom)}")
-        return BoundaryError(f"{self.label}: rank {self.world.rank} lost {self._whom}: {error}")
+            return BoundaryTimeout(f"{self.label}: {self.world.waited(self._peers)}")
+        return BoundaryError(f"{self.label}: rank {self.world.rank} lost {self._peers}: {error}")
 
     @property
-    def _whom(self) -> str:
-        if self._peer is not None:
-            return f"rank {self._peer}"
-        return _whom(self._peers)
-
-    @property
-    def _peers(self) -> tuple[int, ...]:
-        """Of all its messages; none for a collective."""
+    def _peers(self) -> str:
+        """Whom this waits for: now, or before any wait, in all its messages."""
         if self.collective:
-            return ()
-        return tuple(sorted({part.peer for part in (*self.step.receives, *self.step.sends)}))
+            return "a collective"
+        parts = (*self.step.receives, *self.step.sends)
+        peers = sorted({part.peer for part in parts}) if self._peer is None else [self._peer]
+        return f"rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
 
     def __str__(self) -> str:
         """How the watchdog names this wait."""
-        return f"{self.label}: rank {self.world.rank}, waiting for {self._whom}"
-
-
-@dataclass(frozen=True)
-class _Name:
-    """How the watchdog names messages in flight, without keeping their buffers."""
-
-    label: Label
-    rank: int
-    peers: tuple[int, ...]  # none: a collective
-
-    def __str__(self) -> str:
-        return f"{self.label}: rank {self.rank}, waiting for {_whom(self.peers)}"
-
-
-def _whom(peers: Sequence[int]) -> str:
-    if not peers:
-        return "a collective"
-    return f"rank {peers[0]}" if len(peers) == 1 else f"ranks {', '.join(map(str, peers))}"
+        return f"{self.label}: rank {self.world.rank}, waiting for {self._peers}"
 
 
 def _move(source: Tensor, target: Tensor, add: bool) -> None:

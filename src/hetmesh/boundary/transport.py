@@ -83,7 +83,7 @@ def choose(plan: TransferPlan, backend: str, transport: str = "auto") -> str:
 
 
 def may_use_all_to_all(ranks: int, transport: str) -> bool:
-    """Whether a transfer among so many ranks can end up as an all-to-all, which needs a process group of them."""
+    """Whether a transfer among this number of ranks may be an all-to-all, which needs a process group of them."""
     return transport == "all_to_all" or (transport == "auto" and 1 < ranks <= _COUNT_LIMIT)
 
 

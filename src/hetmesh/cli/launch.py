@@ -105,9 +105,11 @@ def _run(function: Callable[..., object], count: int, args: tuple[Any, ...], who
             method = "spawn"
     # Its port is free for certain, and workers may knock at it before there is a store; the store has threads.
     listener = socket.create_server((HOST, 0), backlog=max(128, count))
-    with Workers(method, count, work, (count, per_worker, listener.getsockname()[1], function, args)) as workers:
+    port = listener.getsockname()[1]
+    with Workers(method, count, work, (count, per_worker, port, function, args)) as workers:
         store = TCPStore(
-            *listener.getsockname(),
+            HOST,
+            port,
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(minutes=5),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hetmesh.balance import BatchPlan, boundary_layouts
-from hetmesh.boundary.groups import ends_are_tied, job_groups, most_on_a_rank
+from hetmesh.boundary.process_groups import ends_are_tied, job_groups, most_on_a_rank
 from hetmesh.boundary.transport import choose
 from hetmesh.cost import ModuleShape, Work, imbalance, module_flops, module_memory
 from hetmesh.graph import BoundarySpec, ModuleGraph, boundary_edge
