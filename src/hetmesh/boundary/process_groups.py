@@ -22,6 +22,40 @@ from hetmesh.layout import MeshSpec
 Ranks = tuple[int, ...]
 """A process group: its ranks in order."""
 
+MAX_EDGE_CHANNELS = 4
+"""Channels of edges that a rank is a member of at most: for the stages before and after it, and two others."""
+
+CONTEXT = "context parallelism"
+
+
+@dataclass(frozen=True)
+class Channel:
+    """A communicator of messages.
+
+    Attributes:
+        purpose: whose messages; part of its identity, since groups of equal ranks may have different purposes.
+        ranks: its members, in order.
+    """
+
+    purpose: str
+    ranks: Ranks
+
+    def __str__(self) -> str:
+        return f"the messages of {self.purpose} among ranks {list(self.ranks)}"
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Those of a job.
+
+    Attributes:
+        all: in the order in which every rank makes them.
+        of_edge: per forward edge; an edge that is not here uses the communicator of all ranks.
+    """
+
+    all: tuple[Channel, ...]
+    of_edge: Mapping[Edge, Channel]
+
 
 def job_groups(
     graph: ModuleGraph, world_size: int, tied: Callable[[ModuleSpec], bool], link: str = ""
@@ -123,42 +157,7 @@ def most_on_a_rank(groups: tuple[Ranks, ...]) -> int:
     return max(groups_of_ranks(groups).values(), default=0)
 
 
-MAX_EDGE_CHANNELS = 4
-"""Channels of edges that a rank is a member of at most: for the stages before and after it, and two others."""
-
-CONTEXT = "context parallelism"
-
-
-@dataclass(frozen=True)
-class Channel:
-    """A communicator of messages.
-
-    Attributes:
-        purpose: whose messages; part of its identity, since groups of equal ranks may have different purposes.
-        ranks: its members, in order.
-    """
-
-    purpose: str
-    ranks: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"the messages of {self.purpose} among ranks {list(self.ranks)}"
-
-
-@dataclass(frozen=True)
-class Channels:
-    """Those of a job.
-
-    Attributes:
-        all: in the order in which every rank makes them.
-        of_edge: per forward edge; an edge that is not here uses the communicator of all ranks.
-    """
-
-    all: tuple[Channel, ...]
-    of_edge: Mapping[Edge, Channel]
-
-
-def context_channel(ranks: tuple[int, ...]) -> Channel:
+def context_channel(ranks: Ranks) -> Channel:
     """What carries the fetches of one context-parallel group; its ranks in the order of their coordinates."""
     return Channel(CONTEXT, ranks)
 

@@ -85,9 +85,7 @@ _made: WeakKeyDictionary[TransferStep, dict[int, RankStep]] = WeakKeyDictionary(
 
 def rank_step(step: TransferStep, rank: int) -> RankStep:
     """What `rank` does in `step`; made once."""
-    of_step = _made.get(step)
-    if of_step is None:
-        of_step = _made[step] = {}
+    of_step = _made.setdefault(step, {})
     if rank not in of_step:
         of_step[rank] = _make(step, rank)
     return of_step[rank]

@@ -167,13 +167,10 @@ def backward(loss: Tensor | DTensor | None = None) -> None:
     token = pending.take()
     if loss is not None and not isinstance(loss, Tensor):
         raise BoundaryError(f"hetmesh.backward needs a loss or None, got {type(loss).__name__}")
-    roots: list[Tensor] = []
-    grads: list[Tensor] = []
-    if loss is not None and loss.requires_grad:
-        if loss.numel() > 1:
-            raise BoundaryError(f"hetmesh.backward needs a scalar loss or a stand-in, got shape {tuple(loss.shape)}")
-        roots.append(loss)
-        grads.append(torch.ones_like(loss))
+    roots = [] if loss is None or not loss.requires_grad else [loss]
+    if roots and roots[0].numel() > 1:
+        raise BoundaryError(f"hetmesh.backward needs a scalar loss or a stand-in, got shape {tuple(roots[0].shape)}")
+    grads = [torch.ones_like(root) for root in roots]
     if token is not None:
         roots.append(token)
         grads.append(torch.zeros_like(token))
@@ -233,13 +230,9 @@ class _Crossing:
     def forward(self, local: Tensor | None) -> Tensor:
         """The result on this rank, in new memory."""
         y = self.run(None if local is None else local.detach(), forward=True)
-        if y is None:
-            return self.stand_in()
+        if y is None:  # no rows stand for the result outside the destination
+            return torch.empty((0, *self.plan.shape[1:]), dtype=self.dtype, device=self.world.device)
         return y.clone() if self.plan.is_identity else y
-
-    def stand_in(self) -> Tensor:
-        """The zero-row tensor that stands for the result on ranks outside the destination."""
-        return torch.empty((0, *self.plan.shape[1:]), dtype=self.dtype, device=self.world.device)
 
 
 class _Boundary(torch.autograd.Function):

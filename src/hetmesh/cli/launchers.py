@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hetmesh.errors import LaunchError
 
 TORCHRUN, SLURM, _MPIRUN, _MPIEXEC = "torchrun", "srun", "mpirun", "mpiexec"
-_HOST = "127.0.0.1"
+HOST = "127.0.0.1"
 _PORTS = range(20000, 30000)  # below those that systems hand out by themselves
 _VARIABLES = {  # rank, ranks, rank on this machine, ranks on this machine
     TORCHRUN: ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -44,11 +44,9 @@ class Place:
     @property
     def environment(self) -> dict[str, str]:
         """The same in torchrun's variables, which torch.distributed reads."""
-        numbers = zip(_VARIABLES[TORCHRUN], (self.rank, self.size, self.local_rank, self.local_size), strict=True)
-        return {name: str(number) for name, number in numbers} | {
-            "MASTER_ADDR": self.address,
-            "MASTER_PORT": str(self.port),
-        }
+        names = (*_VARIABLES[TORCHRUN], "MASTER_ADDR", "MASTER_PORT")
+        values = self.rank, self.size, self.local_rank, self.local_size, self.address, self.port
+        return {name: str(value) for name, value in zip(names, values, strict=True)}
 
 
 def find_place(env: Mapping[str, str]) -> Place | None:
@@ -64,7 +62,11 @@ def find_place(env: Mapping[str, str]) -> Place | None:
         if rank is None or size is None or not rank < size:
             raise LaunchError(f"{names[0]} = {env[names[0]]} is no rank of {names[1]} = {env[names[1]]} processes")
         if launcher == TORCHRUN:
-            return _torchrun_place(env, rank, size, local_rank, local_size)
+            missing = " and ".join(name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name))
+            if missing:
+                raise LaunchError(f"RANK and WORLD_SIZE are set, but not {missing}: where rank 0 can be found")
+            # as hetmesh.init reads what is not set
+            return Place(launcher, rank, size, local_rank or 0, local_size or 1, env["MASTER_ADDR"], _port(env, ""))
         if launcher == _MPIEXEC and (slurm := _slurm(env)) and slurm.size == size and not slurm.note:
             return slurm  # srun --mpi=pmi2 sets both; its own variables tell more
         return _mpi_place(launcher, env, rank, size, local_rank, local_size) if size > 1 else None
@@ -80,16 +82,6 @@ def find_place(env: Mapping[str, str]) -> Place | None:
     return None
 
 
-def _torchrun_place(
-    env: Mapping[str, str], rank: int, size: int, local_rank: int | None, local_size: int | None
-) -> Place:
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
-    if missing:
-        raise LaunchError(f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}: where rank 0 can be found")
-    # as hetmesh.init reads what is not set
-    return Place(TORCHRUN, rank, size, local_rank or 0, local_size or 1, env["MASTER_ADDR"], _port(env, ""))
-
-
 def _mpi_place(
     launcher: str, env: Mapping[str, str], rank: int, size: int, local_rank: int | None, local_size: int | None
 ) -> Place:
@@ -101,7 +93,7 @@ def _mpi_place(
         )
     local = rank if local_rank is None else local_rank, size if local_size is None else local_size
     job = env.get("PMIX_NAMESPACE") or str(os.getppid())
-    return Place(launcher, rank, size, *local, env.get("MASTER_ADDR") or _HOST, _port(env, job))
+    return Place(launcher, rank, size, *local, env.get("MASTER_ADDR") or HOST, _port(env, job))
 
 
 def _slurm(env: Mapping[str, str]) -> Place | None:
@@ -132,7 +124,7 @@ def _slurm(env: Mapping[str, str]) -> Place | None:
         size,
         rank % local_size if local_rank is None else local_rank,
         local_size,
-        env.get("MASTER_ADDR") or (first_host(hosts) if nodes > 1 and hosts else _HOST),
+        env.get("MASTER_ADDR") or (first_host(hosts) if nodes > 1 and hosts else HOST),
         _port(env, f"{_text(env, 'SLURM_JOB_ID', 'SLURM_JOBID') or os.getppid()}.{step or 0}"),
         note,
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetmesh._torch_compat import REENTRANT, split_backward
+from hetmesh._torch_compat import REENTRANT, graph_nodes, split_backward
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -73,16 +73,8 @@ def _materialise_gradients(tensors: Sequence[Tensor]) -> None:
 def _depends(output: Tensor, leaves: Sequence[Tensor]) -> bool:
     """Whether `output` has no autograd graph, or one that reaches one of `leaves`."""
     targets = set(map(id, leaves))
-    waiting: list[Any] = [] if output.grad_fn is None else [output.grad_fn]
-    seen = set(waiting)
-    while waiting:
-        for node, _ in waiting.pop().next_functions:
-            if id(getattr(node, "variable", None)) in targets:
-                return True
-            if node is not None and node not in seen:
-                seen.add(node)
-                waiting.append(node)
-    return not output.requires_grad
+    reached = (id(getattr(node, "variable", None)) in targets for node in graph_nodes([output.grad_fn]))
+    return not output.requires_grad or any(reached)
 
 
 def uses_twice(outputs: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
+import timeit
 from dataclasses import dataclass
 
 import torch
@@ -65,11 +65,5 @@ def measure_peak(dtype: torch.dtype, times: int = 3) -> float:
         size *= 2
         a, b = (torch.ones(size, size, dtype=dtype) for _ in range(2))
         torch.mm(a[:32], b)  # starts threads and loads kernels
-        seconds = min(_seconds(a, b) for _ in range(times))
+        seconds = min(timeit.repeat(lambda: torch.mm(a, b), number=1, repeat=times))  # noqa: B023 - called at once
     return 2 * size**3 / seconds
-
-
-def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
-    started = time.perf_counter()
-    torch.mm(a, b)
-    return time.perf_counter() - started

@@ -37,7 +37,6 @@ Loss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 Observe = Callable[[int, Tensor, Mapping[str, Tensor]], None]
 """(microbatch, detached output of the sink, its batch): called after each forward of the sink."""
 
-
 _Saved = Tensor | tuple[torch.device, Tensor]
 """What autograd saved: where it was, or its device and a copy in the host's memory."""
 
