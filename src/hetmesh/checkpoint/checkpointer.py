@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hetmesh.boundary import World
-from hetmesh.boundary.scalars import reduce_over_ranks
+from hetmesh.boundary.world import reduce_over_ranks
 from hetmesh.checkpoint.fit import MODEL, check_fit, module_of, optional
 from hetmesh.checkpoint.reading import gathered, read_index, read_into
 from hetmesh.checkpoint.resume import RunState, read_run_state

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hetmesh.boundary.accelerator import Accelerator, Event, Stream
@@ -17,6 +16,9 @@ LoadBatch = Callable[[Stage, int], Mapping[str, Tensor]]
 
 Forward = tuple[Stage, int]
 """A stage and a microbatch."""
+
+_Copied = tuple[dict[str, Any], Event]
+"""A batch on its way to the device, and when it is there."""
 
 
 class BatchesAhead:
@@ -46,14 +48,20 @@ class BatchesAhead:
         """
         forward = (stage, microbatch)
         if not self.accelerator.asynchronous:
-            return {key: _on(value, self.accelerator.device) for key, value in self.load(*forward).items()}
+            return {key: self._to_device(value) for key, value in self.load(*forward).items()}
         if forward not in self._copied:
             self._waiting.remove(forward)
             self._copied[forward] = self._copy(forward)
         copied = self._copied.pop(forward)
         if isinstance(copied, Exception):
             raise copied
-        return copied.taken(self.accelerator)
+        batch, copy_over = copied
+        if (current := self.accelerator.current_stream()) is not None:
+            current.wait_event(copy_over)
+        for value in batch.values():
+            if isinstance(value, Tensor):
+                self.accelerator.used_by(value, current)
+        return batch
 
     def prepare(self) -> None:
         """Start loading the next batch. Call it when what reads the one before has been queued."""
@@ -69,33 +77,12 @@ class BatchesAhead:
         over = self.accelerator.event()
         with self.accelerator.on(self._stream):
             # torch keeps pinned memory until copies from it are over.
-            copied = {
-                key: _on(self.accelerator.pinned(value) if _lies_on_host(value) else value, self.accelerator.device)
-                for key, value in batch.items()
-            }
+            copied = {key: self._to_device(value) for key, value in batch.items()}
             over.record()
-        return _Copied(copied, over)
+        return copied, over
 
-
-class _Copied:
-    """A batch on its way to the device."""
-
-    def __init__(self, batch: dict[str, Any], over: Event) -> None:
-        self.batch, self.over = batch, over
-
-    def taken(self, accelerator: Accelerator) -> dict[str, Any]:
-        """The batch, for the current stream."""
-        if (current := accelerator.current_stream()) is not None:
-            current.wait_event(self.over)
-        for value in self.batch.values():
-            if isinstance(value, Tensor):
-                accelerator.used_by(value, current)
-        return self.batch
-
-
-def _lies_on_host(value: object) -> bool:
-    return isinstance(value, Tensor) and value.device.type == "cpu"
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+    def _to_device(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        value = self.accelerator.pinned(value) if value.device.type == "cpu" else value
+        return value.to(self.accelerator.device, non_blocking=True)
