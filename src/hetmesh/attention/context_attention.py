@@ -22,21 +22,13 @@ from hetmesh.attention.plan import AttentionPlan, Gathered, Planned, plan_attent
 from hetmesh.attention.terms import Running, Saved, Terms, fold, unfold
 from hetmesh.boundary import World
 from hetmesh.context import Mask
+from hetmesh.context.key_tiles import CHUNKS_AHEAD, chunk_rows
 from hetmesh.errors import BoundaryError, LayoutError
 from hetmesh.layout import Intervals, MeshSpec
 from hetmesh.layout.intervals import extent
 
 Fetch = Literal["auto", "planned", "all_gather"]
 """How keys and values come: what each rank needs, everything, or the cheaper of the two."""
-
-_AHEAD = 3
-"""Chunks on their way while one is computed. Ranks whose work is equal altogether have unequal work chunk by chunk:
-with one on its way they waited for each other for a tenth of the time (two ranks, 16,384 tokens), with three for a
-fiftieth."""
-
-_CHUNK = (256, 2048)
-"""Least and most key rows of a chunk by default; between them, so many of a rank's mean rows that all chunks in memory
-together are as large as the share of one rank: two ranks hold no less of each other's keys than many ranks do."""
 
 
 class ContextAttention:
@@ -74,7 +66,7 @@ class ContextAttention:
         self.mask, self.name, self.fetch = mask, name, fetch
         self.shares = (((0, mask.length),),) if shares is None else tuple(tuple(runs) for runs in shares)
         mean = mask.length // max(len(self.shares), 1)
-        self.chunk = min(max(mean // (1 + _AHEAD), _CHUNK[0]), _CHUNK[1]) if chunk is None else chunk
+        self.chunk = chunk_rows(mean) if chunk is None else chunk
         self._check(ranks if shares is not None else (0,))
         self.wires: Wires | None = None
         self.coordinate = 0
@@ -147,12 +139,12 @@ class ContextAttention:
             assert self.wires is not None
             return fetch(self.wires, plan.shares, plan.chunks[number], number, kv, direction)
 
-        coming = deque(start(number) for number in range(min(_AHEAD, len(plan.chunks))))
+        coming = deque(start(number) for number in range(min(CHUNKS_AHEAD, len(plan.chunks))))
         yield -1, kv, plan.own
         for number, chunk in enumerate(plan.chunks):
             buffer = coming.popleft()()
-            if number + _AHEAD < len(plan.chunks):
-                coming.append(start(number + _AHEAD))
+            if number + CHUNKS_AHEAD < len(plan.chunks):
+                coming.append(start(number + CHUNKS_AHEAD))
             yield number, buffer, chunk.work
             del buffer
 
@@ -197,7 +189,7 @@ class _Attention(torch.autograd.Function):
             ctx.kernel.backward(saved, buffer, work, ctx.terms, dq, part)
             del buffer
             if number >= 0:
-                if len(returning) == _AHEAD:
+                if len(returning) == CHUNKS_AHEAD:
                     _collect(dkv, plan, *returning.popleft())
                 returning.append((number, state.give_back(plan, number, part.to(kv.dtype))))
             del part

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hetmesh.context import Mask, full_tiles, tile_intervals, visible
-from hetmesh.context.sources import ragged
+from hetmesh.context.mask_sources import ragged
 from hetmesh.layout import Interval, Intervals
 from hetmesh.layout.intervals import coalesce, extent
 

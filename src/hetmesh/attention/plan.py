@@ -14,7 +14,7 @@ import numpy as np
 
 from hetmesh.attention.key_blocks import BLOCK, Blocks, Buffer, KernelCalls, PartialMasks
 from hetmesh.context import Mask, needed_keys, tile_intervals
-from hetmesh.context.sources import merge, ragged
+from hetmesh.context.mask_sources import merge, ragged
 from hetmesh.context.token_owners import cut_out
 from hetmesh.layout import Intervals, RowSplit
 from hetmesh.layout.intervals import coalesce, extent

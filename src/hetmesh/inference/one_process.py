@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from hetmesh.attention.packed_rows import with_tensors
 from hetmesh.balance import BalanceOptions, plan_batch
 from hetmesh.checkpoint.initial_check import check_initial_weights
 from hetmesh.checkpoint.initial_load import KEY
@@ -115,7 +116,9 @@ class OneProcess:
                     continue
                 inputs = {b.key: rows[b.key] for b in self.graph.inputs(name)}
                 given = feed(Stage(name, 0), 0)
-                batch = {key: each.to(self.device) if isinstance(each, Tensor) else each for key, each in given.items()}
+                batch = with_tensors(
+                    given, {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in given.items()}
+                )
                 adapter, module = self.adapters[name], self.modules[name]
                 if name == sink and cache is not None:
                     assert isinstance(adapter, CausalLMAdapter)

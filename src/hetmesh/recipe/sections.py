@@ -101,7 +101,7 @@ def _assignments() -> Iterable[str]:
 
 
 def _masks() -> Iterable[str]:
-    from hetmesh.context.share_tokens import MASKS
+    from hetmesh.context.masks import MASKS
 
     return MASKS
 
@@ -158,7 +158,7 @@ class Module(NamesCode):
     there. `media` is the kind of media an encoder reads; where absent, the one placeholder of its rows. `plan`
     adds to or replaces entries of the adapter's tensor-parallel plan (parameter name pattern -> style). `lr` and
     `weight_decay` override `[optimizer]`, `activation_checkpoint` the mode of its table, `mixed_precision_param`
-    `[training]`. `attention_mask` is what tokens of the LLM see of each other (`hetmesh.context.share_tokens.MASKS`).
+    `[training]`. `attention_mask` is what tokens of the LLM see of each other (`hetmesh.context.masks.MASKS`).
     """
 
     model: str  # an adapter's name, or "package.module:Class"

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from hetmesh.attention.packed_rows import with_tensors
 from hetmesh.boundary.accelerator import Accelerator, Event, Stream
 from hetmesh.graph import Stage
 
@@ -38,7 +38,7 @@ class BatchesAhead:
         self._copied: dict[Forward, _Copied | Exception] = {}
         self._stream = stream
 
-    def take(self, stage: Stage, microbatch: int) -> dict[str, Any]:
+    def take(self, stage: Stage, microbatch: int) -> Mapping[str, Any]:
         """The batch of a forward, its tensors on the device.
 
         Raises:
@@ -46,7 +46,7 @@ class BatchesAhead:
         """
         forward = (stage, microbatch)
         if not self.accelerator.asynchronous:
-            return {key: _on(value, self.accelerator.device) for key, value in self.load(*forward).items()}
+            return self._moved(self.load(*forward))
         if forward not in self._copied:
             self._waiting.remove(forward)
             self._copied[forward] = self._copy(forward)
@@ -69,21 +69,24 @@ class BatchesAhead:
         over = self.accelerator.event()
         with self.accelerator.on(self._stream):
             # torch keeps pinned memory until copies from it are over.
-            copied = {
-                key: _on(self.accelerator.pinned(value) if _lies_on_host(value) else value, self.accelerator.device)
-                for key, value in batch.items()
-            }
+            pinned = {k: self.accelerator.pinned(v) if _lies_on_host(v) else v for k, v in batch.items()}
+            copied = self._moved(with_tensors(batch, pinned))
             over.record()
         return _Copied(copied, over)
+
+    def _moved(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        device = self.accelerator.device
+        on_device = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        return with_tensors(batch, on_device)
 
 
 class _Copied:
     """A batch on its way to the device."""
 
-    def __init__(self, batch: dict[str, Any], over: Event) -> None:
+    def __init__(self, batch: Mapping[str, Any], over: Event) -> None:
         self.batch, self.over = batch, over
 
-    def taken(self, accelerator: Accelerator) -> dict[str, Any]:
+    def taken(self, accelerator: Accelerator) -> Mapping[str, Any]:
         """The batch, for the current stream."""
         if (current := accelerator.current_stream()) is not None:
             current.wait_event(self.over)
@@ -95,7 +98,3 @@ class _Copied:
 
 def _lies_on_host(value: object) -> bool:
     return isinstance(value, Tensor) and value.device.type == "cpu"
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from hetmesh.attention.in_transformers import use_in
+from hetmesh.attention.packed_rows import attention_of
 from hetmesh.errors import BoundaryError, RecipeError
 from hetmesh.graph.module_graph import Activation
 from hetmesh.graph.sample import SampleMeta
@@ -165,7 +166,7 @@ class CausalLMAdapter:
         builds = getattr(decoder, "has_sliding_layers", True) or decoder.config._attn_implementation == "eager"
         masks: Any = None if builds else {"full_attention": None}
         extra: dict[str, Any] = {}
-        if (attention := batch.get("attention")) is not None:
+        if (attention := attention_of(batch)) is not None:
             extra["attention_state"] = attention
             masks = masks or flat.new_zeros(1, 1, 1, 1)  # four dims count as finished; the packed mask is elsewhere
         embedded = tokens.as_input(flat, ids.shape)

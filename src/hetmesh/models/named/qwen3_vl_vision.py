@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hetmesh.attention.in_transformers import WHOLE, use_in
+from hetmesh.attention.packed_rows import attention_of
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.layout import Intervals
@@ -218,12 +219,12 @@ class Qwen3VLVisionAdapter:
     def forward(
         self, module: nn.Module, batch: Mapping[str, Any], inputs: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        patches, places = batch["patches"], {k: v for k, v in batch.items() if k not in ("patches", "attention")}
+        patches, places = batch["patches"], {k: v for k, v in batch.items() if k != "patches"}
         places["cu_seqlens"] = torch.tensor(places["cu_seqlens"], dtype=torch.int32)  # stays on the host
         rows = patches.shape[0] // self.tokens_per_row
         if rows == 0:  # one blank row that is dropped: every parameter takes part in every microbatch
             patches = torch.cat([patches, patches.new_zeros(self.tokens_per_row, self.patch_features)])
-        extra = {"attention_state": batch["attention"]} if "attention" in batch else {}
+        extra = {} if (attention := attention_of(batch)) is None else {"attention_state": attention}
         out = module(patches, **places, **extra, return_dict=True)
         features = zip(self.side_outputs, out.deepstack_features or (), strict=True)
         return {"": out.pooler_output[:rows], **{name: each[:rows] for name, each in features}}

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from hetmesh.attention.packed_rows import with_tensors
 from hetmesh.errors import BoundaryError, SampleError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import NONE, Abilities, SampleLike
@@ -204,20 +205,20 @@ class UserSink(UserAdapter):
 
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         install_token_shares(module, self)
-        batch, ids = dict(batch), batch["input_ids"]
+        ids, changed = batch["input_ids"], dict(batch)
         if ids.numel() == 0:  # no forward ever sees an empty tensor: one token that predicts nothing
             positions = batch["position_ids"]
             ids = ids.new_zeros(1, 1)
-            batch |= {"input_ids": ids, "position_ids": positions.new_zeros(*positions.shape[:-2], 1, 1)}
+            changed |= {"input_ids": ids, "position_ids": positions.new_zeros(*positions.shape[:-2], 1, 1)}
         last, targets = self.is_last(module), len(batch["target_positions"])
         if not last:  # a stage without the head returns all tokens, which its stand-ins for later layers hand on
-            batch["target_positions"] = torch.arange(ids.numel(), device=ids.device)
+            changed["target_positions"] = torch.arange(ids.numel(), device=ids.device)
+        batch = with_tensors(batch, changed)
         hidden, rows = inputs.get(PREVIOUS), {key: value for key, value in inputs.items() if key != PREVIOUS}
         if hidden is not None:
             output = self.call(module, batch, {}, hidden.view(*ids.shape, -1))
         else:
-            batch, rows = rows_of_lane(module, self.sources, batch, rows)
-            output = self.call(module, batch, rows)
+            output = self.call(module, batch, rows_of_lane(module, self.sources, batch, rows))
         if not last:
             return self.checked(module, output, ids.numel(), 0)
         if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != targets:

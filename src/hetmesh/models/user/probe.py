@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from hetmesh._torch_compat import has_gradient_hooks
 from hetmesh.attention.context_attention import ContextAttention
-from hetmesh.context import causal, packed
+from hetmesh.attention.packed_rows import PackedRows
+from hetmesh.context import causal, join
 from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import AdapterRequest
@@ -294,8 +295,8 @@ def check_packing(adapter: UserSink, example: nn.Module, request: AdapterRequest
     where = f"{request.key}: {type(example).__name__} declares `packed_attention`"
     (batch, rows), apart = sample_calls(adapter, request.vocab_size)
     lengths = [alone["input_ids"].shape[1] for alone, _ in apart]
-    attention = ContextAttention(packed([causal(length) for length in lengths]), name=f"{request.name} attention")
-    in_one_row = {**pack_tokens(batch, lengths, ((0, sum(lengths)),)), "attention": attention}
+    attention = ContextAttention(join([causal(length) for length in lengths]), name=f"{request.name} attention")
+    in_one_row = PackedRows(pack_tokens(batch, lengths, ((0, sum(lengths)),)), attention)
     try:
         padded = run(module, adapter.forward, (batch, rows))
         joined = run_pieces(module, adapter.forward, [(in_one_row, rows)], padded)

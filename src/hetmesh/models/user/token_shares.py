@@ -44,11 +44,11 @@ def install_token_shares(module: nn.Module, adapter: _Layered) -> None:
 
 
 def rows_of_lane(
-    module: nn.Module, sources: Mapping[str, str], batch: dict[str, Tensor], inputs: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A batch, and rows for all placeholders of its lane. A rank with sequence parallelism got the rows of its share:
+    module: nn.Module, sources: Mapping[str, str], batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Rows for all placeholders of a batch's lane. A rank with sequence parallelism got the rows of its share:
     zeros stand for the others, which are cut off where tokens are split."""
     tokens = tokens_of(module)
     if not isinstance(tokens, ShardedTokens):
-        return batch, dict(inputs)
-    return batch, {source: tokens.spread(inputs[source], batch, f"positions.{at}") for source, at in sources.items()}
+        return dict(inputs)
+    return {source: tokens.spread(inputs[source], batch, f"positions.{at}") for source, at in sources.items()}

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import numpy as np
 
 from hetmesh.context.balanced import balanced
-from hetmesh.context.masks import Mask
-from hetmesh.context.tiles import block_edges, tile_counts
+from hetmesh.context.key_tiles import block_edges, tile_counts
+from hetmesh.context.segments import Mask
 from hetmesh.errors import LayoutError
 from hetmesh.layout import Intervals
 
