@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hetmesh.attention import flex as context_flex
+from hetmesh.attention.attention_plan import plan_attention
 from hetmesh.attention.flex import flex_backward, flex_forward
 from hetmesh.attention.kernels import cpu_backward, cpu_forward
-from hetmesh.attention.plan import plan_attention
 from hetmesh.attention.terms import Running, Saved, Terms
 from hetmesh.context import assign, text_with_instances
 

@@ -16,8 +16,8 @@ from hetmesh.checkpoint.initial_load import load_initial_weights
 from hetmesh.checkpoint.resume import RunState
 from hetmesh.errors import RecipeError
 from hetmesh.models.weights.lora import is_adapter
-from hetmesh.parallel.gradients import local_part
-from hetmesh.parallel.root import Root
+from hetmesh.parallel.apply import Root
+from hetmesh.parallel.gradient_sums import local_part
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.describe import describe
 from hetmesh.training.job import Job

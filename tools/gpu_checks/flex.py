@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from gpu_checks.found import Found, Place
+from hetmesh.attention.attention_plan import AttentionPlan, Planned, plan_attention
 from hetmesh.attention.flex import flex_backward, flex_forward
 from hetmesh.attention.kernels import Kernel, cpu_backward, cpu_forward
 from hetmesh.attention.key_blocks import KernelCalls
-from hetmesh.attention.plan import AttentionPlan, Planned, plan_attention
 from hetmesh.attention.terms import Running, Saved, Terms, fold
 from hetmesh.context import Mask, assign, causal, text_with_instances
 from hetmesh.layout import Intervals

@@ -15,10 +15,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hetmesh.attention.devices import kernel_for
+from hetmesh.attention.attention_plan import AttentionPlan, Gathered, Planned, plan_attention, prefers_gathering
 from hetmesh.attention.fetch import Finish, Wires, fetch, give_back
+from hetmesh.attention.flex import FLEX, flex_backward, flex_forward
+from hetmesh.attention.kernels import Kernel, cpu_backward, cpu_forward
 from hetmesh.attention.key_blocks import KernelCalls
-from hetmesh.attention.plan import AttentionPlan, Gathered, Planned, plan_attention, prefers_gathering
 from hetmesh.attention.terms import Running, Saved, Terms, fold, unfold
 from hetmesh.boundary import World
 from hetmesh.context import Mask
@@ -29,6 +30,13 @@ from hetmesh.layout.intervals import extent
 
 Fetch = Literal["auto", "planned", "all_gather"]
 """How keys and values come: what each rank needs, everything, or the cheaper of the two."""
+
+
+def kernel_for(device: torch.device) -> Kernel:
+    """The kernel of a device: flex_attention where `FLEX` names it, as it does CUDA; elsewhere the CPU's."""
+    if device.type in FLEX:
+        return Kernel(flex_forward, flex_backward)
+    return Kernel(cpu_forward, cpu_backward)
 
 
 class ContextAttention:

@@ -26,7 +26,7 @@ from hetmesh.checkpoint.save_plan import SavePlans
 from hetmesh.checkpoint.saving import Content, PendingSave, SavePlace, cannot_write, file_names
 from hetmesh.checkpoint.staging import Staging, as_bytes
 from hetmesh.errors import CheckpointError, HetmeshError
-from hetmesh.parallel.root import Root
+from hetmesh.parallel.apply import Root
 from hetmesh.records import checkpoint_folders as folders
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from hetmesh.checkpoint.reading import saved_tensors
 from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.models import Adapter
 from hetmesh.models.weights.build import build_on_meta
-from hetmesh.parallel.root import Root
+from hetmesh.parallel.apply import Root
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.modules import empty_module
 

@@ -15,8 +15,8 @@ from hetmesh.checkpoint.initial_fit import MODEL, Needs, left_out, module_of, un
 from hetmesh.checkpoint.reading import opened, read_into
 from hetmesh.checkpoint.resume import RUN, RunState
 from hetmesh.errors import RecipeError
-from hetmesh.parallel.gradients import local_part
-from hetmesh.parallel.root import Root
+from hetmesh.parallel.apply import Root
+from hetmesh.parallel.gradient_sums import local_part
 from hetmesh.records.checkpoint_folders import check_complete
 
 T = TypeVar("T")

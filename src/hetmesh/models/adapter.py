@@ -193,6 +193,32 @@ class Adapter(Protocol):
         ...
 
 
+class AdapterDefaults:
+    """What most adapters do alike: base of the ready-made ones."""
+
+    def tensor_parallel_plan(self) -> Mapping[str, Any]:
+        return {}
+
+    def tensor_parallel_sizes(self) -> Mapping[str, int]:
+        return {}  # uneven shards of hidden features are fine
+
+    def item_rows(self, shape: tuple[int, ...]) -> int:
+        raise NotImplementedError(f"{type(self).__name__} reads no media")
+
+    def rows(self, incoming: int) -> int:
+        return incoming
+
+    def collate(
+        self,
+        samples: Sequence[SampleLike],
+        metas: Sequence[SampleMeta],
+        *,
+        placeholders: Mapping[str, int] = MappingProxyType({}),
+        pad_id: int = 0,
+    ) -> dict[str, Tensor]:
+        return {}  # it reads rows only
+
+
 @dataclass(frozen=True)
 class AdapterRequest:
     """From what a registered model makes its adapter.

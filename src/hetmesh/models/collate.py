@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -76,8 +77,8 @@ def collate_tokens(
     metas: Sequence[SampleMeta],
     *,
     sources: Mapping[str, str],
-    placeholders: Mapping[str, int],
-    pad_id: int,
+    placeholders: Mapping[str, int] = MappingProxyType({}),
+    pad_id: int = 0,
 ) -> dict[str, Tensor]:
     """Token inputs of B samples, padded on the right to the longest, S.
 

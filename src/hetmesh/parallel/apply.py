@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,15 +17,15 @@ from hetmesh.errors import LayoutError
 from hetmesh.graph.module_options import DEFAULT, ModuleOptions
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
-from hetmesh.parallel.blocks import blocks
 from hetmesh.parallel.compile import apply_compile
-from hetmesh.parallel.experts.apply import apply_expert_parallel, apply_expert_sharding, routed_tokens
 from hetmesh.parallel.experts.layers import ExpertLayers
+from hetmesh.parallel.experts.routed_tokens import routed_tokens
+from hetmesh.parallel.experts.shard_experts import apply_expert_parallel, apply_expert_sharding
 from hetmesh.parallel.fully_shard import apply_fully_shard, fill_unused, fully_shard_arguments, sharded_forward
 from hetmesh.parallel.gradient_axes import ParameterAxes, fully_shard_axes, gradient_axes
 from hetmesh.parallel.random_state import seed_by_place
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
-from hetmesh.parallel.stages import prune, shared_parameters, view
+from hetmesh.parallel.stage_views import prune, shared_parameters, view
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
 from hetmesh.parallel.vocabulary import VocabularyShards, shard_vocabulary
 
@@ -78,6 +78,15 @@ class AdaptedModule(nn.Module):
         if isinstance(output, Tensor):
             return output.to(self.compute_dtype)
         return {name: rows.to(self.compute_dtype) for name, rows in output.items()}
+
+
+class Root(nn.Module):
+    """All modules of this rank under one root, so that every parameter has its own name: `llm.model.norm.weight`."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        for name, module in modules:
+            self.add_module(name, module)
 
 
 @dataclass(frozen=True)
@@ -208,3 +217,27 @@ def parallelize(
             used[i] = fill_unused(stage)
     axes = gradient_axes(dict(module.named_parameters()), spec, partial)
     return ParallelModule(module, stages, spec, device_mesh, axes, tied, vocabulary, used)
+
+
+_SMALL = 8  # a layer with less than this fraction of the largest one's parameters is no block
+
+
+def blocks(root: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """The layers that are modules of several parts, share no parameter with the rest of `root`, and are not small.
+
+    A norm, a linear or the embedding of patches is too small to gather by itself (every gather and every reduction has
+    a latency), and tied parameters need one owner.
+    """
+    owners: dict[int, int] = {}
+    for module in root.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    several = [
+        layer
+        for layer in dict.fromkeys(layers)  # one that is listed twice is one block
+        if any(True for _ in layer.children())
+        and any(True for _ in layer.parameters())
+        and all(owners[id(p)] == 1 for p in layer.parameters())
+    ]
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in several]
+    return [layer for layer, size in zip(several, sizes, strict=True) if _SMALL * size >= max(sizes)]

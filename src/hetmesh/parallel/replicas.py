@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hetmesh.boundary import World
 from hetmesh.errors import GradientError, ReplicaError
 from hetmesh.parallel.apply import ParallelModule
-from hetmesh.parallel.gradients import local_gradient, local_part
+from hetmesh.parallel.gradient_sums import local_gradient, local_part
 from hetmesh.parallel.tied import TiedParameter
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

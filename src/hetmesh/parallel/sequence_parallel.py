@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from hetmesh._torch_compat import all_gather_single, reduce_scatter_single
 from hetmesh.context.token_owners import TokenShares
-from hetmesh.parallel.collectives import leave
 from hetmesh.parallel.experts.block import ExpertBlock
-from hetmesh.parallel.linear import ColwiseLinear, RowwiseLinear
+from hetmesh.parallel.linear import ColwiseLinear, RowwiseLinear, leave
 from hetmesh.parallel.random_state import current_microbatch
 from hetmesh.parallel.tokens import SHARE, WHICH, AllTokens
 

@@ -15,7 +15,7 @@ from torch import nn
 from hetmesh.boundary import World
 from hetmesh.graph import ModuleSpec, Stage
 from hetmesh.parallel.apply import ParallelModule
-from hetmesh.parallel.gradients import local_gradient, local_part, set_local_gradient
+from hetmesh.parallel.gradient_sums import local_gradient, local_part, set_local_gradient
 
 
 @dataclass(frozen=True, eq=False)

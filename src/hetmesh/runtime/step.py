@@ -15,7 +15,7 @@ from hetmesh.balance import BatchPlan
 from hetmesh.boundary import Exchange, Label
 from hetmesh.graph import Edge, Route, Stage
 from hetmesh.parallel.random_state import entering
-from hetmesh.parallel.stages import PREVIOUS
+from hetmesh.parallel.stage_views import PREVIOUS
 from hetmesh.runtime.backward import SplitBackward, backward
 from hetmesh.runtime.batches_ahead import BatchesAhead, LoadBatch
 from hetmesh.runtime.offload import activations_on_host

@@ -14,18 +14,18 @@ from hetmesh.attention.packed_rows import attention_of
 from hetmesh.errors import BoundaryError, RecipeError
 from hetmesh.graph.module_graph import Activation
 from hetmesh.graph.sample import SampleMeta
-from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
+from hetmesh.models.adapter import Abilities, AdapterDefaults, AdapterRequest, SampleLike
 from hetmesh.models.collate import collate_tokens
 from hetmesh.models.config_keys import positive_int, transformers_config
 from hetmesh.models.weights.model_forms import class_forms
 from hetmesh.models.weights.pretrained import Pretrained, prefixes
 from hetmesh.models.weights.stored_form import StoredForm, in_parts
-from hetmesh.parallel.stages import PREVIOUS, is_absent
+from hetmesh.parallel.stage_views import PREVIOUS, is_absent
 from hetmesh.parallel.tokens import tokens_of
 
 
 @dataclass(frozen=True)
-class CausalLMAdapter:
+class CausalLMAdapter(AdapterDefaults):
     """A decoder `model` with `embed_tokens`, `layers` and `norm`, and a head `lm_head`.
 
     Padding is on the right and attention causal, so no real token ever sees padding and no mask is needed: attention
@@ -136,21 +136,8 @@ class CausalLMAdapter:
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
         return {key: getattr(self.config, key) for key in ("num_attention_heads", "num_key_value_heads")}
 
-    def item_rows(self, shape: tuple[int, ...]) -> int:
-        raise NotImplementedError("an LLM reads tokens and rows, not media")
-
-    def rows(self, incoming: int) -> int:
-        raise NotImplementedError("an LLM emits logits, not rows")
-
-    def collate(
-        self,
-        samples: Sequence[SampleLike],
-        metas: Sequence[SampleMeta],
-        *,
-        placeholders: Mapping[str, int] = MappingProxyType({}),
-        pad_id: int = 0,
-    ) -> dict[str, Tensor]:
-        return collate_tokens(samples, metas, sources=self.sources, placeholders=placeholders, pad_id=pad_id)
+    def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **how: Any) -> dict[str, Tensor]:
+        return collate_tokens(samples, metas, sources=self.sources, **how)
 
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         model: Any = module

@@ -19,7 +19,7 @@ from hetmesh.models.named.encoder import (
     check_sizes,
     derived_image_keys,
 )
-from hetmesh.parallel.stages import is_absent
+from hetmesh.parallel.stage_views import is_absent
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hetmesh.models.named.causal_lm import CausalLMAdapter
-from hetmesh.parallel.stages import PREVIOUS
+from hetmesh.parallel.stage_views import PREVIOUS
 from hetmesh.parallel.tokens import tokens_of
 
 FEATURE = "deepstack."

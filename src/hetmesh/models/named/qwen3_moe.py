@@ -12,7 +12,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Abilities, AdapterRequest
 from hetmesh.models.config_keys import positive_int
 from hetmesh.models.named.causal_lm import CausalLMAdapter
-from hetmesh.models.named.experts import HALVES, balance_of, fused_layers, two_halves
+from hetmesh.models.named.fused_experts import HALVES, balance_of, fused_layers, two_halves
 from hetmesh.models.named.qwen3 import derived_sizes
 
 

@@ -26,7 +26,7 @@ class Qwen3VLMoeTextAdapter(Qwen3MoeAdapter, Qwen3VLTextAdapter):
         """
         from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
 
-        from hetmesh.models.named.qwen3_vl_moe_causal_lm import Qwen3VLMoeTextForCausalLM
+        from hetmesh.models.named.qwen3_vl_causal_lm import Qwen3VLMoeTextForCausalLM
 
         adapter = cls.make_vl(request, Qwen3VLMoeTextConfig, Qwen3VLMoeTextForCausalLM, expert_sizes(request))
         return cls.with_experts(request, adapter)

@@ -15,7 +15,7 @@ from hetmesh.attention.packed_rows import attention_of
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.layout import Intervals
-from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
+from hetmesh.models.adapter import Abilities, AdapterDefaults, AdapterRequest, SampleLike
 from hetmesh.models.collate import media_items
 from hetmesh.models.config_keys import positive_int, transformers_config
 from hetmesh.models.named.encoder import check_encoder
@@ -45,7 +45,7 @@ head."""
 
 
 @dataclass(frozen=True)
-class Qwen3VLVisionAdapter:
+class Qwen3VLVisionAdapter(AdapterDefaults):
     """Images `[channels, height, width]` of any sizes, both sides a multiple of `patch_size * spatial_merge_size`.
     `merger` makes one row of `spatial_merge_size**2` patches, and one of each DeepStack feature. The patches of all
     images lie in one sequence, in which each attends to its own image only.
@@ -152,9 +152,6 @@ class Qwen3VLVisionAdapter:
         of_patches = ("patches", "interp_indices", "interp_weights", "position_ids")
         return {key: value[mine] if key in of_patches else value for key, value in batch.items()}
 
-    def rows(self, incoming: int) -> int:
-        return incoming
-
     def item_grid(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         """The rows of an image as a grid: 1 frame, height, width.
 
@@ -173,14 +170,7 @@ class Qwen3VLVisionAdapter:
         _, height, width = self.item_grid(shape)
         return height * width
 
-    def collate(
-        self,
-        samples: Sequence[SampleLike],
-        metas: Sequence[SampleMeta],
-        *,
-        placeholders: Mapping[str, int] = MappingProxyType({}),
-        pad_id: int = 0,
-    ) -> dict[str, Any]:
+    def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **_: Any) -> dict[str, Any]:
         items = media_items(samples, metas, self.media)
         patches = [self._patches(item) for item in items]
         grids = [self.item_grid(tuple(item.shape)) for item in items]

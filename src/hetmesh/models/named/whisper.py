@@ -15,7 +15,7 @@ from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.config_keys import positive_int, transformers_config
 from hetmesh.models.named.encoder import EncoderAdapter, check_encoder, check_sizes
 from hetmesh.models.weights.pretrained import prefixes
-from hetmesh.parallel.stages import is_absent
+from hetmesh.parallel.stage_views import is_absent
 
 
 class LocalHeads(ParallelStyle):

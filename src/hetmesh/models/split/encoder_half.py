@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import SampleMeta
-from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
+from hetmesh.models.adapter import Abilities, AdapterDefaults, AdapterRequest, SampleLike
 from hetmesh.models.collate import media_items
 from hetmesh.models.config_keys import check_keys
 from hetmesh.models.named.deepstack import FEATURE
@@ -26,7 +25,7 @@ from hetmesh.models.weights.pretrained import Names
 
 
 @dataclass(frozen=True, eq=False)
-class HfEncoderAdapter:
+class HfEncoderAdapter(AdapterDefaults):
     """The whole model without its LLM, called through its own `get_image_features` or `get_audio_features`.
 
     Attributes:
@@ -245,17 +244,7 @@ class HfEncoderAdapter:
         )
         return small[0] if small == larger and small[1] == 0 else 0
 
-    def rows(self, incoming: int) -> int:
-        return incoming
-
-    def collate(
-        self,
-        samples: Sequence[SampleLike],
-        metas: Sequence[SampleMeta],
-        *,
-        placeholders: Mapping[str, int] = MappingProxyType({}),
-        pad_id: int = 0,
-    ) -> dict[str, Tensor]:
+    def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **_: Any) -> dict[str, Tensor]:
         items = media_items(samples, metas, self.media)
         known = [item for meta in metas for item in meta.media if item.name == self.media]
         rows = sum(self.item_rows(item.extent) for item in known)

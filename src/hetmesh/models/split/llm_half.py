@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,17 +19,17 @@ from hetmesh.models.adapter import Abilities, AdapterRequest, ItemGrid, SampleLi
 from hetmesh.models.config_keys import check_keys
 from hetmesh.models.named.causal_lm import CausalLMAdapter
 from hetmesh.models.named.deepstack import deepstack_arguments, layer_index
-from hetmesh.models.named.experts import COEFFICIENT, HALVES, balance_of, fused_layers, two_halves
-from hetmesh.models.split.behind_head import keeps_logits_apart, whole_head
+from hetmesh.models.named.fused_experts import COEFFICIENT, HALVES, balance_of, fused_layers, two_halves
+from hetmesh.models.split.after_head import keeps_logits_apart, whole_head
 from hetmesh.models.split.rope_index import check_around, has_plain_positions, rope_positions
-from hetmesh.models.split.scaling import embedding_scale
 from hetmesh.models.split.text_plan import TextPlan, text_plan
 from hetmesh.models.split.tower_plan import repeated_blocks
 from hetmesh.models.split.whole_model import LLM, WholeModel, whole_model
+from hetmesh.models.weights.build import build_empty
 from hetmesh.models.weights.pretrained import Names, Pretrained
 from hetmesh.models.weights.stored_form import StoredForm
 from hetmesh.parallel.experts.layers import ExpertLayers
-from hetmesh.parallel.stages import PREVIOUS
+from hetmesh.parallel.stage_views import PREVIOUS, PassThrough
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,19 +227,12 @@ class HfLlmAdapter(CausalLMAdapter):
         """Three rows of positions, those of the model's own `get_rope_index`."""
         return rope_positions(self.whole, meta, grids)
 
-    def collate(
-        self,
-        samples: Sequence[SampleLike],
-        metas: Sequence[SampleMeta],
-        *,
-        placeholders: Mapping[str, int] = MappingProxyType({}),
-        pad_id: int = 0,
-    ) -> dict[str, Tensor]:
+    def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **how: Any) -> dict[str, Tensor]:
         self._check_windows(metas)
         if self.whole.around:
             for sample, meta in zip(samples, metas, strict=True):
                 check_around(self.whole, meta, sample.tokens)
-        batch = super().collate(samples, metas, placeholders=placeholders, pad_id=pad_id)
+        batch = super().collate(samples, metas, **how)
         if self.whole.positions == "from_1":
             batch["position_ids"] = batch["position_ids"] + 1
         return batch
@@ -287,6 +279,28 @@ class HfLlmAdapter(CausalLMAdapter):
         if self.whole.head not in self._text_plan.plan:  # which tensor parallelism does not split
             return ""
         return self.whole.head if keeps_logits_apart(self._empty, self._inner, self.whole.head, *sizes) else ""
+
+
+def embedding_scale(adapter: HfLlmAdapter) -> float | None:
+    """By what the decoder multiplies embedded tokens before its first layer; 1.0 if it leaves them as they are, None if
+    it does something else. Measured: its layers and norm hand on what they get."""
+    module = build_empty(adapter)
+    for name in adapter.layers():
+        if name != adapter.whole.embedding:
+            parent, _, child = name.rpartition(".")
+            setattr(module.get_submodule(parent), child, PassThrough())
+    decoder: Any = adapter.decoder_of(module)
+    tokens = torch.linspace(-1.0, 1.0, 2 * adapter.config.hidden_size).view(1, 2, -1).double()
+    axes = (3,) if adapter.whole.positions == "rope_index" else ()
+    positions = torch.arange(2).expand(*axes, 1, 2)
+    try:
+        with torch.no_grad():
+            given = decoder.double()(inputs_embeds=tokens, position_ids=positions, use_cache=False).last_hidden_state
+    except Exception:  # parameters without memory beside layers and norm, and whatever else
+        return None
+    scale = float((given * tokens).sum() / (tokens * tokens).sum())
+    close = torch.allclose(given, scale * tokens, rtol=1e-6, atol=1e-9)  # constants may be rounded to fp32
+    return (1.0 if abs(scale - 1) < 1e-12 else scale) if close and scale else None
 
 
 def use_loop_in_fp64(module: nn.Module) -> None:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError
-from hetmesh.models.adapter import Abilities, AdapterRequest
+from hetmesh.models.adapter import Abilities, AdapterDefaults, AdapterRequest
 from hetmesh.models.config_keys import check_keys
-from hetmesh.models.row_wise import RowWise
 from hetmesh.models.split.whole_model import PROJECTOR, WholeModel, whole_model
 from hetmesh.models.weights.build import build_empty
-from hetmesh.models.weights.fill import materialize
+from hetmesh.models.weights.fill_module import materialize
 from hetmesh.models.weights.pretrained import Names
 
 
 @dataclass(frozen=True, eq=False)
-class HfProjectorAdapter(RowWise):
+class HfProjectorAdapter(AdapterDefaults):
     """What a model has between its tower and its LLM; rows in, as many rows out.
 
     Attributes:
@@ -97,9 +95,6 @@ class HfProjectorAdapter(RowWise):
 
     def layers(self) -> tuple[str, ...]:
         return (self.whole.projector,)
-
-    def tensor_parallel_plan(self) -> Mapping[str, Any]:
-        return {}
 
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         (rows,) = inputs.values()

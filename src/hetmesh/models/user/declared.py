@@ -10,7 +10,7 @@ from torch import nn
 from hetmesh.errors import RecipeError
 from hetmesh.graph.module_graph import Activation
 from hetmesh.models.adapter import Abilities, AdapterRequest
-from hetmesh.models.user.token_shares import sharded_layers
+from hetmesh.models.user.adapters import sharded_layers
 
 
 def declared_layers(example: nn.Module, request: AdapterRequest) -> tuple[str, ...]:

@@ -31,9 +31,8 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.packing import pack_tokens
-from hetmesh.models.user.adapters import UserAdapter, UserEncoder, UserItemsEncoder, UserSink
+from hetmesh.models.user.adapters import UserAdapter, UserEncoder, UserItemsEncoder, UserSink, sharded_layers
 from hetmesh.models.user.same_draws import SameDraws
-from hetmesh.models.user.token_shares import sharded_layers
 from hetmesh.models.weights.build import build_module
 from hetmesh.parallel.tensor_parallel import matching
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from hetmesh.models.adapter import Adapter
-from hetmesh.models.weights.fill import local_share, materialize, plain_name
+from hetmesh.models.weights.fill_module import local_share, materialize, plain_name
 from hetmesh.models.weights.lora import is_adapter
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.models.weights.stored_form import Read, StoredForm, reads
-from hetmesh.parallel.stages import absent_layers
+from hetmesh.parallel.stage_views import absent_layers
 
 
 def check_weights(adapter: Adapter, module: nn.Module, pretrained: Pretrained) -> dict[str, str]:

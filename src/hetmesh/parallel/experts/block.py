@@ -15,8 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetmesh.balance.expert_placement import Placement
-from hetmesh.parallel.experts.balance import balance_terms, choices_per_sample, inject
-from hetmesh.parallel.experts.exchange import (
+from hetmesh.parallel.experts.layers import ExpertLayers
+from hetmesh.parallel.experts.load_balancing import balance_terms, choices_per_sample, inject
+from hetmesh.parallel.experts.products import grouped_linear
+from hetmesh.parallel.experts.routed_tokens import LaneSamples, RoutedTokens
+from hetmesh.parallel.experts.token_exchange import (
     ExpertRanks,
     RoutedCounts,
     count_choices,
@@ -25,10 +28,7 @@ from hetmesh.parallel.experts.exchange import (
     start_counts,
     sum_choices,
 )
-from hetmesh.parallel.experts.fan import collect, fan_to_experts, fan_to_ranks, spread
-from hetmesh.parallel.experts.layers import ExpertLayers
-from hetmesh.parallel.experts.products import grouped_linear
-from hetmesh.parallel.experts.tokens import LaneSamples, RoutedTokens
+from hetmesh.parallel.experts.token_routes import collect, route_to_experts, route_to_ranks, spread
 from hetmesh.parallel.linear import local
 from hetmesh.parallel.random_state import current_microbatch
 
@@ -127,16 +127,16 @@ class ExpertBlock(nn.Module):
         numbers = places.to(torch.int16)
         counts = finish()
         if peers.ranks > 1:
-            there = fan_to_ranks(wanted, sum(counts.sent), min(chosen, peers.ranks))
+            there = route_to_ranks(wanted, sum(counts.sent), min(chosen, peers.ranks))
             sent = spread(together, there), numbers.index_select(0, there.source)
             together, numbers = send_rows(*sent, counts, peers, microbatch)
         each = self.layers.count // peers.ranks
         own = numbers.to(torch.int64) - each * peers.own
         own = torch.where((own >= 0) & (own < each), own, each)
-        fan, choice = fan_to_experts(own, sum(counts.experts))
-        computed = self.experts(spread(together[:, :features], fan), counts.experts)
+        route, choice = route_to_experts(own, sum(counts.experts))
+        computed = self.experts(spread(together[:, :features], route), counts.experts)
         weights = together[:, features:].reshape(-1).index_select(0, choice)
-        sums = collect(computed * weights[:, None], fan)
+        sums = collect(computed * weights[:, None], route)
         if peers.ranks > 1:
             sums = collect(return_rows(sums, counts, peers, microbatch), there)
         return sums

@@ -110,7 +110,7 @@ def start_counts(peers: ExpertRanks, counts: Tensor, shape: torch.Size, microbat
 def send_rows(
     rows: Tensor, choices: Tensor, counts: RoutedCounts, peers: ExpertRanks, microbatch: int
 ) -> tuple[Tensor, Tensor]:
-    """Rows to the ranks that they were copied for (`fan_to_ranks`), in one message per rank with their choices.
+    """Rows to the ranks that they were copied for (`route_to_ranks`), in one message per rank with their choices.
 
     Args:
         rows: `[sent, width]`; has a gradient.

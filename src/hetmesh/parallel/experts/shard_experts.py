@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hetmesh.boundary import World
 from hetmesh.layout import MeshSpec
-from hetmesh.parallel.collectives import enter, leave
 from hetmesh.parallel.experts.block import ExpertBlock, make_expert_block
-from hetmesh.parallel.experts.exchange import ExpertRanks
 from hetmesh.parallel.experts.layers import INNER, WITHIN, ExpertLayers
-from hetmesh.parallel.experts.tokens import RoutedTokens
+from hetmesh.parallel.experts.routed_tokens import RoutedTokens
+from hetmesh.parallel.experts.token_exchange import ExpertRanks
+from hetmesh.parallel.linear import enter, leave
 
 
 def apply_expert_parallel(module: nn.Module, layers: ExpertLayers, device_mesh: DeviceMesh) -> None:
@@ -49,11 +49,6 @@ def apply_expert_parallel(module: nn.Module, layers: ExpertLayers, device_mesh: 
         _shard(block.experts, device_mesh, spec)
 
 
-def routed_tokens(module: nn.Module) -> RoutedTokens | None:
-    """What the mixture-of-experts blocks of `module` share; None where it has none."""
-    return getattr(module, "hetmesh_experts", None)
-
-
 def apply_expert_sharding(root: nn.Module, device_mesh: DeviceMesh, arguments: dict[str, Any]) -> None:
     """Let FSDP shard the experts inside `root` over what `ep` leaves of `dp_shard`: ranks along `ep` hold different
     ones. Before everything around them is sharded over both. Along dim 0 where each rank gets an expert, else within
@@ -79,12 +74,6 @@ def apply_expert_sharding(root: nn.Module, device_mesh: DeviceMesh, arguments: d
 def _along(dims: Mapping[int, int]) -> Callable[[nn.Parameter], Shard]:
     """The placement of a parameter by its id; along dim 0 where `dims` has none."""
     return lambda parameter: Shard(dims.get(id(parameter), 0))
-
-
-def expert_parameters(module: nn.Module) -> frozenset[int]:
-    """Ids of the parameters of all experts inside `module`."""
-    blocks = (block for block in module.modules() if isinstance(block, ExpertBlock))
-    return frozenset(id(p) for block in blocks for p in block.experts.parameters())
 
 
 def _peers(device_mesh: DeviceMesh, spec: MeshSpec, name: str) -> ExpertRanks:

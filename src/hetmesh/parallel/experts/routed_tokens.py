@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hetmesh.errors import BoundaryError
 from hetmesh.parallel.random_state import current_microbatch, current_step
@@ -72,3 +72,8 @@ class RoutedTokens:
             before = sums.get(block)
             sums[block] = load if before is None else (before[0] + load[0], before[1] + load[1])
         return sums
+
+
+def routed_tokens(module: nn.Module) -> RoutedTokens | None:
+    """What the mixture-of-experts blocks of `module` share; None where it has none."""
+    return getattr(module, "hetmesh_experts", None)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetmesh.parallel.experts.tokens import LaneSamples
+from hetmesh.parallel.experts.routed_tokens import LaneSamples
 
 
 def choices_per_sample(experts: Tensor, samples: LaneSamples, count: int) -> Tensor:
