@@ -18,9 +18,8 @@ from torch import Tensor
 from hetmesh.attention.attention_plan import AttentionPlan, Gathered, Planned, plan_attention, prefers_gathering
 from hetmesh.attention.fetch import Finish, Wires, fetch, give_back
 from hetmesh.attention.flex import FLEX, flex_backward, flex_forward
-from hetmesh.attention.kernels import Kernel, cpu_backward, cpu_forward
+from hetmesh.attention.kernels import ForwardState, Kernel, Running, Terms, cpu_backward, cpu_forward, fold, unfold
 from hetmesh.attention.key_blocks import KernelCalls
-from hetmesh.attention.terms import Running, Saved, Terms, fold, unfold
 from hetmesh.boundary import World
 from hetmesh.context import Mask
 from hetmesh.context.key_tiles import CHUNKS_AHEAD, chunk_rows
@@ -43,13 +42,11 @@ class ContextAttention:
     """Attention over one sequence: the mask, who keeps which rows, and how to reach them. One per microbatch.
 
     Args:
-        mask: of the whole sequence.
         shares: the positions that each rank of the group keeps, in the order of its rows (`context.assign`); left out,
             this rank keeps all and nothing is sent.
         ranks: of the group, in the order of `shares`.
         name: of the traffic in the communication log, such as "llm cp attention"; keys and values are logged under it,
             their gradients under it and " gradients".
-        microbatch: in the log.
         fetch: `auto`, `planned` or `all_gather`; equal on all ranks. `all_gather` needs the group of `ranks`, which
             must exist (a DeviceMesh with this axis makes it) or be made here by all ranks of the job.
         chunk: key rows of other ranks that are computed at a time, while three times as many are on their way; by
@@ -119,7 +116,6 @@ class ContextAttention:
         Args:
             q: `[heads, rows, features]`.
             k, v: `[key heads, rows, features]`; `heads` is a multiple of `key heads`.
-            scale: 1 / sqrt(features) by default.
             window: a query at i sees a key at j only if |i - j| < window, and the mask lets it.
 
         Returns:
@@ -188,7 +184,7 @@ class _Attention(torch.autograd.Function):
         heads = len(k)
         kv = _stacked(k, v)
         seen = logsumexp.masked_fill(logsumexp == -torch.inf, torch.inf)
-        saved = Saved(fold(q, heads), fold(out, heads), seen, fold(gradients[0], heads))
+        saved = ForwardState(fold(q, heads), fold(out, heads), seen, fold(gradients[0], heads))
         dq = torch.zeros_like(saved.q, dtype=logsumexp.dtype)
         dkv = torch.zeros_like(kv, dtype=logsumexp.dtype)
         returning: deque[tuple[int, Finish]] = deque()

@@ -36,7 +36,6 @@ class Wires:
 
     Attributes:
         mesh: one axis, in the order of the coordinates.
-        length: rows of the whole sequence.
     """
 
     world: World

@@ -65,7 +65,6 @@ def tile_counts(mask: Mask, edges: np.ndarray, tile: int = 32) -> np.ndarray:
 
     Args:
         edges: ascending positions, at least one group; `block_edges` for equal blocks.
-        tile: key columns of a tile.
 
     Raises:
         LayoutError: edges are not ascending or leave the sequence, or the tile is not positive.
@@ -133,7 +132,7 @@ def full_tiles(mask: Mask, edges: np.ndarray, tile: int = 32) -> TileIntervals:
     rows = np.bincount(group, stop - first, groups)
     pieces = np.where(rows == np.diff(edges), np.bincount(group, minlength=groups), 0)
 
-    # Each first row is a group of its own, those between them are left out.
+    # Each first row is a separate group, those between them are left out.
     seen = tile_intervals(mask, np.append(np.stack([first, first + 1], axis=1), mask.length), 1)
     row, at = ragged(seen.first[:-1:2], seen.first[1::2])
     base = group[row] * stride

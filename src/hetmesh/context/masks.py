@@ -52,11 +52,8 @@ def text_with_instances(
 
 
 def of_sample(sample: SampleMeta, *, instances_see: Sees = Sees.NOTHING) -> Mask:
-    """The mask of one expanded sample: its media items are instances, whatever their kind.
-
-    Raises:
-        SampleError: media items overlap or leave the sample.
-    """
+    """The mask of one expanded sample: its media items are instances, whatever their kind. Raises SampleError if media
+    items overlap or leave the sample."""
     spans: Intervals = tuple((item.position, item.position + item.rows) for item in sample.media)
     edges = [edge for span in spans for edge in span]
     if edges != sorted(edges) or not all(0 <= edge <= sample.tokens for edge in edges):
@@ -101,11 +98,11 @@ in both directions (PaliGemma). Text always sees all that lies before it."""
 
 
 def lane_mask(samples: Sequence[SampleMeta], kind: str = "causal") -> Mask:
-    """What an LLM sees of a lane whose samples lie one behind the other: each token of its own sample, as `kind`
+    """What an LLM sees of a lane whose samples lie one after another: each token of its own sample, as `kind`
     says."""
     return join(MASKS[kind](sample) for sample in samples)
 
 
 def media_mask(sizes: Sequence[int]) -> Mask:
-    """What an encoder sees of media items that lie one behind the other: each token all of its own item."""
+    """What an encoder sees of media items that lie one after another: each token all of its own item."""
     return join(text_with_instances(size, [(0, size)]) for size in sizes if size)

@@ -28,7 +28,6 @@ class Segment:
         document: its document, a number >= 0; unrelated documents have different ones.
         instance: `TEXT`, or the number of the image, clip or recording within the document. One instance may have
             several segments.
-        start, stop: positions [start, stop).
         rule: within the own instance.
         sees: of what else lies before.
         seen: whether other instances see it, those that ask for its kind.
@@ -126,8 +125,7 @@ def visible(mask: Mask, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 def join(parts: Iterable[Mask]) -> Mask:
     """Pack masks into one row, one after another, their documents numbered on: nobody sees another part, unless it
-    asks for earlier documents.
-    """
+    asks for earlier documents."""
     segments: list[Segment] = []
     length = document = 0
     for part in parts:

@@ -1,12 +1,11 @@
 """Token ownership: which rank of a lane keeps which of the lane's tokens, where the activations between the blocks of
-a module are split along the sequence. Pure: the runtime's shards and the planner's layouts both follow from it.
-"""
+a module are split along the sequence. Pure: the runtime's shards and the planner's layouts both follow from it."""
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetmesh.context.masks import lane_mask, media_mask
@@ -25,7 +24,6 @@ class TokenShares:
 
     Attributes:
         total: B * S.
-        parts: ranks that share them.
     """
 
     total: int
@@ -87,7 +85,6 @@ def owned_rows(
     """Which rows, of those that replace the placeholders `at`, one rank keeps.
 
     Args:
-        samples: those of the lane, in order; expanded.
         starts: the first row of each sample in the row space.
 
     Returns:
@@ -95,9 +92,10 @@ def owned_rows(
     """
     runs: list[tuple[int, int, int]] = []  # first token, tokens, first row
     for sample, first, row in zip(samples, tokens.starts, starts, strict=True):
-        for position, count in _runs(sample, at):
-            runs.append((first + position, count, row))
-            row += count
+        for item in sample.media:
+            if item.name == at:
+                runs.append((first + item.position, item.rows, row))
+                row += item.rows
     ends = [token + count for token, count, _ in runs]
     kept: list[tuple[int, int]] = []
     for start, stop in tokens.kept(owner):
@@ -108,10 +106,6 @@ def owned_rows(
             kept.append((row + lower - token, row + upper - token))
             i += 1
     return tuple(kept)
-
-
-def _runs(sample: SampleMeta, at: str) -> Iterable[tuple[int, int]]:
-    return ((item.position, item.rows) for item in sample.media if item.name == at)
 
 
 BLOCK = 128

@@ -17,11 +17,7 @@ from hetmesh.models.adapter import SampleLike
 def collate_media(
     samples: Sequence[SampleLike], metas: Sequence[SampleMeta], name: str, shape: tuple[int, ...]
 ) -> dict[str, Tensor]:
-    """The media items of kind `name` in sample order, then position order, as `{"media": [n, *shape]}`.
-
-    Raises:
-        SampleError: a sample holds another number of items than its metadata says, or an item of another shape.
-    """
+    """The media items of kind `name` in sample order, then position order, as `{"media": [n, *shape]}`."""
     items = media_items(samples, metas, name, shape)
     return {"media": stacked(items) if items else torch.zeros(0, *shape)}
 

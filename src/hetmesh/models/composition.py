@@ -2,7 +2,7 @@
 
 A side output is a feature that a module emits besides its rows, which its consumer adds after some of its layers.
 DeepStack (arXiv:2406.04334) in Qwen3-VL: layers inside the vision tower also emit features, one per image token, which
-are added after the first layers of the LLM. Each is a boundary of its own, straight to the pipeline stage that holds
+are added after the first layers of the LLM. Each is a separate boundary, straight to the pipeline stage that holds
 its layer and, within it, to the rank that keeps the token.
 """
 
@@ -49,11 +49,7 @@ def module_rows(graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> dict[str
 
 
 def with_side_outputs(boundaries: Sequence[BoundarySpec], adapters: Mapping[str, Adapter]) -> tuple[BoundarySpec, ...]:
-    """The boundaries of a recipe, each followed by those of the side outputs of its source.
-
-    Raises:
-        RecipeError: the destination has no layer that takes an output.
-    """
+    """The boundaries of a recipe, each followed by those of the side outputs of its source."""
     found: list[BoundarySpec] = []
     for b in boundaries:
         found.append(b)

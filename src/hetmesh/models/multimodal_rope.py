@@ -16,10 +16,6 @@ def multimodal_positions(meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> tup
     Text advances all three axes. The rows of an image start where the text before it ended, each at its frame, height
     and width; the text after it continues from the larger of height and width (Qwen3-VL; transformers'
     `Qwen3VLModel.get_rope_index`). Media without a grid count as text.
-
-    Args:
-        meta: an expanded sample.
-        grids: by kind of media.
     """
     parts, token, position = [], 0, 0
     for item in meta.media:

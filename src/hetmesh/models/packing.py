@@ -46,10 +46,9 @@ def lane_batch(
 
 
 def pack_tokens(batch: Mapping[str, Tensor], lengths: Sequence[int], kept: Intervals) -> dict[str, Tensor]:
-    """The batch of `collate_tokens`, its samples one behind the other in one row, cut to the tokens of one rank.
+    """The batch of `collate_tokens`, its samples one after another in one row, cut to the tokens of one rank.
 
     Args:
-        lengths: tokens of each sample.
         kept: positions in that row that the rank keeps, in its order.
 
     Returns:
@@ -83,7 +82,6 @@ def lane_samples(lengths: Sequence[int], kept: Intervals, targets_per_token: flo
     """Which samples the tokens of one rank belong to, for what a model computes per sample.
 
     Args:
-        lengths: tokens of each sample of the lane.
         kept: positions in the row of all of them that the rank keeps, in its order.
         targets_per_token: of the global batch.
 

@@ -31,21 +31,13 @@ from hetmesh.parallel.vocabulary import VocabularyShards, shard_vocabulary
 
 
 class ParallelAdapter(Protocol):
-    """The members of an adapter that are used here (`hetmesh.models.Adapter` has more)."""
+    """The members of a `hetmesh.models.Adapter` that are used here."""
 
-    def layers(self) -> tuple[str, ...]:
-        """FQNs of the module's layers in execution order."""
-        ...
-
-    def tensor_parallel_plan(self) -> Mapping[str, Any]:
-        """FQN pattern -> style; see `hetmesh.parallel.tensor_parallel`."""
-        ...
-
+    def layers(self) -> tuple[str, ...]: ...
+    def tensor_parallel_plan(self) -> Mapping[str, Any]: ...
     def forward(
         self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
-    ) -> Tensor | Mapping[str, Tensor]:
-        """Run `module` on what it reads and on rows by source module."""
-        ...
+    ) -> Tensor | Mapping[str, Tensor]: ...
 
 
 class AdaptedModule(nn.Module):
@@ -97,8 +89,6 @@ class ParallelModule:
         module: the nn.Module, with its own FQNs; sharded parameters are DTensors. Without the layers of pipeline stages
             that other ranks hold.
         stages: each stage of this rank as the runtime calls it, with a batch and rows.
-        spec: the mesh of a stage.
-        device_mesh: the handle of `spec`.
         axes: per parameter, over which axes of `spec` its gradient is summed, and along which it is sharded.
         tied: FQNs of the parameters that several layers of the whole module share.
         vocabulary: how the logits lie over the ranks of `tp`; None: each has all of them.

@@ -64,11 +64,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], groups: Sequence[dist.Proc
 
 def have_gradients(here: Sequence[bool], sums: Sequence[tuple[dist.ProcessGroup, Sequence[int]]]) -> list[bool]:
     """Which gradients exist on any of the ranks that they are summed over. Collective; the host waits for the answer.
-
-    Args:
-        here: which exist on this rank.
-        sums: groups, one after another, and the places in `here` of what is summed over each.
-    """
+    `sums`: groups, one after another, and the places in `here` of what is summed over each."""
     sums = [(group, places) for group, places in sums if places and dist.get_world_size(group) > 1]
     if not sums:
         return list(here)
@@ -91,8 +87,7 @@ def make_missing(parameters: Sequence[nn.Parameter]) -> None:
 def start_sum(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Callable[[], None]:
     """Begin to replace the gradients of `parameters` by their sums over a group; those that are missing count as zero,
     and are made. Gradients must not change until what it returns was called, which waits and writes the sums. Few
-    messages are packed at a time: they never take as much memory as the gradients once more.
-    """
+    messages are packed at a time: they never take as much memory as the gradients once more."""
     if dist.get_world_size(group) == 1:
         return lambda: None
     make_missing(parameters)

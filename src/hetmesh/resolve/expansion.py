@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from hetmesh.models import Adapter
-from hetmesh.models.split.whole_model import saved_tensors
 from hetmesh.models.weights.build import build_on_meta
+from hetmesh.models.weights.load import saved_tensors
 from hetmesh.recipe.recipe import Recipe
 
 

@@ -32,8 +32,6 @@ class CausalLMAdapter(AdapterDefaults):
     runs with `is_causal` and no dense mask. `lm_head` runs only on the positions that predict a target.
 
     Attributes:
-        config: a transformers config.
-        model_class: the `...ForCausalLM` class.
         sources: producer module -> the placeholder that its rows replace.
     """
 
@@ -58,9 +56,6 @@ class CausalLMAdapter(AdapterDefaults):
 
         `vocab_size` is the data source's unless given (a larger one is legal). With `initial_load_path` the directory's
         config.json replaces the `derived` values.
-
-        Raises:
-            RecipeError: unknown keys, sizes that do not fit each other, or modules that consume its output.
         """
         if request.consumers:
             raise RecipeError(f"{request.key}: an LLM emits logits, not rows, but {list(request.consumers)} consume it")
@@ -199,10 +194,7 @@ class CausalLMAdapter(AdapterDefaults):
         self, model: Any, hidden: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> dict[str, Any]:
         """Further arguments of the decoder, by which it adds the side outputs among `inputs` after some of its layers.
-
-        Args:
-            hidden: the embedded tokens, `[B, S, features]`; of packed or shared tokens `[1, kept, features]`.
-        """
+        `hidden`: the embedded tokens, `[B, S, features]`; of packed or shared tokens `[1, kept, features]`."""
         return {}
 
     def check_rows(self, source: str, at: str, rows: Tensor, positions: Tensor, width: int) -> None:

@@ -20,26 +20,16 @@ from hetmesh.models.weights.pretrained import Names, prefixes
 from hetmesh.parallel.stage_views import PREVIOUS
 
 IMAGE_TOWER_PLAN: Mapping[str, Any] = MappingProxyType(
-    {
-        "encoder.layers.*.self_attn.q_proj": "colwise",
-        "encoder.layers.*.self_attn.k_proj": "colwise",
-        "encoder.layers.*.self_attn.v_proj": "colwise",
-        "encoder.layers.*.self_attn.out_proj": "rowwise",
-        "encoder.layers.*.mlp.fc1": "colwise",
-        "encoder.layers.*.mlp.fc2": "rowwise",
-    }
+    {f"encoder.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
+    | {"encoder.layers.*.self_attn.out_proj": "rowwise"}
+    | {"encoder.layers.*.mlp.fc1": "colwise", "encoder.layers.*.mlp.fc2": "rowwise"}
 )
 """The tensor parallel plan of SigLIP's and CLIP's towers, which share their names."""
 
 
 @dataclass(frozen=True)
 class EncoderAdapter(AdapterDefaults):
-    """Base of the adapters of encoders whose media items all have one shape.
-
-    Attributes:
-        config: a transformers config.
-        media: the kind of media it reads.
-    """
+    """Base of the adapters of encoders whose media items all have one shape."""
 
     config: Any
     media: str

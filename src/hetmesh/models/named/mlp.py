@@ -43,9 +43,6 @@ class MlpAdapter(AdapterDefaults):
         """The adapter of a recipe's module, or None while a neighbour's width is not known yet.
 
         `in_features` is the producer's width, `out_features` the consumers', `hidden_features` the latter unless given.
-
-        Raises:
-            RecipeError: an unknown key, or not exactly one boundary into it and at least one out of it.
         """
         check_keys(request, ("in_features", "hidden_features", "out_features"))
         if len(request.placeholders) != 1 or not request.consumers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from hetmesh.context import Rule, runs_of_sample
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.module_graph import Activation
 from hetmesh.graph.sample import SampleMeta
-from hetmesh.models.adapter import Abilities, AdapterRequest, ItemGrid, SampleLike
+from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
 from hetmesh.models.config_keys import check_keys
 from hetmesh.models.named.causal_lm import CausalLMAdapter
 from hetmesh.models.named.deepstack import deepstack_arguments, layer_index
@@ -34,14 +34,8 @@ from hetmesh.parallel.stage_views import PREVIOUS, PassThrough
 
 @dataclass(frozen=True, eq=False)
 class HfLlmAdapter(CausalLMAdapter):
-    """The whole model without its towers and what is behind them. hetmesh puts rows into the places of placeholders and
-    gives positions; decoder and head are the model's own, the head through the forward of the whole.
-
-    Attributes:
-        whole: the model.
-        balance: the weight of the load-balancing loss of its experts.
-        packed: whether the samples of a lane lie in one row.
-    """
+    """The whole model without its towers and what follows them. hetmesh puts rows into the places of placeholders and
+    gives positions; decoder and head are the model's own, the head through the forward of the whole."""
 
     whole: WholeModel = None  # type: ignore[assignment]
     balance: float = 0.0
@@ -50,11 +44,7 @@ class HfLlmAdapter(CausalLMAdapter):
     @classmethod
     def make(cls, request: AdapterRequest) -> HfLlmAdapter:
         """The adapter of a recipe's module. Everything is in its directory; of experts the recipe may give the weight
-        of the load-balancing loss, `router_aux_loss_coef`.
-
-        Raises:
-            RecipeError: no directory, one that cannot be split, or a place in the graph that it cannot have.
-        """
+        of the load-balancing loss, `router_aux_loss_coef`."""
         if request.pretrained is None:
             raise RecipeError(f"{request.key}.initial_load_path is missing: {request.model!r} is made from it")
         if request.consumers:
@@ -90,7 +80,7 @@ class HfLlmAdapter(CausalLMAdapter):
             token_sharded=() if "token_sharded" in reasons else self._text_plan.token_sharded,
             use_packed=None if "use_packed" in reasons else self.use_packed,
             layer_of_output=self.layer_of_output if takes_features else None,
-            position_ids=self.position_ids if positions else None,
+            position_ids=partial(rope_positions, self.whole) if positions else None,
             attention_dropout=getattr(config, "attention_dropout", None) or 0.0,
             stored_forms=self.stored_forms,
             experts=None if "experts" in reasons else self._experts,
@@ -197,13 +187,13 @@ class HfLlmAdapter(CausalLMAdapter):
     def _layers(self) -> tuple[str, ...]:
         decoder = self.whole.decoder
         blocks = tuple(name for name in repeated_blocks(self._empty) if name.startswith(f"{decoder}."))
-        beside = [
+        others = [
             f"{decoder}.{name}"
             for name, child in self.decoder_of(self._empty).named_children()
             if any(True for _ in child.parameters()) and not any(b.startswith(f"{decoder}.{name}.") for b in blocks)
         ]
-        before = [name for name in beside if name == self.whole.embedding]
-        return (*before, *blocks, *(name for name in beside if name not in before), self.whole.head)
+        before = [name for name in others if name == self.whole.embedding]
+        return (*before, *blocks, *(name for name in others if name not in before), self.whole.head)
 
     @cached_property
     def _text_plan(self) -> TextPlan:
@@ -218,14 +208,10 @@ class HfLlmAdapter(CausalLMAdapter):
         return {**self._text_plan.sizes, "moe_intermediate_size": self.config.moe_intermediate_size}
 
     def layer_of_output(self, output: str) -> str | None:
-        """The layer behind which a side output of the encoder is added to its tokens; None: there is none."""
+        """The layer after which a side output of the encoder is added to its tokens; None: there is none."""
         blocks = [name for name in self._layers if name.rpartition(".")[2].isdigit()]
         index = layer_index(output, len(blocks))
         return None if index is None else blocks[index]
-
-    def position_ids(self, meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> tuple[tuple[int, ...], ...]:
-        """Three rows of positions, those of the model's own `get_rope_index`."""
-        return rope_positions(self.whole, meta, grids)
 
     def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **how: Any) -> dict[str, Tensor]:
         self._check_windows(metas)
@@ -265,7 +251,7 @@ class HfLlmAdapter(CausalLMAdapter):
         return deepstack_arguments(self, model, hidden, batch, inputs)
 
     def logits(self, model: Any, hidden: Tensor) -> Tensor:
-        """Through the forward of the whole, whose inner model gives `hidden`: what is behind its head is its own."""
+        """Through the forward of the whole, whose inner model gives `hidden`: what follows its head is the model's."""
         return whole_head(model, self._inner, hidden)
 
     @property
@@ -296,7 +282,7 @@ def embedding_scale(adapter: HfLlmAdapter) -> float | None:
     try:
         with torch.no_grad():
             given = decoder.double()(inputs_embeds=tokens, position_ids=positions, use_cache=False).last_hidden_state
-    except Exception:  # parameters without memory beside layers and norm, and whatever else
+    except Exception:  # parameters without memory outside of layers and norm, and whatever else
         return None
     scale = float((given * tokens).sum() / (tokens * tokens).sum())
     close = torch.allclose(given, scale * tokens, rtol=1e-6, atol=1e-9)  # constants may be rounded to fp32

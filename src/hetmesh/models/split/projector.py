@@ -1,4 +1,4 @@
-"""The projector of a model of transformers as a module of its own, where it works on each row by itself."""
+"""The projector of a model of transformers as a separate module, where it works on each row by itself."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ from hetmesh.models.weights.pretrained import Names
 
 @dataclass(frozen=True, eq=False)
 class HfProjectorAdapter(AdapterDefaults):
-    """What a model has between its tower and its LLM; rows in, as many rows out.
-
-    Attributes:
-        whole: the model.
-        in_features, out_features: widths of its rows.
-    """
+    """What a model has between its tower and its LLM; rows in, as many rows out."""
 
     whole: WholeModel
     in_features: int
@@ -32,11 +27,7 @@ class HfProjectorAdapter(AdapterDefaults):
 
     @classmethod
     def make(cls, request: AdapterRequest) -> HfProjectorAdapter | None:
-        """The adapter of a recipe's module; None until its producer is known.
-
-        Raises:
-            RecipeError: no directory, a model whose projector cannot be taken apart, or one that mixes rows.
-        """
+        """The adapter of a recipe's module; None until its producer is known."""
         if request.pretrained is None:
             raise RecipeError(f"{request.key}.initial_load_path is missing: {request.model!r} is made from it")
         check_keys(request, ())
@@ -59,11 +50,7 @@ class HfProjectorAdapter(AdapterDefaults):
         return Abilities(stored_forms=self.whole.stored_forms)
 
     def width_if_by_row(self) -> int:
-        """The width of its rows.
-
-        Raises:
-            RuntimeError: it does not take rows alone, or a row depends on others.
-        """
+        """The width of its rows. Raises RuntimeError if it does not take rows alone, or a row depends on others."""
         module = build_empty(self)
         materialize(module, torch.device("cpu"))
         draw = torch.Generator().manual_seed(0)
@@ -73,7 +60,7 @@ class HfProjectorAdapter(AdapterDefaults):
             rows = torch.randn(4, self.in_features, generator=draw)
             try:
                 together, first = self._run(module, rows), self._run(module, rows[:1])
-            except Exception as error:  # whatever it wants beside rows
+            except Exception as error:  # whatever else it wants than rows
                 raise RuntimeError(f"it does not take rows alone ({type(error).__name__})") from error
         if together.ndim != 2 or len(together) != 4 or not torch.allclose(together[:1], first, rtol=1e-4, atol=1e-5):
             raise RuntimeError("what it makes of a row depends on other rows")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from hetmesh.models.weights.pretrained import prefixes
 from hetmesh.parallel.fully_shard import needs_backward
 from hetmesh.parallel.sequence_parallel import ShardedTokens
 from hetmesh.parallel.stage_views import PREVIOUS, is_absent
+from hetmesh.parallel.tensor_parallel import within
 from hetmesh.parallel.tokens import tokens_of
 
 
@@ -26,7 +27,6 @@ class UserAdapter(AdapterDefaults):
     """A user's row-wise module, and what all kinds of modules share.
 
     Attributes:
-        arguments: of the constructor.
         layer_names, plan, sizes, abilities: what the class declares.
         reason_not_probed: why it was not tried whether the module mixes samples; empty if it was.
     """
@@ -84,11 +84,8 @@ class UserAdapter(AdapterDefaults):
         return 1 if self.is_last(module) or self.abilities.activation is None else self.abilities.activation.per_row
 
     def checked(self, module: nn.Module, output: Any, rows: int, items: int) -> Tensor:
-        """`output` as `[rows, features]`.
-
-        Raises:
-            BoundaryError: it is not of that shape, or, between two stages, not of the declared one.
-        """
+        """`output` as `[rows, features]`. Raises BoundaryError if it is not of that shape, or, between two stages, not
+        of the declared one."""
         width, between = self.out_features, self.abilities.activation
         if not self.is_last(module) and between is not None:
             rows, width = rows * between.per_row + items * between.per_item, between.features
@@ -208,18 +205,12 @@ def as_parameters(module: nn.Module, media: Tensor) -> Tensor:
     return media.to(parameter.dtype) if media.is_floating_point() and parameter is not None else media
 
 
-class _Layered(Protocol):
-    @property
-    def abilities(self) -> Abilities: ...
-    def layers(self) -> tuple[str, ...]: ...
-
-
 def sharded_layers(layers: tuple[str, ...], prefixes: tuple[str, ...]) -> tuple[str, ...]:
     """The layers that work on shares of the tokens."""
-    return tuple(layer for layer in layers if any(f"{layer}.".startswith(f"{prefix}.") for prefix in prefixes))
+    return tuple(layer for layer in layers if within(layer, *prefixes))
 
 
-def install_token_shares(module: nn.Module, adapter: _Layered) -> None:
+def install_token_shares(module: nn.Module, adapter: UserAdapter) -> None:
     """Make `module` split its tokens before the first of its sharded layers and join them after the last, if it has
     sequence parallelism. Does so once per module."""
     tokens: Any = tokens_of(module)

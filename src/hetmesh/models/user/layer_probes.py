@@ -1,4 +1,5 @@
-"""Whether a user's module can be cut into pipeline stages between its layers: found by calling it without them.
+"""Whether a user's module can be cut into pipeline stages between its layers: found by calling it without them. And
+whether it enters each of its layers once, whatever it reads, so that FSDP can gather them one by one.
 
 Each layer is replaced by one that returns its input. Called with what a later pipeline stage gets from the one before,
 the module must then return just that, and call its layers in order: then nothing is computed between layers, where each
@@ -21,6 +22,7 @@ from hetmesh.models.user.adapters import UserAdapter, UserEncoder, UserItemsEnco
 from hetmesh.models.user.probe import MAX_PARAMETERS, n_parameters, sample_calls
 from hetmesh.models.weights.build import build_empty
 from hetmesh.parallel.stage_views import PassThrough
+from hetmesh.parallel.tensor_parallel import within
 
 
 class _RecordedCall(PassThrough):
@@ -36,19 +38,13 @@ class _RecordedCall(PassThrough):
 
 
 def first_layers(adapter: UserAdapter, example: nn.Module, request: AdapterRequest) -> tuple[str, ...]:
-    """The layers that only the first stage calls, with what the module reads; they stay together there.
-
-    Args:
-        example: an instance on the meta device; its layers are replaced.
-
-    Raises:
-        RecipeError: the module cannot be cut between its layers, and why.
-    """
+    """The layers that only the first stage calls, with what the module reads; they stay together there. `example`: an
+    instance on the meta device; its layers are replaced."""
     where = f"{request.key}: {type(example).__name__} declares `activation`"
     layers, called = adapter.layers(), list[str]()
-    if any(True for name, _ in example.named_buffers() if not _inside(name, layers)):
+    if any(True for name, _ in example.named_buffers() if not within(name, *layers)):
         example = build_empty(adapter)
-    outside = [name for name, _ in example.named_parameters() if not _inside(name, layers)]
+    outside = [name for name, _ in example.named_parameters() if not within(name, *layers)]
     if outside:
         raise RecipeError(
             f"{where}, but its parameters {outside[:6]} belong to none of its layers {list(layers)}, so no stage would "
@@ -93,10 +89,6 @@ def _shared_inside(example: nn.Module, layers: tuple[str, ...]) -> list[str]:
         for parameter in set(example.get_submodule(layer).parameters()):
             owners.setdefault(id(parameter), []).append(layer)
     return next((names for names in owners.values() if len(names) > 1 and names != [layers[0], layers[-1]]), [])
-
-
-def _inside(name: str, layers: tuple[str, ...]) -> bool:
-    return any(name.startswith(f"{layer}.") for layer in layers)
 
 
 def _inputs(adapter: UserAdapter, vocab_size: int) -> tuple[Tensor, tuple[Any, ...]]:

@@ -29,10 +29,7 @@ _PROTOCOL = frozenset(name for name in dir(Adapter) if not name.startswith("_"))
 
 def make_user_adapter(model: str, request: AdapterRequest) -> Adapter | None:
     """The adapter of `"package.module:Class"`; None while it needs the width of a neighbour that is not known yet.
-
-    Raises:
-        RecipeError: the class cannot be imported or constructed, lacks a size, or does not do what it declares.
-    """
+    Raises RecipeError if the class cannot be imported or constructed, lacks a size, or does not do what it declares."""
     imported = _import(model, request)
     if issubclass(imported, nn.Module):
         return _adapter_of_module(imported, request)
@@ -164,8 +161,9 @@ def _example(model_class: type[nn.Module], arguments: Mapping[str, Any], request
         with random_state(request.name, 0), torch.device("meta"):
             example = model_class(**arguments)
     except Exception as error:
+        listed = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise RecipeError(
-            f"{request.key}: {model_class.__name__}({_listed(arguments)}) failed: {error}; it is first constructed on "
+            f"{request.key}: {model_class.__name__}({listed}) failed: {error}; it is first constructed on "
             "the meta device, so its constructor must not read values of its parameters"
         ) from error
     if lazy := [name for name, p in example.named_parameters() if isinstance(p, UninitializedParameter)]:
@@ -175,10 +173,6 @@ def _example(model_class: type[nn.Module], arguments: Mapping[str, Any], request
             "where the constructor takes them)"
         )
     return example
-
-
-def _listed(arguments: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
 
 
 _LOOKED_INTO = (list, tuple, set, frozenset, dict, partial, MethodType, CellType, staticmethod, classmethod)

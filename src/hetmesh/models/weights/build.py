@@ -19,19 +19,18 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from hetmesh._torch_compat import has_gradient_hooks
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Adapter
-from hetmesh.models.weights.fill_module import draw_weights, materialize, plain_name
-from hetmesh.models.weights.init_recorder import Recorder
+from hetmesh.models.weights.fill_module import draw_weights, empty_parameter, materialize, plain_name
+from hetmesh.models.weights.init_recorder import META, Recorder
 from hetmesh.models.weights.initial import Initial
+
+logger = logging.getLogger(__name__)
 
 
 def build_module(adapter: Adapter, name: str, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The full module on the CPU, with random weights drawn from `(seed, name)` in fp32 and cast to `dtype`.
 
-    Every rank of any layout gets the same weights as one process would, without communication; fp64 runs start from
-    the fp32 ones. The global RNG is left as it was.
-
-    Raises:
-        RecipeError: nothing initialises one of its parameters.
+    Every rank of any layout gets the same weights as one process would, without communication; fp64 runs start from the
+    fp32 ones. The global RNG is left as it was. Raises RecipeError if nothing initialises one of its parameters.
     """
     return build_deferred(adapter, name, seed, dtype).materialized()
 
@@ -41,9 +40,6 @@ def build_deferred(adapter: Adapter, name: str, seed: int, dtype: torch.dtype = 
 
     A module whose constructor computes with its weights is built eagerly, and they are held in full until they are
     sharded.
-
-    Raises:
-        RecipeError: nothing initialises one of its parameters.
     """
 
     def build() -> nn.Module:
@@ -54,11 +50,7 @@ def build_deferred(adapter: Adapter, name: str, seed: int, dtype: torch.dtype = 
 
 
 def reason_built_whole(adapter: Adapter, name: str) -> str | None:
-    """Why every rank of a module builds it in full; None if its weights are drawn row by row. Takes no memory.
-
-    Raises:
-        RecipeError: nothing initialises one of its parameters.
-    """
+    """Why every rank of a module builds it in full; None if its weights are drawn row by row. Takes no memory."""
     found = recorded(lambda: _build(adapter, name), name, 0)
     return found if isinstance(found, str) else None
 
@@ -123,9 +115,6 @@ def _parameters_on_meta() -> Iterator[None]:
         owner.register_parameter = register
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass
 class DeferredModule:
     """A module as its constructor leaves it, without memory for its parameters.
@@ -157,11 +146,7 @@ class DeferredModule:
 
 def recorded(build: Callable[[], nn.Module], name: str, seed: int) -> DeferredModule | str:
     """The module that `build` makes, with the recorded operations that initialise its parameters; or the reason why
-    these cannot be replayed.
-
-    Raises:
-        RecipeError: nothing initialises one of its parameters, or two names share its memory.
-    """
+    these cannot be replayed."""
     recorder = Recorder(f"{seed}:{name}")
     try:
         with random_state(name, seed), _nan_in_new_memory(), recorder:
@@ -191,11 +176,7 @@ def recorded(build: Callable[[], nn.Module], name: str, seed: int) -> DeferredMo
 
 
 def built_eagerly(build: Callable[[], nn.Module], name: str, seed: int, reason: str) -> DeferredModule:
-    """The module that `build` makes, with its weights held in full until they are sharded.
-
-    Raises:
-        RecipeError: nothing initialises one of its parameters, it has no shape, or two names share its memory.
-    """
+    """The module that `build` makes, with its weights held in full until they are sharded."""
     logger.info(
         f"modules.{name} is built whole before it is sharded: its constructor computes with its weights ({reason})"
     )
@@ -241,13 +222,6 @@ def _nan_in_new_memory() -> Iterator[None]:
         memory.fill_uninitialized_memory = fills
 
 
-def _never_initialised(where: str) -> RecipeError:
-    return RecipeError(
-        f"{where}: nothing initialises it; it would hold whatever was in memory, different on every rank. Give it "
-        "values in its constructor"
-    )
-
-
 def _take_values(module: nn.Module, name: str, recorder: Recorder, known: Container[int] = ()) -> dict[str, Initial]:
     """The values of all parameters of `module` that are not `known`, which then have no memory any more."""
     taken: dict[int, tuple[nn.Parameter, Initial]] = {}
@@ -262,7 +236,8 @@ def _take_values(module: nn.Module, name: str, recorder: Recorder, known: Contai
                 originals.append(parameter)
                 where = f"modules.{name}: parameter {fqn}"
                 _check_values(where, parameter, recorder)
-                taken[id(parameter)] = _on_meta(parameter), recorder.initial(where, parameter)
+                empty = parameter if parameter.is_meta else empty_parameter(parameter, META)
+                taken[id(parameter)] = empty, recorder.initial(where, parameter)
             empty, found[fqn] = taken[id(parameter)]
             owner._parameters[key] = empty
             taken[id(empty)] = empty, found[fqn]
@@ -279,7 +254,10 @@ def _check_values(where: str, parameter: nn.Parameter, recorder: Recorder) -> No
     if not parameter.numel() or (memory is not None and memory.steps):
         return
     if memory is not None or (not parameter.is_meta and _as_new(parameter.detach())):
-        raise _never_initialised(where)
+        raise RecipeError(
+            f"{where}: nothing initialises it; it would hold whatever was in memory, different on every rank. Give it "
+            "values in its constructor"
+        )
 
 
 def _as_new(value: Tensor) -> bool:
@@ -297,22 +275,10 @@ def _check_apart(module: nn.Module, name: str) -> None:
         if isinstance(tensor, UninitializedBuffer | UninitializedParameter) or not tensor.numel():
             continue
         place = id(tensor.untyped_storage()), int(tensor.storage_offset())
-        if kind == "parameter":
-            other = places.setdefault(place, fqn)
-        else:
-            other = places.get(place, fqn)
+        other = places.setdefault(place, fqn) if kind == "parameter" else places.get(place, fqn)
         if other != fqn:
             raise RecipeError(
                 f"modules.{name}: {kind} {fqn} shares memory with parameter {other}; parameters get memory of "
                 "their own when they are sharded, and the two would diverge. Tie them by registering the same "
                 "nn.Parameter, or copy the values"
             )
-
-
-def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    if parameter.is_meta:
-        return parameter
-    value: Tensor = parameter.detach()
-    empty = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=parameter.requires_grad)
-    empty.__dict__.update(parameter.__dict__)
-    return empty

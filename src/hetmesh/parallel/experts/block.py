@@ -52,11 +52,7 @@ class ExpertBlock(nn.Module):
     """Takes the place of a model's class; children and their names stay.
 
     Attributes:
-        gate: the router.
-        layers: what the module says of all of its blocks.
-        number: of this one.
         peers: the ranks along `ep`.
-        tokens: of the microbatch.
         placement: the expert at each place: which ranks hold which.
         places: the place of each expert, int64 `[experts]`; None where each is at its own number.
         sharing: the ranks that share a sample's tokens (`cp`); None: this one has all.
@@ -80,7 +76,7 @@ class ExpertBlock(nn.Module):
 
     @torch.compiler.disable
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """`[..., features]` -> the same; padding behind the real tokens gives 0."""
+        """`[..., features]` -> the same; padding after the real tokens gives 0."""
         flat = hidden_states.flatten(0, -2)
         samples = self.tokens.samples
         real = flat[: len(samples.of_token)]
@@ -143,11 +139,7 @@ class ExpertBlock(nn.Module):
 
 
 def make_expert_block(block: Any, **attributes: Any) -> None:
-    """Make a ready-made block an ExpertBlock, in place.
-
-    Args:
-        attributes: those of the ExpertBlock.
-    """
+    """Make a ready-made block an ExpertBlock, in place."""
     block.__class__ = ExpertBlock
     block.experts.__class__ = LocalExperts
     for name, value in attributes.items():
