@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo as not_compiled  # torch.compiler.disable imports the compiler at once
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -37,6 +38,7 @@ __all__ = [
     "graph_nodes",
     "grouped_mm",
     "implement",
+    "not_compiled",
     "one_gloo_device",
     "python_device",
     "reduce_scatter_single",

@@ -5,17 +5,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hetmesh.balance import BatchLoads, Slots, arrange, assign, pipeline_score, spread
-from hetmesh.balance.blocks import BatchBlocks
+from hetmesh.balance import BatchLoads, Slots, assign, lane_orders, pipeline_score, spread
+from hetmesh.balance.batch_blocks import BatchBlocks
 from hetmesh.balance.caps import NO_CAP, within_caps
-from hetmesh.balance.fill import SCALE, least_loaded, longest_first, normalised, scrambled
-from hetmesh.balance.orders import best_orders
-from hetmesh.balance.pipeline import step_lengths
+from hetmesh.balance.lane_orders import best_orders
+from hetmesh.balance.local_search import lower_peaks, resplit
+from hetmesh.balance.lpt import SCALE, as_table, from_table, least_loaded, longest_first, normalised, scrambled
 from hetmesh.balance.policies.auto import MARGIN
 from hetmesh.balance.policies.disttrain import _reordered
 from hetmesh.balance.policies.entrain import effective_microbatches
-from hetmesh.balance.resplit import lower_peaks, resplit
-from hetmesh.balance.tables import as_table, from_table
+from hetmesh.balance.step_lengths import step_lengths
 
 
 def sums(load, bins):
@@ -94,7 +93,7 @@ def test_orders_are_judged_by_what_is_left_after_deferral(monkeypatch):
         seen.append((work, late))
         return np.tile(np.arange(8), (2, 1))
 
-    monkeypatch.setattr(arrange, "best_orders", keep)
+    monkeypatch.setattr(lane_orders, "best_orders", keep)
     found = assign(loads, slots, "two_dim")
     ((work, late),) = seen
     assert found.deferred.any()

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from hetmesh.balance import POLICIES, BatchLoads, Slots, assign, pipeline_score, spread
-from hetmesh.balance.blocks import BatchBlocks
-from hetmesh.balance.fewer import fewer_windows
-from hetmesh.balance.free import roomier_windows
+from hetmesh.balance.batch_blocks import BatchBlocks
+from hetmesh.balance.window_counts import fewer_windows, roomier_windows
 from hetmesh.errors import GraphError
 
 NAMES = sorted(POLICIES)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hetmesh.balance import BatchPlan, assign, batch_loads, batch_plan_of, graph_slots
-from hetmesh.balance.batch_load import batch_load, plan_assignment
-from hetmesh.balance.from_graph import BalanceOptions
+from hetmesh.balance.imbalance import batch_load, plan_assignment
+from hetmesh.balance.plan_batch import BalanceOptions
 from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec, SampleMeta
 from hetmesh.layout import MeshSpec
 

@@ -16,8 +16,8 @@ from hetmesh.balance import (
     graph_slots,
     plan_batch,
 )
-from hetmesh.balance.from_graph import within_range
-from hetmesh.cost.sample_costs import SampleCosts
+from hetmesh.balance.plan_batch import within_range
+from hetmesh.cost.flops import SampleCosts
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, MediaItem, ModuleGraph, ModuleSpec, SampleMeta
 from hetmesh.layout import MeshSpec, plan_transfer

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from hetmesh.balance import BatchLoads, Slots, assign
-from hetmesh.balance.deferral import MOVABLE, defer
-from hetmesh.balance.matching import bottleneck_matching
+from hetmesh.balance.deferral import MOVABLE, bottleneck_matching, defer
 
 
 def after(members, work, pairing):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetmesh.balance.expert_placement import place_experts, rank_loads, skew
+from hetmesh.balance.place_experts import place_experts, rank_loads, skew
 from hetmesh.errors import GraphError
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hetmesh.balance.leaders import lane_affinity, leaders
+from hetmesh.balance.co_located import lane_affinity, leaders
 from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec
 from hetmesh.layout import MeshSpec
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from hetmesh.balance import POLICIES, BalanceOptions, plan_batch
-from hetmesh.balance.shares import dealt, pipelines
+from hetmesh.balance.co_located import dealt, pipelines
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, MediaItem, ModuleGraph, ModuleSpec, SampleMeta
 from hetmesh.layout import MeshSpec

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hetmesh.balance import BatchLoads, Slots, assign, pipeline_score
-from hetmesh.balance.pipeline import step_lengths
+from hetmesh.balance.step_lengths import step_lengths
 from hetmesh.cost import StageCost, StepCosts
 from hetmesh.graph import Activation, BoundarySpec, ModuleGraph, ModuleSpec, Routes, stage_graph
 from hetmesh.layout import MeshSpec

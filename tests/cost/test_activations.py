@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hetmesh.cost import LayerShape, WeightShape, Work, activation_bytes
-from hetmesh.cost.passing_bytes import backward_bytes
+from hetmesh.cost.activations import backward_bytes
 from hetmesh.models import AdapterRequest
 from hetmesh.models.module_shape import module_shape
 from hetmesh.models.named.qwen3 import Qwen3Adapter

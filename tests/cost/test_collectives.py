@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hetmesh.cost import LayerShape, WeightShape, Work, load_machine
-from hetmesh.cost.collectives import (
+from hetmesh.cost.collective_time import (
     all_gather,
     all_reduce,
     gradient_sum_time,

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from hetmesh.cost import LayerShape, ModuleShape, Rates, WeightShape, Work, layer_flops, layer_time, load_machine
-from hetmesh.cost.collectives import all_to_all, tensor_parallel_time
-from hetmesh.cost.experts import exchange_time, reached_share
+from hetmesh.cost.collective_time import all_to_all, tensor_parallel_time
+from hetmesh.cost.expert_costs import exchange_time, reached_share
 from hetmesh.cost.shapes import expert_share
 from hetmesh.resolve.module_shapes import notes_on_experts
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from analysis.stage_counts import frozen_blind
 from hetmesh.cost import (
     LayerShape,
     LayerTime,
@@ -16,7 +17,6 @@ from hetmesh.cost import (
     WeightShape,
     Work,
     activation_bytes,
-    frozen_blind,
     layer_time,
     load_machine,
     module_times,

@@ -9,7 +9,6 @@ from hetmesh.cost import (
     WeightShape,
     Work,
     imbalance,
-    lane_work,
     sample_work,
     static_memory,
     total_work,
@@ -86,7 +85,7 @@ def plan(counts: list[int], encoders: int, microbatch_size: int) -> BatchPlan:
 
 def test_lane_work_adds_up_to_the_batch():
     p = plan([3, 1, 0, 2, 5, 0], 2, 3)
-    work = lane_work(p, "vision")
+    work = p.lane_work("vision")
     assert work.shape == (2, 2, 3)
     assert Work.sum_of(work) == Work(4 * 11, 16 * 11)
     first = [p.samples[i] for i in p.samples_of("vision", 0, 1)]
@@ -104,4 +103,4 @@ def test_lane_work_adds_up_to_the_batch():
     ],
 )
 def test_imbalance(counts, size, expected):
-    assert imbalance(lane_work(plan(counts, 2, size), "vision")) == pytest.approx(expected)
+    assert imbalance(plan(counts, 2, size).lane_work("vision")) == pytest.approx(expected)

@@ -3,7 +3,7 @@
 import pytest
 
 from hetmesh.cost import LayerShape, ModuleShape, WeightShape, module_flops, sample_work
-from hetmesh.cost.sample_costs import SampleCosts
+from hetmesh.cost.flops import SampleCosts
 from hetmesh.graph import BoundarySpec, MediaItem, ModuleGraph, ModuleSpec, SampleMeta
 from hetmesh.layout import MeshSpec
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from analysis.encoder_plans import encoder_plans
 from hetmesh.balance import BalanceOptions, plan_batch
 from hetmesh.cost import LayerShape, ModuleShape, WeightShape, load_machine
 from hetmesh.graph import Activation, BoundarySpec, MediaItem, ModuleGraph, ModuleSpec, SampleMeta
 from hetmesh.layout import MeshSpec
-from hetmesh.planner.encoder_plans import best_split, encoder_plans, splits
+from hetmesh.planner.search import best_split, splits
 from hetmesh.schedule import PolicyOptions
 from hetmesh.simulate import StepModel, simulate
 from hetmesh.simulate.fill_bubbles import fill_bubbles

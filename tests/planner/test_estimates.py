@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from hetmesh.cost import module_memory
-from hetmesh.cost.memory import most_held
+from hetmesh.cost.stage_cuts import default_splits
+from hetmesh.cost.static_memory import most_held
 from hetmesh.errors import HetmeshError
 from hetmesh.planner import PLACEMENTS, candidates, laid_out
-from hetmesh.planner.default_splits import default_splits
 from hetmesh.planner.estimate import Estimator
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.planning import recipe_problem

@@ -1,7 +1,6 @@
 """E2: a batch that parts ranks as any of its size does is found on stationary data, and refused on drifting ones."""
 
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.balance.laws import LAWS
 from hetmesh.data.synthetic import SyntheticSource
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import SampleMeta
@@ -18,9 +18,6 @@ from hetmesh.report.plan_text import macro_batch_lines
 from hetmesh.resolve import planning
 from hetmesh.resolve.describe import make_loader
 from hetmesh.resolve.planning import recipe_macro_batch, recipe_problem
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-from benchmarks.balance.laws import LAWS
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
 SAMPLES = 4096

@@ -16,9 +16,8 @@ from hetmesh.planner import PLACEMENTS, LayoutPlan, ModulePlan, Predictor, candi
 from hetmesh.planner.candidates import can_run, microbatch_sizes
 from hetmesh.planner.estimate import Estimator
 from hetmesh.planner.layout_plan import laid_out
-from hetmesh.planner.predict import LANES
+from hetmesh.planner.predict import LANES, some_lanes
 from hetmesh.planner.search import BATCHES
-from hetmesh.planner.some_lanes import some_lanes
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.records.metrics import amount
 from hetmesh.report.plan_text import nothing_found

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hetmesh.balance.batch_load import BatchLoad, ModuleLoad
+from hetmesh.balance.imbalance import BatchLoad, ModuleLoad
 from hetmesh.cli import main
 from hetmesh.records.metrics import StepMetrics, flat
 from hetmesh.records.step_values import StepLoad

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hetmesh.balance import assign, plan_batch
-from hetmesh.balance.from_graph import batch_loads, batch_plan_of, graph_slots
+from hetmesh.balance.plan_batch import batch_loads, batch_plan_of, graph_slots
 from hetmesh.boundary import World
 from hetmesh.cli.check import checked
 from hetmesh.cost import computed_work, sample_work, total_work

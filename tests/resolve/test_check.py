@@ -18,7 +18,7 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.models import Abilities
 from hetmesh.models.adapter import NONE
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
-from hetmesh.recipe.torchtitan_defaults import differing_defaults
+from hetmesh.recipe.torchtitan_keys import differing_defaults
 from hetmesh.records.checkpoint_folders import COMPLETE
 from hetmesh.resolve.describe import describe
 from hetmesh.resolve.held_out import held_out_source

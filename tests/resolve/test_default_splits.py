@@ -3,8 +3,8 @@
 import pytest
 
 from hetmesh.cost import LayerShape, ModuleShape, WeightShape, Work
+from hetmesh.cost.stage_cuts import default_splits
 from hetmesh.errors import RecipeError
-from hetmesh.planner.default_splits import default_splits
 
 WORK = Work(100, 1000, 10)
 

@@ -9,7 +9,7 @@ from hetmesh.balance import largest_batches, plan_batch
 from hetmesh.boundary.groups import ends_are_tied, groups_of_ranks, job_groups
 from hetmesh.cli import main
 from hetmesh.cost import StaticMemory, load_machine
-from hetmesh.cost.memory import update_bytes
+from hetmesh.cost.static_memory import update_bytes
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report import as_text, explain
 from hetmesh.resolve.balance_options import recipe_balance

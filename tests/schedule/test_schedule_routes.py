@@ -17,8 +17,8 @@ from hetmesh.schedule import (
     peak_in_flight,
     sequential,
 )
-from hetmesh.schedule.groups import caps_by_distance
-from hetmesh.schedule.one_by_one import one_by_one
+from hetmesh.schedule.list_schedule import caps_by_distance
+from hetmesh.schedule.sequential import one_by_one
 from hetmesh.testing.strategies import routes
 
 VISION, LLM = Stage("vision"), Stage("llm")

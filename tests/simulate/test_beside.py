@@ -13,7 +13,7 @@ from hetmesh.balance import plan_batch
 from hetmesh.cost import LayerShape, ModuleShape, StageCost, StageParts, StepCosts, WeightShape, load_machine
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, MediaItem, ModuleGraph, ModuleSpec, SampleMeta, Stage
-from hetmesh.graph.module_options import ModuleOptions
+from hetmesh.graph.module_graph import ModuleOptions
 from hetmesh.layout import MeshSpec
 from hetmesh.schedule import POLICIES
 from hetmesh.simulate import StepModel, bubbles, simulate

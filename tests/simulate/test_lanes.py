@@ -8,11 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_simulate_properties import cases
 
+from analysis.latest_starts import latest_starts
+from analysis.lower_bounds import busiest_rank, critical_path
 from hetmesh.balance import plan_batch
 from hetmesh.cost import Lanes, ModuleShape, StageCost, load_machine
 from hetmesh.graph import ModuleGraph, SampleMeta, Stage
 from hetmesh.schedule import POLICIES
-from hetmesh.simulate import StepModel, bubbles, busiest_rank, critical_path, latest_starts, simulate
+from hetmesh.simulate import StepModel, bubbles, simulate
 from hetmesh.simulate.lanes import merged
 
 

@@ -9,19 +9,12 @@ from graphs import module
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from analysis.latest_starts import latest_starts
+from analysis.lower_bounds import busiest_rank, critical_path
 from hetmesh.cost import StageCost, StepCosts, TransferCost
 from hetmesh.graph import BoundarySpec, ModuleGraph, StageGraph, stage_graph
 from hetmesh.schedule import POLICIES, PolicyOptions, Schedule, validate
-from hetmesh.simulate import (
-    CLASSES,
-    Timeline,
-    bubble_spans,
-    bubbles,
-    busiest_rank,
-    critical_path,
-    latest_starts,
-    simulate,
-)
+from hetmesh.simulate import CLASSES, Timeline, bubble_spans, bubbles, simulate
 from hetmesh.simulate.timeline import rank_classes
 from hetmesh.testing.strategies import routes
 

@@ -7,6 +7,7 @@ import pytest
 from graphs import encoder_and_llm, equal_costs, module
 from test_step_model import MACHINE, assert_bytes_are_those_of_plans, setup
 
+from analysis.latest_starts import dependency_points
 from hetmesh.balance import BatchPlan
 from hetmesh.cost import StageCost, StepCosts, TransferCost
 from hetmesh.graph import BoundarySpec, Edge, ModuleGraph, ModuleSpec, Route, Routes, SampleMeta, Stage, stage_graph
@@ -15,7 +16,7 @@ from hetmesh.report.trace import trace
 from hetmesh.resolve.recipe_step_model import recipe_step_model
 from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.schedule import Action, Kind, one_f_one_b, sequential
-from hetmesh.simulate import Timeline, dependency_points, peak_rows, simulate
+from hetmesh.simulate import Timeline, peak_rows, simulate
 from hetmesh.testing.assignments import RandomAssignment
 
 VISION, LLM = Stage("vision"), Stage("llm")

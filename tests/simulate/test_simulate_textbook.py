@@ -5,19 +5,13 @@ from dataclasses import replace
 import pytest
 from graphs import encoder_and_llm, equal_costs, module, pipeline
 
+from analysis.latest_starts import dependency_points, latest_starts
+from analysis.lower_bounds import busiest_rank, critical_path
 from hetmesh.cost import StageBytes, StageCost, StepCosts, TransferCost
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, Edge, ModuleGraph, Route, Stage, stage_graph
 from hetmesh.schedule import POLICIES, Kind, PolicyOptions, interleaved, one_f_one_b, sequential, zero_bubble
-from hetmesh.simulate import (
-    average_bubbles,
-    bubbles,
-    busiest_rank,
-    critical_path,
-    dependency_points,
-    latest_starts,
-    simulate,
-)
+from hetmesh.simulate import average_bubbles, bubbles, simulate
 
 ONE_TWO = StageCost(1.0, 1.0, 1.0)
 SIZES = [(1, 1), (2, 2), (2, 7), (4, 4), (4, 8), (4, 9), (8, 16)]

@@ -8,7 +8,7 @@ import pytest
 from hetmesh.attention.attention_plan import fetch_order, plan_attention
 from hetmesh.balance import edge_layouts, plan_batch
 from hetmesh.cost import Machine, Profile, Rates, Work, activation_bytes, layer_time, load_machine
-from hetmesh.cost.experts import exchange_time
+from hetmesh.cost.expert_costs import exchange_time
 from hetmesh.data.loader import Loader
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import Stage

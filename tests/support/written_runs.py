@@ -3,7 +3,7 @@
 import json
 import math
 
-from hetmesh.balance.batch_load import BatchLoad, ModuleLoad
+from hetmesh.balance.imbalance import BatchLoad, ModuleLoad
 from hetmesh.cost import StageCost, StepCosts
 from hetmesh.graph import Activation, ModuleGraph, ModuleSpec, stage_graph
 from hetmesh.layout import MeshSpec

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hetmesh.balance.expert_placement import place_experts
+from hetmesh.balance.place_experts import place_experts
 from hetmesh.boundary import World
 from hetmesh.boundary.backend import Backend, Waited
 from hetmesh.recipe.recipe import Recipe, load_recipe
@@ -46,7 +46,7 @@ from hetmesh.testing.pool import WorkerPool
 from hetmesh.training.job import Job
 from hetmesh.training.trainer import Trainer
 
-JUDGES = ("src/hetmesh/parallel/experts", "src/hetmesh/balance/expert_placement.py", "src/hetmesh/boundary")
+JUDGES = ("src/hetmesh/parallel/experts", "src/hetmesh/balance/place_experts.py", "src/hetmesh/boundary")
 """What an output of it judges (`kept.py`)."""
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_moe.toml"

@@ -28,7 +28,6 @@ import numpy as np
 import torch
 
 from benchmarks.balance.laws import chart
-from hetmesh.cost import lane_work
 from hetmesh.data import Loader
 from hetmesh.graph import MediaItem, MetaArrays, SampleMeta
 from hetmesh.recipe.recipe import parse_recipe
@@ -81,7 +80,7 @@ def measure(ranks: int, policy: str, rank: int, steps: int) -> dict[str, float]:
         _ = taken.plan.num_targets, taken.plan.num_tokens, (taken.drawn.metas.num_targets == 0).sum()
         if rank == 0:
             for name in job.graph.order:
-                lane_work(taken.plan, name)
+                taken.plan.lane_work(name)
         main.append(time.thread_time() - mine)
         upcoming.settle()
         cpu.append(time.process_time() - before)

@@ -15,7 +15,7 @@ from hetmesh.cost import StageCost, StepCosts, TransferCost
 from hetmesh.graph import Activation, BoundarySpec, ModuleGraph, ModuleSpec, Routes, Stage, StageGraph, stage_graph
 from hetmesh.layout import MeshSpec
 from hetmesh.schedule import Action, Kind, Schedule
-from hetmesh.schedule.order import with_messages
+from hetmesh.schedule.schedule import with_messages
 from hetmesh.simulate import simulate
 
 JUDGES = ("src/hetmesh/schedule", "src/hetmesh/simulate")

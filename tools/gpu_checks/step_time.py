@@ -20,7 +20,7 @@ from benchmarks.overhead import PlainLoop
 from gpu_checks.found import Found, Place
 from gpu_checks.sizes import EQUAL, LARGE, ONE_RANK, RECIPES, sized
 from hetmesh.balance import plan_batch
-from hetmesh.cost import Work, lane_work, module_flops
+from hetmesh.cost import Work, module_flops
 from hetmesh.dryrun.dry_run import dry_run
 from hetmesh.recipe.recipe import Recipe, load_recipe
 from hetmesh.resolve.balance_options import recipe_balance
@@ -67,7 +67,7 @@ def flops() -> Found:
         shape = shapes[name]
         assert shape is not None
         upstream = any(graph.needs_gradient(b) for b in graph.inputs(name))
-        formula = module_flops(shape, Work.sum_of(lane_work(plan, name)), upstream=upstream).total
+        formula = module_flops(shape, Work.sum_of(plan.lane_work(name)), upstream=upstream).total
         modules[name] = {"formula": formula, "operations": counted[name].flops}
         told = "{0}: {formula:.4g} FLOPs by formula, {operations:.4g} by operation"
         print(told.format(name, **modules[name]), flush=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hetmesh._torch_compat import not_compiled
 from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.errors import BoundaryError
 
@@ -44,7 +45,7 @@ def use_in(module: nn.Module, config: Any, name: str = NAME) -> None:
             part.config = config
 
 
-@torch.compiler.disable
+@not_compiled
 def attention(
     module: nn.Module,
     query: Tensor,

@@ -1,14 +1,158 @@
-"""Assignment: what a balancer returns, in which microbatch and lane of each module every sample is."""
+"""What a balancer is given, loads of samples and slots to fill, and what it returns: who is where. Whole numbers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from hetmesh.balance.loads import BatchLoads, Slots
 from hetmesh.errors import GraphError
+
+_LEFT_OUT = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class BatchLoads:
+    """A global batch as numbers. Balancers are functions of these alone, so every rank gets the same result.
+
+    Attributes:
+        modules: names; every module feeds the last one, which computes the loss.
+        work: int64 `[samples, modules]`: time of the forward of one sample through all layers of a module on one lane,
+            in one unit for all modules (nanoseconds, say). Whole numbers, so that no sum depends on its order.
+        tokens: int64 `[samples, modules]`: what counts against `Slots.max_tokens`; left out: `work`.
+        keys: int64 `[samples]`, distinct: who a sample is. Ties are broken by it and never by the place in these
+            arrays. Left out: the place.
+        ids: what messages call the samples; left out: the keys.
+        padding: where the last module pads its samples to the longest of their microbatch and lane: its work for a
+            position, and for a position times the length. `tokens` are then its lengths. Zeros: nothing is padded.
+
+    Raises:
+        GraphError: shapes that do not fit, negative numbers, or keys that repeat.
+    """
+
+    modules: tuple[str, ...]
+    work: np.ndarray
+    tokens: np.ndarray = field(default_factory=lambda: _LEFT_OUT)
+    keys: np.ndarray = field(default_factory=lambda: _LEFT_OUT)
+    ids: Sequence[Any] = ()
+    padding: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        work = np.asarray(self.work)
+        tokens = work if self.tokens is _LEFT_OUT else np.asarray(self.tokens)
+        keys = np.arange(len(work)) if self.keys is _LEFT_OUT else np.asarray(self.keys)
+        shape = (len(keys), len(self.modules))
+        for name, given in (("work", work), ("tokens", tokens)):
+            if given.shape != shape or given.dtype.kind not in "iu" or (given.size and given.min() < 0):
+                raise GraphError(
+                    f"balance: {name} must be whole numbers from 0 on of shape {shape} (samples, modules "
+                    f"{list(self.modules)}), got {given.dtype} {given.shape}"
+                )
+        if len(np.unique(keys)) != len(keys):
+            raise GraphError("balance: the keys of samples must be distinct")
+        for name, value in (("work", work), ("tokens", tokens), ("keys", keys)):
+            object.__setattr__(self, name, np.ascontiguousarray(value, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.work)
+
+    @property
+    def digest(self) -> tuple[Any, ...]:
+        """Equal for equal numbers and names, and hashable."""
+        return self.modules, self.work.tobytes(), self.tokens.tobytes(), self.keys.tobytes(), self.padding
+
+    def name(self, sample: int) -> Any:
+        """What messages call the sample at place `sample`."""
+        return self.ids[sample] if len(self.ids) else int(self.keys[sample])
+
+    @property
+    def pads(self) -> bool:
+        """Whether the last module pads."""
+        return any(self.padding)
+
+    def padded_work(self, counts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Work of the last module for so many samples each as long as `lengths`, targets left out."""
+        row, square = self.padding
+        return counts * (row * lengths + square * lengths**2)
+
+    def select(self, places: np.ndarray) -> BatchLoads:
+        """The samples at `places`, in that order."""
+        if np.array_equal(places, np.arange(len(self))):
+            return self
+        ids = [self.ids[i] for i in places.tolist()] if len(self.ids) else ()
+        chosen = self.work[places], self.tokens[places], self.keys[places]
+        return BatchLoads(self.modules, *chosen, ids, self.padding)
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """What there is to fill, and how what fills it runs. One entry per module everywhere, in the order of
+    `BatchLoads.modules`.
+
+    Attributes:
+        lanes: data-parallel coordinates.
+        microbatches: of the step; those of modules may differ.
+        max_tokens: hard cap of one lane and microbatch; None: no cap. Empty: none at all.
+        stages: pipeline stages; empty: one each. What a step takes is judged by them.
+        backward: how many times as long as its forward the backward of a module takes; empty: 2 each. 0: none.
+        overhead: work that one microbatch costs beside its samples; empty: none.
+        free: the number of microbatches may be another one than `microbatches`, where that is faster.
+        equal_counts: every lane and microbatch takes as many samples as every other, up to one.
+        deferral: the last module may take a sample one microbatch later than the modules that feed it.
+        lockstep: lanes wait for each other in every microbatch (FSDP gathers layer by layer); otherwise once a step.
+        affinity: per module None, or whole numbers `[its lanes, lanes of the last module]`: how many ranks of the one
+            are ranks of the other. Rows that stay there need no message.
+
+    Raises:
+        GraphError: a number that is not positive, or tuples of different lengths.
+    """
+
+    lanes: tuple[int, ...]
+    microbatches: tuple[int, ...]
+    max_tokens: tuple[int | None, ...] = ()
+    stages: tuple[int, ...] = ()
+    backward: tuple[float, ...] = ()
+    overhead: tuple[int, ...] = ()
+    free: bool = False
+    equal_counts: bool = False
+    deferral: bool = False
+    lockstep: bool = False
+    affinity: tuple[np.ndarray | None, ...] = ()
+
+    @property
+    def digest(self) -> tuple[Any, ...]:
+        """Equal for equal slots, and hashable."""
+        near = tuple(None if each is None else (each.shape, each.tobytes()) for each in self.affinity)
+        return near, *(getattr(self, f.name) for f in fields(self) if f.name != "affinity")
+
+    def __post_init__(self) -> None:
+        count = len(self.lanes)
+        defaults = {"max_tokens": None, "stages": 1, "backward": 2.0, "overhead": 0, "affinity": None}
+        for name, default in defaults.items():
+            if not getattr(self, name):
+                object.__setattr__(self, name, (default,) * count)
+        for name in ("microbatches", *defaults):
+            if len(getattr(self, name)) != count or not count:
+                raise GraphError(f"balance: {name} needs one entry for each of {count} modules")
+        for name in ("lanes", "microbatches", "stages"):
+            if min(getattr(self, name)) < 1:
+                raise GraphError(f"balance: {name} must be positive, got {getattr(self, name)}")
+        if self.equal_counts and self.deferral:
+            raise GraphError("balance: deferral changes how many samples a microbatch has; not with equal counts")
+        for i, affinity in enumerate(self.affinity):
+            if affinity is not None and np.shape(affinity) != (self.lanes[i], self.lanes[-1]):
+                raise GraphError(
+                    f"balance: the affinity of module {i} must have shape {(self.lanes[i], self.lanes[-1])}, "
+                    f"got {np.shape(affinity)}"
+                )
+
+    @property
+    def capped(self) -> bool:
+        """Whether any module has a cap."""
+        return any(cap is not None for cap in self.max_tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,36 +232,6 @@ class Assignment:
 def _sums(values: np.ndarray, bins: np.ndarray, count: int) -> np.ndarray:
     out = np.zeros(count, np.int64)
     np.add.at(out, bins, values)
-    return out
-
-
-@dataclass(frozen=True)
-class Spread:
-    """How evenly the work of one module lies over its microbatches and lanes.
-
-    Attributes:
-        mean, largest: work of one microbatch on one lane.
-        deviation: standard deviation over those that hold a sample.
-        over_mean: largest over mean; 1.0 where there is no work.
-        over_bound: largest over what no assignment can go below: the larger of the mean and of the largest sample.
-    """
-
-    mean: float
-    largest: int
-    deviation: float
-    over_mean: float
-    over_bound: float
-
-
-def spread(loads: BatchLoads, assignment: Assignment) -> dict[str, Spread]:
-    """Per module how evenly `assignment` spreads the work of `loads`."""
-    out = {}
-    for i, (name, bins) in enumerate(zip(loads.modules, assignment.sums(loads.work), strict=True)):
-        mean, largest = float(bins.mean()), int(bins.max())
-        bound = max(mean, int(loads.work[:, i].max(initial=0)))
-        ratios = (largest / mean, largest / bound) if mean else (1.0, 1.0)
-        used = bins[assignment.counts[i] > 0]
-        out[name] = Spread(mean, largest, float(used.std()) if used.size else 0.0, *ratios)
     return out
 
 

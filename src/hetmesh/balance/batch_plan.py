@@ -11,9 +11,11 @@ import numpy as np
 
 from hetmesh.context import Mask
 from hetmesh.context.token_owners import LaneTokens, share_tokens
+from hetmesh.cost.work import samples_work
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, MetaArrays, ModuleGraph, Routes, SampleMeta
 from hetmesh.graph.meta_arrays import UNKNOWN
+from hetmesh.layout.hashing import memoized
 
 Lanes = tuple[tuple[int, ...], ...]
 """Sample indices per lane, in the order in which the lane processes them."""
@@ -41,30 +43,25 @@ class BatchPlan:
     def __post_init__(self) -> None:
         for name in self.graph.order:
             microbatches, lanes = self.lanes[name], self.graph[name].num_lanes
-            if not microbatches or any(len(each) != lanes for each in microbatches):
+            if not microbatches or any(len(microbatch) != lanes for microbatch in microbatches):
                 raise GraphError(f"batch plan: module {name!r} needs microbatches of {lanes} lanes")
             self.microbatch_of(name)  # which looks for samples that are missing or there twice
 
+    @memoized
     def microbatch_of(self, module: str) -> np.ndarray:
         """Per sample, the microbatch in which a module handles it; int64 `[samples]`."""
-        if module not in self._microbatch_of:
-            microbatches = self.lanes[module]
-            sizes = [sum(map(len, lanes)) for lanes in microbatches]
-            order = itertools.chain.from_iterable(itertools.chain.from_iterable(microbatches))
-            samples, count = np.fromiter(order, np.int64), len(self.samples)
-            inside = samples[(samples >= 0) & (samples < count)]
-            times = np.bincount(inside, minlength=count)
-            if len(samples) != count or (times != 1).any():
-                wrong = sorted({*np.flatnonzero(times != 1).tolist(), *set(samples.tolist()) - set(range(count))})
-                raise GraphError(f"batch plan: module {module!r} must handle every sample once; wrong are {wrong[:8]}")
-            found = np.empty(count, np.int64)
-            found[samples] = np.repeat(np.arange(len(sizes)), sizes)
-            self._microbatch_of[module] = found
-        return self._microbatch_of[module]
-
-    @cached_property
-    def _microbatch_of(self) -> dict[str, np.ndarray]:
-        return {}
+        microbatches = self.lanes[module]
+        sizes = [sum(map(len, lanes)) for lanes in microbatches]
+        order = itertools.chain.from_iterable(itertools.chain.from_iterable(microbatches))
+        samples, count = np.fromiter(order, np.int64), len(self.samples)
+        inside = samples[(samples >= 0) & (samples < count)]
+        times = np.bincount(inside, minlength=count)
+        if len(samples) != count or (times != 1).any():
+            wrong = sorted({*np.flatnonzero(times != 1).tolist(), *set(samples.tolist()) - set(range(count))})
+            raise GraphError(f"batch plan: module {module!r} must handle every sample once; wrong are {wrong[:8]}")
+        microbatch = np.empty(count, np.int64)
+        microbatch[samples] = np.repeat(np.arange(len(sizes)), sizes)
+        return microbatch
 
     @property
     def num_microbatches(self) -> int:
@@ -127,16 +124,20 @@ class BatchPlan:
         """Indices of the samples that one lane handles in one microbatch."""
         return self.lanes[module][microbatch][lane]
 
-    @cached_property
-    def _shared_tokens(self) -> dict[tuple[str, int, int], tuple[LaneTokens, Mask | None]]:
-        return {}
-
+    @memoized
     def _tokens(self, module: str, microbatch: int, lane: int) -> tuple[LaneTokens, Mask | None]:
-        key = (module, microbatch, lane)
-        if key not in self._shared_tokens:
-            samples = [self.samples[i] for i in self.samples_of(*key)]
-            self._shared_tokens[key] = share_tokens(self.graph[module], samples)
-        return self._shared_tokens[key]
+        samples = [self.samples[i] for i in self.samples_of(module, microbatch, lane)]
+        return share_tokens(self.graph[module], samples)
+
+    def lane_work(self, module: str) -> np.ndarray:
+        """The work of a module: rows, pairs and targets of each lane in each microbatch; int64
+        `[microbatches, lanes, 3]`."""
+        of_samples = samples_work(self.graph, module, self.metas)
+        bins = [lane for lanes in self.lanes[module] for lane in lanes]
+        order = np.fromiter(itertools.chain.from_iterable(bins), np.int64)
+        sums = np.concatenate([np.zeros((1, 3), np.int64), np.cumsum(of_samples[order], axis=0)])
+        ends = np.concatenate([[0], np.cumsum(list(map(len, bins)))])
+        return (sums[ends[1:]] - sums[ends[:-1]]).reshape(len(self.lanes[module]), -1, 3)
 
     def lane_tokens(self, module: str, microbatch: int, lane: int) -> LaneTokens:
         """Which rank keeps which tokens of one lane in one microbatch of a module that reads tokens, or media whose

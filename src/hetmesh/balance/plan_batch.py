@@ -1,16 +1,164 @@
-"""The one way from samples to a BatchPlan, for training, simulation, explanation and planning alike."""
+"""From sample metadata to a BatchPlan: what balancers see of a graph and a batch, and the plan of what they return."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from hetmesh.balance.assign import assign
-from hetmesh.balance.assignment import Assignment, check
-from hetmesh.balance.batch_plan import BatchPlan
-from hetmesh.balance.from_graph import UNBALANCED, BalanceOptions, batch_loads, batch_plan_of, graph_slots, within_range
-from hetmesh.balance.shares import shared_out
+import numpy as np
+
+from hetmesh.balance.assignment import Assignment, BatchLoads, Slots, check
+from hetmesh.balance.batch_plan import BatchPlan, Lanes
+from hetmesh.balance.co_located import lane_affinity, leaders, led_modules, shared_out
+from hetmesh.balance.run_balancer import assign
+from hetmesh.balance.step_lengths import Score
+from hetmesh.cost.flops import SampleCosts
+from hetmesh.cost.work import samples_work
 from hetmesh.errors import GraphError
 from hetmesh.graph import MetaArrays, ModuleGraph, SampleMeta
+
+_UNKNOWN = SampleCosts((1, 0, 0), 2.0)
+_BITS = 60  # of 63, for sums over modules
+_OVERHEAD = 256  # rows: an H100 reads the weights of a layer in the time in which it multiplies about 295 rows by them
+
+
+@dataclass(frozen=True)
+class BalanceOptions:
+    """How batches are balanced: what a recipe asks for, and what samples cost; `Slots` says more of each.
+
+    Attributes:
+        policy: a key of `POLICIES`.
+        costs: per module; one that is missing counts rows.
+        max_tokens: per module that leads, the most tokens (rows, of an encoder) of one lane and microbatch.
+        microbatch_sizes: per module that leads, but the sink, samples of one lane and microbatch, on average; one that
+            is missing has as many microbatches as the sink.
+        microbatch_shares: per module that leads, but the sink, and lies on the ranks of the sink's lanes: of how many
+            microbatches each of its lanes there takes how many, whole and by itself (`shares.py`). One that is missing
+            has all lanes take part in each.
+        free: whether the number of microbatches may be another one than the batch sizes say.
+        deferral: whether the sink may take samples one microbatch late.
+        equal_counts: whether every lane and microbatch has as many samples as every other.
+        score: what `auto` chooses by (`assign`).
+    """
+
+    policy: str = "none"
+    costs: Mapping[str, SampleCosts] = field(default_factory=dict)
+    max_tokens: Mapping[str, int] = field(default_factory=dict)
+    microbatch_sizes: Mapping[str, int] = field(default_factory=dict)
+    free: bool = False
+    deferral: bool = False
+    equal_counts: bool = False
+    microbatch_shares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    score: Score | None = None
+
+
+UNBALANCED = BalanceOptions()
+"""Samples go to microbatches and lanes in the order in which they were drawn."""
+
+
+def batch_loads(graph: ModuleGraph, samples: Sequence[SampleMeta], balance: BalanceOptions = UNBALANCED) -> BatchLoads:
+    """The loads of `led_modules`, with those of the modules that go along, per rank of a lane. Samples are who they are
+    by their place in the batch. See `within_range` for very long ones."""
+    own, led_by, metas = led_modules(graph), leaders(graph), MetaArrays.of(samples)
+    work = np.zeros((len(samples), len(own)), np.int64)
+    tokens = np.zeros_like(work)
+    for name in graph.order:
+        at = own.index(led_by[name])
+        each = _costs_of(balance, name).work(graph, name, metas)
+        work[:, at] += -(-each // _sharing(graph, name))
+        if name == led_by[name]:
+            tokens[:, at] = metas.tokens if name == graph.sink.name else metas.rows_of(name)
+    padding = (0, 0)
+    if not graph.sink.packed:
+        row, pair, _ = (-(-n // _sharing(graph, graph.sink.name)) for n in _costs_of(balance, graph.sink.name).forward)
+        padding = (row, pair)
+    return BatchLoads(own, work, tokens, ids=metas.ids, padding=padding)
+
+
+def within_range(graph: ModuleGraph, samples: Sequence[SampleMeta], balance: BalanceOptions) -> BalanceOptions:
+    """`balance`, with costs in a coarser unit where the work of these samples would not fit into 64 bits: some samples
+    of a million tokens do not. `batch_loads` and `graph_slots` must be given the same."""
+    metas = MetaArrays.of(samples)
+    largest = 0.0
+    for name in graph.order:
+        each = samples_work(graph, name, metas).astype(np.float64) @ np.array(_costs_of(balance, name).forward, float)
+        largest += float(each.max(initial=0.0))
+    whole = largest * max(len(metas), 1)  # all as large as the largest: what they may be padded to
+    if whole < 2.0**_BITS:
+        return balance
+    shift = math.ceil(math.log2(whole)) - _BITS
+    coarse = {}
+    for name in graph.order:
+        costs = _costs_of(balance, name)
+        row, pair, target = (-(-n >> shift) for n in costs.forward)
+        coarse[name] = replace(costs, forward=(row, pair, target))
+    return replace(balance, costs=coarse)
+
+
+def _costs_of(balance: BalanceOptions, name: str) -> SampleCosts:
+    return balance.costs.get(name, _UNKNOWN)
+
+
+def graph_slots(graph: ModuleGraph, microbatches: int, balance: BalanceOptions = UNBALANCED, samples: int = 0) -> Slots:
+    """What a step of `graph` has to fill.
+
+    Args:
+        microbatches: of the sink, and of every module without a microbatch size of its own.
+        samples: of the step; those sizes give numbers of microbatches with it.
+
+    Raises:
+        GraphError: a cap or a size is not of a module that leads.
+    """
+    own = led_modules(graph)
+    names: tuple[tuple[str, Mapping[str, object], tuple[str, ...]], ...] = (
+        ("max_tokens", balance.max_tokens, own),
+        ("microbatch_sizes", balance.microbatch_sizes, own[:-1]),
+        ("microbatch_shares", balance.microbatch_shares, own[:-1]),
+    )
+    for key, given, valid in names:
+        if wrong := sorted(set(given) - set(valid)):
+            raise GraphError(f"balance: {key} names {wrong}; the modules that are balanced are {list(valid)}")
+    sizes = {name: size * graph[name].num_lanes for name, size in balance.microbatch_sizes.items()}
+    return Slots(
+        tuple(graph[name].num_lanes for name in own),
+        tuple(max(-(-samples // sizes[name]), 1) if name in sizes else microbatches for name in own),
+        max_tokens=tuple(balance.max_tokens.get(name) for name in own),
+        stages=tuple(graph[name].num_stages for name in own),
+        overhead=tuple(_OVERHEAD * _costs_of(balance, name).forward[0] // _sharing(graph, name) for name in own),
+        backward=tuple(_costs_of(balance, name).backward * graph.backward_reaches(name) for name in own),
+        free=balance.free,
+        equal_counts=balance.equal_counts,
+        deferral=balance.deferral,
+        lockstep=any(graph.sink.mesh.axis_size(axis) > 1 for axis in ("dp_shard", "ep")),
+        affinity=tuple(None if name == own[-1] else lane_affinity(graph[name], graph.sink) for name in own),
+    )
+
+
+def _sharing(graph: ModuleGraph, name: str) -> int:
+    """Ranks that share the work of a lane of one stage."""
+    return graph[name].mesh.axis_size("tp") * graph[name].mesh.axis_size("cp")
+
+
+def batch_plan_of(graph: ModuleGraph, samples: Sequence[SampleMeta], assignment: Assignment) -> BatchPlan:
+    """The BatchPlan of an assignment whose modules are `led_modules`.
+
+    Inside a lane of the sink, samples lie in the order of the encoder lanes that they come from: where the ranks of a
+    lane share its tokens in runs, most rows then stay on the rank that made them.
+    """
+    own, led_by = led_modules(graph), leaders(graph)
+    lanes: dict[str, tuple[Lanes, ...]] = {}
+    for i, name in enumerate(own):
+        count, width = assignment.microbatches[i], assignment.lanes[i]
+        bins = assignment.microbatch[:, i] * width + assignment.lane[:, i]
+        from_lane = assignment.lane[:, 0] if name == graph.sink.name else np.zeros_like(bins)
+        order = np.lexsort((np.arange(len(bins)), from_lane, bins))
+        cuts = np.searchsorted(bins[order], np.arange(count * width + 1)).tolist()
+        places = order.tolist()
+        runs = [tuple(places[a:b]) for a, b in itertools.pairwise(cuts)]
+        lanes[name] = tuple(tuple(runs[m * width : (m + 1) * width]) for m in range(count))
+    return BatchPlan(graph, samples, {name: lanes[led_by[name]] for name in graph.order})
 
 
 def plan_batch(
@@ -45,3 +193,21 @@ def plan_batch(
     if balance.microbatch_shares:
         found = check(loads, slots, shared_out(graph, loads.modules, found, balance.microbatch_shares))
     return batch_plan_of(graph, samples, found)
+
+
+def largest_batches(graph: ModuleGraph, samples: MetaArrays, size: int) -> list[MetaArrays]:
+    """Global batches of `size` samples, each of those that give one module most rows, or the sink most targets: what is
+    kept grows with these. A batch of only such samples is a bound for all that can be drawn from `samples`: chance
+    rarely puts them together. Of equal samples the earlier ones count, so that it is deterministic; fewer samples than
+    `size` come again from the largest on.
+
+    Args:
+        samples: expanded metadata, at least one.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for name in graph.order:
+        for measure in samples_work(graph, name, samples).T[[0, 2]]:
+            if measure.any():
+                order = np.argsort(-measure, kind="stable")[:size]
+                found[tuple(np.resize(order, size).tolist())] = None
+    return [samples.take(chosen) for chosen in found]

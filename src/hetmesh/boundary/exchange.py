@@ -15,7 +15,7 @@ from hetmesh.boundary.step_messages import Envelope, StepMessages
 from hetmesh.boundary.transport import choose
 from hetmesh.boundary.world import World
 from hetmesh.errors import BoundaryError
-from hetmesh.layout import Step, TransferPlan
+from hetmesh.layout import TransferPlan, TransferStep
 
 
 class Exchange:
@@ -103,7 +103,7 @@ class Exchange:
         """Whether nothing is in flight any more, without waiting."""
         return self._messages is None or self._messages.completed()
 
-    def _begin(self, step: Step, local: Tensor | None) -> StepMessages:
+    def _begin(self, step: TransferStep, local: Tensor | None) -> StepMessages:
         collective = self.transport == "all_to_all"
         return StepMessages(self.world, step, local, self.dtype, self._envelope, collective=collective)
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from hetmesh.boundary.log import Counted
-from hetmesh.layout import Intervals, Piece, Step
+from hetmesh.layout import Intervals, Piece, TransferStep
 from hetmesh.layout.intervals import extent, locate
 
 
@@ -80,10 +80,10 @@ class RankStep:
     sent_packed: int
 
 
-_made: WeakKeyDictionary[Step, dict[int, RankStep]] = WeakKeyDictionary()  # they live as long as their plans
+_made: WeakKeyDictionary[TransferStep, dict[int, RankStep]] = WeakKeyDictionary()  # they live as long as their plans
 
 
-def rank_step(step: Step, rank: int) -> RankStep:
+def rank_step(step: TransferStep, rank: int) -> RankStep:
     """What `rank` does in `step`; made once."""
     of_step = _made.get(step)
     if of_step is None:
@@ -93,7 +93,7 @@ def rank_step(step: Step, rank: int) -> RankStep:
     return of_step[rank]
 
 
-def _make(step: Step, rank: int) -> RankStep:
+def _make(step: TransferStep, rank: int) -> RankStep:
     held = step.src.intervals(step.shape, rank) if rank in step.src.mesh else ()
     kept = step.dst.intervals(step.shape, rank) if rank in step.dst.mesh else ()
     source_shape, result_shape = tuple(map(extent, held)), tuple(map(extent, kept))

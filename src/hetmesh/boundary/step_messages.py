@@ -20,7 +20,7 @@ from hetmesh.boundary.rank_step import LocalPiece, RankStep, rank_step
 from hetmesh.boundary.watchdog import timed_out
 from hetmesh.boundary.world import World
 from hetmesh.errors import BoundaryError, BoundaryTimeout
-from hetmesh.layout import Step
+from hetmesh.layout import TransferStep
 
 _Arrived = tuple[LocalPiece, Tensor | Arrival, int]
 """A message that is not received in place: the buffer and where it begins in it, or where a neighbour tells of it."""
@@ -58,7 +58,7 @@ class StepMessages:
     def __init__(
         self,
         world: World,
-        step: Step,
+        step: TransferStep,
         local: Tensor | None,
         dtype: torch.dtype,
         envelope: Envelope,
@@ -170,7 +170,7 @@ class StepMessages:
                 except RuntimeError as error:
                     raise self._lost(error) from error
 
-    def _post_all_to_all(self, step: Step, tag: int) -> None:
+    def _post_all_to_all(self, step: TransferStep, tag: int) -> None:
         ranks = sorted({*step.src.mesh.ranks, *step.dst.mesh.ranks})
         channel = self.group
         own = channel is not None and dist.get_process_group_ranks(channel) == ranks

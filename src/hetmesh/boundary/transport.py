@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from hetmesh.errors import BoundaryError
-from hetmesh.layout import Layout, Step, TransferPlan
+from hetmesh.layout import Layout, TransferPlan, TransferStep
 
 Transport = Literal["auto", "p2p", "all_to_all", "dtensor"]
 """How a plan is carried out. Pieces that a rank already holds are copied locally under every transport."""
@@ -119,7 +119,7 @@ def _even(layout: Layout, shape: tuple[int, ...]) -> bool:
     return True
 
 
-def _prefers_all_to_all(step: Step, backend: str) -> bool:
+def _prefers_all_to_all(step: TransferStep, backend: str) -> bool:
     ranks = sorted({*step.src.mesh.ranks, *step.dst.mesh.ranks})
     if len(ranks) > _COUNT_LIMIT:
         return False

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import difflib
 import errno
+import gc
 import importlib
 import os
 import sys
@@ -44,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         143: SIGTERM;
         141: nobody reads standard output any more.
     """
+    if argv is None:
+        atexit.register(gc.freeze)  # or the end of the process looks through a million imported objects again
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         print(_help())

@@ -3,61 +3,10 @@
 from hetmesh.cost.activations import activation_bytes
 from hetmesh.cost.fitted import Coefficients, HeldOut, Observation, Profile, fit, layer_kind
 from hetmesh.cost.flops import Flops, layer_flops, module_flops
-from hetmesh.cost.layer_time import LayerTime, Rates, frozen_blind, layer_time, module_times, upstream_flags
+from hetmesh.cost.layer_time import LayerTime, Rates, layer_time, module_times, upstream_flags
 from hetmesh.cost.machine import MACHINES, Machine, find_machine, load_machine
-from hetmesh.cost.memory import StaticMemory, module_memory, static_memory
-from hetmesh.cost.partition import StageMemory, find_partition, partition, stage_costs
 from hetmesh.cost.shapes import LayerShape, ModuleShape, WeightShape
-from hetmesh.cost.stage_counts import Chain, StageCounts, stage_counts, time_of_cuts
+from hetmesh.cost.stage_cuts import StageMemory, partition, stage_costs
+from hetmesh.cost.static_memory import StaticMemory, module_memory, static_memory
 from hetmesh.cost.step_costs import Lanes, Parts, StageBytes, StageCost, StageParts, StepCosts, TransferCost
-from hetmesh.cost.work import Work, computed_work, imbalance, lane_work, sample_work, total_work
-
-__all__ = [
-    "MACHINES",
-    "Chain",
-    "Coefficients",
-    "Flops",
-    "HeldOut",
-    "Lanes",
-    "LayerShape",
-    "LayerTime",
-    "Machine",
-    "ModuleShape",
-    "Observation",
-    "Parts",
-    "Profile",
-    "Rates",
-    "StageBytes",
-    "StageCost",
-    "StageCounts",
-    "StageMemory",
-    "StageParts",
-    "StaticMemory",
-    "StepCosts",
-    "TransferCost",
-    "WeightShape",
-    "Work",
-    "activation_bytes",
-    "computed_work",
-    "find_machine",
-    "find_partition",
-    "fit",
-    "frozen_blind",
-    "imbalance",
-    "lane_work",
-    "layer_flops",
-    "layer_kind",
-    "layer_time",
-    "load_machine",
-    "module_flops",
-    "module_memory",
-    "module_times",
-    "partition",
-    "sample_work",
-    "stage_costs",
-    "stage_counts",
-    "static_memory",
-    "time_of_cuts",
-    "total_work",
-    "upstream_flags",
-]
+from hetmesh.cost.work import Work, computed_work, imbalance, sample_work, total_work

@@ -154,21 +154,10 @@ def upstream_flags(module: ModuleShape, upstream: bool) -> tuple[bool, ...]:
 
 
 def module_times(
-    module: ModuleShape,
-    work: Work,
-    rates: Rates,
-    *,
-    upstream: bool,
-    tp: int = 1,
-    recompute: Sequence[str] = (),
+    module: ModuleShape, work: Work, rates: Rates, *, upstream: bool, tp: int = 1, recompute: Sequence[str] = ()
 ) -> dict[str, LayerTime]:
     """Per layer name its seconds; `recompute` names the layers whose forward runs again."""
     return {
         layer.name: layer_time(layer, work, rates, upstream=before, tp=tp, recompute=layer.name in recompute)
         for layer, before in zip(module.layers, upstream_flags(module, upstream), strict=True)
     }
-
-
-def frozen_blind(time: LayerTime) -> LayerTime:
-    """What a partitioner assumes that does not look at what is frozen: a backward of twice the forward."""
-    return LayerTime(time.forward, time.forward, time.forward)

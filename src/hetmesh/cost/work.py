@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 
 from hetmesh.graph import MetaArrays, ModuleGraph, SampleMeta
-
-
-class PlannedSamples(Protocol):
-    """A `hetmesh.balance.BatchPlan`, as far as it matters here (balance may use costs, so costs cannot import it)."""
-
-    @property
-    def graph(self) -> ModuleGraph: ...
-    @property
-    def samples(self) -> Sequence[SampleMeta]: ...
-    @property
-    def lanes(self) -> Mapping[str, Sequence[Any]]: ...
-    def samples_of(self, module: str, microbatch: int, lane: int) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -77,17 +63,6 @@ def samples_work(graph: ModuleGraph, name: str, samples: MetaArrays) -> np.ndarr
     return np.column_stack([rows, pairs, np.zeros_like(rows)])
 
 
-def lane_work(plan: PlannedSamples, name: str) -> np.ndarray:
-    """The work of module `name`: rows, pairs and targets of each lane in each microbatch; int64
-    `[microbatches, lanes, 3]`."""
-    each = samples_work(plan.graph, name, MetaArrays.of(plan.samples))
-    bins = [lane for lanes in plan.lanes[name] for lane in lanes]
-    order = np.fromiter(itertools.chain.from_iterable(bins), np.int64)
-    sums = np.concatenate([np.zeros((1, 3), np.int64), np.cumsum(each[order], axis=0)])
-    ends = np.concatenate([[0], np.cumsum(list(map(len, bins)))])
-    return (sums[ends[1:]] - sums[ends[:-1]]).reshape(len(plan.lanes[name]), -1, 3)
-
-
 def computed_work(graph: ModuleGraph, name: str, samples: Sequence[SampleMeta]) -> Work:
     """What one lane computes for `samples` in one microbatch: as the sum of `sample_work`, but the sink computes the
     padding of its samples to the longest one too, and one token where it has none."""
@@ -112,8 +87,8 @@ def imbalance(work: np.ndarray) -> float:
     of each microbatch, summed, over the mean lane. 1.0 is even; 1.0 too where there is nothing to do.
 
     Args:
-        work: `lane_work`. Lanes wait for each other in every microbatch, so that a lane that is busy now does not make
-            up for another one that was busy before.
+        work: `BatchPlan.lane_work`. Lanes wait for each other in every microbatch, so that a lane that is busy now does
+            not make up for another one that was busy before.
     """
     rows = work[..., 0]
     mean = float(rows.mean(1).sum())

@@ -17,7 +17,7 @@ from hetmesh.data.image_settings import image_settings
 from hetmesh.data.pixel_budget import PixelBudget
 from hetmesh.data.tiles import ANY_RESOLUTION, CROPS, SPLITS, Extent, LongestEdge, Tiling, one_tile, tiling_of
 from hetmesh.errors import RecipeError
-from hetmesh.recipe.hf_prompts import PROMPTS
+from hetmesh.recipe.hf_families import PROMPTS
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hetmesh.balance import BatchPlan, plan_batch
-from hetmesh.cost import Machine, lane_work, load_machine
+from hetmesh.cost import Machine, load_machine
 from hetmesh.dryrun.dry_run import dry_run, with_microbatches
 from hetmesh.dryrun.dry_run_values import DryRuns, RankGroup
 from hetmesh.errors import RecipeError
@@ -73,6 +73,6 @@ def _load(plan: BatchPlan, rank: int) -> tuple[int, ...]:
     for name in plan.graph.order:
         lane = plan.graph[name].lane_of(rank)
         if lane is not None:
-            most += lane_work(plan, name)[:, lane].max(0)
+            most += plan.lane_work(name)[:, lane].max(0)
     rows, pairs, targets = most.tolist()
     return targets, rows, pairs

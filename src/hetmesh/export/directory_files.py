@@ -10,8 +10,8 @@ from pathlib import Path
 from hetmesh.export.provenance import MADE_FROM
 from hetmesh.files import json_object, place_in, read_file, writing
 from hetmesh.models.weights.pretrained import PICKLES, Pretrained
+from hetmesh.recipe.hf_families import PROMPTS
 from hetmesh.recipe.hf_path import prompt_note
-from hetmesh.recipe.hf_prompts import PROMPTS
 from hetmesh.recipe.recipe import Recipe
 
 NOT_COPIED = (

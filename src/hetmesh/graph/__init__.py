@@ -4,47 +4,19 @@ from hetmesh.graph.meta_arrays import MetaArrays
 from hetmesh.graph.module_graph import (
     LANE_AXES,
     Activation,
+    CheckpointMode,
     ModuleGraph,
+    ModuleOptions,
     ModuleSpec,
+    Reshard,
     dense_mesh,
     expert_axis,
     experts_fit,
     experts_mesh,
     first_stage_mesh,
 )
-from hetmesh.graph.module_options import CheckpointMode, ModuleOptions, Reshard
 from hetmesh.graph.routes import Route, Routes, microbatches_text
 from hetmesh.graph.rows import RowSpace
 from hetmesh.graph.sample import MediaItem, SampleMeta
-from hetmesh.graph.stages import Edge, Stage, StageGraph, boundary_edge, stage_graph
+from hetmesh.graph.stage_graph import Edge, Stage, StageGraph, boundary_edge, stage_graph
 from hetmesh.graph.topology import BoundarySpec, Topology, output_key
-
-__all__ = [
-    "LANE_AXES",
-    "Activation",
-    "BoundarySpec",
-    "CheckpointMode",
-    "Edge",
-    "MediaItem",
-    "MetaArrays",
-    "ModuleGraph",
-    "ModuleOptions",
-    "ModuleSpec",
-    "Reshard",
-    "Route",
-    "Routes",
-    "RowSpace",
-    "SampleMeta",
-    "Stage",
-    "StageGraph",
-    "Topology",
-    "boundary_edge",
-    "dense_mesh",
-    "expert_axis",
-    "experts_fit",
-    "experts_mesh",
-    "first_stage_mesh",
-    "microbatches_text",
-    "output_key",
-    "stage_graph",
-]

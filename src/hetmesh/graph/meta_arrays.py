@@ -12,6 +12,7 @@ import numpy as np
 
 from hetmesh.errors import SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
+from hetmesh.layout.hashing import memoized
 
 PositionIds = Callable[[SampleMeta], tuple[tuple[int, ...], ...] | None]
 """From an expanded sample to its `SampleMeta.position_ids`."""
@@ -182,14 +183,9 @@ class MetaArrays(Sequence[SampleMeta]):
             raise SampleError(self.unreadable[index])
         if self.given:
             return self.given[index]
-        if index not in self._made:
-            self._made[index] = self._make(index)
-        return self._made[index]
+        return self._make(index)
 
-    @cached_property
-    def _made(self) -> dict[int, SampleMeta]:
-        return {}
-
+    @memoized
     def _make(self, index: int) -> SampleMeta:
         first, stop = self.item_ends[index : index + 2].tolist()
         media = tuple(
@@ -198,7 +194,7 @@ class MetaArrays(Sequence[SampleMeta]):
         )
         a, b = self.target_ends[index : index + 2].tolist()
         targets = tuple((i, j) for i, j in self.targets[a:b].tolist())
-        rows = {name: int(each[index]) for name, each in self.rows.items()}
+        rows = {name: int(counts[index]) for name, counts in self.rows.items()}
         meta = SampleMeta(self.ids[index], int(self.tokens[index]), media, targets, MappingProxyType(rows))
         if self.position_ids is not None and (positions := self.position_ids(meta)) is not None:
             meta = replace(meta, position_ids=positions)

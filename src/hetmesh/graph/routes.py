@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hetmesh.errors import ScheduleError
-from hetmesh.graph.stages import Edge, StageGraph
+from hetmesh.graph.stage_graph import Edge, StageGraph
 from hetmesh.layout.hashing import HashedOnce
 
 Pairs = tuple[tuple[int, int], ...]

@@ -4,19 +4,4 @@ from hetmesh.layout.intervals import Interval, Intervals
 from hetmesh.layout.layout import Layout
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.layout.placements import Placement, RowSplit
-from hetmesh.layout.transfer import Piece, Step, TransferPlan, missing_elements, plan_gradient, plan_transfer
-
-__all__ = [
-    "Interval",
-    "Intervals",
-    "Layout",
-    "MeshSpec",
-    "Piece",
-    "Placement",
-    "RowSplit",
-    "Step",
-    "TransferPlan",
-    "missing_elements",
-    "plan_gradient",
-    "plan_transfer",
-]
+from hetmesh.layout.transfer import Piece, TransferPlan, TransferStep, missing_elements, plan_gradient, plan_transfer

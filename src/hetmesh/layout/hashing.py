@@ -1,14 +1,18 @@
-"""Values of thousands of numbers are looked up in caches at every step: hash them once per process."""
+"""Values of thousands of numbers: hashed once per process, and results of their methods kept with them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
-from functools import cached_property
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+P, R, S = ParamSpec("P"), TypeVar("R"), TypeVar("S")
 
 
 class HashedOnce:
-    """For frozen dataclasses; they must say `__hash__ = HashedOnce.__hash__`, or dataclass writes its own.
+    """For frozen dataclasses that are looked up in caches at every step; they must say `__hash__ =
+    HashedOnce.__hash__`, or dataclass writes another.
 
     A pickle leaves the hash out: strings hash differently in another process, and equal values would then miss in its
     caches.
@@ -23,3 +27,18 @@ class HashedOnce:
 
     def __getstate__(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+
+
+def memoized(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """A method, with positional arguments, whose results live as long as the instance: `functools.cache` would keep the
+    instance alive."""
+    name = f"_{method.__name__}_results"
+
+    @wraps(method)
+    def known_or_new(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        known = self.__dict__.setdefault(name, {})
+        if args not in known:
+            known[args] = method(self, *args, **kwargs)
+        return known[args]
+
+    return known_or_new

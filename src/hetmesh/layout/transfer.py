@@ -21,6 +21,7 @@ import numpy as np
 
 from hetmesh.errors import LayoutError
 from hetmesh.layout.cells import Cells
+from hetmesh.layout.hashing import memoized
 from hetmesh.layout.intervals import Intervals, extent
 from hetmesh.layout.layout import Layout
 from hetmesh.layout.numbers import check_shape
@@ -45,7 +46,7 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class TransferStep:
     """One movement of elements between two layouts of the same tensor.
 
     Attributes:
@@ -72,14 +73,6 @@ class Step:
         src_cells, dst_cells = self._sides
         return _by_content(self.src, src_cells), _by_content(self.dst, dst_cells)
 
-    @cached_property
-    def _received(self) -> dict[int, tuple[Piece, ...]]:
-        return {}
-
-    @cached_property
-    def _sent(self) -> dict[int, tuple[Piece, ...]]:
-        return {}
-
     def keeps(self, rank: int) -> bool:
         """Whether `rank` takes elements: it is in the destination and, on Partial axes of it, at coordinate 0.
 
@@ -88,39 +81,32 @@ class Step:
         coordinate = self.dst.mesh.coordinate(rank)
         return coordinate is not None and all(coordinate[i] == 0 for i in self.dst.partial_axes)
 
+    @memoized
     def received(self, rank: int) -> tuple[Piece, ...]:
         """The pieces that make up the share of destination `rank`, its own part included, by source cell."""
-        if rank not in self._received:
-            self._received[rank] = tuple(self._find_received(rank)) if self.keeps(rank) else ()
-        return self._received[rank]
+        return tuple(self._find_received(rank)) if self.keeps(rank) else ()
 
     def _find_received(self, rank: int) -> Iterator[Piece]:
         src_cells, dst_cells = self._sides
         coordinate = self.dst.mesh.coordinate(rank) or ()
-        wanted = [cells.intervals(cells.cell_of(coordinate)) for cells in dst_cells]
-        found = [cells.overlaps(rows) for cells, rows in zip(src_cells, wanted, strict=True)]
-        summands = self._summands
-        for shares in itertools.product(*(f.items() for f in found)):
+        kept = [cells.intervals(cells.cell_of(coordinate)) for cells in dst_cells]
+        overlaps = [cells.overlaps(rows) for cells, rows in zip(src_cells, kept, strict=True)]
+        # coordinates along the Partial axes of the source: each holds one summand of every element
+        summands = list(itertools.product(*(range(self.src.mesh.sizes[i]) for i in self.src.partial_axes)))
+        for shares in itertools.product(*(shared.items() for shared in overlaps)):
             index = tuple(rows for _, rows in shares)
             for summand in summands:
                 yield Piece(self._sender((*(cell for cell, _ in shares), summand), rank), rank, index)
 
+    @memoized
     def sent(self, rank: int) -> tuple[Piece, ...]:
         """The pieces that source `rank` sends to other ranks, by destination rank."""
-        if rank not in self._sent:
-            self._sent[rank] = tuple(self._find_sent(rank)) if rank in self.src.mesh else ()
-        return self._sent[rank]
-
-    def _find_sent(self, rank: int) -> list[Piece]:
+        if rank not in self.src.mesh:
+            return ()
         key = self._group_of(rank)
-        senders = self._assignment(key) if self._tables[0].shape[-1] > 1 else {}
-        return [Piece(rank, d, index) for d, index in self._takers(key) if d != rank and senders.get(d, rank) == rank]
-
-    @property
-    def _summands(self) -> tuple[tuple[int, ...], ...]:
-        """Coordinates along the Partial axes of the source: each holds one summand of every element."""
-        axes = self.src.partial_axes
-        return tuple(itertools.product(*(range(self.src.mesh.sizes[i]) for i in axes)))
+        senders = self._senders(key) if self._tables[0].shape[-1] > 1 else {}
+        takers = self._takers(key)
+        return tuple(Piece(rank, d, index) for d, index in takers if d != rank and senders.get(d, rank) == rank)
 
     def _group_of(self, rank: int) -> tuple:
         coordinate = self.src.mesh.coordinate(rank) or ()
@@ -135,45 +121,31 @@ class Step:
         """Destination ranks that keep the region given by one cell per dim."""
         return self._tables[1][(*cells, *(0 for _ in self.dst.partial_axes))].tolist()
 
-    @cached_property
-    def _taken(self) -> dict[tuple, list[tuple[int, tuple[Intervals, ...]]]]:
-        return {}
-
+    @memoized
     def _takers(self, key: tuple) -> list[tuple[int, tuple[Intervals, ...]]]:
         """Destination ranks that need something of source group `key`, ascending, with the shared intervals per dim."""
-        if key not in self._taken:
-            src_cells, dst_cells = self._sides
-            held = [cells.intervals(cell) for cells, cell in zip(src_cells, key, strict=False)]
-            found = [cells.overlaps(rows) for cells, rows in zip(dst_cells, held, strict=True)]
-            takers = []
-            for shares in itertools.product(*(f.items() for f in found)):
-                index = tuple(rows for _, rows in shares)
-                takers += [(dst, index) for dst in self._keepers(cell for cell, _ in shares)]
-            self._taken[key] = sorted(takers, key=lambda taker: taker[0])
-        return self._taken[key]
+        src_cells, dst_cells = self._sides
+        held = [cells.intervals(cell) for cells, cell in zip(src_cells, key, strict=False)]
+        overlaps = [cells.overlaps(rows) for cells, rows in zip(dst_cells, held, strict=True)]
+        takers = []
+        for shares in itertools.product(*(shared.items() for shared in overlaps)):
+            index = tuple(rows for _, rows in shares)
+            takers += [(dst, index) for dst in self._keepers(cell for cell, _ in shares)]
+        return sorted(takers, key=lambda taker: taker[0])
 
     def _sender(self, key: tuple, dst: int) -> int:
         table, _ = self._tables
         if table.shape[-1] == 1:  # no replicas
             return int(table[(*key[:-1], *key[-1], 0)])
-        return self._assignment(key)[dst]
+        return self._senders(key)[dst]
 
-    @cached_property
-    def _assignments(self) -> dict[tuple, dict[int, int]]:
-        return {}
-
-    def _assignment(self, key: tuple) -> dict[int, int]:
+    @memoized
+    def _senders(self, key: tuple) -> dict[int, int]:
         """Which member of a source group sends to which destination."""
-        if key not in self._assignments:
-            self._assignments[key] = self._balance(self._members(key), key)
-        return self._assignments[key]
-
-    def _balance(self, members: list[int], key: tuple) -> dict[int, int]:
-        own = set(members)
+        members = sorted(self._members(key))
         senders = {rank: rank for rank in members}
         takers = self._takers(key)
-        pieces = sorted((-math.prod(map(extent, index)), dst) for dst, index in takers if dst not in own)
-        members = sorted(members)
+        pieces = sorted((-math.prod(map(extent, index)), dst) for dst, index in takers if dst not in senders)
         node = self.ranks_per_node
         if pieces and node is None and pieces[0][0] == pieces[-1][0]:
             # Equal pieces: least loaded, then lowest rank, is a round-robin.
@@ -213,7 +185,7 @@ class TransferPlan:
     shape: tuple[int, ...]
     src: Layout
     dst: Layout
-    steps: tuple[Step, ...]
+    steps: tuple[TransferStep, ...]
 
     @cached_property
     def is_identity(self) -> bool:
@@ -222,7 +194,7 @@ class TransferPlan:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """All pieces of all steps, in order; see `Step.pieces`."""
+        """All pieces of all steps, in order; see `TransferStep.pieces`."""
         return tuple(piece for step in self.steps for piece in step.pieces)
 
     def bytes_moved(self, itemsize: int) -> int:
@@ -245,7 +217,7 @@ class TransferPlan:
 
 # A plan with ragged rows among 8,192 ranks takes up to 10 MB with its layouts, and rows change at every step: keep what
 # the microbatches in flight need, not a history.
-_PLANS = 128
+_CACHED_PLANS = 128
 
 
 def plan_transfer(shape: Sequence[int], src: Layout, dst: Layout, *, ranks_per_node: int | None = None) -> TransferPlan:
@@ -268,14 +240,14 @@ def plan_transfer(shape: Sequence[int], src: Layout, dst: Layout, *, ranks_per_n
     return _plan_forward(check_shape(shape), src, dst, ranks_per_node)
 
 
-@lru_cache(maxsize=_PLANS)
+@lru_cache(maxsize=_CACHED_PLANS)
 def _plan_forward(shape: tuple[int, ...], src: Layout, dst: Layout, node: int | None) -> TransferPlan:
     plan = _plan(shape, src, dst, False, node)
     plan.steps[-1].check()
     return plan
 
 
-@lru_cache(maxsize=_PLANS)
+@lru_cache(maxsize=_CACHED_PLANS)
 def plan_gradient(
     shape: tuple[int, ...], gradient: Layout, src: Layout, *, ranks_per_node: int | None = None
 ) -> TransferPlan:
@@ -294,9 +266,9 @@ def _plan(shape: tuple[int, ...], src: Layout, dst: Layout, adjoint: bool, node:
         # Summands of rows that several coordinates took cannot be reduced by owner: an element has several. Every
         # contribution then goes straight to the destination, which adds them.
         summed = bool(src.partial_axes) or overlaps(src)
-        return TransferPlan(shape, src, dst, (Step(shape, src, dst, summed, node),))
+        return TransferPlan(shape, src, dst, (TransferStep(shape, src, dst, summed, node),))
     middle = src.canonical(shape)
-    steps = (Step(shape, src, middle, True, node), Step(shape, middle, dst, False, node))
+    steps = (TransferStep(shape, src, middle, True, node), TransferStep(shape, middle, dst, False, node))
     return TransferPlan(shape, src, dst, steps)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hetmesh._torch_compat import PROFILER_OPS
-from hetmesh.graph.module_options import CheckpointMode
+from hetmesh.graph.module_graph import CheckpointMode
 from hetmesh.parallel.linear import RowwiseLinear
 from hetmesh.parallel.random_state import Remembered
 

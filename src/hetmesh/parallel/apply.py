@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from hetmesh.errors import LayoutError
-from hetmesh.graph.module_options import DEFAULT, ModuleOptions
+from hetmesh.graph.module_graph import DEFAULT, ModuleOptions
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.compile import apply_compile

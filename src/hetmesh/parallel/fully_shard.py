@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hetmesh._torch_compat import REENTRANT, fsdp_groups, graph_nodes
-from hetmesh.graph.module_options import ModuleOptions
+from hetmesh.graph.module_graph import ModuleOptions
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.parallel.gradient_axes import fully_shard_axes
 from hetmesh.parallel.gradient_sums import make_missing

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.functional import linear
 
+from hetmesh._torch_compat import not_compiled
+
 
 class ColwiseLinear(nn.Linear):
     """Holds a share of the output features: weight and bias are `Shard(0)`."""
@@ -173,13 +175,13 @@ class _Gather(torch.autograd.Function):
         return gradients[0].narrow(-1, ctx.start, ctx.width).contiguous(), None, None
 
 
-@torch.compiler.disable
+@not_compiled
 def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`x`, the same on every rank, on its way into sharded computation: its gradient is summed over the group."""
     return _Enter.apply(x, group)
 
 
-@torch.compiler.disable
+@not_compiled
 def leave(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the group of each rank's `partial`, in place; the gradient, the same on every rank, passes through.
 
@@ -188,7 +190,7 @@ def leave(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Leave.apply(partial, group)
 
 
-@torch.compiler.disable
+@not_compiled
 def gather(x: Tensor, widths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
     """The shards of all ranks side by side in the last dim; `widths[i]` is the last size of rank i's, as `torch.chunk`
     makes them. The gradient, the same on every rank, is cut to the own shard."""

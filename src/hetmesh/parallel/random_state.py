@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from hetmesh._torch_compat import not_compiled
 from hetmesh.graph import ModuleSpec
 from hetmesh.parallel.tensor_parallel import matching, within
 
@@ -185,7 +186,7 @@ class _Event:
             _seed(self.name, self.sharded)
 
 
-@torch.compiler.disable
+@not_compiled
 def _seed(event: str, sharded: bool) -> None:
     if _current is not None:
         _current.seed(event, sharded)

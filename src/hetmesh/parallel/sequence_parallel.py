@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hetmesh._torch_compat import all_gather_single, reduce_scatter_single
+from hetmesh._torch_compat import all_gather_single, not_compiled, reduce_scatter_single
 from hetmesh.context.token_owners import TokenShares
 from hetmesh.parallel.experts.block import ExpertBlock
 from hetmesh.parallel.linear import ColwiseLinear, RowwiseLinear, leave
@@ -122,7 +122,7 @@ class _Gather:
     def __init__(self, group: dist.ProcessGroup, tokens: ShardedTokens) -> None:
         self.group, self.tokens = group, tokens
 
-    @torch.compiler.disable
+    @not_compiled
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         share = args[0] if args else kwargs["hidden_states"]
         flat, group = share.flatten(0, -2), self.group
@@ -145,7 +145,7 @@ class _Scatter:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    @torch.compiler.disable
+    @not_compiled
     def __call__(self, summand: Tensor) -> Tensor:
         flat = summand.flatten(0, -2)
         total, group = len(flat), self.group

@@ -5,24 +5,3 @@ from hetmesh.planner.macro_batch import Drift, MacroBatch, certify, sample_flops
 from hetmesh.planner.predict import Prediction, Predictor, plan_fit, timeline
 from hetmesh.planner.problem import ModuleFacts, Problem
 from hetmesh.planner.search import Found, candidates, search
-
-__all__ = [
-    "AXES",
-    "PLACEMENTS",
-    "Drift",
-    "Found",
-    "LayoutPlan",
-    "MacroBatch",
-    "ModuleFacts",
-    "ModulePlan",
-    "Prediction",
-    "Predictor",
-    "Problem",
-    "candidates",
-    "certify",
-    "laid_out",
-    "plan_fit",
-    "sample_flops",
-    "search",
-    "timeline",
-]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hetmesh.graph import MetaArrays, expert_axis, experts_fit, experts_mesh
-from hetmesh.graph.module_options import CheckpointMode
+from hetmesh.graph.module_graph import CheckpointMode
 from hetmesh.planner.layout_plan import AXES, LayoutPlan, ModulePlan
 from hetmesh.planner.problem import ModuleFacts, Problem
 

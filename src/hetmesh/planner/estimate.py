@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass, replace
 import numpy as np
 
 from hetmesh.cost import StageCost
-from hetmesh.cost.memory import most_held
+from hetmesh.cost.static_memory import most_held
 from hetmesh.graph import Stage
 from hetmesh.planner.layout_plan import LayoutPlan, ModulePlan, laid_out_module
 from hetmesh.planner.problem import Problem
@@ -106,11 +106,7 @@ class Estimator:
                 costs.append(known[alike])
                 continue
             stage = StageCosts(
-                module,
-                Stage(name, i),
-                fed=upstream or i > 0,
-                backward=graph.backward_reaches(name),
-                recompute=False,
+                module, Stage(name, i), fed=upstream or i > 0, backward=graph.backward_reaches(name), recompute=False
             )
             known[alike] = stage.costs([[RankWork(work)], [RankWork(work)]])[1]
             costs.append(known[alike])

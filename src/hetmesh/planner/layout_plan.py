@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
 from types import MappingProxyType
 
+from hetmesh.cost.stage_cuts import default_splits
 from hetmesh.errors import GraphError
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, experts_mesh, first_stage_mesh
-from hetmesh.graph.module_options import CheckpointMode
+from hetmesh.graph.module_graph import CheckpointMode
 from hetmesh.layout import MeshSpec
-from hetmesh.planner.default_splits import default_splits
 from hetmesh.planner.problem import Problem
 from hetmesh.planner.typical_work import typical_work
 

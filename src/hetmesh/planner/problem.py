@@ -10,9 +10,9 @@ from types import MappingProxyType
 import numpy as np
 
 from hetmesh.balance import BalanceOptions
-from hetmesh.balance.from_graph import UNBALANCED
+from hetmesh.balance.plan_batch import UNBALANCED
 from hetmesh.cost import Machine, ModuleShape, Profile
-from hetmesh.cost.experts import ExpertSizes
+from hetmesh.cost.expert_costs import ExpertSizes
 from hetmesh.cost.work import samples_work
 from hetmesh.graph import Activation, MetaArrays, ModuleGraph
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetmesh.errors import RecipeError
 from hetmesh.files import json_object, read_file
-from hetmesh.recipe.hf_families import MEDIA, family_of, part_of
-from hetmesh.recipe.hf_prompts import PROCESSORS, PROMPTS
+from hetmesh.recipe.hf_families import MEDIA, PROCESSORS, PROMPTS, family_of, part_of
 
 if TYPE_CHECKING:
     from hetmesh.recipe.recipe import Recipe

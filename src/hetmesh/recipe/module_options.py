@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hetmesh.graph.module_options import ModuleOptions
+from hetmesh.graph.module_graph import ModuleOptions
 from hetmesh.recipe.sections import ModuleParallelism
 
 if TYPE_CHECKING:

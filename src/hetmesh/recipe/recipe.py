@@ -14,10 +14,10 @@ from hetmesh.errors import RecipeError, Refusals
 from hetmesh.files import from_toml, read_text
 from hetmesh.recipe import sections as sections
 from hetmesh.recipe.batch_sizes import BatchSizes, batch_sizes
-from hetmesh.recipe.frozen import freeze
 from hetmesh.recipe.hf_path import expand_hf_path
 from hetmesh.recipe.keys import check_keys, unknown, valid_keys
 from hetmesh.recipe.overrides import apply_override, parse_overrides
+from hetmesh.recipe.section import freeze
 
 if TYPE_CHECKING:
     from hetmesh.layout.mesh import MeshSpec

@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from hetmesh.recipe.frozen import FrozenDict, freeze, thaw
-from hetmesh.recipe.schedule_names import schedule_name, schedule_spelling
+from hetmesh.recipe.section import FrozenDict, freeze, schedule_name, schedule_spelling, thaw
 from hetmesh.recipe.section import NamesCode as NamesCode
 from hetmesh.recipe.section import Section as Section
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hetmesh.balance.batch_load import BatchLoad
+from hetmesh.balance.imbalance import BatchLoad
 
 Loads = Mapping[str, Mapping[str, float]]
 """By module: `balance_loss`, the mean over tokens and blocks, without its coefficient (`experts per token` where

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 
-from hetmesh.balance.batch_load import ModuleLoad
+from hetmesh.balance.imbalance import ModuleLoad
 from hetmesh.balance.policies.auto import EVEN, MARGIN
 from hetmesh.formatting import counted, table
 from hetmesh.records.metrics import amount

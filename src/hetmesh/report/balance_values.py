@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hetmesh.balance.batch_load import ModuleLoad
+from hetmesh.balance.imbalance import ModuleLoad
 from hetmesh.report.expert_use import ExpertUse
 
 BARS = 10

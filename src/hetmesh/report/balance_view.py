@@ -22,9 +22,9 @@ from hetmesh.balance import (
     batch_plan_of,
     graph_slots,
 )
-from hetmesh.balance.batch_load import BatchLoad, ModuleLoad, batch_load
-from hetmesh.balance.from_graph import within_range
-from hetmesh.balance.leaders import leaders
+from hetmesh.balance.co_located import leaders
+from hetmesh.balance.imbalance import BatchLoad, ModuleLoad, batch_load
+from hetmesh.balance.plan_batch import within_range
 from hetmesh.data.lengths import read_lengths
 from hetmesh.errors import GraphError, RecipeError
 from hetmesh.graph import MetaArrays, ModuleGraph, SampleMeta

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hetmesh.balance import BatchPlan, boundary_layouts, plan_batch
 from hetmesh.boundary.groups import ends_are_tied, job_groups, most_on_a_rank
 from hetmesh.boundary.transport import MEMORY, choose
-from hetmesh.cost import ModuleShape, Work, imbalance, lane_work, module_flops, module_memory
+from hetmesh.cost import ModuleShape, Work, imbalance, module_flops, module_memory
 from hetmesh.graph import BoundarySpec, ModuleGraph, boundary_edge
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, missing_elements, plan_transfer
 from hetmesh.recipe.recipe import Recipe
@@ -84,7 +84,7 @@ def _module(
 ) -> ModuleView:
     spec, graph = plan.graph[name], plan.graph
     mesh = spec.mesh
-    work = lane_work(plan, name)
+    work = plan.lane_work(name)
     whole = Work.sum_of(work)
     upstream = any(graph.needs_gradient(b) for b in graph.inputs(name))
     return ModuleView(

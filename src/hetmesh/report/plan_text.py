@@ -10,8 +10,8 @@ from hetmesh.formatting import counted, ranks_text, table
 from hetmesh.planner import Found, LayoutPlan, MacroBatch, Prediction, Problem, plan_fit
 from hetmesh.planner.macro_batch import SHARE
 from hetmesh.planner.search import BATCHES
-from hetmesh.recipe.meshes import DEGREE_OF_AXIS, EXPERT_DEGREE
-from hetmesh.recipe.schedule_names import schedule_spelling
+from hetmesh.recipe.section import schedule_spelling
+from hetmesh.recipe.wiring import DEGREE_OF_AXIS, EXPERT_DEGREE
 from hetmesh.records.metrics import amount
 from hetmesh.report.memory_text import contents, fit_json, verdict
 from hetmesh.resolve.module_shapes import notes_on_experts

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hetmesh.balance import BalanceOptions
-from hetmesh.balance.leaders import leaders
-from hetmesh.balance.shares import check_shares
+from hetmesh.balance.co_located import check_shares, leaders
 from hetmesh.cost import ModuleShape
-from hetmesh.cost.sample_costs import SampleCosts
+from hetmesh.cost.flops import SampleCosts
 from hetmesh.errors import GraphError, RecipeError
 from hetmesh.graph import ModuleGraph
 from hetmesh.resolve.module_shapes import module_shapes

@@ -9,19 +9,19 @@ from typing import Any
 
 from hetmesh.boundary.groups import job_communicators
 from hetmesh.cost import Profile
-from hetmesh.cost.experts import ExpertSizes
+from hetmesh.cost.expert_costs import ExpertSizes
 from hetmesh.errors import RecipeError
 from hetmesh.graph import LANE_AXES, Activation, ModuleGraph
 from hetmesh.layout import MeshSpec
 from hetmesh.models import Adapter
 from hetmesh.planner import PLACEMENTS, LayoutPlan, MacroBatch, ModuleFacts, Problem, certify, laid_out, sample_flops
 from hetmesh.planner.search import BATCHES as SIMULATED
-from hetmesh.recipe.meshes import DEGREE_OF_AXIS, EXPERT_DEGREE
 from hetmesh.recipe.module_options import packs_anyway
 from hetmesh.recipe.overrides import parse_overrides
 from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.recipe.rewrite import rewritten
-from hetmesh.recipe.schedule_names import schedule_name, schedule_spelling
+from hetmesh.recipe.section import schedule_name, schedule_spelling
+from hetmesh.recipe.wiring import DEGREE_OF_AXIS, EXPERT_DEGREE
 from hetmesh.resolve.balance_options import recipe_balance
 from hetmesh.resolve.describe import describe, make_loader
 from hetmesh.resolve.recipe_step_model import named_step_model

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hetmesh.cost import ModuleShape, Rates, Work, module_times
+from hetmesh.cost.stage_cuts import default_splits
 from hetmesh.errors import RecipeError
 from hetmesh.graph import Activation
 from hetmesh.models.adapter import Adapter
 from hetmesh.models.user.adapters import UserAdapter
-from hetmesh.planner.default_splits import default_splits
 from hetmesh.recipe.module_options import layout_table, module_options
 from hetmesh.resolve.module_shapes import module_shape_of
 

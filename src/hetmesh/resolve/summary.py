@@ -10,7 +10,7 @@ from hetmesh.models.weights.build import build_on_meta, reason_built_whole
 from hetmesh.parallel.random_state import DROPOUT
 from hetmesh.recipe.hf_path import prompt_note
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.recipe.torchtitan_defaults import differing_defaults
+from hetmesh.recipe.torchtitan_keys import differing_defaults
 from hetmesh.resolve.module_shapes import module_shape_of, notes_on_experts
 from hetmesh.resolve.whole_directory import why_not_compared
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hetmesh.balance.routes import Side
+from hetmesh.balance.route_layouts import Side
 from hetmesh.errors import BoundaryError
 from hetmesh.graph import Edge, Route
 from hetmesh.runtime.step_transfers import StepTransfers

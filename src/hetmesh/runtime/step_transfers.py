@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hetmesh.balance import BatchPlan, Runs, edge_layouts, route_runs
-from hetmesh.balance.routes import Side
+from hetmesh.balance.route_layouts import Side
 from hetmesh.boundary.rank_step import rank_step
 from hetmesh.graph import Edge, Route
 from hetmesh.layout import TransferPlan, plan_transfer

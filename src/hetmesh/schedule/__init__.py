@@ -1,17 +1,25 @@
-"""Schedules: a total order of actions per step. One file per policy; `validate` is what they all pass."""
+"""Schedules: a total order of actions per step; `validate` is what all policies pass."""
 
 from collections.abc import Callable
 
 from hetmesh.schedule.bubble_fill import bubble_fill
-from hetmesh.schedule.held import holding, peak_in_flight, peaks_in_flight
 from hetmesh.schedule.interleaved import interleaved
-from hetmesh.schedule.one_f_one_b import one_f_one_b
-from hetmesh.schedule.options import PolicyOptions
-from hetmesh.schedule.schedule import Action, Kind, Schedule, dependencies, required, takes_part
+from hetmesh.schedule.one_f_one_b import one_f_one_b, zero_bubble
+from hetmesh.schedule.schedule import (
+    Action,
+    Kind,
+    PolicyOptions,
+    Schedule,
+    dependencies,
+    holding,
+    peak_in_flight,
+    peaks_in_flight,
+    required,
+    takes_part,
+    validate,
+)
 from hetmesh.schedule.sequential import sequential
 from hetmesh.schedule.three_phase import three_phase
-from hetmesh.schedule.validate import validate
-from hetmesh.schedule.zero_bubble import zero_bubble
 
 Policy = Callable[..., Schedule]
 """`policy(stages, microbatches, training=True, options=PolicyOptions())`: cached, validated, equal on every rank.
@@ -26,25 +34,3 @@ POLICIES: dict[str, Policy] = {
     "bubble_fill": bubble_fill,
 }
 """Policies by their name in `[parallelism] pipeline_parallel_schedule`."""
-
-__all__ = [
-    "POLICIES",
-    "Action",
-    "Kind",
-    "Policy",
-    "PolicyOptions",
-    "Schedule",
-    "bubble_fill",
-    "dependencies",
-    "holding",
-    "interleaved",
-    "one_f_one_b",
-    "peak_in_flight",
-    "peaks_in_flight",
-    "required",
-    "sequential",
-    "takes_part",
-    "three_phase",
-    "validate",
-    "zero_bubble",
-]

@@ -11,14 +11,12 @@ from functools import lru_cache
 from hetmesh.cost.step_costs import Lanes
 from hetmesh.errors import ScheduleError
 from hetmesh.graph import Edge, Routes, Stage, StageGraph
-from hetmesh.schedule.fill_pass import Filled, Way, coarse, fill, lazy, longest_tails
+from hetmesh.schedule.fill_pass import Filled, FillOrder, coarse, fill, lazy, longest_tails
 from hetmesh.schedule.fill_problem import FillProblem, fill_problem
 from hetmesh.schedule.interleaved import interleaved
+from hetmesh.schedule.list_schedule import Durations, SetDurations, nominal
 from hetmesh.schedule.one_f_one_b import by_caps
-from hetmesh.schedule.options import DEFAULT, PolicyOptions
-from hetmesh.schedule.order import Durations, SetDurations, last_backwards, nominal, with_messages
-from hetmesh.schedule.schedule import Action, Kind, Schedule, splittable
-from hetmesh.schedule.validate import validate
+from hetmesh.schedule.schedule import DEFAULT, NO_STAGES, Action, Kind, PolicyOptions, Schedule, schedule_of, splittable
 
 Score = Callable[[Schedule], float]
 """What a schedule takes, in any unit."""
@@ -89,18 +87,9 @@ def _filled(
 
     def schedule(found: Filled, names: Callable[[Action], Action]) -> Schedule:
         actions = [names(problem.actions[i]) for i in found.order]
-        last = last_backwards(actions, stages, inner.split) if training else ()
-        return validate(
-            Schedule(
-                stages,
-                routes,
-                with_messages(actions, stages, routes, inner.split, last),
-                training,
-                inner.split,
-                {**inner.in_flight, **{s: n for s, n in zip(problem.stages, caps, strict=True) if n is not None}},
-                beside=frozenset(stages.stages) - frozenset(stages.of_module(stages.sink.module)),
-            )
-        )
+        in_flight = {**inner.in_flight, **{s: n for s, n in zip(problem.stages, caps, strict=True) if n is not None}}
+        encoders = frozenset(stages.stages) - frozenset(stages.of_module(stages.sink.module))
+        return schedule_of(actions, stages, routes, training, in_flight, inner.split, beside=encoders)
 
     found = [(coarse(problem, caps), _renamed(None))]
     for numbers in _orders(stages, routes, problem) if options.refine else ():
@@ -126,11 +115,11 @@ def _refined(problem: FillProblem, caps: tuple[int | None, ...], most: float) ->
                 busy[track] += seconds
     shortest = max([*itertools.chain.from_iterable(tails), *busy], default=0.0)
     best: dict[tuple[int, ...], Filled] = {}
-    for way in _ways(problem):
+    for fill_order in _fill_orders(problem):
         found: Filled | None = None
         for share in _SHARES:
             wanted = shortest + share * max(most - shortest, 0.0)
-            each = fill(problem, caps, tails, wanted, way)
+            each = fill(problem, caps, tails, wanted, fill_order)
             if found is None or each.makespan < found.makespan:
                 found = each
             if found.makespan <= wanted * (1 + 1e-9):
@@ -140,15 +129,15 @@ def _refined(problem: FillProblem, caps: tuple[int | None, ...], most: float) ->
     return list(best.values())
 
 
-def _ways(problem: FillProblem) -> tuple[Way, ...]:
-    """The ways that differ: what can start first is what comes first by number, unless stages of fillers on the same
-    ranks wait for each other by way of other ranks."""
+def _fill_orders(problem: FillProblem) -> tuple[FillOrder, ...]:
+    """The orders of filling that differ: what can start first is what comes first by number, unless stages of
+    fillers on the same ranks wait for each other by way of other ranks."""
     groups = {problem.stage[i]: problem.groups[i] for i in range(problem.fixed, len(problem.actions))}
     tracks = [track for some in groups.values() for each in some for track in each]
-    plain = Way(ahead=True), Way()
+    plain = FillOrder(ahead=True), FillOrder()
     if len(set(tracks)) == len(tracks) or len(set(groups.values())) == 1:
         return plain
-    return *plain, *(replace(way, soonest=True) for way in plain)
+    return *plain, *(replace(fill_order, soonest=True) for fill_order in plain)
 
 
 def inner_schedule(stages: StageGraph, routes: Routes, training: bool, options: PolicyOptions) -> Schedule:
@@ -175,7 +164,7 @@ def inner_schedule(stages: StageGraph, routes: Routes, training: bool, options: 
     )
     if options.inner == "interleaved":
         return interleaved(alone, routes.count(module), training, options)
-    split = splittable(stages) & frozenset(own) if training and options.inner == "zero_bubble" else frozenset()
+    split = splittable(stages) & frozenset(own) if training and options.inner == "zero_bubble" else NO_STAGES
     return by_caps(alone, Routes.of(alone, routes.count(module)), training, split)
 
 

@@ -28,7 +28,7 @@ class Filled:
 
 
 @dataclass(frozen=True)
-class Way:
+class FillOrder:
     """How a pass puts its order together.
 
     Attributes:
@@ -43,7 +43,7 @@ class Way:
     soonest: bool = False
 
 
-DEFAULT_WAY = Way()
+DEFAULT_ORDER = FillOrder()
 
 
 def lazy(problem: FillProblem) -> Filled:
@@ -56,16 +56,17 @@ def coarse(problem: FillProblem, caps: Sequence[int | None]) -> Filled:
     """Forwards of fillers first, as many as caps allow, and backwards last, except those that make room for others.
     What can start first comes first: by number, a projector on the ranks of an encoder's first stage would make that
     stage wait for its last one in every microbatch."""
-    return _Pass(problem, caps, lambda i, _: i < problem.backwards, way=Way(soonest=True)).run()
+    return _Pass(problem, caps, lambda i, _: i < problem.backwards, fill_order=FillOrder(soonest=True)).run()
 
 
-def fill(problem: FillProblem, caps: Sequence[int | None], tails: Tails, makespan: float, way: Way) -> Filled:
+def fill(
+    problem: FillProblem, caps: Sequence[int | None], tails: Tails, makespan: float, fill_order: FillOrder
+) -> Filled:
     """Fillers as early as nothing of the sink's module starts later than `makespan` allows.
 
     Args:
         caps: per stage, how many microbatches it may hold.
         tails: see `longest_tails`.
-        way: how the order is put together.
     """
     place_of = [{track: p for p, tracks in enumerate(groups) for track in tracks} for groups in problem.groups]
     following = [
@@ -84,7 +85,7 @@ def fill(problem: FillProblem, caps: Sequence[int | None], tails: Tails, makespa
                     return False
         return True
 
-    return _Pass(problem, caps, fits, tails, makespan, way).run()
+    return _Pass(problem, caps, fits, tails, makespan, fill_order).run()
 
 
 Tails = Sequence[tuple[float, ...]]
@@ -124,9 +125,9 @@ class _Pass:
         fits: Callable[[int, _Pass], bool],
         tails: Tails = (),
         limit: float = 0.0,
-        way: Way = DEFAULT_WAY,
+        fill_order: FillOrder = DEFAULT_ORDER,
     ) -> None:
-        self.way = way
+        self.fill_order = fill_order
         self.problem, self.caps, self.fits = problem, caps or [None] * len(problem.stages), fits
         self.tails, self.limit = tails, limit
         count = len(problem.actions)
@@ -170,11 +171,11 @@ class _Pass:
                 wanted += 1
             if following == problem.fixed:  # only fillers are left
                 left = [i for i in self.ready if not self._full(i)]
-                self._commit(self._first_of(left) if self.way.soonest else left[0])
-            elif self.way.ahead and goal is not None:
+                self._commit(self._first_of(left) if self.fill_order.soonest else left[0])
+            elif self.fill_order.ahead and goal is not None:
                 self._commit(self._first_towards(goal))
             else:
-                first = self._first_towards(wanted) if self.way.ahead and wanted < count else problem.fixed
+                first = self._first_towards(wanted) if self.fill_order.ahead and wanted < count else problem.fixed
                 self._commit(first if first < problem.fixed else self._first_towards(following))
         return Filled(tuple(self.order), max(self.free, default=0.0), tuple(self.most))
 
@@ -202,7 +203,7 @@ class _Pass:
                 continue
             self.blocked = None
             if self.fits(i, self):
-                if not self.way.soonest:
+                if not self.fill_order.soonest:
                     return None, i
                 fitting.append(i)
             elif goal is None and self.blocked is not None:

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 
 from hetmesh.cost.step_costs import Lanes
 from hetmesh.graph import Routes, Stage, StageGraph
-from hetmesh.schedule.held import readers
-from hetmesh.schedule.one_by_one import one_by_one
-from hetmesh.schedule.order import Durations, SetDurations, compute_dependencies
-from hetmesh.schedule.schedule import Action, Kind, backward_kinds
+from hetmesh.schedule.list_schedule import Durations, SetDurations
+from hetmesh.schedule.schedule import NO_STAGES, Action, Kind, backward_kinds, compute_dependencies, readers
+from hetmesh.schedule.sequential import one_by_one
 
 Groups = tuple[tuple[int, ...], ...]
 """Sets of tracks that start an action together."""
@@ -66,7 +65,7 @@ def fill_problem(
     training: bool,
     order: Sequence[Action],
     durations: Durations,
-    split: frozenset[Stage] = frozenset(),
+    split: frozenset[Stage] = NO_STAGES,
     lanes: Lanes | None = None,
     caps: Mapping[Stage, int] | None = None,
     on_sets: SetDurations | None = None,
@@ -81,7 +80,7 @@ def fill_problem(
         on_sets: what actions take on each of the sets of `lanes`; None: `durations` on all.
     """
     sink = stages.sink.module
-    others = [a for step in one_by_one(stages, routes, training) for a in step if _stage(a).module != sink]
+    others = [a for step in one_by_one(stages, routes, training) for a in step if a.stage.module != sink]
     fillers = [a for a in others if a.kind is Kind.FORWARD], [a for a in others if a.kind is not Kind.FORWARD]
     actions = (*order, *fillers[0], *fillers[1])
     number = {action: i for i, action in enumerate(actions)}
@@ -91,7 +90,7 @@ def fill_problem(
     previous: list[tuple[int, ...]] = []
     last: dict[tuple[Stage, bool], int] = {}
     for i, action in enumerate(actions):
-        stage, forward = _stage(action), action.kind is Kind.FORWARD
+        stage, forward = action.stage, action.kind is Kind.FORWARD
         if i < len(order):
             tracks = list(itertools.chain.from_iterable(groups[stage]))
             previous.append(tuple(dict.fromkeys(sequences[t][-1] for t in tracks if sequences[t])))
@@ -109,7 +108,7 @@ def fill_problem(
         before.append(tuple((number[other], _needed(flows, groups, action, other)) for other in needed))
     ends: dict[int, tuple[int, ...]] = {}
     for i in range(len(order), len(order) + len(fillers[0])):
-        stage, m = _stage(actions[i]), actions[i].microbatch
+        stage, m = actions[i].stage, actions[i].microbatch
         kinds = backward_kinds(stage, stages, split) if training else ()
         if kinds:
             ends[i] = (number[Action(kinds[-1], stage, m)],)
@@ -119,12 +118,12 @@ def fill_problem(
         actions,
         len(order),
         len(order) + len(fillers[0]),
-        tuple(_seconds(action, len(groups[_stage(action)]), places, durations, on_sets) for action in actions),
-        tuple(groups[_stage(action)] for action in actions),
+        tuple(_seconds(action, len(groups[action.stage]), places, durations, on_sets) for action in actions),
+        tuple(groups[action.stage] for action in actions),
         tuple(before),
         tuple(previous),
         tuple(map(tuple, sequences)),
-        tuple(index[_stage(action)] for action in actions),
+        tuple(index[action.stage] for action in actions),
         ends,
         stages.stages,
     )
@@ -138,7 +137,7 @@ def _seconds(
     if not each:
         return (durations(action),) * groups
     out = [0.0] * groups
-    for place, seconds in zip(places[_stage(action)], each, strict=True):
+    for place, seconds in zip(places[action.stage], each, strict=True):
         out[place] = max(out[place], seconds)
     return tuple(out)
 
@@ -150,7 +149,7 @@ def _let_go(
     of its own does: the forwards that read so many microbatches before it."""
     forwards: dict[Stage, list[int]] = {}
     for i, action in enumerate(order):
-        stage = _stage(action)
+        stage = action.stage
         if action.kind is not Kind.FORWARD or (training and stage in stages.backward_stages) or stage not in caps:
             continue
         earlier = forwards.setdefault(stage, [])
@@ -165,8 +164,8 @@ Flows = Mapping[tuple[Stage, int, Stage, int], set[tuple[int, int]]]
 
 
 def _needed(flows: Flows, groups: Mapping[Stage, Groups], action: Action, other: Action) -> Needed:
-    ends = (_stage(other), other.microbatch, _stage(action), action.microbatch)
-    own = range(len(groups[_stage(action)]))
+    ends = (other.stage, other.microbatch, action.stage, action.microbatch)
+    own = range(len(groups[action.stage]))
     if ends in flows:
         return tuple(tuple(sorted(a for a, b in flows[ends] if b == g)) for g in own)
     if (back := (*ends[2:], *ends[:2])) in flows:
@@ -217,8 +216,3 @@ def _groups(stages: StageGraph, lanes: Lanes | None) -> tuple[dict[Stage, Groups
         groups[stage] = tuple(sorted(tuple(sorted(each)) for each in merged))
         places[stage] = tuple(next(i for i, each in enumerate(groups[stage]) if set(each) & tracks) for tracks in sets)
     return groups, places, len(numbers)
-
-
-def _stage(action: Action) -> Stage:
-    assert isinstance(action.target, Stage)
-    return action.target

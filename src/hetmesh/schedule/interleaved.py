@@ -7,13 +7,18 @@ from functools import lru_cache
 
 from hetmesh.errors import ScheduleError
 from hetmesh.graph import Routes, Stage, StageGraph
-from hetmesh.schedule.groups import Capped, Fixed, run_ahead
-from hetmesh.schedule.held import peaks_in_flight
-from hetmesh.schedule.one_by_one import by_stage, one_by_one
-from hetmesh.schedule.options import DEFAULT, PolicyOptions
-from hetmesh.schedule.order import Group, last_backwards, list_schedule, nominal, with_messages
-from hetmesh.schedule.schedule import Action, Kind, Schedule, backward_kinds
-from hetmesh.schedule.validate import validate
+from hetmesh.schedule.list_schedule import Capped, Fixed, Group, list_schedule, nominal, run_ahead
+from hetmesh.schedule.schedule import (
+    DEFAULT,
+    Action,
+    Kind,
+    PolicyOptions,
+    Schedule,
+    backward_kinds,
+    peaks_in_flight,
+    schedule_of,
+)
+from hetmesh.schedule.sequential import by_stage, one_by_one
 
 
 @lru_cache(maxsize=64)
@@ -56,10 +61,7 @@ def _interleaved(
         cap = max(ahead, default=1) + (more if ahead else 0)
         if p == len(own):
             caps[stage] = cap
-            group = Capped(
-                stage, stages, routes, cap, forwards=forwards.get(stage, ()), backwards=backwards.get(stage, ())
-            )
-            groups.append(group)
+            groups.append(Capped(stage, stages, routes, cap, forwards.get(stage, ()), backwards.get(stage, ())))
             continue
         released = backwards.get(stage) or range(routes.count(stage.module))
         for r in range(p):
@@ -68,11 +70,9 @@ def _interleaved(
             caps |= {s: _peak(sequence, s) for s in own[r::p]}
         shared |= set(own)
     order = list_schedule(stages, routes, groups, nominal(stages, routes))
-    none: frozenset[Stage] = frozenset()
-    actions = with_messages(order, stages, routes, none, last_backwards(order, stages, none) if training else ())
     held = peaks_in_flight(order, stages, routes, training)
     in_flight = {s: held[s] if s in shared else caps[s] for s in stages.stages}
-    return validate(Schedule(stages, routes, actions, training, in_flight=in_flight))
+    return schedule_of(order, stages, routes, training, in_flight)
 
 
 def _sequence(
@@ -94,9 +94,7 @@ def _sequence(
     microbatches = len(released)
     forwards = list(_rounds(chunks, p, microbatches))
     backwards = [
-        (s, released[i])
-        for s, i in _rounds(chunks[::-1], p, microbatches)
-        if training and backward_kinds(s, stages, frozenset())
+        (s, released[i]) for s, i in _rounds(chunks[::-1], p, microbatches) if training and backward_kinds(s, stages)
     ]
     size = _round_sizes(p, microbatches)[0]
     warm = (p - 1 - r) * (2 if early else 1) + (len(chunks) - 1) * size

@@ -1,13 +1,49 @@
-"""Actions and schedules: what happens in a step, as a total order that every rank knows."""
+"""Actions and schedules: what happens in a step, as a total order that every rank knows, and what makes one valid."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
+from hetmesh.errors import ScheduleError
 from hetmesh.graph import Edge, Route, Routes, Stage, StageGraph, microbatches_text
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """Parameters of policies; each reads those that concern it.
+
+    Attributes:
+        window: three_phase: microbatches whose encoder forwards come together; None: all of the step.
+        recompute: three_phase: encoders keep only their inputs and run their forward again before their backward.
+        offload: three_phase: waiting activations of encoders are kept in the memory of the host.
+        early: interleaved: warm up with twice as many forwards per rank behind, as Megatron-LM does, which hides the
+            latency of messages. Otherwise with as few as keep the makespan, which holds fewer activations.
+        inner: bubble_fill: the schedule of the LLM whose gaps are filled, `"1f1b"`, `"interleaved"` or `"zero_bubble"`.
+        refine: bubble_fill: False: the coarse placement alone, for comparison.
+        in_flight: bubble_fill: microbatches that a stage of an encoder may hold at a time; None: twice as many as the
+            LLM's order needs.
+        raise_in_flight: bubble_fill: what the LLM's order needs is held also where `in_flight` is less, instead of an
+            error.
+    """
+
+    window: int | None = None
+    recompute: bool = False
+    offload: bool = False
+    early: bool = False
+    inner: str = "1f1b"
+    refine: bool = True
+    in_flight: int | None = None
+    raise_in_flight: bool = False
+
+
+DEFAULT = PolicyOptions()
+
+
+NO_STAGES: frozenset[Stage] = frozenset()
 
 
 class Kind(StrEnum):
@@ -44,6 +80,12 @@ class Action:
         return cls(kind, *route[:2]) if route[1] == route[2] else cls(kind, *route)
 
     @property
+    def stage(self) -> Stage:
+        """The stage of all other kinds."""
+        assert isinstance(self.target, Stage)
+        return self.target
+
+    @property
     def route(self) -> Route:
         """The route of a SEND or RECV."""
         assert isinstance(self.target, Edge)
@@ -77,11 +119,11 @@ class Schedule:
     routes: Routes
     actions: tuple[Action, ...]
     training: bool = True
-    split: frozenset[Stage] = frozenset()
+    split: frozenset[Stage] = NO_STAGES
     in_flight: Mapping[Stage, int] = field(default_factory=lambda: MappingProxyType({}))
-    recompute: frozenset[Stage] = frozenset()
-    offload: frozenset[Stage] = frozenset()
-    beside: frozenset[Stage] = frozenset()
+    recompute: frozenset[Stage] = NO_STAGES
+    offload: frozenset[Stage] = NO_STAGES
+    beside: frozenset[Stage] = NO_STAGES
 
     def of_rank(self, rank: int) -> tuple[Action, ...]:
         """The actions in which `rank` takes part. Both sides of an edge take part in its SEND: the receiving one posts
@@ -98,7 +140,7 @@ def takes_part(action: Action, held: frozenset[Stage] | set[Stage] | Mapping[Sta
     return target.destination in held or (action.kind is Kind.SEND and target.source in held)
 
 
-def backward_kinds(stage: Stage, stages: StageGraph, split: frozenset[Stage]) -> tuple[Kind, ...]:
+def backward_kinds(stage: Stage, stages: StageGraph, split: frozenset[Stage] = NO_STAGES) -> tuple[Kind, ...]:
     """The actions that make up the backward of `stage`, in order."""
     if stage not in stages.backward_stages:
         return ()
@@ -112,7 +154,7 @@ def splittable(stages: StageGraph) -> frozenset[Stage]:
 
 
 def required(
-    stages: StageGraph, routes: Routes, training: bool = True, split: frozenset[Stage] = frozenset()
+    stages: StageGraph, routes: Routes, training: bool = True, split: frozenset[Stage] = NO_STAGES
 ) -> Iterator[Action]:
     """Every action that a step consists of, in no particular order."""
     for e in stages.edges:
@@ -128,7 +170,7 @@ def required(
 
 
 def dependencies(
-    action: Action, stages: StageGraph, routes: Routes, split: frozenset[Stage] = frozenset()
+    action: Action, stages: StageGraph, routes: Routes, split: frozenset[Stage] = NO_STAGES
 ) -> Iterator[Action]:
     """The actions that must come before `action`."""
     m, target, kind = action.microbatch, action.target, action.kind
@@ -150,3 +192,168 @@ def dependencies(
     elif kind is Kind.REDUCE:
         last = backward_kinds(target, stages, split)[-1]
         yield from (Action(last, target, i) for i in range(routes.count(target.module)))
+
+
+def compute_dependencies(
+    action: Action, stages: StageGraph, routes: Routes, split: frozenset[Stage]
+) -> Iterator[Action]:
+    """The compute actions that must be over before `action`: `dependencies` with the messages left out."""
+    stage, m = action.stage, action.microbatch
+    if action.kind is Kind.FORWARD:
+        for edge, source, _ in routes.into(stages.inputs(stage), m):
+            yield Action(Kind.FORWARD, edge.source, source)
+    elif action.kind is Kind.BACKWARD_WEIGHT:
+        yield Action(Kind.BACKWARD_INPUT, stage, m)
+    else:
+        yield Action(Kind.FORWARD, stage, m)
+        for edge, _, to in routes.out_of(stages.gradient_outputs(stage), m):
+            yield Action(backward_kinds(edge.destination, stages, split)[0], edge.destination, to)
+
+
+def readers(stage: Stage, microbatch: int, stages: StageGraph, routes: Routes) -> tuple[tuple[Stage, int], ...]:
+    """The consumers of a microbatch, once each: one may read several outputs."""
+    some = routes.out_of(stages.outputs(stage), microbatch)
+    return tuple(dict.fromkeys((route.edge.destination, route.destination) for route in some))
+
+
+def holding(
+    actions: Iterable[Action],
+    stages: StageGraph,
+    routes: Routes,
+    training: bool = True,
+    split: frozenset[Stage] = NO_STAGES,
+) -> Iterator[tuple[Stage, int, int]]:
+    """(stage, microbatch, 1) where a stage begins to hold a microbatch, and (stage, microbatch, -1) where it lets go.
+
+    A stage without a backward lets go of a microbatch when the last forward that reads it is over; what nobody reads it
+    does not hold at all.
+    """
+    last = {s: (backward_kinds(s, stages, split) or (None,))[-1] if training else None for s in stages.stages}
+    waiting: dict[tuple[Stage, int], int] = {}
+    for action in actions:
+        target, m = action.target, action.microbatch
+        if not isinstance(target, Stage):
+            continue
+        if action.kind is Kind.FORWARD:
+            if last[target] is not None:
+                yield target, m, 1
+            elif count := len(readers(target, m, stages, routes)):
+                waiting[target, m] = count
+                yield target, m, 1
+            producers = [(r.edge.source, r.source) for r in routes.into(stages.inputs(target), m)]
+            for each in dict.fromkeys(producers):
+                if each in waiting:
+                    waiting[each] -= 1
+                    if not waiting[each]:
+                        del waiting[each]
+                        yield (*each, -1)
+        elif action.kind is last[target]:
+            yield target, m, -1
+
+
+def peaks_in_flight(
+    actions: Iterable[Action],
+    stages: StageGraph,
+    routes: Routes,
+    training: bool = True,
+    split: frozenset[Stage] = NO_STAGES,
+) -> dict[Stage, int]:
+    """Per stage, the most microbatches that it holds at a time."""
+    held, most = dict.fromkeys(stages.stages, 0), dict.fromkeys(stages.stages, 0)
+    for stage, _, change in holding(actions, stages, routes, training, split):
+        held[stage] += change
+        most[stage] = max(most[stage], held[stage])
+    return most
+
+
+def peak_in_flight(schedule: Schedule, stage: Stage) -> int:
+    """The most microbatches that `stage` holds at a time: see `Schedule.in_flight`."""
+    s = schedule
+    return peaks_in_flight(s.actions, s.stages, s.routes, s.training, s.split)[stage]
+
+
+def validate(schedule: Schedule) -> Schedule:
+    """Return `schedule` if every required action comes exactly once, after all it depends on, and within the caps.
+
+    A total order in which dependencies hold cannot deadlock, whatever the relative speed of ranks: each rank's next
+    action waits only for actions that come earlier in the order, and of all unfinished actions the earliest can run.
+    Messages between two ranks have the same order on both, because both take part in a SEND at its place in the order.
+
+    Raises:
+        ScheduleError: names the first action that is missing, superfluous, repeated, too early or beyond a cap.
+    """
+    stages, routes, split = schedule.stages, schedule.routes, schedule.split
+    wanted = set(required(stages, routes, schedule.training, split))
+    given = Counter(schedule.actions)
+    for action in schedule.actions:
+        if action not in wanted:
+            raise ScheduleError(f"schedule: action {action} does not belong to this step")
+        if given[action] > 1:
+            raise ScheduleError(f"schedule: action {action} comes {given[action]} times")
+    missing = sorted(str(action) for action in wanted - set(given))
+    if missing:
+        raise ScheduleError(f"schedule: missing actions {missing[:8]}")
+    done = set()
+    for action in schedule.actions:
+        for before in dependencies(action, stages, routes, split):
+            if before not in done:
+                raise ScheduleError(f"schedule: {action} comes before {before}, which it needs")
+        done.add(action)
+    most = peaks_in_flight(schedule.actions, stages, routes, schedule.training, split)
+    for stage, cap in schedule.in_flight.items():
+        if most[stage] > cap:
+            raise ScheduleError(f"schedule: stage {stage} holds {most[stage]} microbatches at a time, its cap is {cap}")
+    return schedule
+
+
+def with_messages(
+    order: Iterable[Action], stages: StageGraph, routes: Routes, split: frozenset[Stage], last: Iterable[Action] = ()
+) -> tuple[Action, ...]:
+    """`order` with its messages: received right before they are used, sent right after they are made.
+
+    Args:
+        last: the last backward action of each stage whose gradients are then reduced.
+    """
+    ends = set(last)
+    out: list[Action] = []
+    for action in order:
+        stage, m, kind = action.stage, action.microbatch, action.kind
+        forward, weights_alone = kind is Kind.FORWARD, kind is Kind.BACKWARD_WEIGHT
+        inputs, outputs = stages.inputs(stage), stages.outputs(stage)
+        if forward:
+            out += [Action.along(Kind.RECV, route) for route in routes.into(inputs, m)]
+        elif not weights_alone:
+            out += [Action.along(Kind.RECV, r.reversed) for r in routes.out_of(stages.gradient_outputs(stage), m)]
+        out.append(action)
+        if forward:
+            out += [Action.along(Kind.SEND, route) for route in routes.out_of(outputs, m)]
+        elif not weights_alone:
+            edges = [edge for edge in inputs if edge in stages.gradient_edges]
+            out += [Action.along(Kind.SEND, route.reversed) for route in routes.into(edges, m)]
+        if action in ends:
+            out.append(Action(Kind.REDUCE, stage, -1))
+    return tuple(out)
+
+
+def schedule_of(
+    order: Sequence[Action],
+    stages: StageGraph,
+    routes: Routes,
+    training: bool,
+    in_flight: Mapping[Stage, int],
+    split: frozenset[Stage] = NO_STAGES,
+    **flags: frozenset[Stage],
+) -> Schedule:
+    """The validated schedule of compute actions in that order, with their messages; gradients of a stage are reduced
+    after its last backward.
+
+    Args:
+        flags: `recompute`, `offload` and `beside` of the schedule.
+    """
+    last: dict[Stage, Action] = {}
+    for action in order if training else ():
+        kinds = backward_kinds(action.stage, stages, split)
+        if action.stage in stages.trainable_stages and kinds and action.kind is kinds[-1]:
+            last[action.stage] = action
+    actions = with_messages(order, stages, routes, split, last.values())
+    return validate(Schedule(stages, routes, actions, training, split, in_flight, **flags))

@@ -1,15 +1,88 @@
-"""The sequential policy: one microbatch after the other, forward through all stages, then backward through all."""
+"""One microbatch of the sink after the other: the order that every policy starts from, and the sequential policy."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from hetmesh.graph import Routes, StageGraph
-from hetmesh.schedule.one_by_one import one_by_one
-from hetmesh.schedule.options import DEFAULT, PolicyOptions
-from hetmesh.schedule.order import with_messages
-from hetmesh.schedule.schedule import Action, Kind, Schedule
-from hetmesh.schedule.validate import validate
+from hetmesh.graph import Edge, Routes, Stage, StageGraph
+from hetmesh.schedule.schedule import DEFAULT, Action, Kind, PolicyOptions, Schedule, validate, with_messages
+
+
+def one_by_one(stages: StageGraph, routes: Routes, training: bool = True) -> list[list[Action]]:
+    """Compute actions, per microbatch of the sink: what it needs and is not over yet, itself, and the backwards for
+    which nothing is left to wait. What feeds nobody and is not needed on the way comes last."""
+    needed = forwards_needed(stages, routes)
+    done = dict.fromkeys(stages.stages, 0)
+    waiting: dict[Stage, dict[int, int]] = {s: {} for s in stages.backward_stages} if training else {}
+    steps: list[list[Action]] = []
+
+    def backward(stage: Stage, m: int, step: list[Action]) -> None:
+        step.append(Action(Kind.BACKWARD, stage, m))
+        del waiting[stage][m]
+        for route in routes.into(stages.inputs(stage), m):
+            if route.edge in stages.gradient_edges:
+                waiting[route.edge.source][route.source] -= 1
+
+    def forwards(stage: Stage, stop: int, step: list[Action]) -> None:
+        for m in range(done[stage], stop):
+            step.append(Action(Kind.FORWARD, stage, m))
+            if stage in waiting:
+                waiting[stage][m] = sum(1 for _ in routes.out_of(stages.gradient_outputs(stage), m))
+                if not waiting[stage][m]:  # the sink, and rows that nobody wants
+                    backward(stage, m, step)
+        done[stage] = max(done[stage], stop)
+
+    def backwards(step: list[Action]) -> None:
+        for stage in reversed(stages.stages):
+            for m in [m for m, count in waiting.get(stage, {}).items() if not count]:
+                backward(stage, m, step)
+
+    for m in range(routes.count(stages.sink.module)):
+        step: list[Action] = []
+        for stage in stages.stages:
+            forwards(stage, needed[stage.module][m], step)
+        backwards(step)
+        steps.append(step)
+    for stage in stages.stages if steps else ():
+        forwards(stage, routes.count(stage.module), steps[-1])
+        backwards(steps[-1])
+    return steps
+
+
+def forwards_needed(stages: StageGraph, routes: Routes) -> dict[str, list[int]]:
+    """Per module and microbatch of the sink, how many forwards must be over before that microbatch has its own, if all
+    go by number."""
+    sink = stages.sink.module
+    needed = {sink: list(range(1, routes.count(sink) + 1))}
+    for module in reversed(list(dict.fromkeys(stage.module for stage in stages.stages))):
+        if module == sink:
+            continue
+        most = [0] * routes.count(sink)
+        for edge in stages.edges:
+            if edge.source.module == module and not edge.internal:
+                ahead = forwards_before(routes, edge)
+                wanted = needed[edge.destination.module]
+                most = [max(a, ahead[n]) for a, n in zip(most, wanted, strict=True)]
+        needed[module] = most
+    return needed
+
+
+def forwards_before(routes: Routes, edge: Edge) -> list[int]:
+    """How many forwards of the source of an edge must be over before the first n of its destination are; n from 0."""
+    count = routes.count(edge.destination.module)
+    last = (max((r.source + 1 for r in routes.into((edge,), m)), default=0) for m in range(count))
+    return list(itertools.accumulate(last, max, initial=0))
+
+
+def by_stage(steps: Iterable[Sequence[Action]], kind: Kind) -> dict[Stage, list[int]]:
+    """Per stage, its microbatches in the order of their actions of one kind."""
+    found: dict[Stage, list[int]] = {}
+    for action in itertools.chain.from_iterable(steps):
+        if action.kind is kind and isinstance(action.target, Stage):
+            found.setdefault(action.target, []).append(action.microbatch)
+    return found
 
 
 @lru_cache(maxsize=64)

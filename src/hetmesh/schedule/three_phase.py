@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from hetmesh.graph import Routes, Stage, StageGraph
-from hetmesh.schedule.groups import Capped, caps_by_distance
-from hetmesh.schedule.held import peaks_in_flight
-from hetmesh.schedule.one_by_one import by_stage, one_by_one
-from hetmesh.schedule.options import DEFAULT, PolicyOptions
-from hetmesh.schedule.order import last_backwards, list_schedule, nominal, with_messages
-from hetmesh.schedule.schedule import Action, Kind, Schedule
-from hetmesh.schedule.validate import validate
+from hetmesh.graph import Routes, StageGraph
+from hetmesh.schedule.list_schedule import capped_stages, caps_by_distance, list_schedule, nominal
+from hetmesh.schedule.schedule import (
+    DEFAULT,
+    NO_STAGES,
+    Action,
+    Kind,
+    PolicyOptions,
+    Schedule,
+    peaks_in_flight,
+    schedule_of,
+)
+from hetmesh.schedule.sequential import one_by_one
 
 
 @lru_cache(maxsize=64)
@@ -34,32 +39,18 @@ def three_phase(
     others = tuple(s for s in stages.stages if s not in sink)
     caps = {s: n for s, n in caps_by_distance(stages, routes, steps).items() if s in sink}
     order: list[Action] = []
-    none: frozenset[Stage] = frozenset()
     for first in range(0, len(steps), window):
         some = steps[first : first + window]
-        forwards, backwards = by_stage(some, Kind.FORWARD), by_stage(some, Kind.BACKWARD)
         phases = [
-            [Capped(s, stages, routes, None, forwards=forwards.get(s, ())) for s in others],
-            [
-                Capped(s, stages, routes, caps[s], forwards=forwards.get(s, ()), backwards=backwards.get(s, ()))
-                for s in reversed(sink)
-            ],
-            [Capped(s, stages, routes, None, backwards=backwards.get(s, ())) for s in reversed(others)],
+            capped_stages(others, stages, routes, some, None, kinds=[Kind.FORWARD]),
+            capped_stages(reversed(sink), stages, routes, some, caps),
+            capped_stages(reversed(others), stages, routes, some, None, kinds=[Kind.BACKWARD]),
         ]
         for groups in phases:
-            order += list_schedule(stages, routes, groups, nominal(stages, routes), none, order)
-    actions = with_messages(order, stages, routes, none, last_backwards(order, stages, none) if training else ())
-    recomputed = frozenset(others) & stages.backward_stages if training else none
+            order += list_schedule(stages, routes, groups, nominal(stages, routes), given=order)
+    recomputed = frozenset(others) & stages.backward_stages if training else NO_STAGES
     held = peaks_in_flight(order, stages, routes, training)
-    return validate(
-        Schedule(
-            stages,
-            routes,
-            actions,
-            training,
-            none,
-            caps | {s: max(window, held[s]) for s in others},
-            recompute=recomputed if options.recompute else none,
-            offload=recomputed if options.offload else none,
-        )
-    )
+    in_flight = caps | {s: max(window, held[s]) for s in others}
+    kept = {"recompute": options.recompute, "offload": options.offload}
+    flags = {name: recomputed for name, wanted in kept.items() if wanted}
+    return schedule_of(order, stages, routes, training, in_flight, **flags)

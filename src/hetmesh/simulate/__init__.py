@@ -1,46 +1,9 @@
 """Timelines: how long a schedule takes, by simulation or from a recording, and where ranks wait. Pure values."""
 
-from hetmesh.simulate.bubbles import (
-    CLASSES,
-    Bubbles,
-    average_bubbles,
-    bubble_spans,
-    bubbles,
-    busiest_rank,
-    critical_path,
-)
+from hetmesh.simulate.bubbles import CLASSES, Bubbles, average_bubbles, bubble_spans, bubbles
 from hetmesh.simulate.engine import simulate
-from hetmesh.simulate.latest import DependencyPoints, dependency_points, latest_starts
 from hetmesh.simulate.layer_costs import LayerCosts
-from hetmesh.simulate.memory import peak_rows
-from hetmesh.simulate.rank_memory import MemoryFit, RankMemory, rank_memory, worst
+from hetmesh.simulate.predicted_memory import MemoryFit, RankMemory, peak_rows, rank_memory, worst
 from hetmesh.simulate.rank_work import RankWork, rank_work
 from hetmesh.simulate.step_model import StepModel
 from hetmesh.simulate.timeline import KINDS, Span, Spans, Timeline
-
-__all__ = [
-    "CLASSES",
-    "KINDS",
-    "Bubbles",
-    "DependencyPoints",
-    "LayerCosts",
-    "MemoryFit",
-    "RankMemory",
-    "RankWork",
-    "Span",
-    "Spans",
-    "StepModel",
-    "Timeline",
-    "average_bubbles",
-    "bubble_spans",
-    "bubbles",
-    "busiest_rank",
-    "critical_path",
-    "dependency_points",
-    "latest_starts",
-    "peak_rows",
-    "rank_memory",
-    "rank_work",
-    "simulate",
-    "worst",
-]

@@ -18,9 +18,8 @@ from hetmesh.cost.step_costs import COLLECTIVE, EXCHANGE
 from hetmesh.errors import GraphError
 from hetmesh.graph import Stage
 from hetmesh.schedule import Action, Kind, Schedule
-from hetmesh.simulate.program import RECEIVE, Program
+from hetmesh.simulate.program import RECEIVE, Program, Run
 from hetmesh.simulate.timeline import FORWARD, REDUCE, TRANSFER
-from hetmesh.simulate.walk import Run
 
 _IDLE, _COMPUTING, _COMMUNICATING, _CLOSED = range(4)
 _HOSTS = {False: (_IDLE, _COMMUNICATING), True: (_IDLE, _COMPUTING)}  # of computation, of collectives

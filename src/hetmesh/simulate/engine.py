@@ -12,9 +12,9 @@ from hetmesh.errors import GraphError
 from hetmesh.schedule import Schedule
 from hetmesh.simulate.beside import BesideRun
 from hetmesh.simulate.busy import slowed_program
-from hetmesh.simulate.memory import peak_bytes
+from hetmesh.simulate.predicted_memory import peak_bytes
+from hetmesh.simulate.program import Run
 from hetmesh.simulate.timeline import LAYERS, Spans, Timeline
-from hetmesh.simulate.walk import Run
 
 
 def simulate(schedule: Schedule, costs: StepCosts, *, overlap: bool = True, beside: Collection[str] = ()) -> Timeline:

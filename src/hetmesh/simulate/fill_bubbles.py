@@ -109,12 +109,7 @@ def fill_typical(model: StepModel, routes: Routes, training: bool, options: Poli
     alike = {(stage, m): cost for stage, cost in costs.items() for m in range(routes.count(stage.module))}
     alike = dict(on_grid(StepCosts(alike)).stages)
     return bubble_fill(
-        model.stages,
-        routes,
-        training,
-        options,
-        durations=_durations(alike, 0.0),
-        lanes=Lanes(groups, flows),
+        model.stages, routes, training, options, durations=_durations(alike, 0.0), lanes=Lanes(groups, flows)
     )
 
 

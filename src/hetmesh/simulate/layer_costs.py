@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from hetmesh.cost import LayerShape, LayerTime, Machine, ModuleShape, Profile, Rates, Work, activation_bytes, layer_time
-from hetmesh.cost.collectives import tensor_parallel_time
-from hetmesh.cost.experts import exchange_time
-from hetmesh.cost.passing_bytes import backward_bytes, forward_bytes, split_bytes
+from hetmesh.cost.activations import backward_bytes, forward_bytes, split_bytes
+from hetmesh.cost.collective_time import tensor_parallel_time
+from hetmesh.cost.expert_costs import exchange_time
 from hetmesh.cost.shapes import expert_share
 from hetmesh.errors import HetmeshError
 
@@ -114,13 +114,7 @@ class LayerCosts:
         split = split_bytes(layer, work, how.itemsize, upstream=how.upstream, tp=tp)
         passing = [
             most(
-                layer,
-                work,
-                how.itemsize,
-                upstream=how.upstream,
-                tp=tp,
-                recompute=how.recompute,
-                autocast=how.autocast,
+                layer, work, how.itemsize, upstream=how.upstream, tp=tp, recompute=how.recompute, autocast=how.autocast
             )
             for most in (forward_bytes, backward_bytes)
         ]

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from hetmesh.cost import LayerShape, ModuleShape, upstream_flags
-from hetmesh.cost.memory import place_weights, tensor_parallel_elements
+from hetmesh.cost.static_memory import place_weights, tensor_parallel_elements
 from hetmesh.simulate.layer_costs import kinds
 
 
 @lru_cache(maxsize=64)
 def blocks(shape: ModuleShape) -> frozenset[str]:
-    """The layers that are checkpointed and gathered by themselves (`hetmesh.parallel.blocks`, by sizes)."""
+    """The layers that are checkpointed and gathered by themselves (`hetmesh.parallel.apply.blocks`, by sizes)."""
     several = {
         layer.name: sum(w.numel for w in layer.weights)
         for layer in shape.layers

@@ -11,7 +11,7 @@ import numpy as np
 
 from hetmesh.context.key_tiles import chunk_rows
 from hetmesh.cost import LayerShape, Machine, ModuleShape, Parts, StageBytes, StageCost, StageParts
-from hetmesh.cost.collectives import all_reduce, gradient_sum_time, link, shard_gather_time
+from hetmesh.cost.collective_time import all_reduce, gradient_sum_time, link, shard_gather_time
 from hetmesh.cost.step_costs import EXCHANGE
 from hetmesh.graph import ModuleSpec, Stage, dense_mesh
 from hetmesh.layout import MeshSpec
@@ -264,10 +264,7 @@ class StageCosts:
         itemsize = self.options.row_dtype.itemsize
         gathered = (
             (self._gathered_together, self._group("dp_shard")),
-            (
-                self._gathered_experts,
-                self._experts_group("dp_shard"),
-            ),
+            (self._gathered_experts, self._experts_group("dp_shard")),
         )
         return sum(
             shard_gather_time(count, itemsize, group, self.machine)

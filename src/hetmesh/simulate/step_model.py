@@ -17,7 +17,7 @@ from hetmesh.cost import (
     StepCosts,
     module_memory,
 )
-from hetmesh.cost.memory import update_bytes
+from hetmesh.cost.static_memory import update_bytes
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import ModuleGraph, Stage, StageGraph, stage_graph
 from hetmesh.schedule import Schedule

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from hetmesh.balance import BatchPlan, edge_layouts
 from hetmesh.cost import Machine, TransferCost
-from hetmesh.cost.collectives import Link
+from hetmesh.cost.collective_time import Link
 from hetmesh.graph import Edge, Route
 from hetmesh.layout import Layout
 from hetmesh.layout.intervals import Intervals, extent

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hetmesh.balance.expert_placement import Placement, place_experts, skew
+from hetmesh.balance.place_experts import Placement, place_experts, skew
 from hetmesh.boundary import World
 from hetmesh.graph import ModuleGraph
 from hetmesh.models import Adapter

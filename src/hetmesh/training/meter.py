@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from hetmesh.balance import BalanceOptions, BatchPlan, assign, batch_loads, graph_slots
-from hetmesh.balance.batch_load import batch_load, plan_assignment
-from hetmesh.balance.from_graph import within_range
+from hetmesh.balance.imbalance import batch_load, plan_assignment
+from hetmesh.balance.plan_batch import within_range
 from hetmesh.boundary.scalars import gather_over_ranks
-from hetmesh.cost import Work, imbalance, lane_work, module_flops
+from hetmesh.cost import Work, imbalance, module_flops
 from hetmesh.records.step_values import Measured, StepCost, StepLoad
 from hetmesh.resolve.balance_options import sample_costs
 from hetmesh.resolve.module_shapes import module_shapes
@@ -47,7 +47,7 @@ class Meter:
         flops: dict[str, int] = {}
         uneven: dict[str, float] = {}
         for name in self.graph.order:
-            work = lane_work(plan, name)
+            work = plan.lane_work(name)
             uneven[name] = round(imbalance(work), 4)
             if (shape := self.shapes[name]) is not None:
                 upstream = any(self.graph.needs_gradient(b) for b in self.graph.inputs(name))

@@ -41,7 +41,7 @@ from hetmesh.parallel import (
     user_parallel_module,
 )
 from hetmesh.parallel.fully_shard import sharded_modules
-from hetmesh.recipe.schedule_names import schedule_name
+from hetmesh.recipe.section import schedule_name
 from hetmesh.runtime import Runtime
 from hetmesh.schedule import POLICIES, Schedule
 from hetmesh.training.first_steps import check_gradients

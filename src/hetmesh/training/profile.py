@@ -3,7 +3,7 @@
 Each kind of layer is called by itself, exactly as its module calls it: hooks record what the first layer of the kind is
 given in a forward of the module on samples of the data source, and that call is repeated, with backwards for its input
 alone, its parameters alone, and both. A module with tensor parallelism is measured whole and as one rank holds it; the
-other ranks do not exist, and its collectives send nothing (`cost/collectives.py` has their seconds).
+other ranks do not exist, and its collectives send nothing (`cost/collective_time.py` has their seconds).
 
 Repetitions go round all shapes, so that what else happens on the machine meets all of them alike, and medians are kept.
 A CPU's time is that of the calling thread: other processes do not add to it. On CUDA a call counts from an idle device

@@ -1,7 +1,7 @@
 """How even every balancer makes microbatches, and what a 1F1B step gains over no balancing, law by law.
 
 4 lanes of 32 microbatches with 2 and with 4 samples each; every module on 4 pipeline stages of its own, as large as it
-needs to be (a static plan). Steps are as long as the recurrence of `hetmesh.balance.pipeline` says, which is held
+needs to be (a static plan). Steps are as long as the recurrence of `hetmesh.balance.step_lengths` says, which is held
 against the simulator here (`simulator_difference`). `gain` is throughput over that of `none`; `over bound` the largest
 microbatch over the larger of the mean one and the largest sample, the mean over batches. `auto_worst_regret`: by how
 much the best of the others is faster, which is 0 by construction, since `auto` tries the others and decides by this

@@ -24,13 +24,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from analysis.stage_counts import frozen_blind
 from benchmarks.busy import BusyMeter, Sizes, blocks, busy_slowdown, pin
 from benchmarks.frozen.pairs import simulated
 from benchmarks.frozen.stage_costs import Times, makespan
 from benchmarks.schedule.recipes import Configuration
 from hetmesh.boundary import World
-from hetmesh.cost import Rates, computed_work, frozen_blind, module_times, partition
-from hetmesh.cost.partition import runs
+from hetmesh.cost import Rates, computed_work, module_times, partition
+from hetmesh.cost.stage_cuts import runs
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.describe import describe, make_prepare

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from analysis.stage_counts import Chain, frozen_blind, stage_counts
 from benchmarks.frozen.stage_costs import Times, makespan
-from hetmesh.cost import LayerShape, ModuleShape, Rates, WeightShape, Work, frozen_blind, module_times, stage_counts
-from hetmesh.cost.stage_counts import Chain
+from hetmesh.cost import LayerShape, ModuleShape, Rates, WeightShape, Work, module_times
 from hetmesh.graph import Activation, BoundarySpec, ModuleGraph, ModuleSpec
 from hetmesh.layout import MeshSpec
 

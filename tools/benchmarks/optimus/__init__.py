@@ -3,7 +3,7 @@
 Three cells of the strong scaling of Optimus (arXiv 2408.03505): batch 1536, microbatch 2, sequence 2048, TP 8, PP 8.
 
 *balanced*: one chain of ViT and GPT blocks, cut into 96 virtual stages by dynamic programming over FLOPs
-(`hetmesh.cost.partition`, ties `even`), interleaved 1F1B. *megatron*: all ViT blocks in the first of 8 stages, 1F1B;
+(`hetmesh.cost.stage_cuts`, ties `even`), interleaved 1F1B. *megatron*: all ViT blocks in the first of 8 stages, 1F1B;
 literally beside 12 GPT blocks, and rebalanced. *bubble_fill*: the LLM in 96 virtual stages, the ViT with a plan of its
 own on the same ranks, on which its stages may take turns, of all plans that fit the fastest; with encoder kernels in
 the LLM's TP collectives (simulated only), without, and placed coarsely. Recomputation everywhere. One replica is
@@ -49,9 +49,9 @@ JUDGES = (
     "src/hetmesh/cost",
     "src/hetmesh/schedule",
     "src/hetmesh/simulate",
-    "src/hetmesh/planner/encoder_plans.py",
+    "tools/analysis/encoder_plans.py",
     "src/hetmesh/simulate/fill_bubbles.py",
-    "src/hetmesh/planner/some_lanes.py",
+    "src/hetmesh/planner/predict.py",
 )
 """What an output of it judges (`kept.py`)."""
 

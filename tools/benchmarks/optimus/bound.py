@@ -2,7 +2,7 @@
 
 Microbatches are all alike here. Forwards: of the first k microbatches of the LLM, each rank of an encoder's pipeline
 has to run its part, one after the other, from when the first rows can be there to when the last of them are on their
-way; the LLM's k-th forward starts no earlier, and by its latest starts (`hetmesh.simulate.latest`) everything behind it
+way; the LLM's k-th forward starts no earlier, and by its latest starts (`analysis.latest_starts`) everything behind it
 is late by as much. Backwards: those of the last microbatch follow the LLM's last one, through all stages. Collectives
 of the LLM, in which encoder kernels run, are taken to be endless: only the encoder's own order bounds it.
 """
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
+from analysis.latest_starts import dependency_points
 from benchmarks.optimus import models
 from benchmarks.optimus.layouts import EARLY, chain, step
 from hetmesh.cost import StepCosts
 from hetmesh.graph import Edge, Routes, Stage, StageGraph
 from hetmesh.schedule import POLICIES, PolicyOptions
 from hetmesh.simulate import simulate
-from hetmesh.simulate.latest import dependency_points
 
 
 @dataclass(frozen=True)

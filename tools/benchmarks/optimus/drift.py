@@ -21,7 +21,7 @@ from hetmesh.balance import BatchPlan, plan_batch
 from hetmesh.cost import LayerShape, ModuleShape, WeightShape
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import Activation, BoundarySpec, MediaItem, ModuleGraph, ModuleSpec, SampleMeta
-from hetmesh.graph.module_options import ModuleOptions
+from hetmesh.graph.module_graph import ModuleOptions
 from hetmesh.layout import MeshSpec
 from hetmesh.schedule import POLICIES, PolicyOptions
 from hetmesh.simulate import StepModel, simulate

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from analysis.encoder_plans import EncoderPlan, encoder_plans
 from benchmarks.optimus import models
 from benchmarks.optimus.bound import Bound, fill_bound, llm_alone
 from benchmarks.optimus.layouts import EARLY, colocated, step
 from hetmesh.balance import BatchPlan
 from hetmesh.errors import ScheduleError
-from hetmesh.planner.encoder_plans import EncoderPlan, encoder_plans
 from hetmesh.schedule import PolicyOptions, Schedule, peaks_in_flight
 from hetmesh.simulate import StepModel, simulate
 from hetmesh.simulate.fill_bubbles import fill_bubbles

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
+from analysis.encoder_plans import EncoderPlan
 from benchmarks.optimus import models
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
 from hetmesh.cost import partition
-from hetmesh.cost.partition import Ties, runs
+from hetmesh.cost.stage_cuts import Ties, runs
 from hetmesh.graph import Activation, BoundarySpec, ModuleGraph, ModuleSpec
 from hetmesh.layout import MeshSpec
-from hetmesh.planner.encoder_plans import EncoderPlan
-from hetmesh.planner.some_lanes import some_lanes
+from hetmesh.planner.predict import some_lanes
 from hetmesh.schedule import POLICIES, PolicyOptions
 from hetmesh.simulate import LayerCosts, StepModel, simulate
 

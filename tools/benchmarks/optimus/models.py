@@ -8,7 +8,7 @@ import torch
 
 from hetmesh.cost import LayerShape, Machine, ModuleShape, WeightShape, load_machine
 from hetmesh.graph import MediaItem, SampleMeta
-from hetmesh.graph.module_options import ModuleOptions
+from hetmesh.graph.module_graph import ModuleOptions
 
 ENCODER, ENCODER_LAYERS = 6144, 48  # ViT-22B
 LLM, LLM_LAYERS = 12288, 96  # GPT-175B

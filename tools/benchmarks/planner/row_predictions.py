@@ -12,9 +12,9 @@ from benchmarks.planner.architectures import decoder, encoder, projector
 from benchmarks.planner.published_rows import Row
 from hetmesh.balance import BalanceOptions
 from hetmesh.cost import StepCosts, load_machine, module_memory
-from hetmesh.cost.sample_costs import SampleCosts
+from hetmesh.cost.flops import SampleCosts
 from hetmesh.graph import Activation, BoundarySpec, MediaItem, MetaArrays, ModuleGraph, ModuleSpec, SampleMeta
-from hetmesh.graph.module_options import ModuleOptions
+from hetmesh.graph.module_graph import ModuleOptions
 from hetmesh.layout import MeshSpec
 from hetmesh.planner import LayoutPlan, ModuleFacts, Predictor, Problem, laid_out
 from hetmesh.schedule import Schedule

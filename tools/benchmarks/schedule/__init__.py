@@ -30,6 +30,7 @@ import argparse
 import statistics
 from typing import Any
 
+from analysis.lower_bounds import busiest_rank
 from benchmarks.busy import Quiet, Sizes, apart, busy_slowdown
 from benchmarks.schedule.predict import step_costs, with_links
 from benchmarks.schedule.recipes import CONFIGURATIONS, Configuration
@@ -42,7 +43,7 @@ from hetmesh.resolve.describe import describe, make_prepare
 from hetmesh.resolve.recipe_step_model import recipe_step_model
 from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.schedule import Schedule
-from hetmesh.simulate import CLASSES, Bubbles, Timeline, average_bubbles, busiest_rank, simulate
+from hetmesh.simulate import CLASSES, Bubbles, Timeline, average_bubbles, simulate
 from hetmesh.testing.pool import WorkerPool
 
 JUDGES = ("src/hetmesh/cost", "src/hetmesh/schedule", "src/hetmesh/simulate", "src/hetmesh/runtime")

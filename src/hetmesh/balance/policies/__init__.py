@@ -1,19 +1,15 @@
-"""The balancers, one file each. To add one: a file here, a function of loads and slots, and its line in POLICIES."""
+"""The balancers. To add one: a file here with a function of loads and slots, and its line in POLICIES."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from hetmesh.balance.assignment import Assignment
-from hetmesh.balance.loads import BatchLoads, Slots
+from hetmesh.balance.assignment import Assignment, BatchLoads, Slots
 from hetmesh.balance.policies.auto import auto
-from hetmesh.balance.policies.buckets import buckets
+from hetmesh.balance.policies.baselines import buckets, by_length, lpt, none
 from hetmesh.balance.policies.disttrain import disttrain
 from hetmesh.balance.policies.entrain import entrain
-from hetmesh.balance.policies.lpt import lpt
-from hetmesh.balance.policies.none import none
-from hetmesh.balance.policies.sorted import by_length
 from hetmesh.balance.policies.two_dim import two_dim
 
 Policy = Callable[[BatchLoads, Slots], Assignment]

@@ -9,16 +9,13 @@ from functools import partial
 
 import numpy as np
 
-from hetmesh.balance.assignment import Assignment, spread
-from hetmesh.balance.fewer import fewer_windows, no_larger, padded, with_windows
-from hetmesh.balance.free import free_windows
-from hetmesh.balance.loads import BatchLoads, Slots
-from hetmesh.balance.pipeline import Score, pipeline_score
-from hetmesh.balance.policies.buckets import buckets
+from hetmesh.balance.assignment import Assignment, BatchLoads, Slots
+from hetmesh.balance.imbalance import spread
+from hetmesh.balance.policies.baselines import buckets, by_length, none
 from hetmesh.balance.policies.entrain import entrain
-from hetmesh.balance.policies.none import none
-from hetmesh.balance.policies.sorted import by_length
 from hetmesh.balance.policies.two_dim import arranged, balanced
+from hetmesh.balance.step_lengths import Score, pipeline_score
+from hetmesh.balance.window_counts import fewer_windows, free_windows, no_larger, padded, with_windows
 from hetmesh.errors import GraphError
 
 EVEN = 1.03  # where no microbatch is above the mean by more, nothing else is tried: it could gain hardly more than that

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetmesh.balance.assignment import Assignment
-from hetmesh.balance.blocks import BatchBlocks
-from hetmesh.balance.fill import least_loaded
-from hetmesh.balance.from_blocks import from_blocks
-from hetmesh.balance.loads import BatchLoads, Slots
+from hetmesh.balance.assignment import Assignment, BatchLoads, Slots
+from hetmesh.balance.batch_blocks import BatchBlocks, from_blocks
+from hetmesh.balance.lpt import least_loaded
 
 
 def disttrain(loads: BatchLoads, slots: Slots) -> Assignment:

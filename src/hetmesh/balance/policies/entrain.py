@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetmesh.balance.assignment import Assignment
-from hetmesh.balance.blocks import BatchBlocks
+from hetmesh.balance.assignment import Assignment, BatchLoads, Slots
+from hetmesh.balance.batch_blocks import BatchBlocks, fitted, from_blocks
 from hetmesh.balance.deferral import defer
-from hetmesh.balance.fill import least_loaded
-from hetmesh.balance.from_blocks import fitted, from_blocks
-from hetmesh.balance.loads import BatchLoads, Slots
+from hetmesh.balance.lpt import least_loaded
 
 
 def entrain(loads: BatchLoads, slots: Slots) -> Assignment:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetmesh.balance.arrange import arrange
-from hetmesh.balance.assignment import Assignment
-from hetmesh.balance.blocks import BatchBlocks
-from hetmesh.balance.fill import SCALE, longest_first
-from hetmesh.balance.from_blocks import fitted, from_blocks
-from hetmesh.balance.loads import BatchLoads, Slots
-from hetmesh.balance.resplit import lower_peaks, resplit
-from hetmesh.balance.tables import from_table
+from hetmesh.balance.assignment import Assignment, BatchLoads, Slots
+from hetmesh.balance.batch_blocks import BatchBlocks, fitted, from_blocks
+from hetmesh.balance.lane_orders import arrange
+from hetmesh.balance.local_search import lower_peaks, resplit
+from hetmesh.balance.lpt import SCALE, from_table, longest_first
 
 SPARE = 2  # empty places per bin beside the mean count: 1 to 6 give like results, 0 far worse ones
 TOLERANCE = 0.002  # of the mean load; nobody sees a difference below

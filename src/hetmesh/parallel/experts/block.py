@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hetmesh.balance.expert_placement import Placement
+from hetmesh._torch_compat import not_compiled
+from hetmesh.balance.place_experts import Placement
 from hetmesh.parallel.experts.layers import ExpertLayers
 from hetmesh.parallel.experts.load_balancing import balance_terms, choices_per_sample, inject
 from hetmesh.parallel.experts.products import grouped_linear
@@ -74,7 +75,7 @@ class ExpertBlock(nn.Module):
     enter: Callable[[Tensor], Tensor] | None
     leave: Callable[[Tensor], Tensor] | None
 
-    @torch.compiler.disable
+    @not_compiled
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[..., features]` -> the same; padding after the real tokens gives 0."""
         flat = hidden_states.flatten(0, -2)

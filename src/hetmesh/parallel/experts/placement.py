@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hetmesh.balance.expert_placement import Placement
+from hetmesh.balance.place_experts import Placement
 from hetmesh.boundary import Exchange, Label, World
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, plan_transfer
 from hetmesh.layout.placements import sharded_dim

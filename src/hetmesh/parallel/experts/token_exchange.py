@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetmesh.boundary import Label, World
-from hetmesh.cost.experts import reached_share
+from hetmesh.cost.expert_costs import reached_share
 
 TRANSPORT = "all_to_all"
 

@@ -1,0 +1,87 @@
+"""The one place that runs a balancer: checks what it is given, makes its result independent of order, keeps caps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from hetmesh.balance.assignment import Assignment, BatchLoads, Slots, check
+from hetmesh.balance.policies import POLICIES, auto
+from hetmesh.balance.step_lengths import Score, pipeline_score, with_microbatches
+from hetmesh.errors import GraphError
+
+FREE = (1.0, 0.5, 0.625, 0.75, 0.875, 1.25, 1.5, 2.0)  # times the recipe's number of microbatches
+
+
+def assign(loads: BatchLoads, slots: Slots, policy: str = "auto", *, score: Score | None = None) -> Assignment:
+    """In which microbatch and lane of each module every sample of a batch is.
+
+    A pure function: equal numbers give an equal result on every rank, machine and number of threads, and the samples
+    may come in any order (by their keys they are the same).
+
+    Args:
+        policy: a key of `POLICIES`.
+        score: what `auto`, and a free number of microbatches, choose by: the length of a step with an assignment of the
+            samples by rising keys. None: that of a 1F1B pipeline (`pipeline_score`).
+
+    Raises:
+        GraphError: the policy is unknown, a sample alone exceeds a cap, or no way was found to keep the caps.
+    """
+    if policy not in POLICIES:
+        raise GraphError(f"balance policy {policy!r}: valid are {sorted(POLICIES)}")
+    if len(slots.lanes) != len(loads.modules):
+        raise GraphError(f"balance: {len(loads.modules)} modules, but lanes of {len(slots.lanes)}")
+    _refuse_giants(loads, slots)
+    order = np.argsort(loads.keys, kind="stable")
+    by_key = loads.select(order)
+    found = _free(by_key, slots, policy, score) if slots.free else _run(by_key, slots, policy, score)
+    check(by_key, slots, found)
+    back = np.empty_like(order)
+    back[order] = np.arange(len(order))
+    return found.permuted(back)
+
+
+def _run(loads: BatchLoads, slots: Slots, policy: str, score: Score | None) -> Assignment:
+    return auto(loads, slots, score) if policy == "auto" else POLICIES[policy](loads, slots)
+
+
+def _free(loads: BatchLoads, slots: Slots, policy: str, score: Score | None) -> Assignment:
+    """The best number of microbatches; the one asked for, where others are no better. `auto` looks around by itself."""
+    length_of = score or pipeline_score(loads, slots)
+    best: tuple[float, Assignment] | None = None
+    problem: GraphError | None = None
+    for counts in _numbers_of_microbatches(slots):
+        try:
+            found = _run(loads, with_microbatches(slots, counts), policy, score)
+        except GraphError as error:  # too few for a cap, perhaps
+            problem = problem or error
+            continue
+        if policy == "auto":
+            return found
+        length = length_of(found)
+        if best is None or length < best[0]:
+            best = length, found
+    if best is None:
+        assert problem is not None
+        raise problem
+    return best[1]
+
+
+def _numbers_of_microbatches(slots: Slots) -> Iterator[tuple[int, ...]]:
+    given = set()
+    for factor in FREE:
+        counts = tuple(max(1, round(count * factor)) for count in slots.microbatches)
+        if counts not in given:
+            given.add(counts)
+            yield counts
+
+
+def _refuse_giants(loads: BatchLoads, slots: Slots) -> None:
+    for i, (name, cap) in enumerate(zip(loads.modules, slots.max_tokens, strict=True)):
+        if cap is not None and len(loads) and loads.tokens[:, i].max() > cap:
+            sample = int(loads.tokens[:, i].argmax())
+            raise GraphError(
+                f"balance: sample {loads.name(sample)!r} has {loads.tokens[sample, i]} tokens for module {name!r}; "
+                f"max_tokens of one microbatch is {cap}"
+            )

@@ -1,0 +1,139 @@
+"""Seconds of collectives and messages between ranks, from a machine's links. Ring algorithms; nothing overlaps.
+
+A group within a node uses the links of the node. Across nodes each rank has a network port of its own, and the members
+on one node share the traffic between nodes; a bandwidth of 0 is unknown and takes no time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hetmesh.cost.machine import Machine
+from hetmesh.cost.shapes import LayerShape
+from hetmesh.cost.work import Work
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins the ranks of a group: bytes/s in one direction (0: unknown) and seconds of an empty message."""
+
+    bandwidth: float
+    latency: float
+
+    def seconds(self, size: float, messages: int = 1) -> float:
+        """Of `size` bytes sent as `messages` messages, one after the other; 0 for nothing."""
+        if not size:
+            return 0.0
+        return messages * self.latency + (size / self.bandwidth if self.bandwidth else 0.0)
+
+
+def link(machine: Machine, ranks: Sequence[int]) -> Link:
+    """The slowest link of a ring through `ranks`."""
+    nodes, fewest, most = _on_nodes(tuple(ranks), machine.ranks_per_node)
+    if nodes <= 1:
+        return Link(machine.node_bandwidth, machine.node_latency)
+    across = machine.network_bandwidth * fewest
+    inside = machine.node_bandwidth if most > 1 else across
+    return Link(min(across, inside) if inside else across, machine.network_latency)
+
+
+@lru_cache(maxsize=4096)
+def _on_nodes(ranks: tuple[int, ...], per_node: int) -> tuple[int, int, int]:
+    """How many nodes hold `ranks`, and how many of these the node with fewest and the one with most have."""
+    counts = Counter(rank // per_node for rank in ranks).values() if per_node else [len(ranks)]
+    return len(counts), min(counts, default=0), max(counts, default=0)
+
+
+def all_gather(size: float, ranks: Sequence[int], machine: Machine) -> float:
+    """Seconds until every rank has all `size` bytes, of which each starts with its share."""
+    n = len(ranks)
+    return link(machine, ranks).seconds(size * (n - 1) / n, n - 1) if n > 1 else 0.0
+
+
+def reduce_scatter(size: float, ranks: Sequence[int], machine: Machine) -> float:
+    """Seconds until each rank has its share of the sum of all ranks' `size` bytes."""
+    return all_gather(size, ranks, machine)
+
+
+def all_reduce(size: float, ranks: Sequence[int], machine: Machine) -> float:
+    """Seconds until every rank has the sum of all ranks' `size` bytes: a reduce-scatter, then an all-gather."""
+    return reduce_scatter(size, ranks, machine) + all_gather(size, ranks, machine)
+
+
+def all_to_all(size: float, ranks: Sequence[int], machine: Machine) -> float:
+    """Seconds until every rank has its `size` bytes, as many from each of the others. What comes from other nodes and
+    what comes from the own one come at once; each rank has its own port to the network."""
+    n = len(ranks)
+    if n < 2:
+        return 0.0
+    nodes, fewest, most = _on_nodes(tuple(ranks), machine.ranks_per_node)
+    node = Link(machine.node_bandwidth, machine.node_latency)
+    if nodes == 1:
+        return node.seconds(size, n - 1)
+    each, away = size / (n - 1), n - fewest
+    network = Link(machine.network_bandwidth, machine.network_latency)
+    return max(network.seconds(each * away, away), node.seconds(each * (most - 1), most - 1))
+
+
+@dataclass(frozen=True)
+class TensorParallelTime:
+    """Seconds of a layer's own collectives."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def __add__(self, other: TensorParallelTime) -> TensorParallelTime:
+        return TensorParallelTime(self.forward + other.forward, self.backward + other.backward)
+
+
+def tensor_parallel_time(
+    layer: LayerShape, work: Work, ranks: Sequence[int], machine: Machine, *, itemsize: int, upstream: bool
+) -> TensorParallelTime:
+    """Of one layer on the tensor parallel `ranks`.
+
+    Each weight split along its inputs ends in a sum of its outputs over the ranks, and the weights split along their
+    outputs before it start, in the backward, with a sum of their input's gradient: two and two for a transformer block.
+    A layer with none but the latter (the first linear of an MLP) has only that; a head gathers its logits, or
+    sends three numbers of each target where ranks keep shares of them.
+    """
+    if len(ranks) < 2:
+        return TensorParallelTime()
+    rows = layer.rows(work)
+    products = [weight for weight in layer.weights if weight.per_row and weight.tp_dim is not None]
+    sums = [weight.outputs for weight in products if weight.splits_inputs]
+    needed = upstream or layer.trainable
+    if sums:
+        each = sum(all_reduce(itemsize * rows * width, ranks, machine) for width in sums)
+        return TensorParallelTime(each, each if needed else 0.0)
+    forward = backward = 0.0
+    if products:
+        if layer.on_targets and layer.shares_logits:  # a maximum, then a sum and a logit, of each target
+            forward = all_reduce(4 * rows, ranks, machine) + all_reduce(8 * rows, ranks, machine)
+        elif layer.on_targets:
+            forward = all_gather(itemsize * rows * products[0].shape[0], ranks, machine)
+        if upstream:
+            backward = all_reduce(itemsize * rows * products[0].shape[1], ranks, machine)
+    return TensorParallelTime(forward, backward)
+
+
+def shard_gather_time(elements: int, itemsize: int, ranks: Sequence[int], machine: Machine) -> float:
+    """Seconds of gathering FSDP's shards of `elements` parameters (what one rank uses) over its `dp_shard` group."""
+    return all_gather(elements * itemsize, ranks, machine)
+
+
+def gradient_sum_time(
+    elements: int, itemsize: int, shards: Sequence[int], replicas: Sequence[int], machine: Machine
+) -> tuple[float, float]:
+    """Seconds of summing the gradients of `elements` parameters over a module's lanes.
+
+    Args:
+        shards, replicas: the ranks of one `dp_shard` and one `dp_replicate` group.
+
+    Returns:
+        The reduce-scatter over shards, and the all-reduce of a share over replicas.
+    """
+    size = elements * itemsize
+    return (reduce_scatter(size, shards, machine), all_reduce(size / max(len(shards), 1), replicas, machine))

@@ -1,0 +1,180 @@
+"""Where a chain of layers is cut into pipeline stages: the slowest stage as fast as possible, within memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal, get_args
+
+import numpy as np
+
+from hetmesh.cost.layer_time import Rates, module_times
+from hetmesh.cost.shapes import ModuleShape
+from hetmesh.cost.work import Work
+from hetmesh.errors import GraphError, RecipeError
+
+Ties = Literal["even", "early", "late"]
+"""Which of the cuts with the fastest slowest stage: the one with the least sum of squared stage costs, and of those the
+one whose earlier stages take fewer layers; or the one whose earlier stages take as many layers as they can, the first
+before the second and so on; or as few as they can."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on each rank of a stage, and what there is.
+
+    Attributes:
+        limit: of one rank.
+        static: per layer, what it keeps for the whole run (parameters, gradients, optimizer state).
+        activations: per layer, what it keeps of one microbatch from forward to backward; 0 for a layer without one.
+    """
+
+    limit: float
+    static: Sequence[float]
+    activations: Sequence[float] = field(default=())
+
+    def fits(self, in_flight: int) -> np.ndarray:
+        """Whether a stage of layers [start, stop) fits with `in_flight` microbatches; bool `[n + 1, n + 1]`."""
+        held = np.asarray(self.static, dtype=float)
+        if len(self.activations):
+            held = held + in_flight * np.asarray(self.activations, dtype=float)
+        return _sums(held) <= self.limit
+
+
+def partition(
+    costs: Sequence[float],
+    stages: int,
+    *,
+    memory: StageMemory | None = None,
+    in_flight: Sequence[int] | None = None,
+    ties: Ties = "even",
+) -> tuple[int, ...]:
+    """How many consecutive layers each stage takes, at least one.
+
+    The slowest stage is as fast as possible; of such cuts, `ties` says which: the most even one, and earlier stages
+    take fewer layers (they hold more microbatches at a time). Exact, by dynamic programming in
+    O(stages x layers^2).
+
+    Args:
+        costs: seconds of each layer, forward and backward.
+        memory: what layers keep.
+        in_flight: microbatches that each stage holds at a time; default one.
+        ties: see `Ties`.
+
+    Raises:
+        GraphError: more stages than layers, no cut fits into the memory, or there is no such rule for ties.
+    """
+    if not 1 <= stages <= len(costs):
+        raise GraphError(f"cannot cut {len(costs)} layers into {stages} stages; valid are 1 to {len(costs)}")
+    if ties not in get_args(Ties):
+        raise GraphError(f"ties of cuts: there is no rule {ties!r}; valid are {', '.join(get_args(Ties))}")
+    held = tuple(in_flight) if in_flight is not None else (1,) * stages
+    between = _sums(np.asarray(costs, dtype=float))
+    legal = np.triu(np.ones_like(between, dtype=bool), 1)
+    each = [np.where(legal & memory.fits(n) if memory else legal, between, np.inf) for n in held]
+    bottleneck = float(_best(each, np.maximum)[0][0])
+    if not np.isfinite(bottleneck):
+        raise GraphError(
+            f"no cut of {len(costs)} layers into {stages} stages keeps each within {memory.limit if memory else 0:g} "
+            "bytes; use more stages, fewer microbatches in flight, or recomputation"
+        )
+    # Costs of one cut may differ in the last bit by how they were summed; a bottleneck is not missed for that.
+    within = bottleneck * (1 + 1e-12)
+    power = 2 if ties == "even" else 0
+    squares = [np.where(cost <= within, cost**power, np.inf) for cost in each]
+    best = _best(squares, np.add)
+    counts, start = [], 0
+    for stage, cost in enumerate(squares):
+        total = cost[start] + best[stage + 1]
+        least = float(total.min())
+        stop = int(np.flatnonzero(total <= least * (1 + 1e-12))[-1 if ties == "early" else 0])
+        counts.append(stop - start)
+        start = stop
+    return tuple(counts)
+
+
+def stage_costs(costs: Sequence[float], counts: Sequence[int]) -> tuple[float, ...]:
+    """The cost of each stage of a cut."""
+    return tuple(float(sum(run)) for run in runs(costs, counts))
+
+
+def runs(items: Sequence, counts: Sequence[int]) -> Iterator[tuple]:
+    """`items` cut into runs of `counts`."""
+    start = 0
+    for count in counts:
+        yield tuple(items[start : start + count])
+        start += count
+
+
+def _sums(values: np.ndarray) -> np.ndarray:
+    """`[start, stop]` -> the sum of values [start, stop), `[n + 1, n + 1]`."""
+    prefix = np.concatenate([[0.0], np.cumsum(values)])
+    return prefix[None, :] - prefix[:, None]
+
+
+def _best(each: Sequence[np.ndarray], combine: np.ufunc) -> list[np.ndarray]:
+    """Per stage and start layer, the least combined cost of it and all later stages; `[stages + 1][n + 1]`."""
+    best = [np.full(each[0].shape[0], np.inf)]
+    best[0][-1] = 0.0
+    for cost in reversed(each):
+        best.insert(0, combine(cost, best[0][None, :]).min(axis=1))
+    return best
+
+
+@lru_cache(maxsize=1024)
+def default_splits(
+    shape: ModuleShape,
+    stages: int,
+    *,
+    upstream_trainable: bool,
+    work: Work,
+    together: tuple[str, ...] = (),
+    recomputed: bool = False,
+) -> tuple[tuple[str, ...], ...]:
+    """The layers of each stage of a module.
+
+    The slowest stage, forward and backward of what is trained, is as fast as possible (`hetmesh.cost.stage_cuts`).
+    Layers without FLOPs (embeddings, norms) go with the layer before them, the first ones with the layer after them,
+    unless there are too few others.
+
+    Args:
+        upstream_trainable: whether a module that feeds this one, directly or not, is trainable.
+        work: what a typical microbatch gives one lane to do: the balance of blocks and head depends on it.
+        together: the first layers, where they must share a stage.
+        recomputed: whether the backward computes its blocks again.
+
+    Raises:
+        RecipeError: more stages than layers.
+    """
+    layers = [layer.name for layer in shape.layers if layer.name]
+    most = len(layers) - max(len(together) - 1, 0)
+    if not 1 <= stages <= most:
+        shared = f", of which {list(together)} share a stage" if together else ""
+        raise RecipeError(
+            f"parallelism.{shape.name}: {stages} pipeline stages for {len(layers)} layers{shared}; valid are 1 to "
+            f"{most}"
+        )
+    times = module_times(shape, work, Rates(1.0), upstream=upstream_trainable, recompute=layers if recomputed else [])
+    costs = [times[layer].forward + times[layer].backward for layer in layers]
+    units = _joined(_units(costs), len(together))
+    if len(units) < stages:
+        units = _joined([[i] for i in range(len(layers))], len(together))
+    counts = partition([sum(costs[i] for i in unit) for unit in units], stages)
+    return tuple(tuple(layers[i] for unit in run for i in unit) for run in runs(units, counts))
+
+
+def _joined(units: list[list[int]], first: int) -> list[list[int]]:
+    """`units` with those that hold any of the `first` layers made one."""
+    ahead = [i for unit in units if unit[0] < first for i in unit]
+    return [*([ahead] if ahead else []), *(unit for unit in units if unit[0] >= first)]
+
+
+def _units(costs: list[float]) -> list[list[int]]:
+    """Runs of layers that stay together: each has one that costs something."""
+    units: list[list[int]] = [[]]
+    for i, cost in enumerate(costs):
+        if cost and any(costs[j] for j in units[-1]):
+            units.append([])
+        units[-1].append(i)
+    return units

@@ -1,0 +1,404 @@
+"""What each rank holds at the moment of a step at which it holds most, and what that is full of: pure values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from hetmesh.balance import BatchPlan
+from hetmesh.cost import StageBytes, StaticMemory, StepCosts
+from hetmesh.graph import Stage
+from hetmesh.schedule import Schedule, holding
+from hetmesh.simulate.program import RECEIVE, Program, program
+from hetmesh.simulate.step_model import StepModel
+from hetmesh.simulate.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, REDUCE, TRANSFER
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes of one rank's device at its fullest moment of a step.
+
+    Attributes:
+        parameters, gradients, optimizer: what stays from step to step; gradients, as far as they are there by then.
+        activations: kept from forwards to their backwards; where they are recomputed, inputs of layers.
+        gathered: parameters that FSDP has gathered.
+        temporaries: what the action at hand holds beyond that: logits and their gradients, gradients of activations,
+            what is computed again, whole gradients before they are sharded, an optimizer's intermediate tensors.
+        sums: gradients packed to be summed over ranks.
+        rows: of boundaries, and their gradients.
+        communicators: of all process groups of the rank.
+        context: what a process holds before its first tensor.
+        at: the moment: an action (`"llm.0 B3"`) or `"optimizer"`.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    gathered: int = 0
+    temporaries: int = 0
+    sums: int = 0
+    rows: int = 0
+    communicators: int = 0
+    context: int = 0
+    at: str = ""
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by what they are."""
+        return {name: size for name, size in asdict(self).items() if name != "at"}
+
+    @property
+    def tensors(self) -> int:
+        """Bytes of all tensors: what torch has allocated."""
+        return self.total - self.communicators - self.context
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class MemoryFit:
+    """Whether what ranks hold fits a machine.
+
+    Attributes:
+        machine: its name.
+        memory_bytes: of one of its devices; 0: unknown.
+        ranks: what each holds at most, on the largest batch.
+        samples: how many were looked at for that batch.
+        drawn: how many the run draws.
+    """
+
+    machine: str
+    memory_bytes: int
+    ranks: Mapping[int, RankMemory]
+    samples: int = 0
+    drawn: int = 0
+
+    @property
+    def fullest(self) -> int:
+        """The rank that holds most; of equal ones the first."""
+        return max(self.ranks, key=lambda rank: (self.ranks[rank].total, -rank))
+
+    @property
+    def peak_bytes(self) -> int:
+        """What that rank holds."""
+        return self.ranks[self.fullest].total
+
+    @property
+    def spare_bytes(self) -> int:
+        """What is left on the fullest rank; below 0, what it lacks."""
+        return self.memory_bytes - self.peak_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every rank has room; None where the machine's memory is not known."""
+        return self.spare_bytes >= 0 if self.memory_bytes else None
+
+
+def worst(each: Iterable[Mapping[int, RankMemory]]) -> dict[int, RankMemory]:
+    """Per rank the largest of several predictions."""
+    found: dict[int, RankMemory] = {}
+    for ranks in each:
+        for rank, memory in ranks.items():
+            if rank not in found or memory.total > found[rank].total:
+                found[rank] = memory
+    return found
+
+
+def rank_memory(
+    model: StepModel, schedule: Schedule, costs: StepCosts, communicators: Mapping[int, int] | None = None
+) -> dict[int, RankMemory]:
+    """Per rank that runs a stage of `schedule`, in order, what its device holds when it holds most.
+
+    What a kernel allocates inside and what an allocator loses in fragments is not in it.
+
+    Args:
+        model: whose machine says what a context and a communicator take.
+        costs: of `schedule`, from `model.costs`.
+        communicators: how many each rank is a member of; none: 0.
+
+    Raises:
+        GraphError: there is no cost for a stage and microbatch.
+    """
+    columns = program(schedule, costs)
+    found: dict[int, RankMemory] = {}
+    actions = schedule.actions
+    for ranks, static, peak in zip(columns.tracks, columns.static_bytes, peaks(schedule, costs, columns), strict=True):
+        at = "optimizer" if peak.at == UPDATE else str(actions[peak.at]) if actions else ""
+        for rank in ranks:
+            found[rank] = replace(
+                _tensors(peak, static, _on_device(model, rank)),
+                communicators=(communicators or {}).get(rank, 0) * model.machine.communicator_bytes,
+                context=model.machine.context_bytes,
+                at=at,
+            )
+    return dict(sorted(found.items()))
+
+
+def _tensors(peak: Peak, static: int, own: StaticMemory) -> RankMemory:
+    """Args:
+    static: of the rank of the track that holds most.
+    own: of this rank.
+    """
+    missing = static - peak.bytes[STATIC]  # gradients of stages whose first backward is yet to come
+    return RankMemory(
+        own.parameters,
+        max(own.gradients - missing, 0),
+        own.optimizer,
+        peak.bytes[ACTIVATIONS],
+        peak.bytes[GATHERED],
+        peak.bytes[TEMPORARIES],
+        peak.bytes[SUMS],
+        peak.bytes[ROWS],
+    )
+
+
+def _on_device(model: StepModel, rank: int) -> StaticMemory:
+    """What stays on the device of a rank: nothing of modules whose parameters are offloaded to the host."""
+    held = StaticMemory()
+    for name, ranks in model.memory.items():
+        if rank in ranks and not model.graph[name].options.cpu_offload:
+            held = held.beside(ranks[rank])
+    return held
+
+
+_NOTHING = StageBytes()
+
+CONTENTS = ("static", "activations", "gathered", "temporaries", "sums", "rows")
+"""What memory is full of: parameters, optimizer state and gradients; what is kept from forward to backward; parameters
+that FSDP has gathered; what actions and the optimizer's step hold for a moment; gradients packed to be summed over
+ranks; rows of boundaries and their gradients."""
+STATIC, ACTIVATIONS, GATHERED, TEMPORARIES, SUMS, ROWS = range(len(CONTENTS))
+
+UPDATE = -1
+"""The moment of a peak that is no action: the optimizer's step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that a rank of a track holds at a time.
+
+    Attributes:
+        bytes: of each of `CONTENTS`.
+        at: during which action, by its place in the schedule's order; `UPDATE`.
+    """
+
+    bytes: tuple[int, ...]
+    at: int
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.bytes)
+
+
+class _Held:
+    """What ranks hold, by track, and the most of it so far."""
+
+    def __init__(self, static: list[int]) -> None:
+        self.total, self.peak = list(static), list(static)
+        self.of = [[size] + [0] * (len(CONTENTS) - 1) for size in static]
+        self.most = [(tuple(each), 0) for each in self.of]
+        self.at = 0
+
+    def add(self, tracks: tuple[int, ...], size: int, what: int) -> None:
+        if size:
+            for track in tracks:
+                self.of[track][what] += size
+                self.total[track] += size
+                if self.total[track] > self.peak[track]:
+                    self.peak[track] = self.total[track]
+                    self.most[track] = tuple(self.of[track]), self.at
+
+
+def peak_bytes(schedule: Schedule, costs: StepCosts, columns: Program) -> tuple[int, ...]:
+    """Per track, the most bytes at a time (`peaks`)."""
+    return tuple(peak.total for peak in peaks(schedule, costs, columns))
+
+
+def peaks(schedule: Schedule, costs: StepCosts, columns: Program) -> list[Peak]:
+    """Per track, the most bytes at a time of the rank that holds most: static, activations, what actions hold for a
+    moment, and buffers of boundaries.
+
+    Activations live from their forward to the end of the backward (its second part where it is split). A stage that is
+    recomputed holds its inputs instead, and its activations during the backward alone. Offloaded ones are in the
+    memory of the host. Where no backward follows, the output lives until the consumers' forwards have read it. A
+    receive buffer lives from the SEND, at whose place it is posted, to the end of what reads it; where a microbatch is
+    fed by several, their rows are there twice for the moment in which they are put together. Gradients are there from a
+    stage's first backward on, what is packed to be summed from its REDUCE on. Between the parts of a split backward
+    activations stay, and gradients of what has weights join them. The optimizer's step comes last, with nothing beside
+    it but what is static.
+    """
+    count, table = columns.most, columns.stage_tracks
+    facts = _Facts(schedule, costs, columns)
+    static = list(columns.static_bytes)
+    if schedule.training:
+        for stage, tracks in enumerate(table):
+            for track in tracks:
+                static[track] -= facts.fixed[stage].gradients
+    held = _Held(static)
+    fresh, in_flight = [True] * len(table), [0] * len(table)
+    # per stage and microbatch: bytes that its forward and its backward read, and its own output where it is kept
+    inputs, gradients = [0] * (len(table) * count), [0] * (len(table) * count)
+    outputs, readers = [0] * (len(table) * count), list(facts.readers)
+    flown: dict[tuple[int, int], int] = {}  # bytes, by edge and the microbatch of its source
+
+    def add(stage: int, size: int, what: int) -> None:
+        held.add(table[stage], size, what)
+
+    def join(stage: int, size: int, what: int = TEMPORARIES) -> None:
+        add(stage, size, what)
+        add(stage, -size, what)
+
+    def compute(stage: int, size: int) -> None:
+        """For a moment what an action holds beyond what is kept."""
+        gathering = min(facts.fixed[stage].gathering, size)
+        add(stage, gathering, GATHERED)
+        join(stage, size - gathering)
+        add(stage, -gathering, GATHERED)
+
+    def finish(stage: int, moment: int) -> None:
+        """One microbatch less is in flight; the first leaves gradients."""
+        in_flight[stage] -= 1
+        if not in_flight[stage]:
+            add(stage, -facts.fixed[stage].gathered, GATHERED)
+        join(stage, facts.fixed[stage].scattered)
+        if fresh[stage]:
+            fresh[stage] = False
+            add(stage, facts.fixed[stage].gradients, STATIC)
+            compute(stage, moment)
+
+    joined = facts.joined
+    forward_edges = len(columns.sources) // 2
+    for held.at, (kind, target, m, to, size) in enumerate(
+        zip(columns.kinds, columns.targets, columns.microbatches, columns.to, columns.bytes, strict=True)
+    ):
+        if kind == RECEIVE:
+            continue
+        if kind == REDUCE:
+            add(target, facts.fixed[target].summed, SUMS)
+            continue
+        if kind == TRANSFER:
+            reader = columns.destinations[target]
+            (inputs if target < forward_edges else gradients)[reader * count + to] += size
+            add(reader, size, ROWS)
+            source = columns.sources[target]
+            if target < forward_edges and not facts.backward[source]:
+                flown[target, m] = flown.get((target, m), 0) + size
+                kept = flown[target, m] - outputs[source * count + m]
+                if kept > 0:
+                    outputs[source * count + m] += kept
+                    add(source, kept, ROWS)
+            continue
+        at = target * count + m
+        if kind == FORWARD:
+            if (at, True) in joined:
+                join(target, joined[at, True], ROWS)
+            kept = 0 if facts.recompute[target] or facts.offload[target] or not facts.backward[target] else size
+            if facts.backward[target]:
+                if not in_flight[target]:
+                    add(target, facts.fixed[target].gathered, GATHERED)
+                in_flight[target] += 1
+            add(target, kept, ACTIVATIONS)
+            compute(target, facts.forward_bytes[at])
+            if facts.offload[target] or not (facts.recompute[target] or facts.backward[target]):
+                add(target, -inputs[at], ROWS)
+                inputs[at] = 0
+            for producer in facts.feeding.get(at, ()):
+                readers[producer] -= 1
+                if not readers[producer]:
+                    add(producer // count, -outputs[producer], ROWS)
+            continue
+        if kind in (BACKWARD, BACKWARD_INPUT):
+            if (at, False) in joined:
+                join(target, joined[at, False], ROWS)
+            if facts.recompute[target]:
+                add(target, size, ACTIVATIONS)
+            compute(target, facts.backward_bytes[at])
+        if kind == BACKWARD_INPUT:
+            add(target, facts.split_bytes[at], ACTIVATIONS)
+        if kind in (BACKWARD, BACKWARD_WEIGHT):
+            add(target, -(0 if facts.offload[target] and not facts.recompute[target] else size), ACTIVATIONS)
+            add(target, -inputs[at], ROWS)
+            add(target, -(facts.split_bytes[at] if kind == BACKWARD_WEIGHT else 0), ACTIVATIONS)
+            finish(target, facts.backward_bytes[at])
+        if kind in (BACKWARD, BACKWARD_INPUT):
+            add(target, -gradients[at], ROWS)
+    return _with_update(held, columns) if schedule.training else [Peak(*most) for most in held.most]
+
+
+def _with_update(held: _Held, columns: Program) -> list[Peak]:
+    """The peaks, or the optimizer's step where it holds more."""
+    found = []
+    for most, static, update in zip(held.most, columns.static_bytes, columns.update_bytes, strict=True):
+        contents = [0] * len(CONTENTS)
+        contents[STATIC], contents[TEMPORARIES] = static, update
+        found.append(Peak(*most) if sum(most[0]) >= static + update else Peak(tuple(contents), UPDATE))
+    return found
+
+
+class _Facts:
+    """What the walk asks about stages, by index, and about their microbatches, by cell.
+
+    Attributes:
+        feeding: the cells whose rows a cell reads, once per edge.
+        readers: how many forwards, by edge, read the rows of a cell.
+        fixed: per stage, what it holds whatever the microbatches.
+        forward_bytes, backward_bytes, split_bytes: of cells, see `StageCost`.
+        joined: (cell, whether rows or gradients): bytes that come from several microbatches and are put together.
+    """
+
+    def __init__(self, schedule: Schedule, costs: StepCosts, columns: Program) -> None:
+        stages = schedule.stages.stages
+        self.backward = [schedule.training and stage in schedule.stages.backward_stages for stage in stages]
+        self.recompute = [stage in schedule.recompute for stage in stages]
+        self.offload = [stage in schedule.offload for stage in stages]
+        count, forward_edges = columns.most, len(columns.sources) // 2
+        self.fixed = [costs.stage_bytes.get(stage, _NOTHING) for stage in stages]
+        index = {stage: i for i, stage in enumerate(stages)}
+        cells = len(stages) * count
+        self.forward_bytes, self.backward_bytes, self.split_bytes = ([0] * cells for _ in range(3))
+        for (stage, m), cost in costs.stages.items():
+            if stage in index and m < count:
+                at = index[stage] * count + m
+                self.forward_bytes[at], self.backward_bytes[at] = cost.forward_bytes, cost.backward_bytes
+                self.split_bytes[at] = cost.split_bytes
+        self.readers = [0] * (len(stages) * count)
+        self.feeding: dict[int, list[int]] = {}
+        transfers = [i for i, kind in enumerate(columns.kinds) if kind == TRANSFER]
+        for i in transfers:
+            target = columns.targets[i]
+            if target < forward_edges:
+                source = columns.sources[target] * count + columns.microbatches[i]
+                self.readers[source] += 1
+                self.feeding.setdefault(columns.destinations[target] * count + columns.to[i], []).append(source)
+        self.joined: dict[tuple[int, bool], int] = {}
+        pieces: dict[tuple[int, int], list[int]] = {}
+        for i in transfers if schedule.routes.pairs else ():
+            pieces.setdefault((columns.targets[i], columns.to[i]), []).append(columns.bytes[i])
+        for (edge, to), sizes in pieces.items():
+            if len(sizes) > 1:
+                key = columns.destinations[edge] * count + to, edge < forward_edges
+                self.joined[key] = self.joined.get(key, 0) + sum(sizes)
+
+
+def peak_rows(plan: BatchPlan, schedule: Schedule) -> Mapping[Stage, int]:
+    """Per stage, the most rows that one of its lanes holds at a time: those its module emits, or the sink's tokens, of
+    all microbatches between their forward and the end of their backward (`hetmesh.schedule.holding`)."""
+    graph = plan.graph
+    rows: dict[str, list[np.ndarray]] = {}
+    for name in graph.order:
+        each = [s.tokens if name == graph.sink.name else s.rows.get(name, 0) for s in plan.samples]
+        rows[name] = [np.array([sum(each[i] for i in lane) for lane in lanes]) for lanes in plan.lanes[name]]
+    held = {stage: np.zeros(graph[stage.module].num_lanes, np.int64) for stage in schedule.stages.stages}
+    most = dict.fromkeys(schedule.stages.stages, 0)
+    s = schedule
+    for stage, m, change in holding(s.actions, s.stages, s.routes, s.training, s.split):
+        held[stage] += change * rows[stage.module][m]
+        most[stage] = max(most[stage], int(held[stage].max()))
+    return most

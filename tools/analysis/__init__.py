@@ -1,0 +1,1 @@
+"""Analyses of schedules, timelines and costs that only benchmarks and tests need."""
