@@ -21,7 +21,7 @@ from hetmesh.checkpoint import save_plan as plan
 from hetmesh.checkpoint.checkpointer import Checkpointer
 from hetmesh.checkpoint.reading import Index
 from hetmesh.errors import CheckpointError, RecipeError
-from hetmesh.parallel.root import Root
+from hetmesh.parallel.apply import Root
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.records import checkpoint_folders, checksums
 from hetmesh.resolve.resolved import resolve

@@ -16,7 +16,7 @@ from hetmesh.checkpoint.checkpointer import Checkpointer
 from hetmesh.checkpoint.saving import PendingSave, SavePlace
 from hetmesh.checkpoint.writing import write_index
 from hetmesh.errors import CheckpointError
-from hetmesh.parallel.root import Root
+from hetmesh.parallel.apply import Root
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.records import checkpoint_folders as folders
 from hetmesh.resolve.resolved import resolve

@@ -17,7 +17,7 @@ from hetmesh.checkpoint.save_plan import SavedEntry
 from hetmesh.checkpoint.saved_run import saved_run
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.inference.one_process import OneProcess
-from hetmesh.parallel.gradients import local_part
+from hetmesh.parallel.gradient_sums import local_part
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.refusals import check_run
 from hetmesh.resolve.resolved import resolve

@@ -15,8 +15,8 @@ from hetmesh.checkpoint.initial_load import check_initial_weights, load_initial_
 from hetmesh.checkpoint.resume import RunState
 from hetmesh.errors import RecipeError
 from hetmesh.models.weights.lora import is_adapter
-from hetmesh.parallel.gradients import local_part
-from hetmesh.parallel.root import Root
+from hetmesh.parallel.apply import Root
+from hetmesh.parallel.gradient_sums import local_part
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.training.job import Job

@@ -20,7 +20,8 @@ from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import MediaItem, SampleMeta
 from hetmesh.inference.generate import answer_tokens
 from hetmesh.inference.one_process import OneProcess, on_one_rank
-from hetmesh.models.split.whole_forward import _media_tokens, load_whole
+from hetmesh.models.split.rope_index import media_tokens
+from hetmesh.models.split.whole_forward import load_whole
 from hetmesh.models.split.whole_model import whole_model
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.resolve.directories import directory_of
@@ -43,7 +44,7 @@ def by_transformers(model, index):
     if items := sample.media.get("image", ()):
         call = model.resolved.adapters["vision"].call
         arguments = call.arguments(call.collate(list(items)))
-    kinds = _media_tokens(meta)[:, :-1]
+    kinds = media_tokens(meta)[:, :-1]
     if any("grid_thw" in name for name in arguments):
         arguments["mm_token_type_ids"] = kinds
     if whole.family.mask == "bidirectional_runs":

@@ -25,7 +25,7 @@ from hetmesh.checkpoint.save_plan import SavePlans, Staging, as_bytes
 from hetmesh.checkpoint.saving import PendingSave, SavePlace
 from hetmesh.checkpoint.writing import FrozenFile, WrittenPart, fingerprint_of, frozen_names, write_file
 from hetmesh.errors import CheckpointError, HetmeshError
-from hetmesh.parallel.root import Root
+from hetmesh.parallel.apply import Root
 from hetmesh.records import checkpoint_folders as folders
 
 T = TypeVar("T")

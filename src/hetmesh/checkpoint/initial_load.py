@@ -16,8 +16,8 @@ from hetmesh.checkpoint.resume import RunState, read_run_state
 from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.errors import RecipeError
 from hetmesh.models.weights.build import build_on_meta
-from hetmesh.parallel.gradients import local_part
-from hetmesh.parallel.root import Root
+from hetmesh.parallel.apply import Root
+from hetmesh.parallel.gradient_sums import local_part
 from hetmesh.records.checkpoint_folders import check_complete
 from hetmesh.resolve.modules import empty_module
 from hetmesh.resolve.resolved import ResolvedRecipe

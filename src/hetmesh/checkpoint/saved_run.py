@@ -21,7 +21,7 @@ from hetmesh.checkpoint.resume import RUN, RunState, configs
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.files import from_json, read_file
 from hetmesh.models import Adapter, pretrained_of
-from hetmesh.models.weights.fill import WRAPPERS
+from hetmesh.models.weights.fill_module import WRAPPERS
 from hetmesh.models.weights.load import check_weights, own_tensors, read_tensors
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.recipe.recipe import Recipe, place_beside

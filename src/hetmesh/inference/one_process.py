@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hetmesh.attention.packed_rows import with_tensors
 from hetmesh.balance import BalanceOptions, plan_batch
 from hetmesh.checkpoint.initial_load import KEY, check_initial_weights
 from hetmesh.checkpoint.saved_run import SavedRun
@@ -112,7 +113,7 @@ class OneProcess:
     def _inputs(self, name: str, feed: Feed, rows: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         given = feed(Stage(name, 0), 0)
         batch = {key: value.to(self.device) if isinstance(value, Tensor) else value for key, value in given.items()}
-        return batch, {b.key: rows[b.key] for b in self.resolved.graph.inputs(name)}
+        return with_tensors(given, batch), {b.key: rows[b.key] for b in self.resolved.graph.inputs(name)}
 
     @torch.no_grad()
     def logits(self, source: Source, rows: dict[str, Tensor] | None = None, cache: Cache | None = None) -> Tensor:

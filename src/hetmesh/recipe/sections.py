@@ -95,7 +95,7 @@ def name_in(room: str, registry: str, spelling: Callable[[str], str] = str) -> A
 
 
 TokenAssignment = Annotated[str, name_in("hetmesh.context", "POLICIES")]
-AttentionMask = Annotated[str, name_in("hetmesh.context.share_tokens", "MASKS")]
+AttentionMask = Annotated[str, name_in("hetmesh.context.masks", "MASKS")]
 SchedulePolicy = Annotated[
     str, BeforeValidator(schedule_name), name_in("hetmesh.schedule", "POLICIES", schedule_spelling)
 ]
@@ -136,7 +136,7 @@ class Module(NamesCode):
     there. `media` is the kind of media an encoder reads; where absent, the one placeholder of its rows. `plan`
     adds to or replaces entries of the adapter's tensor-parallel plan (parameter name pattern -> style). `lr` and
     `weight_decay` override `[optimizer]`, `activation_checkpoint` the mode of its table, `mixed_precision_param`
-    `[training]`. `attention_mask` is what tokens of the LLM see of each other (`hetmesh.context.share_tokens.MASKS`).
+    `[training]`. `attention_mask` is what tokens of the LLM see of each other (`hetmesh.context.masks.MASKS`).
     """
 
     model: str  # an adapter's name, or "package.module:Class"

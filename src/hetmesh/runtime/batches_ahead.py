@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hetmesh.attention.packed_rows import with_tensors
 from hetmesh.boundary.accelerator import Accelerator, Event, Stream
 from hetmesh.graph import Stage
 
@@ -40,7 +41,7 @@ class BatchesAhead:
         self._copied: dict[Forward, _Copied | Exception] = {}
         self._stream = stream
 
-    def take(self, stage: Stage, microbatch: int) -> dict[str, Any]:
+    def take(self, stage: Stage, microbatch: int) -> Mapping[str, Any]:
         """The batch of a forward, its tensors on the device.
 
         Raises:
@@ -48,7 +49,7 @@ class BatchesAhead:
         """
         forward = (stage, microbatch)
         if not self.accelerator.asynchronous:
-            return {key: self._to_device(value) for key, value in self.load(*forward).items()}
+            return self._on_device(self.load(*forward))
         if forward not in self._copied:
             self._waiting.remove(forward)
             self._copied[forward] = self._copy(forward)
@@ -77,9 +78,12 @@ class BatchesAhead:
         over = self.accelerator.event()
         with self.accelerator.on(self._stream):
             # torch keeps pinned memory until copies from it are over.
-            copied = {key: self._to_device(value) for key, value in batch.items()}
+            copied = self._on_device(batch)
             over.record()
         return copied, over
+
+    def _on_device(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        return with_tensors(batch, {key: self._to_device(value) for key, value in batch.items()})
 
     def _to_device(self, value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -18,7 +18,7 @@ from hetmesh.boundary.accelerator import Accelerator
 from hetmesh.graph import Edge, Route, Stage
 from hetmesh.parallel import local_part
 from hetmesh.parallel.random_state import entering
-from hetmesh.parallel.stages import PREVIOUS
+from hetmesh.parallel.stage_views import PREVIOUS
 from hetmesh.runtime.backward import SplitBackward, backward
 from hetmesh.runtime.batches_ahead import BatchesAhead, LoadBatch
 from hetmesh.runtime.stage_streams import StageStreams

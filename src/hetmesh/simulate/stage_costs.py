@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from hetmesh.context.key_tiles import chunk_rows
 from hetmesh.cost import LayerShape, Machine, ModuleShape, Parts, StageBytes, StageCost, StageParts
 from hetmesh.cost.collective_time import all_reduce, gradient_sum_time, link, shard_gather_time
 from hetmesh.cost.step_costs import EXCHANGE
@@ -20,8 +21,6 @@ from hetmesh.simulate.layer_costs import PARTS, How, LayerCosts
 from hetmesh.simulate.rank_work import RankWork
 from hetmesh.simulate.stage_contents import stage_contents
 
-_CHUNK = (256, 2048)  # least and most key rows of a chunk that context parallelism fetches, as attention/ has them
-_AHEAD = 3  # chunks on their way while one is computed
 _FORWARD, _INPUT, _WEIGHT, _AGAIN, _SUMS, _SUMS_BACK, _KEPT, _SPLIT, _MOMENT, _MOMENT_BACK = range(len(PARTS))
 
 
@@ -213,14 +212,14 @@ class StageCosts:
     def _exposed(self, work: np.ndarray, fetch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Seconds, per rank, for which attention waits for keys of other ranks, in forwards and in backwards.
 
-        Keys come beside the computation of those that are there, `_AHEAD` chunks before they are needed, so that only
-        what takes longer than attention itself is waited for, and the last chunk is computed after it has come. In the
-        backward the gradients of others' keys go back, too.
+        Keys come beside the computation of those that are there, `CHUNKS_AHEAD` chunks before they are needed, so that
+        only what takes longer than attention itself is waited for, and the last chunk is computed after it has come. In
+        the backward the gradients of others' keys go back, too.
         """
         cp = self._size("cp")
         joined = link(self.machine, self._group("cp"))
         mean = work[:, 1].max(initial=0.0) * (self.module.spec.tokens_per_row or 1)
-        chunk = min(max(mean // (1 + _AHEAD), _CHUNK[0]), _CHUNK[1])
+        chunk = chunk_rows(mean)
         chunks = np.ceil(fetch[:, 0] / chunk)
         ahead, back = np.zeros(len(work)), np.zeros(len(work))
         for (kind, how), count in self._attentions.items():

@@ -23,7 +23,7 @@ from hetmesh.graph import ModuleGraph
 from hetmesh.models import Adapter
 from hetmesh.parallel import ParallelModule
 from hetmesh.parallel.experts import ExpertBlock, ExpertLayers, RoutedTokens, move_experts
-from hetmesh.parallel.experts.apply import routed_tokens
+from hetmesh.parallel.experts.routed_tokens import routed_tokens
 from hetmesh.records.metrics import Loads
 
 Optimizers = tuple[Any, Any] | None

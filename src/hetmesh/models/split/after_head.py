@@ -1,4 +1,4 @@
-"""Logits through the forward of a whole model, whose inner model's output is known: what is behind its head is its own,
+"""Logits through the forward of a whole model, whose inner model's output is known: what follows the head is its own,
 and whether that treats each logit by itself."""
 
 from __future__ import annotations
@@ -27,26 +27,22 @@ def whole_head(model: Any, inner: str, hidden: Tensor, **others: nn.Module) -> T
 
 
 def keeps_logits_apart(model: Any, inner: str, head: str, vocab_size: int, features: int) -> bool:
-    """Whether what `model` does behind its head gives for a part of the vocabulary what it gives there for all of it:
+    """Whether what `model` does after its head gives for a part of the vocabulary what it gives there for all of it:
     scaling and soft-capping do, a bias or what leaves tokens out does not. Found out by trying, with logits of the full
-    vocabulary and of two parts of it; a model that cannot be tried is taken to mix them.
-
-    Args:
-        model: without weights; nothing of it is computed but what is behind the head.
-        inner, head: its children.
-    """
+    vocabulary and of two parts of it; a model that cannot be tried is taken to mix them. `model`: without weights; only
+    what follows the head is computed."""
     if "." in head or head not in getattr(model, "_modules", {}):
         return False
     generator = torch.Generator().manual_seed(0)
     logits = _LARGE * torch.randn(_ROWS, vocab_size, generator=generator)
     hidden, middle = torch.zeros(_ROWS, features), vocab_size // 3
 
-    def behind(part: Tensor) -> Tensor:
+    def after(part: Tensor) -> Tensor:
         return whole_head(model, inner, hidden, **{head: _Given(part[None])})
 
     try:
         with torch.no_grad():
-            whole, parts = behind(logits), [behind(logits[:, :middle]), behind(logits[:, middle:])]
+            whole, parts = after(logits), [after(logits[:, :middle]), after(logits[:, middle:])]
     except Exception:  # whatever a model computes there
         return False
     return whole.shape == logits.shape and torch.equal(torch.cat(parts, -1), whole)

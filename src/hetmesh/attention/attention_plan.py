@@ -14,7 +14,7 @@ import numpy as np
 
 from hetmesh.attention.key_blocks import BLOCK, Blocks, Buffer, KernelCalls, PartialMasks
 from hetmesh.context import Mask, needed_keys, tile_intervals
-from hetmesh.context.sources import merge, ragged
+from hetmesh.context.mask_sources import merge, ragged
 from hetmesh.context.token_owners import cut_out
 from hetmesh.layout import Intervals, RowSplit
 from hetmesh.layout.intervals import coalesce, extent
@@ -59,9 +59,6 @@ class AttentionPlan:
     """One rank's part of attention.
 
     Attributes:
-        shares: the positions of each coordinate.
-        rows: of this rank.
-        own: work on the rank's own keys.
         chunks: of keys of other ranks, in the order in which every rank goes through them.
     """
 
@@ -79,7 +76,6 @@ def plan_attention(
     """The plan of one coordinate of a context-parallel group. Cached: layers share it.
 
     Args:
-        shares: positions of each coordinate, in local order.
         window: a query at i sees a key at j only if |i - j| < window.
         chunk: key rows of others that a rank receives, or of its own that it sends, at a time.
         gathered: give all keys to all ranks, instead of what each one needs.

@@ -1,4 +1,4 @@
-"""Fan: rows that are copied to several places, and what comes back from there summed in a fixed order.
+"""Token routes: rows that are copied to several places, and what comes back from there summed in a fixed order.
 
 Routing does this twice: a token goes to each rank that holds one of its experts, and there to each of these experts.
 Both ways, forward and backward, are then one pair of transposed operations: `spread` copies, `collect` sums.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Fan:
+class TokenRoute:
     """Which row each copy is of, and where the copies of each row are.
 
     Attributes:
@@ -29,7 +29,7 @@ class Fan:
     full: bool = False
 
 
-def fan_to_ranks(wanted: Tensor, copies: int, most: int) -> Fan:
+def route_to_ranks(wanted: Tensor, copies: int, most: int) -> TokenRoute:
     """Rows to ranks: copies lie rank by rank, each with its rows in their order, and are summed by rank.
 
     Args:
@@ -41,47 +41,47 @@ def fan_to_ranks(wanted: Tensor, copies: int, most: int) -> Fan:
     flat = wanted.T.reshape(-1)
     order = torch.argsort(flat.to(torch.uint8), descending=True, stable=True)[:copies]
     at = (flat.cumsum(0) - 1).masked_fill(~flat, copies).view(ranks, rows).T
-    return Fan(order % max(rows, 1), at.sort(dim=1).values[:, :most].contiguous(), full=ranks == 1)
+    return TokenRoute(order % max(rows, 1), at.sort(dim=1).values[:, :most].contiguous(), full=ranks == 1)
 
 
-def fan_to_experts(experts: Tensor, pairs: int) -> tuple[Fan, Tensor]:
+def route_to_experts(experts: Tensor, pairs: int) -> tuple[TokenRoute, Tensor]:
     """Rows to experts: copies lie expert by expert, each with its rows in their order, and are summed in the order of
     a row's own choice: the sum of a token must not depend on how experts are numbered or placed.
 
     Args:
-        experts: int64 `[rows, chosen]`: numbers among the experts held here, behind the last one where the choice is
+        experts: int64 `[rows, chosen]`: numbers among the experts held here, after the last one where the choice is
             held elsewhere.
         pairs: choices held here: known beforehand, or the host would wait for the device.
 
     Returns:
-        The fan, and which of the flat choices each copy is, int64 `[pairs]`.
+        The route, and which of the flat choices each copy is, int64 `[pairs]`.
     """
     rows, chosen = experts.shape
     order = torch.argsort(experts.reshape(-1), stable=True)[:pairs]
     places = torch.full((rows * chosen,), pairs, dtype=torch.int64, device=experts.device)
     places[order] = torch.arange(pairs, device=experts.device)
-    return Fan(order // max(chosen, 1), places.view(rows, chosen), full=pairs == rows * chosen), order
+    return TokenRoute(order // max(chosen, 1), places.view(rows, chosen), full=pairs == rows * chosen), order
 
 
-def spread(rows: Tensor, fan: Fan) -> Tensor:
+def spread(rows: Tensor, route: TokenRoute) -> Tensor:
     """`[rows, features]` -> a copy of each in all its places, `[copies, features]`."""
-    return _Spread.apply(rows, fan)
+    return _Spread.apply(rows, route)
 
 
-def collect(copies: Tensor, fan: Fan) -> Tensor:
+def collect(copies: Tensor, route: TokenRoute) -> Tensor:
     """`[copies, features]` -> the sum of each row's, `[rows, features]`; half precision is summed in fp32."""
-    return _Collect.apply(copies, fan)
+    return _Collect.apply(copies, route)
 
 
-def sum_places(copies: Tensor, fan: Fan) -> Tensor:
-    """`collect` without autograd: one addition per place, so that the order of summands is that of `fan.places`."""
-    places, number = fan.places, len(copies)
+def sum_places(copies: Tensor, route: TokenRoute) -> Tensor:
+    """`collect` without autograd: one addition per place, so that the order of summands is that of `route.places`."""
+    places, number = route.places, len(copies)
     half = copies.dtype in (torch.float16, torch.bfloat16)
     total = copies.new_zeros(len(places), *copies.shape[1:], dtype=torch.float32 if half else None)
     if not number:
         return total.to(copies.dtype)
     for place in places.unbind(1):
-        if fan.full:
+        if route.full:
             total += copies.index_select(0, place)
         else:
             piece = copies.index_select(0, place.clamp(max=number - 1))
@@ -91,22 +91,22 @@ def sum_places(copies: Tensor, fan: Fan) -> Tensor:
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, fan: Fan) -> Tensor:
-        ctx.save_for_backward(fan.source, fan.places)
-        ctx.full = fan.full
-        return rows.index_select(0, fan.source)
+    def forward(ctx: Any, rows: Tensor, route: TokenRoute) -> Tensor:
+        ctx.save_for_backward(route.source, route.places)
+        ctx.full = route.full
+        return rows.index_select(0, route.source)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         source, places = ctx.saved_tensors
-        return sum_places(gradients[0], Fan(source, places, ctx.full)), None
+        return sum_places(gradients[0], TokenRoute(source, places, ctx.full)), None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, copies: Tensor, fan: Fan) -> Tensor:
-        ctx.save_for_backward(fan.source)
-        return sum_places(copies, fan)
+    def forward(ctx: Any, copies: Tensor, route: TokenRoute) -> Tensor:
+        ctx.save_for_backward(route.source)
+        return sum_places(copies, route)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -29,9 +29,7 @@ class ExpertRanks:
     Attributes:
         world: this process; None outside of any job.
         group: these ranks in mesh order; None where there is one.
-        ranks: how many.
         own: the coordinate of this rank.
-        name: in logs and errors.
     """
 
     world: World | None
@@ -76,11 +74,7 @@ def count_choices(places: Tensor, ranks: int, count: int) -> tuple[Tensor, Tenso
 
 def even_counts(tokens: int, chosen: int, ranks: int, each: int) -> RoutedCounts:
     """What a rank sends, gets and computes where every choice is as likely as any other, and all ranks have as many
-    tokens; rows are rounded up.
-
-    Args:
-        each: experts of a rank.
-    """
+    tokens; rows are rounded up. `each`: experts of a rank."""
     rows, pairs = math.ceil(tokens * reached_share(each * ranks, chosen, ranks)), tokens * chosen
     return RoutedCounts((rows,) * ranks, (rows,) * ranks, tuple((pairs + i) // each for i in range(each)))
 
@@ -110,7 +104,7 @@ def start_counts(peers: ExpertRanks, counts: Tensor, shape: torch.Size, microbat
 def send_rows(
     rows: Tensor, choices: Tensor, counts: RoutedCounts, peers: ExpertRanks, microbatch: int
 ) -> tuple[Tensor, Tensor]:
-    """Rows to the ranks that they were copied for (`fan_to_ranks`), in one message per rank with their choices.
+    """Rows to the ranks that they were copied for (`route_to_ranks`), in one message per rank with their choices.
 
     Args:
         rows: `[sent, width]`; has a gradient.
@@ -128,11 +122,7 @@ def return_rows(rows: Tensor, counts: RoutedCounts, peers: ExpertRanks, microbat
 
 
 def sum_choices(choices: Tensor, sharing: dist.ProcessGroup, peers: ExpertRanks, microbatch: int) -> None:
-    """Sum how often each expert was chosen over the ranks that share the tokens of samples, in place.
-
-    Args:
-        sharing: those ranks (`cp`).
-    """
+    """Sum how often each expert was chosen over the ranks that share the tokens of samples, in place."""
     world, label = peers.world, Label(f"{peers.name} balance", microbatch)
     assert world is not None
     work = dist.all_reduce(choices, group=sharing, async_op=True)

@@ -51,7 +51,6 @@ class Sources:
         of_segment: int64 [2, segments]: the sources of each segment, -1 for none.
         before: what a query sees as far as it lies at or before the query.
         always: what it sees wherever it lies.
-        stride: see `Lists`.
     """
 
     of_segment: np.ndarray
@@ -98,7 +97,7 @@ def find_sources(fields: Fields, starts: np.ndarray, stops: np.ndarray, length: 
     key = order[at]
     found = reach(asks.take(source), f.take(key))
     stride, sources = length + 1, len(example)
-    # Both kinds in one go: those seen always are numbered on behind those seen before. As keys, touching intervals of
+    # Both kinds in one go: those seen always are numbered after those seen before. As keys, touching intervals of
     # different sources stay apart: a stop is at most stride - 1.
     seen = found != NEVER
     base = ((source + sources * (found == ALWAYS)) * stride)[seen]

@@ -39,12 +39,7 @@ def is_absent(module: nn.Module) -> bool:
 
 def prune(module: nn.Module, layers: Sequence[str], kept: Iterable[str]) -> None:
     """Replace every layer that is not `kept` in place. One that shares a parameter with a later layer that is kept
-    stays (a tied embedding stays with the head, unused): the parameter keeps its first name.
-
-    Args:
-        layers: FQNs of all layers.
-        kept: FQNs of those to keep.
-    """
+    stays (a tied embedding stays with the head, unused): the parameter keeps its first name."""
     for name in _absent(module, layers, kept):
         parent, _, child = name.rpartition(".")
         setattr(module.get_submodule(parent), child, PassThrough())

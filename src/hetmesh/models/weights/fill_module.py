@@ -35,17 +35,14 @@ def plain_name(fqn: str) -> str:
 
 def materialize(module: nn.Module, device: torch.device, roots: Sequence[nn.Module] = ()) -> None:
     """Give every parameter without memory uninitialised memory on `device`, and move buffers there, unless that is the
-    CPU (where offloaded parameters are, but not the buffers beside them). Tied parameters stay tied.
-
-    Args:
-        roots: the modules that wrap `module` or parts of it, where FSDP was applied to these.
-    """
+    CPU (where offloaded parameters are, but not the buffers of the same module). Tied parameters stay tied. `roots`:
+    the modules that wrap `module` or parts of it, where FSDP was applied to these."""
     made: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if id(parameter) not in made:
-                    made[id(parameter)] = _with_memory(parameter, device)
+                    made[id(parameter)] = empty_parameter(parameter, device)
                 owner._parameters[name] = made[id(parameter)]
     if device.type != "cpu":
         move_buffers(module, device)
@@ -80,20 +77,10 @@ def draw_weights(module: nn.Module, initial: MutableMapping[str, Initial]) -> li
         for key, parameter in held.items():
             found = [values for name in names[key] if (values := initial.pop(name, None)) is not None]
             if found:
-                fill(parameter, found[0], found[0].rows_per_block)
+                copy_part(*local_share(parameter.detach()), found[0], found[0].rows_per_block)
             else:
                 others.append(names[key][0])
     return others
-
-
-def fill(tensor: Tensor, source: Any, rows: int | None = None) -> None:
-    """Copy this rank's part of a tensor from `source`, which is indexed by slices of the whole tensor.
-
-    Args:
-        rows: how many rows to copy at a time, aligned to the whole tensor; None: all at once.
-    """
-    local, share = local_share(tensor.detach())
-    copy_part(local, share, source, rows)
 
 
 def local_share(tensor: Tensor) -> tuple[Tensor, tuple[Intervals, ...]]:
@@ -109,11 +96,7 @@ def fused_splits(
     placements: tuple[Placement, ...], shape: Sequence[int], sizes: Sequence[int]
 ) -> tuple[Placement, ...]:
     """`placements` with explicit rows in place of strided shards along an axis that alone splits their dim: each rank
-    has its share of each of `split_factor` joined tensors (gate and up of experts, split by columns).
-
-    Raises:
-        LayoutError: the shares are not equal.
-    """
+    has its share of each of `split_factor` joined tensors (gate and up of experts, split by columns)."""
     found = list(placements)
     for axis, placement in enumerate(placements):
         alone = [sharded_dim(other) for other in placements].count(sharded_dim(placement)) == 1
@@ -130,7 +113,12 @@ def fused_splits(
 
 
 def copy_part(local: Tensor, regions: Sequence[Intervals], source: Any, rows: int | None = None) -> None:
-    """`fill` for a local tensor; `regions` are, per dim, the ordered intervals of the whole tensor that it holds."""
+    """Copy a part of a tensor from `source`, which is indexed by slices of the whole tensor.
+
+    Args:
+        regions: per dim, the ordered intervals of the whole tensor that `local` holds.
+        rows: how many rows to copy at a time, aligned to the whole tensor; None: all at once.
+    """
     for piece in itertools.product(
         *(with_offsets(region, rows if dim == 0 else None) for dim, region in enumerate(regions))
     ):
@@ -139,11 +127,11 @@ def copy_part(local: Tensor, regions: Sequence[Intervals], source: Any, rows: in
         local[target].copy_(source[wanted] if wanted else source[...])
 
 
-def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    if isinstance(parameter, DTensor):
-        # Not `from_local`: that brings what is offloaded to the host back to the mesh's device.
-        tensor = torch.empty_like(parameter, device=device)
-        return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-    made = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)  # attributes that a constructor may have set
+def empty_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """One like `parameter` with uninitialised memory on `device`."""
+    # Not `from_local` for DTensors: that brings what is offloaded to the host back to the mesh's device.
+    value = torch.empty_like(parameter.detach(), device=device)
+    made = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    if not isinstance(parameter, DTensor):
+        made.__dict__.update(parameter.__dict__)  # attributes that a constructor may have set
     return made

@@ -6,29 +6,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from hetmesh.boundary import World
 from hetmesh.layout import MeshSpec
-from hetmesh.parallel.collectives import enter, leave
 from hetmesh.parallel.experts.block import ExpertBlock, make_expert_block
-from hetmesh.parallel.experts.exchange import ExpertRanks
 from hetmesh.parallel.experts.layers import INNER, WITHIN, ExpertLayers
-from hetmesh.parallel.experts.tokens import RoutedTokens
+from hetmesh.parallel.experts.routed_tokens import RoutedTokens
+from hetmesh.parallel.experts.token_exchange import ExpertRanks
+from hetmesh.parallel.linear import enter, leave
 
 
 def apply_expert_parallel(module: nn.Module, layers: ExpertLayers, device_mesh: DeviceMesh) -> None:
     """Make the blocks of `layers` ExpertBlocks and shard their experts, in place; after tensor parallelism, before
-    sequence parallelism. Every rank must hold the same full weights; nothing is sent.
-
-    Args:
-        device_mesh: the whole mesh of the module (of its stage), whose size along `ep` divides the experts, and along
-            `tp` their inner features.
-    """
+    sequence parallelism. Every rank must hold the same full weights; nothing is sent. `device_mesh`: the whole mesh of
+    the module (of its stage), whose size along `ep` divides the experts, and along `tp` their inner features."""
     spec, tokens = MeshSpec.of(device_mesh), RoutedTokens()
     tp = device_mesh.get_group("tp") if spec.axis_size("tp") > 1 else None
     module.hetmesh_experts = tokens  # type: ignore[assignment]
@@ -49,20 +44,11 @@ def apply_expert_parallel(module: nn.Module, layers: ExpertLayers, device_mesh: 
         _shard(block.experts, device_mesh, spec)
 
 
-def routed_tokens(module: nn.Module) -> RoutedTokens | None:
-    """What the mixture-of-experts blocks of `module` share; None where it has none."""
-    return getattr(module, "hetmesh_experts", None)
-
-
 def apply_expert_sharding(root: nn.Module, device_mesh: DeviceMesh, arguments: dict[str, Any]) -> None:
     """Let FSDP shard the experts inside `root` over what `ep` leaves of `dp_shard`: ranks along `ep` hold different
     ones. Before everything around them is sharded over both. Along dim 0 where each rank gets an expert, else within
-    each expert. Nothing without an `ep` axis: experts are then sharded with their block.
-
-    Args:
-        device_mesh: the whole mesh of the module.
-        arguments: of `fully_shard`, but for the mesh.
-    """
+    each expert. Nothing without an `ep` axis: experts are then sharded with their block. `arguments`: of `fully_shard`,
+    but for the mesh."""
     spec = MeshSpec.of(device_mesh)
     if spec.axis_size("ep") == 1:
         return
@@ -79,12 +65,6 @@ def apply_expert_sharding(root: nn.Module, device_mesh: DeviceMesh, arguments: d
 def _along(dims: Mapping[int, int]) -> Callable[[nn.Parameter], Shard]:
     """The placement of a parameter by its id; along dim 0 where `dims` has none."""
     return lambda parameter: Shard(dims.get(id(parameter), 0))
-
-
-def expert_parameters(module: nn.Module) -> frozenset[int]:
-    """Ids of the parameters of all experts inside `module`."""
-    blocks = (block for block in module.modules() if isinstance(block, ExpertBlock))
-    return frozenset(id(p) for block in blocks for p in block.experts.parameters())
 
 
 def _peers(device_mesh: DeviceMesh, spec: MeshSpec, name: str) -> ExpertRanks:
@@ -106,16 +86,11 @@ def _shard(experts: nn.Module, device_mesh: DeviceMesh, spec: MeshSpec) -> None:
         dims = {"ep": 0, "tp": INNER[name]}
         own = full.detach()
         for axis in axes:
-            own = _part(own, dims[axis], spec.axis_size(axis), device_mesh.get_local_rank(axis))
+            size = own.shape[dims[axis]] // spec.axis_size(axis)
+            own = own.narrow(dims[axis], device_mesh.get_local_rank(axis) * size, size)
         placements = [Shard(dims[axis]) for axis in axes]
         # Cloned, or the part would keep the memory of the whole.
         sharded = DTensor.from_local(
             own.clone(), device_mesh[axes], placements, run_check=False, shape=full.shape, stride=full.stride()
         )
         experts.register_parameter(name, nn.Parameter(sharded, requires_grad=full.requires_grad))
-
-
-@torch.no_grad()
-def _part(whole: Tensor, dim: int, parts: int, own: int) -> Tensor:
-    size = whole.shape[dim] // parts
-    return whole.narrow(dim, own * size, size)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetmesh.models.split.behind_head import keeps_logits_apart, whole_head
+from hetmesh.models.split.after_head import keeps_logits_apart, whole_head
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
 from support import tiny_vlms

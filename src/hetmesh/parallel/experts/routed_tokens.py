@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hetmesh.errors import BoundaryError
 from hetmesh.parallel.random_state import current_microbatch, current_step
@@ -21,7 +21,7 @@ them went to each expert, `[experts]`."""
 
 @dataclass(frozen=True)
 class LaneSamples:
-    """The real tokens of one rank: what lies behind them in a block's input is padding, and is not routed.
+    """The real tokens of one rank: what follows them in a block's input is padding, and is not routed.
 
     Attributes:
         of_token: int64 `[tokens]`: the sample of each token that the rank keeps, by its place in the lane.
@@ -44,11 +44,8 @@ class RoutedTokens:
         self._loads: dict[tuple[int, int], Load] = {}
 
     def note(self, batch: Mapping[str, Tensor]) -> None:
-        """Take what a batch says of the microbatch that is about to be computed.
-
-        Raises:
-            BoundaryError: its samples are not packed in one row, so that padding could not be told from tokens.
-        """
+        """Take what a batch says of the microbatch that is about to be computed. Raises BoundaryError if its samples
+        are not packed in one row, so that padding could not be told from tokens."""
         if missing := [key for key in KEYS if key not in batch]:
             raise BoundaryError(f"experts need the samples of a lane in one row, but its batch has no {missing}")
         self._samples[current_microbatch()] = LaneSamples(*(batch[key] for key in KEYS))
@@ -72,3 +69,8 @@ class RoutedTokens:
             before = sums.get(block)
             sums[block] = load if before is None else (before[0] + load[0], before[1] + load[1])
         return sums
+
+
+def routed_tokens(module: nn.Module) -> RoutedTokens | None:
+    """What the mixture-of-experts blocks of `module` share; None where it has none."""
+    return getattr(module, "hetmesh_experts", None)

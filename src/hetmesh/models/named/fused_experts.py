@@ -37,12 +37,8 @@ def two_halves(module: nn.Module) -> nn.Module:
 
 
 def fused_layers(config: Any, balance: float, prefix: str = "model.layers") -> ExpertLayers | None:
-    """The mixture-of-experts blocks of a model with a config like Qwen3-MoE's; None where it has none.
-
-    Args:
-        balance: the weight of the load-balancing loss.
-        prefix: FQN of the decoder's layers.
-    """
+    """The mixture-of-experts blocks of a model with a config like Qwen3-MoE's; None where it has none. `prefix`: FQN of
+    the decoder's layers."""
     sparse = [
         i
         for i in range(config.num_hidden_layers)
@@ -57,11 +53,7 @@ def fused_layers(config: Any, balance: float, prefix: str = "model.layers") -> E
 
 def balance_of(request: AdapterRequest, config: Any) -> float:
     """The weight of the load-balancing loss: `router_aux_loss_coef` of the recipe, else of the config. Where weights
-    come from a directory whose config.json does not ask for router logits, the default is 0, as in transformers.
-
-    Raises:
-        RecipeError: it is negative or not finite; or the recipe asks for router logits.
-    """
+    come from a directory whose config.json does not ask for router logits, the default is 0, as in transformers."""
     if (asked := request.config.get("output_router_logits")) is not None:
         raise RecipeError(
             f"{request.key}.config.output_router_logits = {asked!r}: router logits are never returned; set "

@@ -14,15 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetmesh.parallel.experts.tokens import LaneSamples
+from hetmesh.parallel.experts.routed_tokens import LaneSamples
 
 
 def choices_per_sample(experts: Tensor, samples: LaneSamples, count: int) -> Tensor:
-    """How often this rank's tokens of each sample chose each expert: `[samples, count]`, float64.
-
-    Args:
-        experts: int64 `[tokens, chosen]`.
-    """
+    """How often this rank's tokens of each sample chose each expert: `[samples, count]`, float64. `experts`: int64
+    `[tokens, chosen]`."""
     number = len(samples.tokens)
     flat = (samples.of_token[:, None] * count + experts).reshape(-1)
     ones = torch.ones_like(flat, dtype=torch.float64)

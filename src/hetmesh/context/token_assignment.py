@@ -14,8 +14,8 @@ from collections.abc import Callable
 import numpy as np
 
 from hetmesh.context.balanced import balanced
-from hetmesh.context.masks import Mask
-from hetmesh.context.tiles import block_edges, tile_counts
+from hetmesh.context.key_tiles import block_edges, tile_counts
+from hetmesh.context.segments import Mask
 from hetmesh.errors import LayoutError
 from hetmesh.layout import Intervals
 
@@ -62,11 +62,9 @@ def assign(
     """The tokens of each context-parallel rank, as ordered position intervals; together they are the sequence, once.
 
     Args:
-        mask: of the whole sequence.
         ranks: at least 1; some get nothing where there are fewer blocks than ranks.
         policy: a key of `POLICIES`, or a function such as `partial(balanced, token_cap=1.1)`.
         block: cuts lie on multiples of it: the query rows of a kernel's block. Without such a kernel 1 is exact.
-        tile: key columns of a tile; work is the number of visible tiles.
         row_cost: work of one row beside attention, in tiles.
 
     Raises:

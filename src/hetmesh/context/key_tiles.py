@@ -13,14 +13,28 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetmesh.context.masks import Mask
-from hetmesh.context.sources import Lists, Sources, merge, ragged
+from hetmesh.context.mask_sources import Lists, Sources, merge, ragged
+from hetmesh.context.segments import Mask
 from hetmesh.errors import LayoutError
 from hetmesh.layout import Intervals
 
 _LONG = 48
 """Intervals of a source that is looked up instead of listed. With one bit for all images counting takes 0.7 of the time
 that it takes with 8 at 65,536 tokens, and as long at a million."""
+
+CHUNKS_AHEAD = 3
+"""Chunks of keys on their way to a rank while one is computed. Ranks whose work is equal altogether have unequal work
+chunk by chunk: with one on its way they waited for each other for a tenth of the time (two ranks, 16,384 tokens), with
+three for a fiftieth."""
+
+CHUNK_ROWS = (256, 2048)
+"""Least and most key rows of a chunk."""
+
+
+def chunk_rows(mean_rows: float) -> int:
+    """Key rows of a chunk, of ranks that keep `mean_rows` tokens each: all chunks in memory together are as large as
+    the share of one rank, so two ranks hold no less of each other's keys than many ranks do."""
+    return int(min(max(mean_rows // (1 + CHUNKS_AHEAD), CHUNK_ROWS[0]), CHUNK_ROWS[1]))
 
 
 class TileIntervals(NamedTuple):
@@ -51,7 +65,6 @@ def tile_counts(mask: Mask, edges: np.ndarray, tile: int = 32) -> np.ndarray:
 
     Args:
         edges: ascending positions, at least one group; `block_edges` for equal blocks.
-        tile: key columns of a tile.
 
     Raises:
         LayoutError: edges are not ascending or leave the sequence, or the tile is not positive.
@@ -101,6 +114,39 @@ def _last_rows(mask: Mask, sources: Sources, starts: np.ndarray, stops: np.ndarr
     for of in sources.of_segment:
         np.maximum.at(out, of[of >= 0], last[of >= 0])
     return out
+
+
+def full_tiles(mask: Mask, edges: np.ndarray, tile: int = 32) -> TileIntervals:
+    """The tiles of `tile_intervals` in which every entry is visible; the sequence's end does not make a tile partial.
+
+    A later row of a segment sees all that an earlier one sees, so a group's common keys are those of the first row of
+    each of its segments. Groups with padding or without rows have none.
+    """
+    edges = np.asarray(edges, np.int64)
+    groups, stride = len(edges) - 1, mask.length + 1
+    low = np.maximum(edges.searchsorted(mask.starts, side="right") - 1, 0)
+    segment, group = ragged(low, np.minimum(edges.searchsorted(mask.stops), groups))
+    first = np.maximum(mask.starts[segment], edges[group])
+    stop = np.minimum(mask.stops[segment], edges[group + 1])
+    segment, group, first, stop = (x[first < stop] for x in (segment, group, first, stop))
+    rows = np.bincount(group, stop - first, groups)
+    pieces = np.where(rows == np.diff(edges), np.bincount(group, minlength=groups), 0)
+
+    # Each first row is a separate group, those between them are left out.
+    seen = tile_intervals(mask, np.append(np.stack([first, first + 1], axis=1), mask.length), 1)
+    row, at = ragged(seen.first[:-1:2], seen.first[1::2])
+    base = group[row] * stride
+    edge = np.concatenate([seen.starts[at] + base, seen.stops[at] + base])
+    step = np.repeat([1, -1], len(at))
+    order = np.lexsort((step, edge))
+    edge, common = edge[order], step[order].cumsum()
+    owner = edge // stride
+    held = (common == pieces[owner]) & (common > 0)
+    owner, starts = owner[held], (edge % stride)[held]
+    stops = np.append(edge[1:], 0)[held] - owner * stride
+    starts, stops = -(-starts // tile), np.where(stops == mask.length, -(-stops // tile), stops // tile)
+    whole = starts < stops
+    return TileIntervals(np.searchsorted(owner[whole], np.arange(groups + 1)), starts[whole], stops[whole])
 
 
 @dataclass(frozen=True, eq=False)
