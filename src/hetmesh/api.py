@@ -22,8 +22,7 @@ from hetmesh.training.job import Job
 from hetmesh.training.loss import CustomLoss
 from hetmesh.training.stopping import OnStep
 from hetmesh.training.trainer import train_in
-from hetmesh.verify.self_check_process import compare_in_process
-from hetmesh.verify.self_check_record import needs_self_check
+from hetmesh.verify.self_check_process import compare_in_process, needs_self_check
 
 
 def train(

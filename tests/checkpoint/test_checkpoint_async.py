@@ -13,10 +13,10 @@ from torch import nn
 from hetmesh.boundary import World
 from hetmesh.checkpoint import saving
 from hetmesh.checkpoint.checkpointer import Checkpointer
-from hetmesh.checkpoint.saving import Content, PendingSave, SavePlace
+from hetmesh.checkpoint.saving import PendingSave, SavePlace
 from hetmesh.checkpoint.writing import write_index
 from hetmesh.errors import CheckpointError
-from hetmesh.parallel.root import Root
+from hetmesh.parallel.apply import Root
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.records import checkpoint_folders as folders
 from hetmesh.resolve.resolved import resolve
@@ -172,7 +172,7 @@ def test_who_leaves_lets_rank_0_name_the_checkpoint(world, tmp_path):
     place = SavePlace(tmp_path / "step-1", partial, rank=1, size=2, metadata=None, keep_latest=0, timeout=60.0)
     ready = world.accelerator.event()
     ready.record()
-    pending, looks = PendingSave(place, Content(()), ready), []
+    pending, looks = PendingSave(place, list, ready), []
     pending._given_up.wait = lambda seconds: (looks.append(seconds), len(looks) > 2 and partial.rename(place.path))
     assert pending.leave(60.0) == ""
     assert len(looks) == 3

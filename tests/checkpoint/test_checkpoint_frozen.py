@@ -10,14 +10,14 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
-from hetmesh.checkpoint import frozen_tensors as frozen
+from hetmesh.checkpoint import writing
 from hetmesh.checkpoint.checkpointer import Checkpointer
-from hetmesh.checkpoint.reading import saved_tensors
+from hetmesh.checkpoint.reading import Index
 from hetmesh.checkpoint.save_plan import SavedEntry
 from hetmesh.checkpoint.saved_run import saved_run
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.inference.one_process import OneProcess
-from hetmesh.parallel.gradients import local_part
+from hetmesh.parallel.gradient_sums import local_part
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.refusals import check_run
 from hetmesh.resolve.resolved import resolve
@@ -118,7 +118,7 @@ def test_damage_of_what_checkpoints_share_is_told_of_all(world, tmp_path):
 
 
 def printed(*tensors):
-    return frozen.fingerprint_of([SavedEntry(MetadataIndex("a"), tensor) for tensor in tensors])
+    return writing.fingerprint_of([SavedEntry(MetadataIndex("a"), tensor) for tensor in tensors])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool])
@@ -142,7 +142,7 @@ def test_other_bytes_have_another_fingerprint(dtype, count):
 def test_what_is_frozen_may_move_while_it_is_written(world, tmp_path, monkeypatch, links):
     """As experts do that go to their own places to be saved, and back."""
     if not links:
-        monkeypatch.setattr(frozen.os, "link", no_links)
+        monkeypatch.setattr(writing.os, "link", no_links)
     checkpointer = Checkpointer(world, tmp_path, asynchronous=True)
     root, optimizers = half_frozen()
     for step in (1, 2):
@@ -165,7 +165,7 @@ def test_without_a_link_there_is_a_copy(world, tmp_path, monkeypatch, reason):
     root, optimizers = half_frozen()
     checkpointer.save(1, root, optimizers, {})
     if reason == "no links":
-        monkeypatch.setattr(frozen.os, "link", no_links)
+        monkeypatch.setattr(writing.os, "link", no_links)
     if reason == "deleted":
         (tmp_path / "step-1").rename(tmp_path / "elsewhere")
     path = checkpointer.save(2, root, optimizers, {})
@@ -220,7 +220,7 @@ def test_what_is_frozen_may_stay_where_it_came_from(world, tmp_path, referring):
     first.save()
     first.reporter.close()
     path = tmp_path / "run" / "checkpoint" / "step-1"
-    assert not any(key.startswith("model.vision.") for key in saved_tensors(path))
+    assert not any(key.startswith("model.vision.") for key in Index.of(path).saved)
     expected = first.train_step().loss
 
     second = Trainer(resolve(recipe()), world)

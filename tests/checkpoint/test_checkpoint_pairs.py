@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hetmesh.boundary import World
 from hetmesh.checkpoint.checkpointer import Checkpointer
-from hetmesh.checkpoint.reading import saved_tensors
+from hetmesh.checkpoint.reading import Index
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.precision import exact_dtypes
@@ -148,7 +148,7 @@ def content(path):
     """All that a checkpoint holds, tensors whole."""
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else ""
-        for name, entry in saved_tensors(path).items()
+        for name, entry in Index.of(path).saved.items()
     }
     with warnings.catch_warnings():  # that there is one process
         warnings.simplefilter("ignore", UserWarning)

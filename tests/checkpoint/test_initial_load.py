@@ -10,14 +10,13 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from hetmesh.boundary import World
-from hetmesh.checkpoint.initial_check import check_initial_weights
-from hetmesh.checkpoint.initial_fit import Needs, left_out, unused, verdict
-from hetmesh.checkpoint.initial_load import load_initial_weights
+from hetmesh.checkpoint.fit import Needs, left_out, unused, verdict
+from hetmesh.checkpoint.initial_load import check_initial_weights, load_initial_weights
 from hetmesh.checkpoint.resume import RunState
 from hetmesh.errors import RecipeError
 from hetmesh.models.weights.lora import is_adapter
-from hetmesh.parallel.gradients import local_part
-from hetmesh.parallel.root import Root
+from hetmesh.parallel.apply import Root
+from hetmesh.parallel.gradient_sums import local_part
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.training.job import Job

@@ -17,9 +17,9 @@ from hetmesh.data.digits import DigitsSource
 from hetmesh.errors import CheckpointError, OutputError, RecipeError
 from hetmesh.export import directory_files as export_files
 from hetmesh.export import export as export_module
+from hetmesh.export.directory_files import MADE_FROM
 from hetmesh.export.export import export
 from hetmesh.export.export_plan import export_plan
-from hetmesh.export.provenance import MADE_FROM
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.records import checksums
 from hetmesh.resolve.refusals import check_run
@@ -266,7 +266,7 @@ def test_an_export_that_is_stopped_in_the_middle_leaves_nothing(trained, tmp_pat
     (tmp_path / "out.partial" / "model.safetensors").write_bytes(b"half")
     export(run, tmp_path / "out")
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
-    with pytest.raises(OutputError, match="is there already"):
+    with pytest.raises(OutputError, match="already exists"):
         export(run, tmp_path / "out")
 
 

@@ -28,14 +28,14 @@ from hetmesh.data.registry import recipe_source
 from hetmesh.export.export import AS_DIRECTORY, DTYPES, export, export_last
 from hetmesh.models import pretrained_of
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
-from hetmesh.models.split.whole_forward import all_logits
+from hetmesh.models.split.whole_forward import whole_logits
 from hetmesh.models.split.whole_model import WholeModel, whole_model
 from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.training.evaluate import evaluate
 from hetmesh.training.trainer import Trainer
-from hetmesh.verify.self_check_bound import relative
+from hetmesh.verify.self_check import relative
 from support import tiny_vlms
 
 STEPS = 20
@@ -217,7 +217,9 @@ def by_transformers(model: Any, given: Recipe) -> tuple[Tensor, Tensor]:
     drawn = loader.batch(0)
     samples, metas = loader.load(drawn), [each.meta for each in drawn]
     targets = [s.tokens[a:b] for s, meta in zip(samples, metas, strict=True) for a, b in meta.targets]
-    return all_logits(whole_of(given), model, encoders, samples, metas), torch.cat(targets)
+    whole = whole_of(given)
+    logits = [whole_logits(whole, model, encoders, s, m) for s, m in zip(samples, metas, strict=True)]
+    return torch.cat(logits), torch.cat(targets)
 
 
 def whole_of(given: Recipe) -> WholeModel:

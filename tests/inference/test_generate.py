@@ -20,7 +20,8 @@ from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import MediaItem, SampleMeta
 from hetmesh.inference.generate import answer_tokens
 from hetmesh.inference.one_process import OneProcess, on_one_rank
-from hetmesh.models.split.whole_forward import _media_tokens, load_whole
+from hetmesh.models.split.rope_index import media_tokens
+from hetmesh.models.split.whole_forward import load_whole
 from hetmesh.models.split.whole_model import whole_model
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.resolve.directories import directory_of
@@ -43,7 +44,7 @@ def by_transformers(model, index):
     if items := sample.media.get("image", ()):
         call = model.resolved.adapters["vision"].call
         arguments = call.arguments(call.collate(list(items)))
-    kinds = _media_tokens(meta)[:, :-1]
+    kinds = media_tokens(meta)[:, :-1]
     if any("grid_thw" in name for name in arguments):
         arguments["mm_token_type_ids"] = kinds
     if whole.family.mask == "bidirectional_runs":
@@ -72,7 +73,7 @@ def test_greedy_answers_are_those_of_transformers_generate(tmp_path, name):
     several = next(i for i, meta in enumerate(samples) if meta.num_items("image") > 1)
     without = next(i for i, meta in enumerate(samples) if not meta.media)
     for index in (several, without):
-        answer = list(answer_tokens(model, model.resolved.source, index, most=LONG))
+        answer = list(answer_tokens(model, model.resolved.source, index, max_tokens=LONG))
         theirs, logits = by_transformers(model, index)
         assert answer == theirs
         # Untrained models repeat themselves, so tokens alone say little.
@@ -112,11 +113,11 @@ def test_a_run_with_a_schedule_of_its_own_length_can_be_asked():
 def test_temperature_draws_by_seed_and_an_end_token_ends_the_answer(tmp_path):
     given = parse_recipe(tiny_vlms.recipe_text(tiny_vlms.save("llava", tmp_path)))
     model = OneProcess.load(given)
-    draw = lambda seed: list(answer_tokens(model, model.resolved.source, 0, most=6, temperature=2.0, seed=seed))  # noqa: E731
+    draw = lambda seed: list(answer_tokens(model, model.resolved.source, 0, max_tokens=6, temperature=2.0, seed=seed))  # noqa: E731
     assert draw(1) == draw(1) != draw(2)
-    greedy = list(answer_tokens(model, model.resolved.source, 0, most=6))
+    greedy = list(answer_tokens(model, model.resolved.source, 0, max_tokens=6))
     assert (
-        list(answer_tokens(model, model.resolved.source, 0, most=6, ends={greedy[1]}))
+        list(answer_tokens(model, model.resolved.source, 0, max_tokens=6, ends={greedy[1]}))
         == greedy[: greedy.index(greedy[1]) + 1]
     )
     (tmp_path / "llava" / "generation_config.json").write_text('{"eos_token_id": [42, 7]}')
@@ -162,7 +163,7 @@ def test_an_empty_answer_to_a_question_without_its_image_is_an_error(monkeypatch
 def test_keys_and_values_that_are_kept_change_nothing_in_any_family(tmp_path, name):
     model = OneProcess.load(parse_recipe(tiny_vlms.recipe_text(tiny_vlms.save(name, tmp_path))))
     index = next(i for i in range(50) if model.resolved.source.meta(i).num_items("image") > 1)
-    answer = list(answer_tokens(model, model.resolved.source, index, most=20))
+    answer = list(answer_tokens(model, model.resolved.source, index, max_tokens=20))
     rows: dict = {}
     if (cache := model.cache()) is None:
         assert name in ("gemma3", "paligemma", "qwen3_5")

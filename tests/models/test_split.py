@@ -12,13 +12,13 @@ import torch
 from hetmesh.data.source import Sample
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import MediaItem, SampleMeta
-from hetmesh.models.can_do import can_do
 from hetmesh.models.split.text_plan import text_plan
 from hetmesh.models.split.whole_model import whole_model
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
 from support import tiny_vlms
+from support.can_do import can_do
 
 
 def recipe(path, more="", **media):

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.records.loggers import Loggers, require_wandb
-from hetmesh.records.metrics import LINE_WIDTH, StepMetrics, amount, duration, flat
-from hetmesh.records.reporter import Reporter
-from hetmesh.records.step_values import Measured, StepCost
+from hetmesh.records.metrics import LINE_WIDTH, Measured, StepCost, StepMetrics, amount, duration, flat
+from hetmesh.records.reporter import Loggers, Reporter, require_wandb
 from hetmesh.resolve.resolved import resolve
 from hetmesh.runtime.device_peak import measure_peak
 

@@ -11,8 +11,7 @@ from hetmesh.cli import main
 from hetmesh.data.lengths import read_lengths
 from hetmesh.errors import GraphError, RecipeError
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.report.balance_picture import save_balance
-from hetmesh.report.balance_text import WIDTH, balance_text
+from hetmesh.report.balance_text import WIDTH, balance_text, save_balance
 from hetmesh.report.balance_values import Histogram
 from hetmesh.report.balance_view import balance_view
 from hetmesh.report.given_lengths import GivenLengths

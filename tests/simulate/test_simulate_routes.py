@@ -12,7 +12,7 @@ from hetmesh.balance import BatchPlan
 from hetmesh.cost import StageCost, StepCosts, TransferCost
 from hetmesh.graph import BoundarySpec, Edge, ModuleGraph, ModuleSpec, Route, Routes, SampleMeta, Stage, stage_graph
 from hetmesh.layout import MeshSpec
-from hetmesh.report.trace import trace
+from hetmesh.report.timeline_text import trace
 from hetmesh.resolve.recipe_step_model import recipe_step_model
 from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.schedule import Action, Kind, one_f_one_b, sequential

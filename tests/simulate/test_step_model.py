@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hetmesh.attention.plan import fetch_order, plan_attention
+from hetmesh.attention.attention_plan import fetch_order, plan_attention
 from hetmesh.balance import edge_layouts, plan_batch
 from hetmesh.cost import Machine, Profile, Rates, Work, activation_bytes, layer_time, load_machine
 from hetmesh.cost.expert_costs import exchange_time

@@ -12,9 +12,7 @@ import torch
 
 from hetmesh.boundary import World
 from hetmesh.cli import main
-from hetmesh.dryrun.dry_run import dry_run
-from hetmesh.dryrun.dry_run_values import DryRun, DryRuns
-from hetmesh.dryrun.dry_runs import dry_runs
+from hetmesh.dryrun.dry_run import DryRun, DryRuns, dry_run, dry_runs
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.resolved import resolve
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from hetmesh.errors import RecipeError
-from hetmesh.models.can_do import LLM, YES
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
 from support import tiny_vlms
+from support.can_do import LLM, YES
 
 TOOLS = Path(__file__).parents[2] / "tools"
 PAGE = Path(__file__).parents[2] / "src" / "hetmesh" / "models" / "split" / "README.md"

@@ -19,8 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from PIL import Image
 
-from hetmesh.checkpoint.dcp_reader import unpacked
-from hetmesh.checkpoint.reading import Planner
+from hetmesh.checkpoint.reading import Planner, unpacked
 from hetmesh.cost import Profile, load_machine
 from hetmesh.data import template_bounds
 from hetmesh.data.digit_files import read_digit

@@ -23,7 +23,7 @@ from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError
 from hetmesh.export.export import export, export_last
 from hetmesh.models import pretrained_of
-from hetmesh.models.split.whole_forward import all_logits, load_whole
+from hetmesh.models.split.whole_forward import load_whole, whole_logits
 from hetmesh.models.split.whole_model import whole_model
 from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.resolve.resolved import resolve
@@ -228,7 +228,8 @@ def test_a_multimodal_model_that_was_trained_evaluates_in_transformers_as_here(p
     whole = whole_model(pretrained_of("llm", there.modules["llm"]))
     adapters, samples, metas = first_eight(there)
     with torch.no_grad():
-        found = all_logits(whole, load_whole(whole), {"image": adapters["vision"]}, samples, metas)
+        model, encoders = load_whole(whole), {"image": adapters["vision"]}
+        found = torch.cat([whole_logits(whole, model, encoders, *pair) for pair in zip(samples, metas, strict=True)])
     assert losses == pytest.approx([loss_of(found, samples, metas)] * 4, rel=1e-5)
     assert not torch.equal(*(tensors(each)["lm_head.weight"] for each in (path, tmp_path / "out" / path.name)))
 

@@ -60,7 +60,7 @@ def test_every_layout_answers_as_one_process_does_and_right_where_teacher_forcin
 
     model = OneProcess.load(recipe, SavedRun(recipe, tmp_path / "step-0"))
     for index in range(5):
-        alone = answer_tokens(model, held_out(), index, most=6, ends={3, 9})
+        alone = answer_tokens(model, held_out(), index, max_tokens=6, ends={3, 9})
         assert list(ended.answers[index]) == list(alone)
     unended = sum(len(answer) == 6 and answer[-1] not in (3, 9) for answer in ended.answers)
     assert ended.unended == unended

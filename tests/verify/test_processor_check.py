@@ -16,7 +16,7 @@ from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.verify import processor_check
 from hetmesh.verify.processor_check import check_processor
-from hetmesh.verify.self_check_record import needs_self_check, record
+from hetmesh.verify.self_check_process import needs_self_check, record
 from support import tiny_vlms
 from support.tiny_directory import TEMPLATE, WORDS, save_directory
 

@@ -15,10 +15,8 @@ from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.directories import why_not_compared
 from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.summary import summary
-from hetmesh.verify.self_check import self_check
-from hetmesh.verify.self_check_bound import TOLERANCE
-from hetmesh.verify.self_check_process import compare_in_process
-from hetmesh.verify.self_check_record import needs_self_check, record, record_file
+from hetmesh.verify.self_check import TOLERANCE, self_check
+from hetmesh.verify.self_check_process import compare_in_process, needs_self_check, record, record_file
 from support import tiny_vlms
 from support.llava_by_hand import llava_by_hand
 

@@ -27,7 +27,7 @@ from hetmesh.recipe.recipe import Recipe, load_recipe
 from hetmesh.records import dump_folder
 from hetmesh.resolve.predictions import simulate_recipe
 from hetmesh.resolve.resolved import resolve
-from hetmesh.verify import self_check_record
+from hetmesh.verify import self_check_process
 
 TABLES = ("table.parquet", "table.arrow", "saved")
 
@@ -148,7 +148,7 @@ def _beside(folder: Path, rng: random.Random) -> None:
     """What `generate`, `export` and the self-check read of a directory, and beside the folders of runs."""
     end_tokens._configured(folder / "model")
     recipe = _recipe(folder)
-    void(self_check_record.recorded(recipe), export_files._has_own_form(recipe, folder / "model"))
+    void(self_check_process.recorded(recipe), export_files._has_own_form(recipe, folder / "model"))
 
 
 def _claimed(folder: Path, rng: random.Random) -> None:
@@ -161,7 +161,7 @@ def _claimed(folder: Path, rng: random.Random) -> None:
 
 
 def _self_check(folder: Path) -> None:
-    self_check_record.record(_recipe(folder), 0.5)
+    self_check_process.record(_recipe(folder), 0.5)
 
 
 def _recipe(folder: Path) -> Recipe:

@@ -28,8 +28,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Balance the batches in this one process, without weights."""
     recipe = load_recipe(args.recipe, overrides)
     from hetmesh.files import to_json
-    from hetmesh.report.balance_picture import save_balance
-    from hetmesh.report.balance_text import balance_text
+    from hetmesh.report.balance_text import balance_text, save_balance
     from hetmesh.report.balance_view import balance_view
     from hetmesh.resolve.resolved import resolve
 

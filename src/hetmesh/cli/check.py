@@ -84,7 +84,7 @@ def checked(recipe: Recipe, files: bool = True) -> tuple[ResolvedRecipe, list[st
         with refusals.collect():
             held_out = held_out_source(recipe)
     if resolved is not None and recipe.checkpoint.initial_load_path and resumable(recipe) is None and not refusals.said:
-        from hetmesh.checkpoint.initial_check import check_initial_weights
+        from hetmesh.checkpoint.initial_load import check_initial_weights
 
         with refusals.collect():
             notes += check_initial_weights(resolved)

@@ -122,7 +122,7 @@ def _tokens(model: OneProcess, source: Source, index: int, args: argparse.Namesp
 
     ends = end_tokens(model.resolved.source, model.resolved.recipe)
     most, temperature, seed = args.max_new_tokens, args.temperature, args.seed
-    said = list(answer_tokens(model, source, index, most=most, ends=ends, temperature=temperature, seed=seed))
+    said = list(answer_tokens(model, source, index, max_tokens=most, ends=ends, temperature=temperature, seed=seed))
     if len(said) == most and said[-1] not in ends:
         print(f"note: stopped after {most} tokens (--max-new-tokens)", file=sys.stderr)
     return said

@@ -97,7 +97,7 @@ def _draw(problem: Problem, found: Found, args: argparse.Namespace) -> None:
     """The simulated step of the best layout of each placement, all on one axis of time."""
     from hetmesh.planner import timeline
     from hetmesh.report.gantt import save_gantt
-    from hetmesh.report.gantt_text import gantt_text, headline
+    from hetmesh.report.timeline_text import gantt_text, headline
 
     steps = {name: timeline(problem, best[0].plan) for name, best in found.best.items() if best}
     if args.png:

@@ -31,8 +31,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     recipe = load_recipe(args.recipe, overrides)
     from hetmesh.files import to_json
     from hetmesh.report.gantt import save_gantt
-    from hetmesh.report.gantt_text import bubble_table, gantt_text, headline, summary_json
-    from hetmesh.report.trace import save_trace
+    from hetmesh.report.timeline_text import bubble_table, gantt_text, headline, save_trace, summary_json
     from hetmesh.resolve.modules import notes_on_experts
     from hetmesh.resolve.predictions import simulate_recipe
     from hetmesh.resolve.resolved import resolve

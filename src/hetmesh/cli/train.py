@@ -100,8 +100,7 @@ def _self_checked(recipe: Recipe, args: argparse.Namespace) -> list[str]:
     Raises:
         SelfCheckError: they differ, or could not be compared.
     """
-    from hetmesh.verify.self_check_process import compare_in_process
-    from hetmesh.verify.self_check_record import needs_self_check, record_file
+    from hetmesh.verify.self_check_process import compare_in_process, needs_self_check, record_file
 
     if not needs_self_check(recipe):
         return []

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hetmesh.balance import BatchPlan, boundary_layouts
-from hetmesh.boundary.groups import ends_are_tied, job_groups, most_on_a_rank
-from hetmesh.boundary.transport import MEMORY, choose
+from hetmesh.boundary.process_groups import ends_are_tied, job_groups, most_on_a_rank
+from hetmesh.boundary.transport import choose
 from hetmesh.cost import ModuleShape, Work, imbalance, module_flops, module_memory
 from hetmesh.graph import BoundarySpec, ModuleGraph, boundary_edge
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, missing_elements, plan_transfer
@@ -19,25 +19,19 @@ from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.schedule import Schedule, peaks_in_flight
 from hetmesh.simulate import peak_rows
 
-LINKS = (MEMORY, "gloo", "nccl")
-"""What may carry messages: the memory of one host, where all ranks are on its CPUs, or a backend."""
-
-SHORT = {"dp_replicate": "dp", "dp_shard": "fsdp"}
-"""Names of mesh axes in a cell, where they differ from the axis's own."""
+LINKS = ("gloo", "nccl")  # backends that may carry messages
+CELL_NAMES = {"dp_replicate": "dp", "dp_shard": "fsdp"}  # of mesh axes, where they differ from the axis's
 
 
 def explain(resolved: ResolvedRecipe, machine: str | None = None) -> RecipeView:
-    """What a recipe means: its modules, boundaries, memory and work.
-
-    Args:
-        machine: a name or TOML file, whose memory it is to fit; None: `[metrics] machine`.
+    """What a recipe means: its modules, boundaries and work, and whether it fits the memory of `machine` (a name or
+    TOML file; None: `[metrics] machine`).
 
     Raises:
         RecipeError: the machine or the profile of the recipe cannot be read.
         SampleError: the first global batch does not suit the modules.
     """
     recipe, graph, shapes = resolved.recipe, resolved.graph, resolved.shapes
-    batch = recipe.batch
     plan = resolved.plan(resolved.loader().batch(0).metas)
     held = _held(plan, resolved.schedules.of(plan))
     model = agreed_step_model(recipe, graph, shapes, machine)
@@ -48,8 +42,8 @@ def explain(resolved: ResolvedRecipe, machine: str | None = None) -> RecipeView:
         idle_ranks=tuple(sorted(set(range(recipe.world_size)) - set(graph.ranks))),
         steps=recipe.training.steps,
         schedule=recipe.schedule,
-        global_batch_size=batch.global_batch_size,
-        microbatch_size=batch.microbatch_size,
+        global_batch_size=recipe.batch.global_batch_size,
+        microbatch_size=recipe.batch.microbatch_size,
         microbatches=plan.num_microbatches,
         tokens=plan.num_tokens,
         dtype=recipe.training.dtype,
@@ -65,22 +59,18 @@ def explain(resolved: ResolvedRecipe, machine: str | None = None) -> RecipeView:
 
 def _held(plan: BatchPlan, schedule: Schedule) -> dict[str, tuple[HeldView, ...]]:
     """Per module, of its stages."""
-    s = schedule
-    most = peaks_in_flight(s.actions, s.stages, s.routes, s.training, s.split)
-    rows = peak_rows(plan, schedule)
-    return {
-        name: tuple(HeldView(most[stage], rows[stage]) for stage in s.stages.of_module(name))
-        for name in plan.graph.order
-    }
+    stages, rows = schedule.stages, peak_rows(plan, schedule)
+    most = peaks_in_flight(schedule.actions, stages, schedule.routes, schedule.training, schedule.split)
+    held = {stage: HeldView(most[stage], rows[stage]) for stage in stages.stages}
+    return {name: tuple(held[stage] for stage in stages.of_module(name)) for name in plan.graph.order}
 
 
 def _module(
     recipe: Recipe, plan: BatchPlan, name: str, shape: ModuleShape | None, held: tuple[HeldView, ...]
 ) -> ModuleView:
-    spec, graph = plan.graph[name], plan.graph
-    mesh = spec.mesh
+    spec, graph, mesh = plan.graph[name], plan.graph, plan.graph[name].mesh
     work = plan.lane_work(name)
-    whole = Work.sum_of(work)
+    total = Work.sum_of(work)
     upstream = any(graph.needs_gradient(b) for b in graph.inputs(name))
     return ModuleView(
         name=name,
@@ -97,8 +87,8 @@ def _module(
         stages=spec.splits,
         microbatches=plan.routes.count(name),
         held=held,
-        work=whole,
-        flops=module_flops(shape, whole, upstream=upstream) if shape else None,
+        work=total,
+        flops=module_flops(shape, total, upstream=upstream) if shape else None,
         imbalance=imbalance(work),
     )
 
@@ -106,7 +96,7 @@ def _module(
 def cell(mesh: MeshSpec, rank: int) -> str:
     """The coordinates of a member, e.g. `"dp0 tp1"`."""
     coordinate = mesh.coordinate(rank) or ()
-    return " ".join(f"{SHORT.get(axis, axis)}{i}" for axis, i in zip(mesh.axes, coordinate, strict=True))
+    return " ".join(f"{CELL_NAMES.get(axis, axis)}{i}" for axis, i in zip(mesh.axes, coordinate, strict=True))
 
 
 def _training(shape: ModuleShape | None, graph: ModuleGraph, name: str) -> str:
@@ -126,19 +116,10 @@ def _boundary(plan: BatchPlan, boundary: BoundarySpec, itemsize: int) -> Boundar
     if plan.graph.needs_gradient(boundary):
         bound = missing_elements(shape, dst.gradient(), src.gradient())
         backward = _traffic(forward.transpose(), bound, itemsize)
-    return BoundaryView(
-        boundary.key,
-        boundary.destination,
-        boundary.at,
-        shape,
-        layout_text(src, shape),
-        layout_text(dst, shape),
-        _traffic(forward, missing_elements(shape, src, dst), itemsize),
-        backward,
-        boundary.layer,
-        first,
-        len(routes),
-    )
+    layouts = layout_text(src, shape), layout_text(dst, shape)
+    moved = _traffic(forward, missing_elements(shape, src, dst), itemsize), backward
+    ends = boundary.key, boundary.destination, boundary.at
+    return BoundaryView(*ends, shape, *layouts, *moved, boundary.layer, first, len(routes))
 
 
 def _traffic(plan: TransferPlan, bound: int, itemsize: int) -> Traffic:

@@ -23,7 +23,7 @@ from hetmesh.models import (
 )
 from hetmesh.models.batch_statistics import check_batch_statistics
 from hetmesh.models.module_shape import module_shape
-from hetmesh.models.weights.fill import draw_weights, materialize
+from hetmesh.models.weights.fill_module import draw_weights, materialize
 from hetmesh.models.weights.lora import is_adapter
 from hetmesh.recipe.module_options import DTYPES
 from hetmesh.recipe.recipe import Recipe

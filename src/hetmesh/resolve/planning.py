@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from hetmesh.boundary.groups import job_communicators
+from hetmesh.boundary.process_groups import job_communicators
 from hetmesh.cost import Profile
 from hetmesh.cost.expert_costs import ExpertSizes
 from hetmesh.errors import RecipeError

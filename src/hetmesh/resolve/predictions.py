@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetmesh.balance import BatchPlan, largest_batches
-from hetmesh.boundary.groups import job_communicators
+from hetmesh.boundary.process_groups import job_communicators
 from hetmesh.errors import RecipeError
 from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.resolve.schedules import StepSchedules, schedule_options

@@ -15,7 +15,7 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.sections import ScheduleKeys
 from hetmesh.records.checkpoint_folders import check_complete
 from hetmesh.records.dump_folder import check_folder, resumable
-from hetmesh.records.loggers import require_wandb
+from hetmesh.records.reporter import require_wandb
 from hetmesh.resolve.directories import referenced
 from hetmesh.resolve.module_refusals import check_module
 from hetmesh.resolve.modules import Shapes

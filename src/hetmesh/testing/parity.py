@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hetmesh.attention.packed_rows import PackedRows
 from hetmesh.boundary import World
-from hetmesh.boundary.scalars import reduce_over_ranks
+from hetmesh.boundary.world import reduce_over_ranks
 from hetmesh.data.loader import DrawnSample
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import output_key
@@ -95,7 +96,7 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
     def accumulate(drawn: Sequence[DrawnSample], targets: int, per_token: float, number: int, m: int) -> float:
         metas, samples = [d.meta for d in drawn], loader.load(drawn)
         outputs: dict[str, Tensor] = {}
-        batch: dict[str, Tensor] = {}
+        batch: Mapping[str, Tensor] = {}
         for name in graph.order:
             inputs = {b.key: outputs[b.key] for b in graph.inputs(name)}
             batch = adapters[name].collate(samples, metas, placeholders=source.placeholders, pad_id=source.pad_id)
@@ -103,7 +104,7 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
             sees: AbstractContextManager[None] = nullcontext()
             if kind != "causal" and isinstance(adapters[name], UserSink):
                 own: Any = DenseAttention(dense_mask(kind, metas, batch["input_ids"].shape[1]))
-                batch["attention"] = own
+                batch = PackedRows(batch, own)
             elif kind != "causal":
                 llm: Any = adapters[name]
                 sees = masked(llm.decoder_of(modules[name]), dense_mask(kind, metas, batch["input_ids"].shape[1]))

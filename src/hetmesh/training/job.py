@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
-from hetmesh.boundary.groups import ends_are_tied, stage_meshes, tied_pairs
+from hetmesh.boundary.process_groups import ends_are_tied, stage_meshes, tied_pairs
 from hetmesh.checkpoint.resume import Configs, configs
 from hetmesh.data.loader import DrawnBatch, Loader
 from hetmesh.data.payloads import Payloads
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, SampleMeta, Stage, stage_graph
 from hetmesh.models import Adapter, lora_plan
-from hetmesh.models.weights.fill import materialize, move_buffers
+from hetmesh.models.weights.fill_module import materialize, move_buffers
 from hetmesh.parallel import (
     ParallelModule,
     Reduction,
@@ -31,7 +31,7 @@ from hetmesh.parallel import (
     sum_tied_parameters,
     tied_parameters,
 )
-from hetmesh.parallel.root import Root
+from hetmesh.parallel.apply import Root
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.modules import deferred_module, fill_module
 from hetmesh.resolve.resolved import ResolvedRecipe

@@ -20,9 +20,8 @@ from hetmesh.errors import OutputError
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.dump_folder import RunFolder, claim_folder
 from hetmesh.records.events import FAILED, FINISHED, STOPPED
-from hetmesh.records.metrics import StepMetrics, run_summary
+from hetmesh.records.metrics import StepCost, StepMetrics, run_summary
 from hetmesh.records.reporter import Reporter
-from hetmesh.records.step_values import StepCost
 from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 from hetmesh.resolve.samples import held_out_source
 from hetmesh.runtime.device_peak import device_name
