@@ -81,8 +81,8 @@ def references(world: World, recipe: Recipe, modules: tuple[str, ...]) -> Refere
     everybody: list[Any] = [None] * world.size
     with world.waiting("checksums of the directories of frozen modules"):
         dist.all_gather_object(everybody, (error, mine), group=world.group(range(world.size)))
-    if told := next((text for text, _ in everybody if text), ""):
-        raise CheckpointError(f"checkpoints refer to the directories of {', '.join(modules)}: {told}")
+    if error := next((text for text, _ in everybody if text), ""):
+        raise CheckpointError(f"checkpoints refer to the directories of {', '.join(modules)}: {error}")
     return _entries(files, {key: crc for _, some in everybody for key, crc in some.items()})
 
 
@@ -92,8 +92,7 @@ def references_alone(recipe: Recipe, modules: Iterable[str]) -> References:
         files = _files(recipe, modules)
         return _entries(files, _checksums(files))
     except (HetmeshError, OSError) as problem:
-        told = ", ".join(modules)
-        raise CheckpointError(f"checkpoints refer to the directories of {told}: {problem}") from problem
+        raise CheckpointError(f"checkpoints refer to the directories of {', '.join(modules)}: {problem}") from problem
 
 
 def _files(recipe: Recipe, modules: Iterable[str]) -> list[tuple[str, Path]]:
