@@ -46,7 +46,13 @@ def check_recipe(
     _optimizer(recipe.optimizer, recipe.training, recipe.lr_scheduler, refusals)
     _schedule_keys(recipe, refusals)
     if placeholders is not None:
-        _placeholders(recipe, placeholders, refusals)
+        source = f"data source {recipe.data.source!r} has the placeholders {sorted(placeholders)}"
+        for i, boundary in enumerate(recipe.boundaries):
+            if boundary.at is not None and boundary.at not in placeholders:
+                refusals.add(f"boundaries[{i}].at = {boundary.at!r}: {source}")
+        for name, module in recipe.modules.items():
+            if module.media is not None and module.media not in placeholders:
+                refusals.add(f"modules.{name}.media = {module.media!r}: {source}")
     if recipe.fills_bubbles:
         _bubble_fill(recipe, adapters or {}, shapes, refusals)
     for name, adapter in (adapters or {}).items():
@@ -117,16 +123,6 @@ def _kernels(recipe: Recipe, refusals: Refusals) -> None:
         refusals.add(
             f"compile.backend = {compiled.backend!r}: torch knows no such backend; valid are {', '.join(valid)}"
         )
-
-
-def _placeholders(recipe: Recipe, placeholders: Collection[str], refusals: Refusals) -> None:
-    source = f"data source {recipe.data.source!r} has the placeholders {sorted(placeholders)}"
-    for i, boundary in enumerate(recipe.boundaries):
-        if boundary.at is not None and boundary.at not in placeholders:
-            refusals.add(f"boundaries[{i}].at = {boundary.at!r}: {source}")
-    for name, module in recipe.modules.items():
-        if module.media is not None and module.media not in placeholders:
-            refusals.add(f"modules.{name}.media = {module.media!r}: {source}")
 
 
 def _freezing(modules: Mapping[str, Module], refusals: Refusals) -> None:

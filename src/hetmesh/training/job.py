@@ -137,7 +137,7 @@ class Job:
         if world.accelerator.computes:
             check_replicas(modules, tied, world, 0, buffers=True)
         loader = resolved.loader(payloads)
-        return cls(resolved, world, loader, root, modules, runtime, tuple(tied), configs(recipe))
+        return cls(resolved, world, loader, root, modules, runtime, tuple(tied), configs(recipe.modules))
 
     @property
     def recipe(self) -> Recipe:
