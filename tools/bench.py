@@ -23,6 +23,7 @@ from hetmesh.errors import HetmeshError
 from kept import stamp
 
 FOLDER = Path(__file__).parent / "benchmarks"
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # for `support`, which hetmesh's own tests share
 
 
 def benchmarks() -> dict[str, str]:

@@ -11,9 +11,9 @@ from random_contexts import random_mask, random_shares
 from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.boundary import World
 from hetmesh.context import POLICIES, Mask, assign, causal, visible
-from hetmesh.context.families import families
 from hetmesh.errors import BoundaryError, LayoutError
 from hetmesh.testing.dense_masks import dense
+from support.mask_families import families
 
 
 @dataclasses.dataclass(frozen=True)

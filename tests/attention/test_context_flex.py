@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from hetmesh.attention import flex as context_flex
+from hetmesh.attention.attention_plan import plan_attention
 from hetmesh.attention.flex import flex_backward, flex_forward
-from hetmesh.attention.kernels import cpu_backward, cpu_forward
-from hetmesh.attention.plan import plan_attention
-from hetmesh.attention.terms import Running, Saved, Terms
+from hetmesh.attention.kernels import ForwardState, Running, Terms, cpu_backward, cpu_forward
 from hetmesh.context import assign, text_with_instances
 
 MASK = text_with_instances(520, [(30, 200), (260, 420)])
@@ -126,7 +125,7 @@ def test_the_backward_through_the_online_softmax(monkeypatch):
     q, gradient, works, masks = pieces(None)
     terms = Terms(masks, 0.2, 2)
     running = attention(cpu_forward, q, works, terms)
-    saved = Saved(q, running.out, running.logsumexp, gradient)
+    saved = ForwardState(q, running.out, running.logsumexp, gradient)
 
     def dense(q, kv, work, terms):
         rows, keys = q.shape[1] // terms.group, len(kv)

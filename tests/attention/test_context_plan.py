@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from random_contexts import random_mask, random_shares
 
-from hetmesh.attention.plan import Planned, fetch_order, plan_attention, window_keys
+from hetmesh.attention.attention_plan import Planned, fetch_order, plan_attention, window_keys
 from hetmesh.context import assign, needed_keys, text_with_instances, visible
-from hetmesh.context.families import families
+from support.mask_families import families
 
 
 def rows(runs):

@@ -5,14 +5,19 @@ from pathlib import Path
 import pytest
 
 from hetmesh.boundary import World
-from hetmesh.boundary.channels import CONTEXT, job_channels
-from hetmesh.boundary.groups import ends_are_tied, job_groups, mesh_groups, most_on_a_rank, tied_pairs
-from hetmesh.boundary.transport import MEMORY
+from hetmesh.boundary.process_groups import (
+    CONTEXT,
+    ends_are_tied,
+    job_channels,
+    job_groups,
+    mesh_groups,
+    most_on_a_rank,
+    tied_pairs,
+)
 from hetmesh.graph import stage_graph
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report import as_text, explain
-from hetmesh.resolve.describe import describe
-from hetmesh.resolve.module_shapes import module_shapes
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.job import Job
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -25,8 +30,9 @@ LARGE = (
 
 
 def foretold(recipe, link="gloo"):
-    _, adapters, graph = describe(recipe)
-    shapes = module_shapes(recipe, adapters)
+    resolved = resolve(recipe)
+    graph = resolved.graph
+    shapes = resolved.shapes
     return (
         graph,
         shapes,
@@ -58,14 +64,14 @@ def test_weights_that_are_not_tied_need_no_pairs():
 
 
 def test_explain_shows_the_count():
-    view = explain(load_recipe(RECIPES / "digits.toml"))
+    view = explain(resolve(load_recipe(RECIPES / "digits.toml")))
     # vision dp, llm tp (and projector), all ranks; and on NCCL the channels of two edges, of ranks 0-3 and 2-3
     assert (view.process_groups, view.process_groups_per_rank) == (5, 4)
     assert "5 process groups, at most 4 on one rank" in as_text(view)
 
 
 def channels(name, overrides=(), **limits):
-    graph = describe(load_recipe(RECIPES / f"{name}.toml", overrides))[2]
+    graph = resolve(load_recipe(RECIPES / f"{name}.toml", overrides)).graph
     return graph, stage_graph(graph), job_channels(graph, **limits)
 
 
@@ -95,17 +101,14 @@ def test_channels_of_a_rank_are_bounded(most):
     assert all(set(c.ranks) >= {*stages.ranks_of(e.source)} for e, c in found.of_edge.items())
 
 
-def made(rank, names, near):
+def made(rank, names):
     world, seen = World.current(), []
-    world.connect()
-    neighbours, world.neighbours = world.neighbours, world.neighbours if near else None
     for name, overrides in names:
         world._groups.clear()
         world._meshes.clear()
         recipe = load_recipe(RECIPES / f"{name}.toml", overrides)
-        Job.assemble(recipe, world)
+        Job.assemble(resolve(recipe), world)
         seen.append({ranks for ranks in world._groups if len(ranks) > 1})
-    world.neighbours = neighbours
     return seen
 
 
@@ -114,11 +117,9 @@ JOBS = [("digits", ()), ("digits_colocated", ()), ("digits", PIPELINE)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("near", "link"), [(False, "gloo"), (True, MEMORY)])
-def test_a_run_makes_the_groups_that_were_foretold(pool4, near, link):
-    """None for edges where all ranks share memory."""
-    for job, seen in enumerate(zip(*pool4.run(made, JOBS, near), strict=True)):
+def test_a_run_makes_the_groups_that_were_foretold(pool4):
+    for job, seen in enumerate(zip(*pool4.run(made, JOBS), strict=True)):
         name, overrides = JOBS[job]
-        groups = set(foretold(load_recipe(RECIPES / f"{name}.toml", overrides), link)[2])
+        groups = set(foretold(load_recipe(RECIPES / f"{name}.toml", overrides))[2])
         everyone = {tuple(range(4))}  # made by the first step
         assert all(ranks | everyone == groups for ranks in seen), name

@@ -21,9 +21,10 @@ from hetmesh.checkpoint import save_plan as plan
 from hetmesh.checkpoint.checkpointer import Checkpointer
 from hetmesh.checkpoint.reading import Index
 from hetmesh.errors import CheckpointError, RecipeError
-from hetmesh.parallel.root import Root
+from hetmesh.parallel.apply import Root
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.records import checkpoint_folders, checksums
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.optimizers import make_optimizers
 from hetmesh.training.trainer import Trainer
 from support.checkpoint_pieces import different, everything, make, steps
@@ -49,7 +50,7 @@ def exact(metrics):
 def save_and_resume(rank, recipe):
     """Names of what there is, what differs after a resume, and the next steps of both."""
     world = World.current()
-    first = Trainer(recipe, world)
+    first = Trainer(resolve(recipe), world)
     first.reporter.close()
     for _ in range(3):
         first.train_step()
@@ -59,7 +60,7 @@ def save_and_resume(rank, recipe):
     expected = [exact(first.train_step()) for _ in range(2)]
     first.checkpointer.wait()
 
-    second = Trainer(recipe, world)
+    second = Trainer(resolve(recipe), world)
     second.reporter.close()
     after = everything(second.job.root, second.optimizers, second.job.loader)
     assert second.step == 3
@@ -83,7 +84,7 @@ def test_everything_is_saved_and_comes_back_to_the_last_bit(pool4, tmp_path, nam
 
 def full_state(rank, recipe, steps):
     """Whole tensors of parameters and of the optimizer, after `steps` steps or as they were resumed."""
-    trainer = Trainer(recipe, World.current())
+    trainer = Trainer(resolve(recipe), World.current())
     trainer.reporter.close()
     resumed = trainer.step
     for _ in range(steps - trainer.step):
@@ -109,7 +110,7 @@ def errors(rank, saved, others):
     messages = []
     for recipe in others:
         try:
-            Trainer(recipe, World.current()).reporter.close()
+            Trainer(resolve(recipe), World.current()).reporter.close()
             messages.append("no error")
         except RecipeError as error:
             messages.append(str(error))

@@ -16,9 +16,10 @@ from hetmesh.checkpoint.checkpointer import Checkpointer
 from hetmesh.checkpoint.saving import PendingSave, SavePlace
 from hetmesh.checkpoint.writing import write_index
 from hetmesh.errors import CheckpointError
-from hetmesh.parallel.root import Root
+from hetmesh.parallel.apply import Root
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.records import checkpoint_folders as folders
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.trainer import Trainer
 from support.checkpoint_pieces import Gate, different, everything, make, steps
 
@@ -211,10 +212,10 @@ def test_an_error_of_training_lets_the_save_end(world, tmp_path, capsys):
                 raise KeyError("a mistake")
 
         with pytest.raises(KeyError, match="a mistake"):
-            Trainer(load_recipe(RECIPE, small), world, on_step=on_step).run()
+            Trainer(resolve(load_recipe(RECIPE, small)), world, on_step=on_step).run()
     assert names(tmp_path / "run" / "checkpoint") == ["step-2"]
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [(each["event"], each["step"]) for each in events] == [("started", 0), ("checkpoint", 2), ("ended", 3)]
-    summary = Trainer(load_recipe(RECIPE, small), world).run()  # goes on, and waits for its last save
+    summary = Trainer(resolve(load_recipe(RECIPE, small)), world).run()  # goes on, and waits for its last save
     assert summary["steps"] == 4
     assert names(tmp_path / "run" / "checkpoint") == ["step-2", "step-4"]

@@ -17,9 +17,10 @@ from hetmesh.checkpoint.save_plan import SavedEntry
 from hetmesh.checkpoint.saved_run import saved_run
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.inference.one_process import OneProcess
-from hetmesh.parallel.gradients import local_part
+from hetmesh.parallel.gradient_sums import local_part
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.refusals import check_run
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.optimizers import make_optimizers
 from hetmesh.training.trainer import Trainer
 from support.checkpoint_pieces import Gate, different, everything, make, steps
@@ -214,7 +215,7 @@ def referring(tmp_path):
 @pytest.mark.slow
 def test_what_is_frozen_may_stay_where_it_came_from(world, tmp_path, referring):
     recipe, directory = referring
-    first = Trainer(recipe(), world)
+    first = Trainer(resolve(recipe()), world)
     first.train_step()
     first.save()
     first.reporter.close()
@@ -222,7 +223,7 @@ def test_what_is_frozen_may_stay_where_it_came_from(world, tmp_path, referring):
     assert not any(key.startswith("model.vision.") for key in Index.of(path).saved)
     expected = first.train_step().loss
 
-    second = Trainer(recipe(), world)
+    second = Trainer(resolve(recipe()), world)
     assert (second.step, second.train_step().loss) == (1, expected)
     second.reporter.close()
     run = saved_run(tmp_path / "run")
@@ -239,7 +240,7 @@ def test_what_is_frozen_may_stay_where_it_came_from(world, tmp_path, referring):
         rf"step-1 refers to the frozen modules\.vision in .*, and {weights} is not what was there; restore it, or name"
     )
     with pytest.raises(CheckpointError, match=says):
-        Trainer(recipe(), world)
+        Trainer(resolve(recipe()), world)
     with pytest.raises(CheckpointError, match=says):
         _ = saved_run(tmp_path / "run").names
 
@@ -261,13 +262,13 @@ def test_references_that_could_not_be_are_refused(referring, overrides, says):
 def test_what_a_checkpoint_holds_is_not_taken_from_a_directory_later(world, tmp_path, referring):
     """The directory may have other weights by then, which nobody has trained with."""
     recipe, directory = referring
-    first = Trainer(recipe("--checkpoint.frozen", "once"), world)
+    first = Trainer(resolve(recipe("--checkpoint.frozen", "once")), world)
     first.train_step()
     first.save()
     first.reporter.close()
     SiglipVisionModel(SiglipVisionConfig(**VISION)).save_pretrained(directory)
     for step in (1, 2):
-        again = Trainer(recipe(), world)
+        again = Trainer(resolve(recipe()), world)
         assert again.step == step
         assert different(everything(first.job.root.vision, None), everything(again.job.root.vision, None)) == []
         again.train_step()

@@ -1,7 +1,7 @@
 """Masks of any segments."""
 
-from hetmesh.context.masks import Mask, Segment
 from hetmesh.context.rule import Rule, Sees
+from hetmesh.context.segments import Mask, Segment
 
 
 def random_mask(rng):

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from random_masks import random_mask
 
-from hetmesh.context import POLICIES, assign, balanced, causal, loads, padded, tile_counts
-from hetmesh.context.assign import lpt
-from hetmesh.context.families import blockwise, families
-from hetmesh.context.tiles import block_edges
+from hetmesh.context import POLICIES, assign, balanced, causal, tile_counts
+from hetmesh.context.key_tiles import block_edges
+from hetmesh.context.token_assignment import lpt
 from hetmesh.errors import LayoutError
 from hetmesh.layout import Layout, MeshSpec, RowSplit
 from hetmesh.testing.dense_masks import dense
+from support.mask_families import blockwise, families, loads, padded
 
 FAMILIES = families(32_768)
 

@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 from random_masks import random_mask
 
-from hetmesh.context.builders import blockwise_causal, causal, of_sample, packed, padded, prefix, text_with_instances
-from hetmesh.context.families import families
-from hetmesh.context.full_tiles import full_tiles, row_edges
-from hetmesh.context.masks import Mask, Segment, visible
+from hetmesh.context.key_tiles import block_edges, full_tiles, needed_keys, tile_counts, tile_intervals
+from hetmesh.context.masks import causal, of_sample, text_with_instances
 from hetmesh.context.rule import TEXT, Rule, Sees
-from hetmesh.context.tiles import block_edges, needed_keys, tile_counts, tile_intervals
+from hetmesh.context.segments import Mask, Segment, join, visible
 from hetmesh.errors import LayoutError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.testing.dense_masks import dense
+from support.mask_families import blockwise_causal, families, padded, prefix
 
 IMAGE = [(2, 4)]
 
@@ -33,7 +32,7 @@ def picture(mask):
         (text_with_instances(4, [(0, 1), (2, 3)]), ["x...", "xx..", "..x.", "xxxx"]),
         (text_with_instances(4, [(0, 1), (2, 3)], shared=True), ["x.x.", "xx..", "x.x.", "xxxx"]),
         (text_with_instances(4, [(0, 1), (1, 2)], text_sees=Sees.NOTHING), ["x...", ".x..", "..x.", "..xx"]),
-        (packed([causal(2), text_with_instances(2, [(0, 1)])]), ["x...", "xx..", "..x.", "..xx"]),
+        (join([causal(2), text_with_instances(2, [(0, 1)])]), ["x...", "xx..", "..x.", "..xx"]),
         (prefix([causal(2), text_with_instances(2, [(0, 2)])]), ["x...", "xx..", "xxxx", "xxxx"]),
         (blockwise_causal([1, 2, 1]), ["x...", ".x..", ".xx.", "xxxx"]),
         (blockwise_causal([2, 1], rule=Rule.BIDIRECTIONAL), ["xx.", "xx.", "xxx"]),
@@ -90,7 +89,7 @@ def test_random_masks_equal_the_oracle_entry_by_entry(part):
 @pytest.mark.parametrize("part", range(5))
 @pytest.mark.parametrize("long", [0, 2, 8])
 def test_tiles_equal_those_of_the_dense_mask(part, long, monkeypatch):
-    monkeypatch.setattr("hetmesh.context.tiles._LONG", long)
+    monkeypatch.setattr("hetmesh.context.key_tiles._LONG", long)
     rng = random.Random(part)
     for _ in range(40):
         mask = random_mask(rng)
@@ -126,18 +125,10 @@ def test_full_tiles_are_those_without_a_hidden_entry(part):
         assert listed(full_tiles(mask, edges, tile)) == expected, mask
 
 
-def test_edges_of_the_blocks_of_one_rank():
-    edges, own = row_edges(((0, 8), (12, 14), (16, 21)), 4)
-    assert [(edges[g], edges[g + 1]) for g in own] == [(0, 4), (4, 8), (12, 14), (16, 20), (20, 21)]
-    edges, own = row_edges(((3, 8), (8, 9)), 4)
-    assert [(edges[g], edges[g + 1]) for g in own] == [(3, 4), (4, 8), (8, 9)]
-    assert [len(part) for part in row_edges(())] == [1, 0]
-
-
 @pytest.mark.parametrize("name", families(4096))
 @pytest.mark.parametrize("long", [0, 48])
 def test_tiles_of_the_families_equal_those_of_every_entry(name, long, monkeypatch):
-    monkeypatch.setattr("hetmesh.context.tiles._LONG", long)
+    monkeypatch.setattr("hetmesh.context.key_tiles._LONG", long)
     mask = families(4096)[name]
     everything, edges = np.arange(mask.length), block_edges(mask.length, 128)
     expected = visible_tiles(visible(mask, everything, everything), edges, 32)

@@ -16,8 +16,8 @@ from hetmesh.models.named.qwen3_moe import Qwen3MoeAdapter
 from hetmesh.models.named.qwen3_vl_vision import Qwen3VLVisionAdapter
 from hetmesh.models.named.siglip import SiglipAdapter
 from hetmesh.parallel.experts.block import make_expert_block
-from hetmesh.parallel.experts.exchange import ExpertRanks
-from hetmesh.parallel.experts.tokens import RoutedTokens
+from hetmesh.parallel.experts.routed_tokens import RoutedTokens
+from hetmesh.parallel.experts.token_exchange import ExpertRanks
 
 BATCH, LENGTH = 4, 64
 WORK = Work(BATCH * LENGTH, BATCH * LENGTH**2, 40)

@@ -12,7 +12,7 @@ from PIL import Image
 
 from hetmesh.data.images import ImageProcessor
 from hetmesh.errors import RecipeError, SampleError
-from hetmesh.models.split.tile_calls import AnyResolutionTiles
+from hetmesh.models.split.item_calls import AnyResolutionTiles
 
 SIZES = [(21, 37), (80, 9), (16, 16), (5, 7), (9, 80), (33, 16), (1, 50), (30, 31)]
 RESOLUTIONS = [[8, 8], [8, 16], [16, 8], [16, 16], [24, 8], [8, 24], [8, 32]]

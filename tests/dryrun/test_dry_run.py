@@ -58,7 +58,9 @@ def test_the_host_reads_the_sizes_of_each_mixture_of_experts_once_and_nothing_el
     run, _ = apart(dry, "digits_moe", 3, *changes)
     within = [(wait.line, wait.what) for wait, count in run.waits if wait.within for _ in range(count)]
     assert len(within) == times
-    assert {(line.partition(":")[0], what) for line, what in within} == {("parallel/experts/exchange.py", "tolist")}
+    assert {(line.partition(":")[0], what) for line, what in within} == {
+        ("parallel/experts/token_exchange.py", "tolist")
+    }
     assert sum(each.messages for each in run.traffic if "sizes" in each.edge) == times
     assert run.waiting("host_to_device") == run.timed_waits == 0
 

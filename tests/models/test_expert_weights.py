@@ -27,7 +27,7 @@ from hetmesh.models.named.qwen3_moe import Qwen3MoeAdapter
 from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.models.split.whole_model import whole_model
 from hetmesh.models.weights.build import build_empty
-from hetmesh.models.weights.fill import fused_splits
+from hetmesh.models.weights.fill_module import fused_splits
 from hetmesh.models.weights.pretrained import Pretrained
 from support import tiny_vlms
 

@@ -11,7 +11,7 @@ from hetmesh._torch_compat import StridedShard, seeded_generator
 from hetmesh.errors import RecipeError
 from hetmesh.layout import Layout, MeshSpec
 from hetmesh.models import build_deferred
-from hetmesh.models.weights.fill import copy_part
+from hetmesh.models.weights.fill_module import copy_part
 from hetmesh.models.weights.initial import BLOCK, Elements, Identity, Initial, Operation
 
 WIDTH = 700

@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
-from hetmesh.parallel.blocks import blocks
+from hetmesh.parallel.apply import blocks
 
 
 class Block(nn.Module):

@@ -10,16 +10,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hetmesh._torch_compat import fake_process_group
 from hetmesh.errors import BoundaryError
-from hetmesh.models.named.experts import two_halves
-from hetmesh.parallel.experts import apply_expert_sharding, exchange
+from hetmesh.models.named.fused_experts import two_halves
+from hetmesh.parallel.experts import apply_expert_sharding
 from hetmesh.parallel.experts import block as block_module
-from hetmesh.parallel.experts.balance import balance_terms, choices_per_sample
+from hetmesh.parallel.experts import token_exchange as exchange
 from hetmesh.parallel.experts.block import make_expert_block
-from hetmesh.parallel.experts.exchange import ExpertRanks, count_choices, even_counts
-from hetmesh.parallel.experts.fan import collect, fan_to_experts, fan_to_ranks, spread
 from hetmesh.parallel.experts.layers import ExpertLayers
+from hetmesh.parallel.experts.load_balancing import balance_terms, choices_per_sample
 from hetmesh.parallel.experts.products import grouped_linear
-from hetmesh.parallel.experts.tokens import LaneSamples, RoutedTokens
+from hetmesh.parallel.experts.routed_tokens import LaneSamples, RoutedTokens
+from hetmesh.parallel.experts.token_exchange import ExpertRanks, count_choices, even_counts
+from hetmesh.parallel.experts.token_routes import collect, route_to_experts, route_to_ranks, spread
 
 
 @pytest.fixture(autouse=True)
@@ -130,8 +131,8 @@ def test_choices_are_sorted():
 def test_half_precision_is_summed_in_fp32():
     """A cause of drift: accumulation in bf16."""
     copies = torch.tensor([[256.0], [1.0], [1.0], [1.0]], dtype=torch.bfloat16)
-    fan, _ = fan_to_experts(torch.tensor([[0, 1, 2, 3]]), 4)
-    assert collect(copies, fan).item() == 260.0  # 259 rounded once; 256 + 1 is 256 in bf16
+    route, _ = route_to_experts(torch.tensor([[0, 1, 2, 3]]), 4)
+    assert collect(copies, route).item() == 260.0  # 259 rounded once; 256 + 1 is 256 in bf16
     assert sum(copies).item() == 256.0
 
 
@@ -184,13 +185,13 @@ def test_a_token_goes_once_to_each_rank_that_holds_one_of_its_experts():
     wanted, counts = count_choices(experts, ranks=4, count=8)
     assert wanted.int().tolist() == [[1, 0, 1, 0], [0, 0, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]]
     assert counts.tolist() == [[3, 2, 2], [2, 2, 1], [3, 2, 1], [1, 1, 1]]
-    fan = fan_to_ranks(wanted, 9, 3)
-    assert fan.source.tolist() == [0, 2, 3, 2, 3, 0, 1, 2, 1]
-    assert fan.places.tolist() == [[0, 5, 9], [6, 8, 9], [1, 3, 7], [2, 4, 9]]
+    route = route_to_ranks(wanted, 9, 3)
+    assert route.source.tolist() == [0, 2, 3, 2, 3, 0, 1, 2, 1]
+    assert route.places.tolist() == [[0, 5, 9], [6, 8, 9], [1, 3, 7], [2, 4, 9]]
     rows = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.equal(collect(spread(rows, fan), fan), rows * torch.tensor([[2.0], [2], [3], [2]]))
-    torch.autograd.gradcheck(lambda x: spread(x, fan), rows)
-    torch.autograd.gradcheck(lambda y: collect(y, fan), torch.randn(9, 2, dtype=torch.float64, requires_grad=True))
+    assert torch.equal(collect(spread(rows, route), route), rows * torch.tensor([[2.0], [2], [3], [2]]))
+    torch.autograd.gradcheck(lambda x: spread(x, route), rows)
+    torch.autograd.gradcheck(lambda y: collect(y, route), torch.randn(9, 2, dtype=torch.float64, requires_grad=True))
 
 
 @pytest.mark.parametrize("counts", [(2, 1, 3, 2), (0, 3, 0, 2), (0, 0, 0, 0)])
@@ -198,19 +199,19 @@ def test_rows_of_two_ranks_lie_expert_by_expert(counts):
     """torchtitan's cases: 2 ranks x 2 experts, some of them or all without tokens. Rank by rank in, expert by expert
     out, and back where they were."""
     experts = torch.tensor([number % 2 for number, count in enumerate(counts) for _ in range(count)], dtype=torch.int64)
-    fan, _ = fan_to_experts(experts[:, None], sum(counts))
+    route, _ = route_to_experts(experts[:, None], sum(counts))
     starts = [sum(counts[:i]) for i in range(4)]
     wanted = [row for i in (0, 2, 1, 3) for row in range(starts[i], starts[i] + counts[i])]
-    assert fan.source.tolist() == wanted
+    assert route.source.tolist() == wanted
     rows = torch.randn(sum(counts), 2)
-    assert torch.equal(collect(spread(rows, fan), fan), rows)
+    assert torch.equal(collect(spread(rows, route), route), rows)
 
 
 def test_pairs_lie_expert_by_expert():
-    fan, choice = fan_to_experts(torch.tensor([[1, 2, 0], [2, 2, 1], [0, 1, 2]]), 5)  # 2: held elsewhere
-    assert fan.source.tolist() == [0, 2, 0, 1, 2]
+    route, choice = route_to_experts(torch.tensor([[1, 2, 0], [2, 2, 1], [0, 1, 2]]), 5)  # 2: held elsewhere
+    assert route.source.tolist() == [0, 2, 0, 1, 2]
     assert choice.tolist() == [2, 6, 0, 5, 7]
-    assert fan.places.tolist() == [[2, 5, 0], [5, 5, 3], [1, 4, 5]]
+    assert route.places.tolist() == [[2, 5, 0], [5, 5, 3], [1, 4, 5]]
 
 
 def test_the_balance_loss_of_one_sample_is_that_of_transformers():

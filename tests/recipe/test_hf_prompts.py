@@ -15,7 +15,7 @@ from hetmesh.data.chat import Chat
 from hetmesh.data.conversations import ConversationsSource
 from hetmesh.data.expand import expand, expand_tokens
 from hetmesh.errors import RecipeError
-from hetmesh.models.split.tile_calls import AnyResolutionTiles
+from hetmesh.models.split.item_calls import AnyResolutionTiles
 from hetmesh.recipe.hf_families import PROCESSORS, PROMPTS
 from hetmesh.recipe.hf_path import prompt_note
 from hetmesh.recipe.recipe import parse_recipe

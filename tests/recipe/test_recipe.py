@@ -9,7 +9,6 @@ from pydantic import BaseModel
 
 import hetmesh.context
 import hetmesh.schedule
-from hetmesh.context import share_tokens
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.keys import SECTIONS, valid_keys
 from hetmesh.recipe.recipe import Recipe, load_recipe, parse_recipe
@@ -52,7 +51,11 @@ steps = 800
 freq = 100
 """
 
-SCHEDULES, ASSIGNMENTS, MASKS = (hetmesh.schedule, "POLICIES"), (hetmesh.context, "POLICIES"), (share_tokens, "MASKS")
+SCHEDULES, ASSIGNMENTS, MASKS = (
+    (hetmesh.schedule, "POLICIES"),
+    (hetmesh.context, "POLICIES"),
+    (hetmesh.context.masks, "MASKS"),
+)
 ONE_MODULE = '[modules.llm]\nmodel = "qwen3"\n'
 
 

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hetmesh.boundary.accelerator import Accelerator
 from hetmesh.graph import Stage
 from hetmesh.runtime.batches_ahead import BatchesAhead
-from hetmesh.runtime.recording import ActionClock
+from hetmesh.runtime.runtime import ActionClock
 from hetmesh.schedule import Action, Kind
 from support.streams import StreamedCpu
 
@@ -35,13 +35,13 @@ def test_the_next_batch_is_loaded_pinned_and_copied_behind_the_one_before(monkey
 
     def load(stage, microbatch):
         done.append(f"{stage} {microbatch}")
-        return {"tokens": torch.ones(3), "attention": "as it is"}
+        return {"tokens": torch.ones(3), "sizes": "as it is"}
 
     batches = BatchesAhead(load, meta, FORWARDS, meta.stream())
     with Copies() as copies:
         for stage, microbatch in FORWARDS:
             batch = batches.take(stage, microbatch)
-            assert (batch["tokens"].device.type, batch["attention"]) == ("meta", "as it is")
+            assert (batch["tokens"].device.type, batch["sizes"]) == ("meta", "as it is")
             done.append(f"F {stage} {microbatch}")
             batches.prepare()
     each = [f"{stage} {microbatch}" for stage, microbatch in FORWARDS]

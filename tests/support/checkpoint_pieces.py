@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import World
 from hetmesh.checkpoint import checkpointer, writing
-from hetmesh.parallel.root import Root
+from hetmesh.parallel.apply import Root
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.training.optimizers import make_optimizers
 

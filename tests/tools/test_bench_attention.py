@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hetmesh.context import assign
-from hetmesh.context.families import families
+from support.mask_families import families
 
 TOOLS = Path(__file__).parents[2] / "tools"
 

@@ -191,7 +191,7 @@ def test_nothing_foreign_is_unpickled():
         if plain.search(line)
     }
     process = "src/hetmesh/verify/self_check_process.py"
-    line = r'print(*compare(pickle.load(sys.stdin.buffer)), sep="\n", file=findings)'
+    line = r'print(*compare(resolve(pickle.load(sys.stdin.buffer))), sep="\n", file=findings)'
     assert found == {f"{process}: {line}"}  # our own recipe, by a pipe
 
 

@@ -5,7 +5,7 @@ import pytest
 from test_parity_pipeline import recipe, table
 
 from hetmesh.boundary import World
-from hetmesh.context.share_tokens import MASKS
+from hetmesh.context.masks import MASKS
 from hetmesh.errors import RecipeError
 from hetmesh.graph import MediaItem, SampleMeta
 from hetmesh.testing import parity

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hetmesh.errors import RecipeError
 from hetmesh.layout import MeshSpec
-from hetmesh.parallel.root import Root
+from hetmesh.parallel.apply import Root
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.records.checkpoint_folders import complete_steps
 from hetmesh.resolve.refusals import check_recipe

@@ -24,10 +24,10 @@ from torch import Tensor
 from benchmarks.busy import BusyMeter, attention, busy_slowdown, seconds_together
 from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.boundary import World
-from hetmesh.context import Mask, assign, loads
-from hetmesh.context.families import families
+from hetmesh.context import Mask, assign
 from hetmesh.runtime import LiveBytes
 from hetmesh.testing.pool import WorkerPool
+from support.mask_families import families, loads
 
 JUDGES = ("src/hetmesh/attention", "src/hetmesh/context")
 """What an output of it judges (`kept.py`)."""

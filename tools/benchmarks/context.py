@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from hetmesh.context import POLICIES, Mask, assign, block_edges, loads, tile_counts
-from hetmesh.context.families import blockwise, families
+from hetmesh.context import POLICIES, Mask, assign, block_edges, tile_counts
+from support.mask_families import blockwise, families, loads
 
 JUDGES = ("src/hetmesh/context",)
 """What an output of it judges (`kept.py`)."""

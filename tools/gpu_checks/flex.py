@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from gpu_checks.found import Found, Place
+from hetmesh.attention.attention_plan import AttentionPlan, Planned, plan_attention
 from hetmesh.attention.flex import flex_backward, flex_forward
-from hetmesh.attention.kernels import Kernel, cpu_backward, cpu_forward
+from hetmesh.attention.kernels import ForwardState, Kernel, Running, Terms, cpu_backward, cpu_forward, fold
 from hetmesh.attention.key_blocks import KernelCalls
-from hetmesh.attention.plan import AttentionPlan, Planned, plan_attention
-from hetmesh.attention.terms import Running, Saved, Terms, fold
 from hetmesh.context import Mask, assign, causal, text_with_instances
 from hetmesh.layout import Intervals
 from hetmesh.testing.dense_masks import dense
@@ -135,7 +134,7 @@ class Case:
         dq, dkv = torch.zeros_like(running.out), torch.zeros(2, *k.shape, device=self.device)
         if self.backward:
             seen = running.logsumexp.masked_fill(running.logsumexp == -torch.inf, torch.inf)
-            saved = Saved(folded, running.out.to(q.dtype), seen, to_out)
+            saved = ForwardState(folded, running.out.to(q.dtype), seen, to_out)
             for piece, kv, at in zip(pieces, buffers, places, strict=True):
                 part = torch.zeros_like(kv, dtype=dq.dtype)
                 kernel.backward(saved, kv, piece.work, terms, dq, part)

@@ -1,5 +1,3 @@
 """Context-parallel attention: plan of tiles, fetch of keys and values, kernels, and its place in models."""
 
-from hetmesh.attention.attend import attend
-
-__all__ = ["attend"]
+from hetmesh.attention.packed_rows import attend

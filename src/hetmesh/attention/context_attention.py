@@ -15,13 +15,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hetmesh.attention.devices import kernel_for
+from hetmesh.attention.attention_plan import AttentionPlan, Gathered, Planned, plan_attention, prefers_gathering
 from hetmesh.attention.fetch import Finish, Wires, fetch, give_back
+from hetmesh.attention.flex import FLEX, flex_backward, flex_forward
+from hetmesh.attention.kernels import ForwardState, Kernel, Running, Terms, cpu_backward, cpu_forward, fold, unfold
 from hetmesh.attention.key_blocks import KernelCalls
-from hetmesh.attention.plan import AttentionPlan, Gathered, Planned, plan_attention, prefers_gathering
-from hetmesh.attention.terms import Running, Saved, Terms, fold, unfold
 from hetmesh.boundary import World
 from hetmesh.context import Mask
+from hetmesh.context.key_tiles import CHUNKS_AHEAD, chunk_rows
 from hetmesh.errors import BoundaryError, LayoutError
 from hetmesh.layout import Intervals, MeshSpec
 from hetmesh.layout.intervals import extent
@@ -29,27 +30,23 @@ from hetmesh.layout.intervals import extent
 Fetch = Literal["auto", "planned", "all_gather"]
 """How keys and values come: what each rank needs, everything, or the cheaper of the two."""
 
-_AHEAD = 3
-"""Chunks on their way while one is computed. Ranks whose work is equal altogether have unequal work chunk by chunk:
-with one on its way they waited for each other for a tenth of the time (two ranks, 16,384 tokens), with three for a
-fiftieth."""
 
-_CHUNK = (256, 2048)
-"""Least and most key rows of a chunk by default; between them, so many of a rank's mean rows that all chunks in memory
-together are as large as the share of one rank: two ranks hold no less of each other's keys than many ranks do."""
+def kernel_for(device: torch.device) -> Kernel:
+    """The kernel of a device: flex_attention where `FLEX` names it, as it does CUDA; elsewhere the CPU's."""
+    if device.type in FLEX:
+        return Kernel(flex_forward, flex_backward)
+    return Kernel(cpu_forward, cpu_backward)
 
 
 class ContextAttention:
     """Attention over one sequence: the mask, who keeps which rows, and how to reach them. One per microbatch.
 
     Args:
-        mask: of the whole sequence.
         shares: the positions that each rank of the group keeps, in the order of its rows (`context.assign`); left out,
             this rank keeps all and nothing is sent.
         ranks: of the group, in the order of `shares`.
         name: of the traffic in the communication log, such as "llm cp attention"; keys and values are logged under it,
             their gradients under it and " gradients".
-        microbatch: in the log.
         fetch: `auto`, `planned` or `all_gather`; equal on all ranks. `all_gather` needs the group of `ranks`, which
             must exist (a DeviceMesh with this axis makes it) or be made here by all ranks of the job.
         chunk: key rows of other ranks that are computed at a time, while three times as many are on their way; by
@@ -74,7 +71,7 @@ class ContextAttention:
         self.mask, self.name, self.fetch = mask, name, fetch
         self.shares = (((0, mask.length),),) if shares is None else tuple(tuple(runs) for runs in shares)
         mean = mask.length // max(len(self.shares), 1)
-        self.chunk = min(max(mean // (1 + _AHEAD), _CHUNK[0]), _CHUNK[1]) if chunk is None else chunk
+        self.chunk = chunk_rows(mean) if chunk is None else chunk
         self._check(ranks if shares is not None else (0,))
         self.wires: Wires | None = None
         self.coordinate = 0
@@ -119,7 +116,6 @@ class ContextAttention:
         Args:
             q: `[heads, rows, features]`.
             k, v: `[key heads, rows, features]`; `heads` is a multiple of `key heads`.
-            scale: 1 / sqrt(features) by default.
             window: a query at i sees a key at j only if |i - j| < window, and the mask lets it.
 
         Returns:
@@ -147,12 +143,12 @@ class ContextAttention:
             assert self.wires is not None
             return fetch(self.wires, plan.shares, plan.chunks[number], number, kv, direction)
 
-        coming = deque(start(number) for number in range(min(_AHEAD, len(plan.chunks))))
+        coming = deque(start(number) for number in range(min(CHUNKS_AHEAD, len(plan.chunks))))
         yield -1, kv, plan.own
         for number, chunk in enumerate(plan.chunks):
             buffer = coming.popleft()()
-            if number + _AHEAD < len(plan.chunks):
-                coming.append(start(number + _AHEAD))
+            if number + CHUNKS_AHEAD < len(plan.chunks):
+                coming.append(start(number + CHUNKS_AHEAD))
             yield number, buffer, chunk.work
             del buffer
 
@@ -188,7 +184,7 @@ class _Attention(torch.autograd.Function):
         heads = len(k)
         kv = _stacked(k, v)
         seen = logsumexp.masked_fill(logsumexp == -torch.inf, torch.inf)
-        saved = Saved(fold(q, heads), fold(out, heads), seen, fold(gradients[0], heads))
+        saved = ForwardState(fold(q, heads), fold(out, heads), seen, fold(gradients[0], heads))
         dq = torch.zeros_like(saved.q, dtype=logsumexp.dtype)
         dkv = torch.zeros_like(kv, dtype=logsumexp.dtype)
         returning: deque[tuple[int, Finish]] = deque()
@@ -197,7 +193,7 @@ class _Attention(torch.autograd.Function):
             ctx.kernel.backward(saved, buffer, work, ctx.terms, dq, part)
             del buffer
             if number >= 0:
-                if len(returning) == _AHEAD:
+                if len(returning) == CHUNKS_AHEAD:
                     _collect(dkv, plan, *returning.popleft())
                 returning.append((number, state.give_back(plan, number, part.to(kv.dtype))))
             del part

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetmesh._torch_compat import all_gather_single, reduce_scatter_single
-from hetmesh.attention.plan import Gathered, Planned
+from hetmesh.attention.attention_plan import Gathered, Planned
 from hetmesh.boundary import Exchange, Label, World
-from hetmesh.boundary.channels import context_channel
+from hetmesh.boundary.process_groups import context_channel
 from hetmesh.errors import BoundaryError
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, plan_gradient, plan_transfer
 
@@ -36,7 +36,6 @@ class Wires:
 
     Attributes:
         mesh: one axis, in the order of the coordinates.
-        length: rows of the whole sequence.
     """
 
     world: World

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from hetmesh.attention.kernels import ForwardState, Running, Terms
 from hetmesh.attention.key_blocks import BLOCK, Buffer, KernelCalls, PartialMasks
-from hetmesh.attention.terms import Running, Saved, Terms
 from hetmesh.boundary import World
 from hetmesh.context.rule import ALWAYS, BEFORE, NEVER, reach
 
@@ -35,7 +35,7 @@ def flex_forward(running: Running, q: Tensor, kv: Tensor, work: KernelCalls, ter
         running.add(slice(None), out, logsumexp)
 
 
-def flex_backward(saved: Saved, kv: Tensor, work: KernelCalls, terms: Terms, dq: Tensor, dkv: Tensor) -> None:
+def flex_backward(saved: ForwardState, kv: Tensor, work: KernelCalls, terms: Terms, dq: Tensor, dkv: Tensor) -> None:
     """As `cpu_backward`."""
     if not work.calls:
         return
@@ -98,7 +98,7 @@ def _kernel(device: str, *kind: object) -> Callable:
 
 
 def compiled_kernel(backend: str) -> Callable:
-    """flex_attention under torch.compile, with a limit of recompilations of its own; over it is an error."""
+    """flex_attention under torch.compile, with a separate limit of recompilations; over it is an error."""
 
     def attend(*args: Any, **options: Any) -> Any:
         return flex_attention(*args, **options)
@@ -114,7 +114,7 @@ _block_masks: WeakKeyDictionary[KernelCalls, dict[_Key, BlockMask]] = WeakKeyDic
 
 def block_mask(work: KernelCalls, masks: PartialMasks, rows: int, keys: int, device: torch.device) -> BlockMask:
     """The blocks of 128 x 128 that calls touch; those that calls without a mask fill need no mask. Kept for as long as
-    `work` is: a cache of a size of its own would be too small for some number of chunks, layers and microbatches."""
+    `work` is: a cache of some fixed size would be too small for some number of chunks, layers and microbatches."""
     made = _block_masks.setdefault(work, {})
     key = (masks, rows, keys, device)
     if key not in made:

@@ -65,7 +65,6 @@ def attention(
             keeps none passes some that count for nothing: transformers' views are ambiguous on empty tensors.
         key, value: `[B, key heads, S, features]`.
         attention_mask: ignored: the mask is that of the `ContextAttention`.
-        attention_state: what to compute.
 
     Returns:
         `[B, S, heads, features]`, and no weights.

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from hetmesh.context import Mask, full_tiles, tile_intervals, visible
-from hetmesh.context.sources import ragged
+from hetmesh.context.mask_sources import ragged
 from hetmesh.layout import Interval, Intervals
 from hetmesh.layout.intervals import coalesce, extent
 
 BLOCK = 128
-"""Query rows of a block, at most; keys are fetched in blocks of so many positions."""
+"""Query rows of a block, at most; keys are fetched in blocks of that many positions."""
 
 _CALL_ROWS = 1024  # query rows of a call without a mask: bounds its result
 _CALL_KEYS = 1024  # keys of a call with a mask: bounds the mask
@@ -162,7 +162,6 @@ class Blocks:
     """The query blocks of one rank.
 
     Attributes:
-        runs: the positions of the rank's rows, in local order.
         starts, stops: their positions, ascending.
         rows: local row at which each begins.
         full: keys that all rows of a block see.

@@ -10,8 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from hetmesh.context import Mask
-from hetmesh.context.share_tokens import share_tokens
-from hetmesh.context.token_owners import LaneTokens
+from hetmesh.context.token_owners import LaneTokens, share_tokens
 from hetmesh.cost.work import samples_work
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, MetaArrays, ModuleGraph, Routes, SampleMeta

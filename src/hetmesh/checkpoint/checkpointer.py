@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hetmesh.boundary import World
-from hetmesh.boundary.scalars import reduce_over_ranks
+from hetmesh.boundary.world import reduce_over_ranks
 from hetmesh.checkpoint.fit import MODEL, check_fit, module_of, optional
 from hetmesh.checkpoint.reading import gathered, read_index, read_into
 from hetmesh.checkpoint.resume import RunState, read_run_state
@@ -25,7 +25,7 @@ from hetmesh.checkpoint.save_plan import SavePlans, Staging, as_bytes
 from hetmesh.checkpoint.saving import PendingSave, SavePlace
 from hetmesh.checkpoint.writing import FrozenFile, WrittenPart, fingerprint_of, frozen_names, write_file
 from hetmesh.errors import CheckpointError, HetmeshError
-from hetmesh.parallel.root import Root
+from hetmesh.parallel.apply import Root
 from hetmesh.records import checkpoint_folders as folders
 
 T = TypeVar("T")

@@ -16,13 +16,12 @@ from hetmesh.checkpoint.reading import first_of, gathered, read_index, read_into
 from hetmesh.checkpoint.resume import RunState, read_run_state
 from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.errors import RecipeError
-from hetmesh.models import Adapter
 from hetmesh.models.weights.build import build_on_meta
-from hetmesh.parallel.gradients import local_part
-from hetmesh.parallel.root import Root
-from hetmesh.recipe.recipe import Recipe
+from hetmesh.parallel.apply import Root
+from hetmesh.parallel.gradient_sums import local_part
 from hetmesh.records.checkpoint_folders import check_complete
 from hetmesh.resolve.modules import empty_module
+from hetmesh.resolve.resolved import ResolvedRecipe
 
 KEY = "checkpoint.initial_load_path"
 _N_NAMES = 8  # in one message
@@ -59,7 +58,7 @@ def load_initial_weights(world: World, root: Root, path: Path, exclude: Sequence
     _refuse(path, [*dict.fromkeys(text for texts in by_rank for text in texts)])
 
 
-def check_initial_weights(recipe: Recipe, adapters: Mapping[str, Adapter]) -> list[str]:
+def check_initial_weights(resolved: ResolvedRecipe) -> list[str]:
     """Compare names, shapes and dtypes in `[checkpoint] initial_load_path` with those of the recipe's modules, in one
     process that reads no weights. Modules that cannot be built without memory are not compared, nor are values of
     weights that are tied here.
@@ -71,11 +70,12 @@ def check_initial_weights(recipe: Recipe, adapters: Mapping[str, Adapter]) -> li
         RecipeError: it does not fit.
         CheckpointError: it cannot be read.
     """
+    recipe, adapters = resolved.recipe, resolved.adapters
     path, exclude = Path(str(recipe.checkpoint.initial_load_path)), recipe.checkpoint.exclude_from_loading
     known = {name: adapter for name, adapter in adapters.items() if build_on_meta(adapter) is not None}
-    root = Root((name, empty_module(recipe, adapter, name).module) for name, adapter in known.items())
+    root = Root((name, empty_module(recipe, adapter, name)) for name, adapter in known.items())
     unknown = adapters.keys() - known.keys()
-    run = SavedRun(recipe, path)
+    run = SavedRun(recipe, path, resolved)
     saved = {k: e for k, e in run.index.saved.items() if not (k.startswith(MODEL) and module_of(k) in unknown)}
     rest = tuple(prefix for prefix in exclude if prefix.partition(".")[0] not in unknown)
     return _notes(path, [Needs.of(root, rest, saved, run.state.references)], rest, saved, run.state)

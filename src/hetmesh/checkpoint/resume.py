@@ -20,7 +20,7 @@ from hetmesh.files import from_json
 from hetmesh.models import pretrained_of
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.sections import ModuleParallelism
-from hetmesh.resolve.references import References
+from hetmesh.resolve.directories import References
 
 FREE = frozenset({"job", "checkpoint", "metrics", "profiling", "comm", "validation"})
 """Tables that do not affect what is trained; their changes are not reported."""

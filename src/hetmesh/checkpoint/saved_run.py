@@ -21,25 +21,31 @@ from hetmesh.checkpoint.resume import RUN, RunState, configs
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.files import from_json, read_file
 from hetmesh.models import Adapter, pretrained_of
-from hetmesh.models.weights.fill import WRAPPERS
+from hetmesh.models.weights.fill_module import WRAPPERS
 from hetmesh.models.weights.load import check_weights, own_tensors, read_tensors
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.recipe.recipe import Recipe, place_beside
 from hetmesh.recipe.sections import freeze
 from hetmesh.records.checkpoint_folders import complete_steps, newest_step, step_of
 from hetmesh.records.dump_folder import CODE_FOLDER, RECIPE_FILE
-from hetmesh.resolve.describe import describe
+from hetmesh.resolve.directories import check_references, references_alone
 from hetmesh.resolve.modules import empty_module
-from hetmesh.resolve.references import check_references, references_alone
+from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 
 
 @dataclass(frozen=True, eq=False)
 class SavedRun:
     """A run, by its recipe as it was last started, and the step folder `path` of one of its checkpoints. Made by
-    `saved_run`, or from a recipe at hand."""
+    `saved_run`, or from a recipe at hand; `known` is that recipe, if it is resolved already."""
 
     recipe: Recipe
     path: Path
+    known: ResolvedRecipe | None = None
+
+    @cached_property
+    def resolved(self) -> ResolvedRecipe:
+        """What the recipe means."""
+        return self.known or resolve(self.recipe)
 
     @cached_property
     def index(self) -> Index:
@@ -77,7 +83,7 @@ class SavedRun:
         if not (saved := self.state.references):
             return {}
         check_references(self.path, saved, references_alone(self.recipe, saved))
-        adapters = describe(self.recipe)[1]
+        adapters = self.resolved.adapters
         return {name: Referred.of(self.recipe, name, adapters[name]) for name in saved}
 
     @property
@@ -138,7 +144,7 @@ class Referred:
     @classmethod
     def of(cls, recipe: Recipe, name: str, adapter: Adapter) -> Referred:
         """Module `name` of `recipe`, from the directory that it names."""
-        pretrained, module = pretrained_of(name, recipe.modules[name]), empty_module(recipe, adapter, name).module
+        pretrained, module = pretrained_of(name, recipe.modules[name]), empty_module(recipe, adapter, name)
         assert pretrained is not None  # else nothing could be referred to
         names = check_weights(adapter, module, pretrained)
         names |= {name: names[first] for name, first in own_tensors(module)[1].items()}  # tied ones

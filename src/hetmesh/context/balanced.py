@@ -19,7 +19,7 @@ _MISS = 100.0
 
 _SPLIT = 0.75
 """What one split may miss, in tolerances. A split halves what its parent missed, so half would do at the worst; what is
-too much in the end, swaps mend."""
+too much in the end, swaps remove."""
 
 _SPARE = 3  # blocks by which an arc may be shorter or longer than its share, as far as the token cap lets it
 
@@ -34,7 +34,6 @@ def balanced(
     Args:
         work: cost of each block; whole numbers, whose sums do not depend on the machine.
         tokens: rows of each block; all alike but the last, which may have fewer.
-        ranks: at least 1.
         token_cap: most tokens of a rank over the mean, where whole blocks allow it.
         tolerance: most work of a rank over the mean, less one, that is left alone.
     """
@@ -102,10 +101,10 @@ class _Circle:
         cut = self.cut[order]
         cut[1:] *= order[1:] == order[:-1] + 1
         cut[0] *= order[0] == order[-1] + 1
-        behind = np.zeros(2 * blocks + 1)
-        np.cumsum(np.concatenate([work, work]), out=behind[1:])
+        sums = np.zeros(2 * blocks + 1)
+        np.cumsum(np.concatenate([work, work]), out=sums[1:])
         stops = np.arange(blocks) + np.arange(fewest, most + 1)[:, None]
-        error = behind[stops] - (behind[:blocks] + share * behind[blocks])
+        error = sums[stops] - (sums[:blocks] + share * sums[blocks])
         cost = np.abs(error)
         cost *= _MISS / self.slack
         np.maximum(cost, _MISS, out=cost)
@@ -117,8 +116,7 @@ class _Circle:
 
 def _near(blocks: int, ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     """For every block of the sequence its neighbours that are ours less those that are theirs: what taking it from us
-    and giving it to them adds to the runs.
-    """
+    and giving it to them adds to the runs."""
     side = np.zeros(blocks + 2, np.int64)
     side[ours + 1], side[theirs + 1] = 1, -1
     return side[:-2] + side[2:]
@@ -128,8 +126,7 @@ def _pair(
     work: np.ndarray, near: np.ndarray, ours: np.ndarray, theirs: np.ndarray, amount: float, slack: float
 ) -> tuple[int, int]:
     """The blocks of two sides that change places best, so that `amount` of work, within `slack`, moves from us to
-    them. Tried are blocks at the ends of runs with all others, and otherwise those whose work fits best.
-    """
+    them. Tried are blocks at the ends of runs with all others, and otherwise those whose work fits best."""
     best, pair = math.inf, (0, 0)
     for x, y in _options(work, near, ours, theirs, amount):
         if x.size and y.size:

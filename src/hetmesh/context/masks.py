@@ -1,140 +1,108 @@
-"""Attention masks as mask segments, for any length and any number of images or documents.
-
-A multimodal mask is not causal: text is, the tokens of an image see each other in both directions, packed documents
-do not see each other at all. A bit field per token (Cornstarch, arXiv 2503.11367, section on token distribution) holds
-61 instances and no packing; a list of segments holds any number of both. Who sees whom is said in rule.py; tiles,
-fetches and boolean masks all come from it.
-"""
+"""Masks of samples, the recipe's `attention_mask` among them: to add one, write its function here and enter it in
+`MASKS`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 
-import numpy as np
-
-from hetmesh.context.rule import ALWAYS, BEFORE, NEVER, Fields, Rule, Sees, reach
-from hetmesh.context.sources import Sources, find_sources
-from hetmesh.errors import LayoutError
-from hetmesh.layout.hashing import HashedOnce
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A run of tokens that are alike to the mask.
-
-    Attributes:
-        document: its document, a number >= 0; unrelated documents have different ones.
-        instance: `TEXT`, or the number of the image, clip or recording within the document. One instance may have
-            several segments.
-        start, stop: positions [start, stop).
-        rule: within the own instance.
-        sees: of what else lies before.
-        seen: whether other instances see it, those that ask for its kind.
-    """
-
-    document: int
-    instance: int
-    start: int
-    stop: int
-    rule: Rule
-    sees: Sees
-    seen: bool = True
+from hetmesh.context.rule import TEXT, Rule, Sees
+from hetmesh.context.segments import Mask, Segment, join
+from hetmesh.errors import SampleError
+from hetmesh.graph.sample import SampleMeta
+from hetmesh.layout import Intervals
 
 
-@dataclass(frozen=True)
-class Mask(HashedOnce):
-    """The attention mask of one sequence.
+def causal(length: int) -> Mask:
+    """Plain text."""
+    return text_with_instances(length, ())
 
-    Attributes:
-        segments: disjoint; kept in the order of their positions.
-        length: tokens of the sequence; positions in no segment are padding.
+
+def text_with_instances(
+    length: int,
+    instances: Sequence[tuple[int, int]],
+    *,
+    instances_see: Sees = Sees.NOTHING,
+    text_sees: Sees = Sees.INSTANCES,
+    shared: bool = False,
+) -> Mask:
+    """One document: causal text with bidirectional instances in it.
+
+    Args:
+        length: tokens, instances included.
+        instances: `[start, stop)` of each image or recording, ascending and disjoint.
+        instances_see: what instances see beside themselves; `Sees.TEXT` for the text that precedes them.
+        text_sees: what text sees beside the text before it.
+        shared: all of them are one instance, as with one bit for all vision tokens.
 
     Raises:
-        LayoutError: segments overlap, are empty or leave [0, length), or a number is negative.
-    """
-
-    segments: tuple[Segment, ...]
-    length: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "segments", tuple(sorted(self.segments, key=lambda s: s.start)))
-        starts, stops = self.starts, self.stops
-        wrong = (starts < 0) | (stops <= starts) | (stops > self.length)
-        wrong[1:] |= starts[1:] < stops[:-1]
-        wrong |= (self.fields.document < 0) | (self.fields.instance < 0)
-        if wrong.any():
-            raise LayoutError(
-                f"mask of {self.length} tokens: segments must be disjoint, not empty and within the length, with "
-                f"document and instance >= 0, got {self.segments[int(wrong.argmax())]}"
-            )
-
-    __hash__ = HashedOnce.__hash__
-
-    @cached_property
-    def _table(self) -> np.ndarray:
-        rows = [(s.document, s.instance, s.rule, s.sees, s.seen, s.start, s.stop) for s in self.segments]
-        return np.array(rows, np.int64).reshape(-1, 7).T
-
-    @cached_property
-    def fields(self) -> Fields:
-        """The segments' fields, by position."""
-        document, instance, rule, sees, seen = self._table[:5]
-        return Fields(document, instance, rule, sees, seen.astype(bool))
-
-    @property
-    def starts(self) -> np.ndarray:
-        """First positions, int64, ascending."""
-        return self._table[5]
-
-    @property
-    def stops(self) -> np.ndarray:
-        """Positions after the last."""
-        return self._table[6]
-
-    @cached_property
-    def sources(self) -> Sources:
-        """What its queries may see, as interval lists; found once per mask."""
-        return find_sources(self.fields, self.starts, self.stops, self.length)
-
-    def segment_of(self, positions: np.ndarray) -> np.ndarray:
-        """Index of the segment of each position, -1 for padding."""
-        if not self.segments:
-            return np.full(len(positions), -1)
-        index = np.searchsorted(self.starts, positions, side="right") - 1
-        return np.where((index >= 0) & (positions < self.stops[index]), index, -1)
-
-
-def visible(mask: Mask, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Which of the key positions each of the query positions sees: bool [queries, keys].
-
-    For small pieces, such as a tile that is visible in part: it takes time and memory for every entry.
-    """
-    queries, keys = np.asarray(queries, np.int64), np.asarray(keys, np.int64)
-    q, k = mask.segment_of(queries), mask.segment_of(keys)
-    if not mask.segments:
-        return np.zeros((len(queries), len(keys)), bool)
-    rows, row = np.unique(q, return_inverse=True)
-    columns, column = np.unique(k, return_inverse=True)
-    found = reach(mask.fields.take(rows[:, None]), mask.fields.take(columns[None, :]))
-    found[rows < 0] = NEVER
-    found[:, columns < 0] = NEVER
-    found = found[row[:, None], column[None, :]]
-    return (found == ALWAYS) | ((found == BEFORE) & (keys[None, :] <= queries[:, None]))
-
-
-def join(parts: Iterable[Mask]) -> Mask:
-    """Pack masks into one row, one after another, their documents numbered on: nobody sees another part, unless it
-    asks for earlier documents.
+        LayoutError: instances overlap or leave the sequence.
     """
     segments: list[Segment] = []
-    length = document = 0
-    for part in parts:
-        segments += [
-            replace(s, document=s.document + document, start=s.start + length, stop=s.stop + length)
-            for s in part.segments
-        ]
-        document = max((s.document for s in segments), default=-1) + 1
-        length += part.length
+    at = 0
+    for number, (start, stop) in enumerate(instances):
+        if at < start:
+            segments.append(Segment(0, TEXT, at, start, Rule.CAUSAL, text_sees))
+        segments.append(Segment(0, 1 if shared else number + 1, start, stop, Rule.BIDIRECTIONAL, instances_see))
+        at = stop
+    if at < length:
+        segments.append(Segment(0, TEXT, at, length, Rule.CAUSAL, text_sees))
     return Mask(tuple(segments), length)
+
+
+def of_sample(sample: SampleMeta, *, instances_see: Sees = Sees.NOTHING) -> Mask:
+    """The mask of one expanded sample: its media items are instances, whatever their kind. Raises SampleError if media
+    items overlap or leave the sample."""
+    spans: Intervals = tuple((item.position, item.position + item.rows) for item in sample.media)
+    edges = [edge for span in spans for edge in span]
+    if edges != sorted(edges) or not all(0 <= edge <= sample.tokens for edge in edges):
+        raise SampleError(
+            f"sample {sample.id!r}: media must be in order, disjoint and within its {sample.tokens} tokens, got "
+            f"{list(spans)}"
+        )
+    return text_with_instances(sample.tokens, [s for s in spans if s[0] < s[1]], instances_see=instances_see)
+
+
+def runs_of_sample(sample: SampleMeta) -> Mask:
+    """`of_sample` with items that lie side by side as one instance, and instances that see all that lies before them:
+    as transformers has it for Gemma 3."""
+    runs: list[tuple[int, int]] = []
+    for start, stop in ((item.position, item.position + item.rows) for item in sample.media if item.rows):
+        if runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], stop)
+        else:
+            runs.append((start, stop))
+    return text_with_instances(sample.tokens, runs, instances_see=Sees.DOCUMENT)
+
+
+def prefix_of_sample(sample: SampleMeta) -> Mask:
+    """All before the first target sees itself in both directions, the rest is causal (PaliGemma, arXiv 2407.07726)."""
+    first = min((start for start, _ in sample.targets), default=sample.tokens)
+    return text_with_instances(sample.tokens, [(0, first)] if first else [])
+
+
+MASKS: Mapping[str, Callable[[SampleMeta], Mask]] = MappingProxyType(
+    {
+        "causal": lambda sample: causal(sample.tokens),
+        "isolated_media": of_sample,
+        "bidirectional_media": partial(of_sample, instances_see=Sees.DOCUMENT),
+        "bidirectional_runs": runs_of_sample,
+        "prefix": prefix_of_sample,
+    }
+)
+"""What tokens of a sample see, by the name a recipe gives it: what lies before them, media items like text; or media
+items that see themselves in both directions, and nothing else (one bit per item of Cornstarch's bit field) or also what
+lies before them, each for itself or those side by side together (Gemma 3); or all before the first target sees itself
+in both directions (PaliGemma). Text always sees all that lies before it."""
+
+
+def lane_mask(samples: Sequence[SampleMeta], kind: str = "causal") -> Mask:
+    """What an LLM sees of a lane whose samples lie one after another: each token of its own sample, as `kind`
+    says."""
+    return join(MASKS[kind](sample) for sample in samples)
+
+
+def media_mask(sizes: Sequence[int]) -> Mask:
+    """What an encoder sees of media items that lie one after another: each token all of its own item."""
+    return join(text_with_instances(size, [(0, size)]) for size in sizes if size)

@@ -1,14 +1,17 @@
 """Token ownership: which rank of a lane keeps which of the lane's tokens, where the activations between the blocks of
-a module are split along the sequence. Pure: the runtime's shards and the planner's layouts both follow from it.
-"""
+a module are split along the sequence. Pure: the runtime's shards and the planner's layouts both follow from it."""
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hetmesh.graph.sample import SampleMeta
+from hetmesh.context.masks import lane_mask, media_mask
+from hetmesh.context.segments import Mask
+from hetmesh.context.token_assignment import assign
+from hetmesh.graph import ModuleSpec, SampleMeta
 from hetmesh.layout import Intervals
 from hetmesh.layout.intervals import extent
 
@@ -21,7 +24,6 @@ class TokenShares:
 
     Attributes:
         total: B * S.
-        parts: ranks that share them.
     """
 
     total: int
@@ -83,7 +85,6 @@ def owned_rows(
     """Which rows, of those that replace the placeholders `at`, one rank keeps.
 
     Args:
-        samples: those of the lane, in order; expanded.
         starts: the first row of each sample in the row space.
 
     Returns:
@@ -91,9 +92,10 @@ def owned_rows(
     """
     runs: list[tuple[int, int, int]] = []  # first token, tokens, first row
     for sample, first, row in zip(samples, tokens.starts, starts, strict=True):
-        for position, count in _runs(sample, at):
-            runs.append((first + position, count, row))
-            row += count
+        for item in sample.media:
+            if item.name == at:
+                runs.append((first + item.position, item.rows, row))
+                row += item.rows
     ends = [token + count for token, count, _ in runs]
     kept: list[tuple[int, int]] = []
     for start, stop in tokens.kept(owner):
@@ -106,5 +108,39 @@ def owned_rows(
     return tuple(kept)
 
 
-def _runs(sample: SampleMeta, at: str) -> Iterable[tuple[int, int]]:
-    return ((item.position, item.rows) for item in sample.media if item.name == at)
+BLOCK = 128
+"""Query rows that an attention kernel works on together; shorter sequences are cut more finely."""
+
+
+def share_media(module: ModuleSpec, samples: Sequence[SampleMeta]) -> tuple[LaneTokens, Mask]:
+    """The tokens of the media of one lane in one microbatch of an encoder whose ranks share them, and what they see of
+    each other. No cut along `cp` splits a row. `samples` are expanded."""
+    unit, ranks = module.tokens_per_row, module.mesh.axis_size("cp")
+    mask = media_mask([unit * item.rows for s in samples for item in s.media if item.name == module.media])
+    starts = tuple(itertools.accumulate((unit * s.rows.get(module.name, 0) for s in samples), initial=0))
+    block = unit * max(1, min(BLOCK, starts[-1] // (4 * ranks)) // unit)
+    shares = assign(mask, ranks, policy=module.assignment, block=block)
+    return LaneTokens(starts[:-1], starts[-1], shares, _parts(module)), mask
+
+
+def share_tokens(module: ModuleSpec, samples: Sequence[SampleMeta]) -> tuple[LaneTokens, Mask | None]:
+    """The tokens of one lane in one microbatch of `module`, and what they see of each other where they are packed.
+    `samples` are expanded."""
+    if module.tokens_per_row:
+        return share_media(module, samples)
+    lengths = [sample.tokens for sample in samples]
+    if not module.packed:
+        width = max(lengths, default=1)
+        total = len(samples) * width
+        return LaneTokens(tuple(i * width for i in range(len(samples))), total, (((0, total),),), _parts(module)), None
+    starts = tuple(itertools.accumulate(lengths, initial=0))
+    ranks = module.mesh.axis_size("cp")
+    mask = lane_mask(samples, module.attention_mask)
+    # Few tokens are cut finely enough that every rank gets some: a kernel of whole blocks would not matter there.
+    block = max(1, min(BLOCK, starts[-1] // (4 * ranks)))
+    shares = assign(mask, ranks, policy=module.assignment, block=block)
+    return LaneTokens(starts[:-1], starts[-1], shares, _parts(module)), mask
+
+
+def _parts(module: ModuleSpec) -> int:
+    return module.mesh.axis_size("tp") if "tp" in module.token_axes else 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hetmesh._torch_compat import fake_process_group, tree_leaves
-from hetmesh.balance import BatchPlan, plan_batch
+from hetmesh.balance import BatchPlan
 from hetmesh.boundary.world import init
 from hetmesh.cost import Machine, load_machine
 from hetmesh.dryrun.device_work import DeviceWork, WorkCount
@@ -31,11 +31,9 @@ from hetmesh.errors import RecipeError
 from hetmesh.parallel import local_part
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.dump_folder import RunFolder
-from hetmesh.resolve.balance_options import recipe_balance
-from hetmesh.resolve.describe import describe, make_loader
-from hetmesh.resolve.memory_fit import step_memory
+from hetmesh.resolve.predictions import step_memory
 from hetmesh.resolve.recipe_step_model import recipe_step_model
-from hetmesh.resolve.schedules import StepSchedules
+from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 from hetmesh.runtime.live_bytes import SpanBytes
 from hetmesh.simulate import RankMemory, simulate
 from hetmesh.training.trainer import Trainer
@@ -164,32 +162,30 @@ def dry_runs(
     if rank is not None and not 0 <= rank < recipe.world_size:
         raise RecipeError(f"--rank {rank}: the recipe has ranks 0-{recipe.world_size - 1}, or all")
     found = load_machine(machine or recipe.metrics.machine or MACHINE)
-    recipe = with_microbatches(recipe, microbatches)
+    resolved = resolve(with_microbatches(recipe, microbatches))
     groups = []
-    for ranks, fullest, memory in _groups(recipe, found):
+    for ranks, fullest, memory in _groups(resolved, found):
         if rank is None or rank in ranks:
             taken = fullest if rank is None else rank
-            groups.append(RankGroup(ranks, dry_run(recipe, taken), memory[taken]))
+            groups.append(RankGroup(ranks, dry_run(resolved, taken), memory[taken]))
     return DryRuns(tuple(groups), found.name, found.memory_bytes)
 
 
 def fullest_group(recipe: Recipe, machine: str | None = None, *, draws: bool = False) -> RankGroup:
     """Of all groups of equal ranks the one that is predicted to hold most, run; `draws` as in `dry_run`."""
     found = load_machine(machine or recipe.metrics.machine or MACHINE)
-    ranks, fullest, memory = max(_groups(recipe, found), key=lambda group: group[2][group[1]].tensors)
-    return RankGroup(ranks, dry_run(recipe, fullest, draws=draws), memory[fullest])
+    resolved = resolve(recipe)
+    ranks, fullest, memory = max(_groups(resolved, found), key=lambda group: group[2][group[1]].tensors)
+    return RankGroup(ranks, dry_run(resolved, fullest, draws=draws), memory[fullest])
 
 
-def _groups(recipe: Recipe, machine: Machine) -> list[tuple[tuple[int, ...], int, dict[int, RankMemory]]]:
+def _groups(resolved: ResolvedRecipe, machine: Machine) -> list[tuple[tuple[int, ...], int, dict[int, RankMemory]]]:
     """Ranks that hold the same stages; of them the one with most to do in the first global batch; and the predicted
     memory of all ranks."""
-    source, adapters, graph = describe(recipe)
-    drawn = make_loader(recipe, source, graph, adapters).batch(0)
-    plan = plan_batch(graph, drawn.metas, recipe.batch.microbatch_size, recipe_balance(recipe, graph, adapters))
-    model = recipe_step_model(recipe, graph, adapters, machine=machine)
-    schedules = StepSchedules(recipe, graph, adapters)
-    memory = step_memory(recipe, model, plan, schedules)
-    tracks = simulate(schedules.of(plan), model.costs(plan, schedules.of(plan))).tracks
+    plan = resolved.plan(resolved.loader().batch(0).metas)
+    model = recipe_step_model(resolved.recipe, resolved.graph, resolved.shapes, machine)
+    schedule, memory = resolved.schedules.of(plan), step_memory(resolved, model, plan)
+    tracks = simulate(schedule, model.costs(plan, schedule)).tracks
     return [(ranks, max(ranks, key=lambda rank: (_load(plan, rank), -rank)), memory) for ranks in tracks]
 
 
@@ -204,7 +200,7 @@ def _load(plan: BatchPlan, rank: int) -> tuple[int, ...]:
     return targets, rows, pairs
 
 
-def dry_run(recipe: Recipe, rank: int = 0, *, draws: bool = False) -> DryRun:
+def dry_run(resolved: ResolvedRecipe, rank: int = 0, *, draws: bool = False) -> DryRun:
     """Run one step of `rank` on the fake device, after the optimizer has made its state.
 
     The caller's random state is as before. What stays to the end of the process: torch knows the fake device, as one
@@ -215,15 +211,15 @@ def dry_run(recipe: Recipe, rank: int = 0, *, draws: bool = False) -> DryRun:
         draws: draw the weights, which takes seconds for a billion of them, so that `built_peak` is that of training.
 
     Raises:
-        RecipeError: what `hetmesh check` would find.
         RuntimeError: a module decides shapes by values that only the device could compute.
     """
     waits, backend, accelerator = HostWaits(), FakeBackend(), FakeAccelerator.make(draws=draws)
-    around = fake_process_group(recipe.world_size, rank), torch.random.fork_rng(devices=[])
+    around = fake_process_group(resolved.recipe.world_size, rank), torch.random.fork_rng(devices=[])
     with around[0], around[1], tempfile.TemporaryDirectory() as folder:
+        recipe = resolved.recipe
         job = recipe.job.model_copy(update={"dump_folder": folder})
         checkpoint = recipe.checkpoint.model_copy(update={"enable": False, "initial_load_path": None})
-        prepared = recipe.model_copy(update={"job": job, "checkpoint": checkpoint})
+        prepared = replace(resolved, recipe=recipe.model_copy(update={"job": job, "checkpoint": checkpoint}))
         with FakeTensors(accelerator, waits) as tensors, DeviceWork(waits, tensors.fake) as work:
             tensors.observe = work.note
             started = time.perf_counter()

@@ -21,9 +21,9 @@ from hetmesh.formatting import counted
 from hetmesh.models.weights.pretrained import TensorEntry
 from hetmesh.models.weights.save import LARGEST_FILE, Stored, Written, as_dtype, write_config, write_tensors
 from hetmesh.models.weights.stored_form import StoredBlock
-from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.checkpoint_folders import PARTIAL
 from hetmesh.records.dump_folder import RECIPE_FILE
+from hetmesh.resolve.resolved import ResolvedRecipe
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What weights may be converted to."""
@@ -86,15 +86,15 @@ def export(
     return lines
 
 
-def export_last(recipe: Recipe, path: Path) -> list[str]:
+def export_last(resolved: ResolvedRecipe, path: Path) -> list[str]:
     """Export the checkpoint at `path`, a run's last one, to `{path}-hf`, as `[checkpoint]` says.
 
     An export of the same checkpoint that exists already (of the run before it was resumed) stays; one of anything else
     is renamed. Returns what was done, as lines of text.
     """
     folder = path.with_name(f"{path.name}-hf")
-    name = recipe.checkpoint.export_dtype
-    run, dtype = SavedRun(recipe, path), None if name is None else DTYPES[name]
+    name = resolved.recipe.checkpoint.export_dtype
+    run, dtype = SavedRun(resolved.recipe, path, resolved), None if name is None else DTYPES[name]
     aside, lines = None, list[str]()
     if folder.is_dir() and any(folder.iterdir()):
         if is_made_from(folder, made_from(run, dtype, merge=True)):

@@ -25,9 +25,9 @@ from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.models.weights.stored_form import StoredBlock, StoredForm, by_stored, refitted, stored_shape
 from hetmesh.recipe.hf_families import class_of
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.describe import adapters_of, describe
+from hetmesh.resolve.directories import directory_of
 from hetmesh.resolve.modules import empty_module
-from hetmesh.resolve.whole_directory import directory_of
+from hetmesh.resolve.resolved import adapters_of
 
 COMPUTED = ("max_position_embeddings", "rope_parameters", "sliding_window", "use_sliding_window")
 """Keys that change what is computed, and that a recipe may set otherwise than the directory of its weights."""
@@ -112,7 +112,7 @@ def export_plan(run: SavedRun, *, merge: bool) -> ExportPlan:
     """
     recipe = run.recipe
     if any(pretrained_of(name, module) is None for name, module in recipe.modules.items()):
-        adapters: Mapping[str, Adapter] = describe(recipe)[1]  # looks at the data, where sizes come from there
+        adapters: Mapping[str, Adapter] = run.resolved.adapters  # looks at the data, where sizes come from there
     else:
         adapters = adapters_of(recipe, vocab_size=0)
     parts = {name: _Part.of(run, name, adapters[name], merge) for name in recipe.modules}
@@ -144,7 +144,7 @@ class _Part:
 
     @classmethod
     def of(cls, run: SavedRun, name: str, adapter: Adapter, merge: bool) -> _Part:
-        module, lora = empty_module(run.recipe, adapter, name).module, run.recipe.modules[name].lora
+        module, lora = empty_module(run.recipe, adapter, name), run.recipe.modules[name].lora
         own, aliases = own_tensors(module)
         shapes = {f"{name}.{key}": tuple(tensor.shape) for key, tensor in module.state_dict().items()}
         pairs = {}

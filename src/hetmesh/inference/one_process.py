@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hetmesh.attention.packed_rows import with_tensors
 from hetmesh.balance import BalanceOptions, plan_batch
 from hetmesh.checkpoint.initial_load import KEY, check_initial_weights
 from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.data.loader import DrawnBatch, Loader
 from hetmesh.data.source import Source
 from hetmesh.errors import CheckpointError, RecipeError
-from hetmesh.graph import ModuleGraph, Stage, output_key
+from hetmesh.graph import Stage, output_key
 from hetmesh.models import Adapter, pretrained_of
 from hetmesh.models.key_value_cache import Cache, keeps_keys, next_logits
 from hetmesh.models.named.causal_lm import CausalLMAdapter
@@ -24,8 +25,8 @@ from hetmesh.models.weights.lora import base_name, is_adapter
 from hetmesh.recipe import sections as sections
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.checkpoint_folders import check_complete
-from hetmesh.resolve.describe import describe, make_prepare
-from hetmesh.resolve.modules import empty_module, loaded_module
+from hetmesh.resolve.modules import deferred_module, loaded_module
+from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 from hetmesh.training.feed import Feed
 
 MAX_TOKENS = 1 << 20
@@ -37,21 +38,17 @@ class OneProcess:
     """Modules that are ready to compute, in evaluation mode on `device`. Made by `OneProcess.load`.
 
     Attributes:
-        recipe: with all modules on one rank.
-        source: of the recipe's data.
+        resolved: the recipe with all modules on one rank.
     """
 
-    recipe: Recipe
-    source: Source
-    adapters: Mapping[str, Adapter]
-    graph: ModuleGraph
+    resolved: ResolvedRecipe
     modules: Mapping[str, nn.Module]
     device: torch.device
 
     def __post_init__(self) -> None:
         for name, module in self.modules.items():
-            use = self.adapters[name].abilities.use_packed
-            if self.graph[name].packed and use is not None:
+            use = self.resolved.adapters[name].abilities.use_packed
+            if self.resolved.graph[name].packed and use is not None:
                 use(module)
             module.eval()
 
@@ -67,7 +64,8 @@ class OneProcess:
             CheckpointError: the checkpoint cannot be read, or has other tensors than the modules.
         """
         alone = on_one_rank(recipe)
-        source, adapters, graph = describe(alone)
+        resolved = resolve(alone)
+        adapters, graph = resolved.adapters, resolved.graph
         if run is None and recipe.checkpoint.initial_load_path:
             if afresh := recipe.checkpoint.exclude_from_loading:
                 raise RecipeError(
@@ -76,8 +74,8 @@ class OneProcess:
                 )
             path = Path(recipe.checkpoint.initial_load_path)
             check_complete(path, KEY)
-            check_initial_weights(alone, adapters)
-            run = SavedRun(alone, path)
+            check_initial_weights(resolved)
+            run = SavedRun(alone, path, resolved)
         modules: dict[str, nn.Module] = {}
         for name in graph.order:
             if run is not None:
@@ -90,32 +88,32 @@ class OneProcess:
                     "that kept a checkpoint, or checkpoint.initial_load_path"
                 )
             modules[name] = module.to(device)
-        return cls(alone, source, adapters, graph, modules, torch.device(device))
+        return cls(resolved, modules, torch.device(device))
 
     def loader(self, source: Source) -> Loader:
         """What expands the samples of another source of the same vocabulary."""
-        return Loader(source, len(source), make_prepare(self.recipe, self.graph, self.adapters), shuffle=False)
+        return Loader(source, len(source), self.resolved.expander, shuffle=False)
 
     def cache(self) -> Cache | None:
         """What `logits` may keep between the tokens of an answer; None where the LLM computes all of them again."""
-        sink = self.graph.sink
-        return {} if keeps_keys(self.adapters[sink.name], self.modules[sink.name], sink.packed) else None
+        sink = self.resolved.graph.sink
+        return {} if keeps_keys(self.resolved.adapters[sink.name], self.modules[sink.name], sink.packed) else None
 
     def feed(self, loader: Loader, batch: DrawnBatch) -> Feed:
         """What the modules read of the samples in `batch`, which `loader` drew, as one microbatch."""
-        plan = plan_batch(self.graph, batch.metas, len(batch), BalanceOptions(policy="none"))
-        return Feed(loader, batch, plan, self.adapters, 0)
+        plan = plan_batch(self.resolved.graph, batch.metas, len(batch), BalanceOptions(policy="none"))
+        return Feed(loader, batch, plan, self.resolved.adapters, 0)
 
     def run(self, name: str, feed: Feed, rows: dict[str, Tensor]) -> None:
         """Put what module `name` computes of `feed` and of `rows`, the outputs of earlier modules, into `rows`."""
-        result = self.adapters[name].forward(self.modules[name], *self._inputs(name, feed, rows))
+        result = self.resolved.adapters[name].forward(self.modules[name], *self._inputs(name, feed, rows))
         named = {"": result} if isinstance(result, Tensor) else result
         rows |= {output_key(name, output): tensor for output, tensor in named.items()}
 
     def _inputs(self, name: str, feed: Feed, rows: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         given = feed(Stage(name, 0), 0)
         batch = {key: value.to(self.device) if isinstance(value, Tensor) else value for key, value in given.items()}
-        return batch, {b.key: rows[b.key] for b in self.graph.inputs(name)}
+        return with_tensors(given, batch), {b.key: rows[b.key] for b in self.resolved.graph.inputs(name)}
 
     @torch.no_grad()
     def logits(self, source: Source, rows: dict[str, Tensor] | None = None, cache: Cache | None = None) -> Tensor:
@@ -127,11 +125,12 @@ class OneProcess:
                 are returned.
         """
         rows = {} if rows is None else rows
-        loader, sink = self.loader(source), self.graph.sink.name
+        loader, graph = self.loader(source), self.resolved.graph
+        sink = graph.sink.name
         feed = self.feed(loader, loader.batch(0))
-        for name in self.graph.order:
+        for name in graph.order:
             if name == sink and cache is not None:
-                adapter = self.adapters[name]
+                adapter = self.resolved.adapters[name]
                 assert isinstance(adapter, CausalLMAdapter)
                 return next_logits(adapter, self.modules[name], *self._inputs(name, feed, rows), cache)
             if name == sink or name not in rows:
@@ -155,7 +154,7 @@ def on_one_rank(recipe: Recipe, **training: Any) -> Recipe:
 
 
 def _of_run(recipe: Recipe, adapter: Adapter, name: str, run: SavedRun) -> nn.Module:
-    module = empty_module(recipe, adapter, name).materialized()
+    module = deferred_module(recipe, adapter, name, empty=True).materialized()
     saved, tensors = set(run.names), dict[str, Tensor]()
     of_another_run = run.recipe is recipe  # which may have had no adapters
     for key, tensor in module.state_dict().items():

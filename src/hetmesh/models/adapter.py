@@ -17,26 +17,6 @@ from hetmesh.models.weights.stored_form import StoredForm
 from hetmesh.parallel.experts.layers import ExpertLayers
 
 
-class ModuleLike(Protocol):
-    """One `[modules.<name>]` table of a recipe."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def config(self) -> Mapping[str, Any]: ...
-
-
-class BoundaryLike(Protocol):
-    """One `[[boundaries]]` entry of a recipe."""
-
-    @property
-    def source(self) -> str: ...
-    @property
-    def destination(self) -> str: ...
-    @property
-    def at(self) -> str | None: ...
-
-
 class SampleLike(Protocol):
     """The payload of one sample: int64 tokens `[T]`, and its media per kind in the order of their positions."""
 
@@ -76,8 +56,7 @@ class Abilities:
         gathered_whole: with FSDP its layers are gathered together, because which of them it calls, and how often,
             depends on its input, so that ranks would gather different layers at a time.
         head: for an LLM: FQN of the layer that makes its logits, if everything after it treats each logit separately,
-        so
-            that tensor-parallel ranks may have shares of them.
+            so that tensor-parallel ranks may have shares of them.
         reasons: why an ability is absent, by its name; for refusals.
     """
 
@@ -119,52 +98,41 @@ class Adapter(Protocol):
     @property
     def in_features(self) -> int | None:
         """Width of the rows it consumes; None for an encoder."""
-        ...
 
     @property
     def out_features(self) -> int | None:
         """Width of the rows it emits; None for the sink."""
-        ...
 
     @property
     def checkpoint_names(self) -> tuple[Names, ...]:
         """The ways in which checkpoints name the module's tensors."""
-        ...
 
     @property
     def checkpoint_unused(self) -> tuple[str, ...]:
         """Patterns (regular expressions) of the names of tensors in its checkpoints that the module does not use."""
-        ...
 
     @property
     def abilities(self) -> Abilities:
         """What it can do besides."""
-        ...
 
     def build(self) -> nn.Module:
         """The module with random weights, drawn from the current RNG in the default dtype on the default device."""
-        ...
 
     def layers(self) -> tuple[str, ...]:
         """FQNs of its layers in execution order."""
-        ...
 
     def tensor_parallel_plan(self) -> Mapping[str, Any]:
         """FQN pattern (`*` is one name) -> a style of `hetmesh.parallel`, or a torch `ParallelStyle`."""
-        ...
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
         """The sizes that a tensor parallel degree must divide, by config key: `{"num_attention_heads": 4}`."""
-        ...
 
     def item_rows(self, shape: tuple[int, ...]) -> int:
         """Encoder: the number of rows of one media item of raw shape `shape`; raises SampleError if it cannot read
         it."""
-        ...
 
     def rows(self, incoming: int) -> int:
         """Row-wise module: rows emitted for `incoming` rows."""
-        ...
 
     def collate(
         self,
@@ -174,12 +142,8 @@ class Adapter(Protocol):
         placeholders: Mapping[str, int],
         pad_id: int = 0,
     ) -> dict[str, Tensor]:
-        """The module's own inputs for the samples of one lane and microbatch (CPU tensors); metas are expanded.
-
-        Raises:
-            SampleError: payload and metadata of a sample disagree.
-        """
-        ...
+        """The module's own inputs for the samples of one lane and microbatch (CPU tensors); metas are expanded. Raises
+        SampleError if payload and metadata of a sample disagree."""
 
     def forward(
         self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
@@ -190,7 +154,32 @@ class Adapter(Protocol):
             Rows `[n, out_features]`, in sample order then position order; from the sink, logits `[num_targets, vocab]`
             in the order of `batch["targets"]`. With `Abilities.side_outputs`, all outputs by name, the rows as `""`.
         """
-        ...
+
+
+class AdapterDefaults:
+    """What most adapters do alike: base of the ready-made ones."""
+
+    def tensor_parallel_plan(self) -> Mapping[str, Any]:
+        return {}
+
+    def tensor_parallel_sizes(self) -> Mapping[str, int]:
+        return {}  # uneven shards of hidden features are fine
+
+    def item_rows(self, shape: tuple[int, ...]) -> int:
+        raise NotImplementedError(f"{type(self).__name__} reads no media")
+
+    def rows(self, incoming: int) -> int:
+        return incoming
+
+    def collate(
+        self,
+        samples: Sequence[SampleLike],
+        metas: Sequence[SampleMeta],
+        *,
+        placeholders: Mapping[str, int] = MappingProxyType({}),
+        pad_id: int = 0,
+    ) -> dict[str, Tensor]:
+        return {}  # it reads rows only
 
 
 @dataclass(frozen=True)
@@ -199,7 +188,6 @@ class AdapterRequest:
 
     Attributes:
         name: the module's name in the recipe; errors name its keys.
-        config: its `config` table.
         media: the kind of media it reads (encoders).
         media_shape: raw shape of one item of that media, if the data source has a fixed one.
         vocab_size: tokens in the vocabulary of the data source.
@@ -207,7 +195,6 @@ class AdapterRequest:
         out_features: width that its consumers need, None until one is resolved (or without one).
         placeholders: the module's producers -> the placeholder that their rows replace (None: rows as such).
         consumers: names of the modules that read its rows.
-        model: its `model` in the recipe.
         pretrained: the directory that its weights come from, None for random ones.
         folder: of the recipe's file, where code that it names may lie; None if it was not read from a file.
         packed: whether the samples of a lane lie in one row.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -16,11 +17,7 @@ from hetmesh.models.adapter import SampleLike
 def collate_media(
     samples: Sequence[SampleLike], metas: Sequence[SampleMeta], name: str, shape: tuple[int, ...]
 ) -> dict[str, Tensor]:
-    """The media items of kind `name` in sample order, then position order, as `{"media": [n, *shape]}`.
-
-    Raises:
-        SampleError: a sample holds another number of items than its metadata says, or an item of another shape.
-    """
+    """The media items of kind `name` in sample order, then position order, as `{"media": [n, *shape]}`."""
     items = media_items(samples, metas, name, shape)
     return {"media": stacked(items) if items else torch.zeros(0, *shape)}
 
@@ -76,8 +73,8 @@ def collate_tokens(
     metas: Sequence[SampleMeta],
     *,
     sources: Mapping[str, str],
-    placeholders: Mapping[str, int],
-    pad_id: int,
+    placeholders: Mapping[str, int] = MappingProxyType({}),
+    pad_id: int = 0,
 ) -> dict[str, Tensor]:
     """Token inputs of B samples, padded on the right to the longest, S.
 

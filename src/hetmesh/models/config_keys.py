@@ -11,14 +11,15 @@ from typing import Any, Union, get_args, get_origin, is_typeddict
 
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import AdapterRequest
+from hetmesh.models.lazy_transformers import hf
 
 NOT_SIZES = frozenset(
-    ("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "_name_or_path")
+    ["architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "_name_or_path"]
 )
 """Keys of a config.json that do not describe the module."""
 
 FREE = frozenset(
-    (
+    [
         "activation_dropout",
         "attention_dropout",
         "dropout",
@@ -30,7 +31,7 @@ FREE = frozenset(
         "sliding_window",
         "use_cache",
         "use_sliding_window",
-    )
+    ]
 )
 """Keys that a recipe may set differently from the config.json of its weights: they do not change the weights."""
 
@@ -59,7 +60,6 @@ def transformers_config(
 
     Args:
         types: the `model_type`s in config.json that the class describes.
-        forced: what hetmesh sets in any case.
 
     Raises:
         RecipeError: an unknown key, a value that transformers rejects or that differs from config.json.
@@ -131,13 +131,12 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 def _check_values(request: AdapterRequest, config: Any) -> None:
     """Raise RecipeError for values that transformers would refuse only when a module is built or run."""
-    from transformers.activations import ACT2FN
-
+    known = hf("activations.ACT2FN")
     for key, value in request.config.items():
         where = f"{request.key}.config.{key} = {value!r}"
-        if key in ACTIVATIONS and value not in ACT2FN:
-            near = difflib.get_close_matches(str(value), ACT2FN, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"valid are {', '.join(sorted(ACT2FN))}"
+        if key in ACTIVATIONS and value not in known:
+            near = difflib.get_close_matches(str(value), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"valid are {', '.join(sorted(known))}"
             raise RecipeError(f"{where}: transformers knows no such activation; {hint}")
         if key.endswith(("dropout", "layerdrop")) and not 0 <= getattr(config, key) < 1:
             raise RecipeError(f"{where}: must be at least 0 and less than 1")
@@ -160,9 +159,6 @@ def constructor_arguments(
 
     Returns:
         The arguments, and the names of required ones that neither supplies.
-
-    Raises:
-        RecipeError: a config key that the constructor does not take.
     """
     parameters = {
         name: p

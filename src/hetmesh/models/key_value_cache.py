@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hetmesh.models.adapter import Adapter
+from hetmesh.models.lazy_transformers import hf
 from hetmesh.models.named.causal_lm import CausalLMAdapter
 
 KEYS = "keys and values"
@@ -18,11 +19,8 @@ Cache = dict[str, Any]
 
 def keeps_keys(adapter: Adapter, model: Any, packed: bool) -> bool:
     """Whether `next_logits` can replace an LLM's forward: it is a causal decoder of transformers whose attention goes
-    through transformers' registry.
-
-    Args:
-        packed: whether its attention is hetmesh's own (packing or another mask), which has no cache.
-    """
+    through transformers' registry. `packed`: whether its attention is hetmesh's own (packing or another mask), which
+    has no cache."""
     if packed or not isinstance(adapter, CausalLMAdapter) or adapter.abilities.use_packed is None:
         return False
     return _cache_argument(adapter.decoder_of(model)) is not None
@@ -38,15 +36,9 @@ def next_logits(
     adapter: CausalLMAdapter, model: Any, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor], cache: Cache
 ) -> Tensor:
     """The logits `[1, vocab]` of the last target of the one sample in `batch`, which continues the sample of the
-    previous call. Masks are transformers' own, as in its `generate`.
-
-    Args:
-        inputs: as for `Adapter.forward`.
-        cache: the cache of this sample; the tokens up to the one before the last target are added.
-    """
-    from transformers import DynamicCache
-
-    known = cache.setdefault(KEYS, DynamicCache(config=adapter.config))
+    previous call. Masks are transformers' own, as in its `generate`. `cache`: the cache of this sample; the tokens up
+    to the one before the last target are added."""
+    known = cache.setdefault(KEYS, hf("DynamicCache")(config=adapter.config))
     start, stop = known.get_seq_length(), int(batch["target_positions"][-1]) + 1
     embedded = adapter.embedded(model, batch["input_ids"], batch, inputs)[None, start:stop]
     features = adapter.added_features(model, embedded, batch, inputs) if start == 0 else {}

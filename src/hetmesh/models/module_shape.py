@@ -11,8 +11,8 @@ from torch import nn
 
 from hetmesh.cost import LayerShape, ModuleShape, WeightShape
 from hetmesh.models.adapter import Adapter
-from hetmesh.models.weights.lora import matches
 from hetmesh.parallel.experts.layers import INNER, WITHIN, ExpertLayers
+from hetmesh.parallel.tensor_parallel import matches
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _OF_QUERIES, _OF_KEYS = {"q_proj": 1, "qkv": 3}, {"k_proj": 1, "qkv": 3}
@@ -24,13 +24,11 @@ HEAD = "lm_head"
 def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[str, Any] | None = None) -> ModuleShape:
     """The sizes of `module`, which `adapter` built.
 
-    Linear layers and routers multiply each row once; a row multiplies as many experts as it chooses. In a
-    stack of convolutions the last gives one output per row, each earlier one as many as the later strides cover.
-    Attention is recognised by its `q_proj`, whose output is as wide as all query heads, by one `qkv` for all three, or
-    as an `nn.MultiheadAttention`; of any other only the linear layers count.
-
-    Args:
-        plan: the tensor parallel plan; None: the adapter's own.
+    Linear layers and routers multiply each row once; a row multiplies as many experts as it chooses. In a stack of
+    convolutions the last gives one output per row, each earlier one as many as the later strides cover. Attention is
+    recognised by its `q_proj`, whose output is as wide as all query heads, by one `qkv` for all three, or as an
+    `nn.MultiheadAttention`; of any other only the linear layers count. `plan`: the tensor parallel plan; None: the
+    adapter's own.
     """
     plan = adapter.tensor_parallel_plan() if plan is None else plan
     abilities = adapter.abilities

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
 
 import numpy as np
 
-from hetmesh.graph.module_graph import ModuleGraph
 from hetmesh.graph.sample import SampleMeta
-from hetmesh.models.adapter import Adapter, ItemGrid
+from hetmesh.models.adapter import ItemGrid
 
 
 def multimodal_positions(meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> tuple[tuple[int, ...], ...]:
@@ -18,10 +16,6 @@ def multimodal_positions(meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> tup
     Text advances all three axes. The rows of an image start where the text before it ended, each at its frame, height
     and width; the text after it continues from the larger of height and width (Qwen3-VL; transformers'
     `Qwen3VLModel.get_rope_index`). Media without a grid count as text.
-
-    Args:
-        meta: an expanded sample.
-        grids: by kind of media.
     """
     parts, token, position = [], 0, 0
     for item in meta.media:
@@ -36,18 +30,3 @@ def multimodal_positions(meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> tup
         position += max(height, width)
     parts.append(np.tile(np.arange(position, position + meta.tokens - token), (3, 1)))
     return tuple(tuple(row) for row in np.concatenate(parts, axis=1).tolist())
-
-
-def sample_positions(
-    graph: ModuleGraph, adapters: Mapping[str, Adapter]
-) -> Callable[[SampleMeta], tuple[tuple[int, ...], ...]] | None:
-    """A function from an expanded sample to its positions; None for an LLM whose positions are 0..tokens-1."""
-    positions = adapters[graph.sink.name].abilities.position_ids
-    if positions is None:
-        return None
-    grids = {
-        b.at: cache(grid)
-        for b in graph.inputs(graph.sink.name)
-        if b.at is not None and (grid := adapters[b.source].abilities.item_grid) is not None
-    }
-    return lambda meta: positions(meta, grids)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetmesh.errors import RecipeError, Refusals
-from hetmesh.models.adapter import Adapter, AdapterRequest, BoundaryLike, ModuleLike
+from hetmesh.models.adapter import Adapter, AdapterRequest
 from hetmesh.models.named.clip import ClipAdapter
 from hetmesh.models.named.llama import LlamaAdapter
 from hetmesh.models.named.mlp import MlpAdapter
@@ -24,6 +24,7 @@ from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.models.split.projector import HfProjectorAdapter
 from hetmesh.models.user.make import make_user_adapter
 from hetmesh.models.weights.pretrained import Pretrained
+from hetmesh.recipe.sections import Boundary, Module
 
 MODELS: dict[str, Callable[[AdapterRequest], Adapter | None]] = {
     "siglip": SiglipAdapter.make,
@@ -45,8 +46,8 @@ needs a neighbour's width that the request does not have yet."""
 
 
 def make_adapters(
-    modules: Mapping[str, ModuleLike],
-    boundaries: Sequence[BoundaryLike],
+    modules: Mapping[str, Module],
+    boundaries: Sequence[Boundary],
     media: Mapping[str, str | None],
     vocab_size: int,
     media_shapes: Mapping[str, tuple[int, ...]] | None = None,
@@ -55,8 +56,6 @@ def make_adapters(
     """One adapter per module, in the order of `modules`. Pure apart from imports; needs no process group.
 
     Args:
-        modules: the recipe's module tables by name.
-        boundaries: the recipe's boundaries.
         media: per encoder the kind of media it reads (`Wiring.media`).
         vocab_size: tokens in the data source's vocabulary.
         media_shapes: raw shape of an item per kind of media, where the data source has one fixed shape.
@@ -102,9 +101,9 @@ def make_adapters(
     return {name: made[name] for name in modules}
 
 
-def _check_ends(modules: Mapping[str, ModuleLike], boundaries: Sequence[BoundaryLike]) -> None:
+def _check_ends(modules: Mapping[str, Module], boundaries: Sequence[Boundary]) -> None:
     producers = {b.source for b in boundaries}
-    replaced: dict[tuple[str, str], BoundaryLike] = {}
+    replaced: dict[tuple[str, str], Boundary] = {}
     for b in boundaries:
         name = f"boundary {b.source}->{b.destination}"
         for end in (b.source, b.destination):
@@ -138,8 +137,8 @@ def _make(model: str, request: AdapterRequest) -> Adapter | None:
 
 def _request(
     name: str,
-    modules: Mapping[str, ModuleLike],
-    boundaries: Sequence[BoundaryLike],
+    modules: Mapping[str, Module],
+    boundaries: Sequence[Boundary],
     media: str | None,
     vocab_size: int,
     media_shapes: Mapping[str, tuple[int, ...]],
@@ -165,11 +164,7 @@ def _request(
     )
 
 
-def pretrained_of(name: str, module: ModuleLike) -> Pretrained | None:
-    """The directory that a module's weights come from, None for random ones.
-
-    Raises:
-        RecipeError: it does not exist.
-    """
+def pretrained_of(name: str, module: Module) -> Pretrained | None:
+    """The directory that a module's weights come from, None for random ones."""
     path = getattr(module, "initial_load_path", None)
     return Pretrained(Path(path).expanduser(), f"modules.{name}.initial_load_path") if path else None

@@ -6,51 +6,12 @@ from hetmesh.parallel.apply import AdaptedModule, ParallelModule, parallelize
 from hetmesh.parallel.compile import apply_compile
 from hetmesh.parallel.fully_shard import apply_fully_shard, sum_over_shards
 from hetmesh.parallel.gradient_axes import ParameterAxes, gradient_axes
-from hetmesh.parallel.gradient_sums import sum_gradients
-from hetmesh.parallel.gradients import local_gradient, local_part
+from hetmesh.parallel.gradient_sums import local_gradient, local_part, sum_gradients
 from hetmesh.parallel.linear import Colwise, Rowwise
 from hetmesh.parallel.random_state import RandomPlace, entering, seed_by_place
-from hetmesh.parallel.reduction import Reduction, reduce_gradients
+from hetmesh.parallel.reduction import Reduction, TiedParameter, reduce_gradients, sum_tied_parameters, tied_parameters
 from hetmesh.parallel.replicas import check_replica_gradients, check_replicas, union_over_ranks
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
-from hetmesh.parallel.tensor_parallel import (
-    apply_tensor_parallel,
-)
-from hetmesh.parallel.tied import TiedParameter, sum_tied_parameters, tied_parameters
+from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
 from hetmesh.parallel.user_module import SharedSums, split_shared_sums, user_parallel_module
 from hetmesh.parallel.vocabulary import VocabularyShards
-
-__all__ = [
-    "AdaptedModule",
-    "Colwise",
-    "ContextAttention",
-    "ParallelModule",
-    "ParameterAxes",
-    "RandomPlace",
-    "Reduction",
-    "Rowwise",
-    "SharedSums",
-    "TiedParameter",
-    "VocabularyShards",
-    "apply_activation_checkpoint",
-    "apply_compile",
-    "apply_fully_shard",
-    "apply_sequence_parallel",
-    "apply_tensor_parallel",
-    "check_replica_gradients",
-    "check_replicas",
-    "entering",
-    "gradient_axes",
-    "local_gradient",
-    "local_part",
-    "parallelize",
-    "reduce_gradients",
-    "seed_by_place",
-    "split_shared_sums",
-    "sum_gradients",
-    "sum_over_shards",
-    "sum_tied_parameters",
-    "tied_parameters",
-    "union_over_ranks",
-    "user_parallel_module",
-]

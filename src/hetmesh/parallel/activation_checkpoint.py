@@ -25,12 +25,8 @@ SAC_IGNORED_OPS.update(PROFILER_OPS)
 
 def apply_activation_checkpoint(blocks: Iterable[nn.Module], mode: CheckpointMode) -> None:
     """Checkpoint each block, in place. Apply it before FSDP, whose gathers then surround the computation and its
-    repetition alike.
-
-    Args:
-        mode: `full` computes the whole block again, its tensor-parallel sums included. `selective` keeps the outputs
-            of matrix products and attention, and computes again only what lies between them and the sums.
-    """
+    repetition alike. `mode`: `full` computes the whole block again, its tensor-parallel sums included. `selective`
+    keeps the outputs of matrix products and attention, and computes again only what lies between them and the sums."""
     if mode == "none":
         return
     for block in blocks:

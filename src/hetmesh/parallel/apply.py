@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,35 +17,27 @@ from hetmesh.errors import LayoutError
 from hetmesh.graph.module_graph import DEFAULT, ModuleOptions
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
-from hetmesh.parallel.blocks import blocks
 from hetmesh.parallel.compile import apply_compile
-from hetmesh.parallel.experts.apply import apply_expert_parallel, apply_expert_sharding, routed_tokens
 from hetmesh.parallel.experts.layers import ExpertLayers
+from hetmesh.parallel.experts.routed_tokens import routed_tokens
+from hetmesh.parallel.experts.shard_experts import apply_expert_parallel, apply_expert_sharding
 from hetmesh.parallel.fully_shard import apply_fully_shard, fill_unused, fully_shard_arguments, sharded_forward
 from hetmesh.parallel.gradient_axes import ParameterAxes, fully_shard_axes, gradient_axes
 from hetmesh.parallel.random_state import seed_by_place
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
-from hetmesh.parallel.stages import prune, shared_parameters, view
+from hetmesh.parallel.stage_views import prune, shared_parameters, view
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
 from hetmesh.parallel.vocabulary import VocabularyShards, shard_vocabulary
 
 
 class ParallelAdapter(Protocol):
-    """The members of an adapter that are used here (`hetmesh.models.Adapter` has more)."""
+    """The members of a `hetmesh.models.Adapter` that are used here."""
 
-    def layers(self) -> tuple[str, ...]:
-        """FQNs of the module's layers in execution order."""
-        ...
-
-    def tensor_parallel_plan(self) -> Mapping[str, Any]:
-        """FQN pattern -> style; see `hetmesh.parallel.tensor_parallel`."""
-        ...
-
+    def layers(self) -> tuple[str, ...]: ...
+    def tensor_parallel_plan(self) -> Mapping[str, Any]: ...
     def forward(
         self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
-    ) -> Tensor | Mapping[str, Tensor]:
-        """Run `module` on what it reads and on rows by source module."""
-        ...
+    ) -> Tensor | Mapping[str, Tensor]: ...
 
 
 class AdaptedModule(nn.Module):
@@ -80,6 +72,15 @@ class AdaptedModule(nn.Module):
         return {name: rows.to(self.compute_dtype) for name, rows in output.items()}
 
 
+class Root(nn.Module):
+    """All modules of this rank under one root, so that every parameter has its own name: `llm.model.norm.weight`."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        for name, module in modules:
+            self.add_module(name, module)
+
+
 @dataclass(frozen=True)
 class ParallelModule:
     """A module on its mesh, as one member rank holds it.
@@ -88,8 +89,6 @@ class ParallelModule:
         module: the nn.Module, with its own FQNs; sharded parameters are DTensors. Without the layers of pipeline stages
             that other ranks hold.
         stages: each stage of this rank as the runtime calls it, with a batch and rows.
-        spec: the mesh of a stage.
-        device_mesh: the handle of `spec`.
         axes: per parameter, over which axes of `spec` its gradient is summed, and along which it is sharded.
         tied: FQNs of the parameters that several layers of the whole module share.
         vocabulary: how the logits lie over the ranks of `tp`; None: each has all of them.
@@ -208,3 +207,27 @@ def parallelize(
             used[i] = fill_unused(stage)
     axes = gradient_axes(dict(module.named_parameters()), spec, partial)
     return ParallelModule(module, stages, spec, device_mesh, axes, tied, vocabulary, used)
+
+
+_SMALL = 8  # a layer with less than this fraction of the largest one's parameters is no block
+
+
+def blocks(root: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """The layers that are modules of several parts, share no parameter with the rest of `root`, and are not small.
+
+    A norm, a linear or the embedding of patches is too small to gather by itself (every gather and every reduction has
+    a latency), and tied parameters need one owner.
+    """
+    owners: dict[int, int] = {}
+    for module in root.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    several = [
+        layer
+        for layer in dict.fromkeys(layers)  # one that is listed twice is one block
+        if any(True for _ in layer.children())
+        and any(True for _ in layer.parameters())
+        and all(owners[id(p)] == 1 for p in layer.parameters())
+    ]
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in several]
+    return [layer for layer, size in zip(several, sizes, strict=True) if _SMALL * size >= max(sizes)]

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -37,7 +36,6 @@ def apply_fully_shard(
 
     Args:
         root: called for every forward, so that whatever an adapter does with its parts finds them gathered.
-        blocks: submodules of `root` in execution order, with parameters of their own.
         device_mesh: the whole mesh of the module; has an axis `dp_shard`.
     """
     # FSDP warns that a hook on a view is lost when the view is changed in place; the runtime changes no output.
@@ -57,7 +55,7 @@ def fully_shard_arguments(root: nn.Module, options: ModuleOptions, device_type: 
     """The arguments of torch's `fully_shard` for a block inside `root`, but for its mesh."""
     arguments: dict[str, Any] = {"reshard_after_forward": options.reshard_after_forward != "never"}
     if options.compute_dtype is not None:
-        arguments["mp_policy"] = MixedPrecisionPolicy(options.compute_dtype, reduce_dtype=_parameter_dtype(root))
+        arguments["mp_policy"] = MixedPrecisionPolicy(options.compute_dtype, reduce_dtype=next(root.parameters()).dtype)
     if options.cpu_offload:
         arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type != "cpu")
     return arguments
@@ -129,10 +127,6 @@ def fill_unused(root: nn.Module) -> set[int]:
 def sharded_modules(root: nn.Module) -> list[FSDPModule]:
     """`root` and its blocks, as FSDP made them."""
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
-
-
-def _parameter_dtype(root: nn.Module) -> torch.dtype:
-    return next(root.parameters()).dtype
 
 
 def _reshard_without_backward(root: nn.Module, _: Any, output: Tensor | Mapping[str, Tensor]) -> None:

@@ -8,15 +8,44 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
-
-from hetmesh.parallel.gradients import local_gradient, local_part, set_local_gradient
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 BUCKET_BYTES = 64 * 2**20
 """Gradients are packed into messages of about this size: large enough that latency does not count."""
 
 IN_FLIGHT = 4
 """Messages of one sum that are under way at a time, each a copy of its gradients."""
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds, detached: all of a plain tensor, the local shard of a DTensor.
+    Shares its memory."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():  # then it is the local tensor itself; with gradients every call goes through dispatch
+            return tensor.to_local().detach()
+    return tensor.detach()
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """The local part of a parameter's gradient, None if it has none. Shares its memory.
+
+    A gradient that was left in other placements than its parameter (Partial, by modules that use DTensors on their
+    own) is first brought into those of the parameter: a collective over the parameter's mesh.
+    """
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+    return None if gradient is None else local_part(gradient)
+
+
+def set_local_gradient(parameter: nn.Parameter, value: Tensor) -> None:
+    """Write `value` (any shape with as many elements) into the local part of the gradient; makes it if it is None."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    gradient = local_gradient(parameter)
+    assert gradient is not None
+    gradient.copy_(value.view_as(gradient))
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup]) -> None:
@@ -35,11 +64,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], groups: Sequence[dist.Proc
 
 def have_gradients(here: Sequence[bool], sums: Sequence[tuple[dist.ProcessGroup, Sequence[int]]]) -> list[bool]:
     """Which gradients exist on any of the ranks that they are summed over. Collective; the host waits for the answer.
-
-    Args:
-        here: which exist on this rank.
-        sums: groups, one after another, and the places in `here` of what is summed over each.
-    """
+    `sums`: groups, one after another, and the places in `here` of what is summed over each."""
     sums = [(group, places) for group, places in sums if places and dist.get_world_size(group) > 1]
     if not sums:
         return list(here)
@@ -62,8 +87,7 @@ def make_missing(parameters: Sequence[nn.Parameter]) -> None:
 def start_sum(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Callable[[], None]:
     """Begin to replace the gradients of `parameters` by their sums over a group; those that are missing count as zero,
     and are made. Gradients must not change until what it returns was called, which waits and writes the sums. Few
-    messages are packed at a time: they never take as much memory as the gradients once more.
-    """
+    messages are packed at a time: they never take as much memory as the gradients once more."""
     if dist.get_world_size(group) == 1:
         return lambda: None
     make_missing(parameters)

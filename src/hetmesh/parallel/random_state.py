@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from hetmesh._torch_compat import not_compiled
 from hetmesh.graph import ModuleSpec
-from hetmesh.parallel.tensor_parallel import matching
+from hetmesh.parallel.tensor_parallel import matching, within
 
 _LIBRARIES = ("torch", "transformers", "peft", "hetmesh")
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -86,11 +86,8 @@ _current: _Visit | None = None
 
 @contextmanager
 def entering(place: RandomPlace, device: DeviceModule | None = None) -> Iterator[None]:
-    """Everything random inside is drawn as `place` says.
-
-    Args:
-        device: the module of the device on which it computes, None for the CPU.
-    """
+    """Everything random inside is drawn as `place` says. `device`: the module of the device on which it computes, None
+    for the CPU."""
     global _current
     before, _current = _current, _Visit(place, device, {})
     _current.seed("", sharded=False)
@@ -150,7 +147,6 @@ def seed_by_place(
 
     Args:
         layers: FQNs of layers in execution order; those of other pipeline stages may be missing.
-        plan: the tensor parallel plan: FQN pattern -> style.
         shared: FQNs of the parts whose tokens ranks along `tp` share (sequence parallelism).
         split: whether there are several ranks along `tp`. If not, torch.compile makes one graph of a layer, which then
             draws on from where the layer began: something else than without torch.compile.
@@ -160,19 +156,19 @@ def seed_by_place(
     named = dict(module.named_modules())
     for name in layers:
         if name in named:
-            within = _within(name, shared)
-            named[name].register_forward_pre_hook(_Event(name, within))
-            named[name].register_forward_hook(_Event(f"{name} end", within))
+            shares = within(name, *shared)
+            named[name].register_forward_pre_hook(_Event(name, shares))
+            named[name].register_forward_hook(_Event(f"{name} end", shares))
     for pattern, style in plan.items():
         kind = _kind(style)
         for name in matching(module, pattern) if kind is not None else ():
-            within = _within(name, shared)
+            shares = within(name, *shared)
             wrapper = name.removesuffix(f".{_WRAPPED}")  # is the linear layer itself, unless peft has wrapped it
-            event = _Event(f"{wrapper} end", within or kind == "colwise", traced=not split)
+            event = _Event(f"{wrapper} end", shares or kind == "colwise", traced=not split)
             named[wrapper].register_forward_hook(event)
             for fqn, part in named[wrapper].named_modules(prefix=wrapper):
                 if isinstance(part, DROPOUT):
-                    part.register_forward_pre_hook(_Event(fqn, within or kind == "rowwise", traced=not split))
+                    part.register_forward_pre_hook(_Event(fqn, shares or kind == "rowwise", traced=not split))
 
 
 class _Event:
@@ -210,7 +206,3 @@ def _may_draw(part: nn.Module) -> bool:
     numbers = {**vars(part), **(vars(part.config) if hasattr(part, "config") else {})}
     named = any("drop" in key and isinstance(value, float) and value > 0 for key, value in numbers.items())
     return named or (isinstance(part, DROPOUT) and part.p > 0)
-
-
-def _within(name: str, prefixes: Sequence[str]) -> bool:
-    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from hetmesh.boundary import World
 from hetmesh.errors import GradientError, ReplicaError
 from hetmesh.parallel.apply import ParallelModule
-from hetmesh.parallel.gradients import local_gradient, local_part
-from hetmesh.parallel.tied import TiedParameter
+from hetmesh.parallel.gradient_sums import local_gradient, local_part
+from hetmesh.parallel.reduction import TiedParameter
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 14  # elements; small, as it takes memory beside all weights when a run starts
@@ -40,7 +40,6 @@ def check_replicas(
     Args:
         modules: those of this rank, in the order of the graph.
         tied: parameters of which another pipeline stage holds a copy.
-        step: steps taken so far; in the message.
         buffers: compare these too, along all axes.
 
     Raises:
@@ -67,15 +66,9 @@ def check_replicas(
 
 
 def check_replica_gradients(modules: Mapping[str, ParallelModule], world: World) -> None:
-    """Compare the gradients of replicas of a parameter, by their norm and their sum. Collective over all ranks.
-
-    Args:
-        modules: those of this rank, in the order of the graph.
-
-    Raises:
-        GradientError: on all ranks: some differ by more than rounding; a module with tensor parallelism has left
-            gradients partial, say.
-    """
+    """Compare the gradients of replicas of a parameter, by their norm and their sum. Collective over all ranks. Raises
+    GradientError on all ranks if some differ by more than rounding; a module with tensor parallelism has left gradients
+    partial, say."""
 
     def summaries(part: ParallelModule) -> dict[str, Tensor]:
         return {fqn: _norm_and_sum(p) for fqn, p in part.module.named_parameters() if p.requires_grad}
@@ -93,11 +86,8 @@ def check_replica_gradients(modules: Mapping[str, ParallelModule], world: World)
 
 
 def union_over_ranks(texts: Sequence[str], world: World, what: str) -> list[str]:
-    """All `texts` of any rank, each once; the same on all ranks. Collective over all ranks of the job.
-
-    Args:
-        what: the name of this collective, for errors about ranks that wait.
-    """
+    """All `texts` of any rank, each once; the same on all ranks. Collective over all ranks of the job. `what`: the name
+    of this collective, for errors about ranks that wait."""
     found: list[list[str] | None] = [None] * world.size
     everybody = world.group(range(world.size))
     with world.waiting(what):

@@ -9,7 +9,7 @@ they start and reduce-scatter where they end: as many bytes as the two all-reduc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from hetmesh._torch_compat import all_gather_single, not_compiled, reduce_scatter_single
 from hetmesh.context.token_owners import TokenShares
-from hetmesh.parallel.collectives import leave
 from hetmesh.parallel.experts.block import ExpertBlock
-from hetmesh.parallel.linear import ColwiseLinear, RowwiseLinear
+from hetmesh.parallel.linear import ColwiseLinear, RowwiseLinear, leave
 from hetmesh.parallel.random_state import current_microbatch
+from hetmesh.parallel.tensor_parallel import within
 from hetmesh.parallel.tokens import SHARE, WHICH, AllTokens
+
+Move = Callable[[Tensor], Tensor]
 
 
 def apply_sequence_parallel(module: nn.Module, tp_mesh: DeviceMesh, prefixes: Sequence[str]) -> tuple[str, ...]:
@@ -38,14 +40,14 @@ def apply_sequence_parallel(module: nn.Module, tp_mesh: DeviceMesh, prefixes: Se
     """
     group = tp_mesh.get_group()
     tokens = ShardedTokens(group)
-    inside = [(name, m) for name, m in module.named_modules() if _within(name, prefixes)]
+    inside = [(name, m) for name, m in module.named_modules() if within(name, *prefixes)]
     for _, parent in inside:
         children = list(parent.children())
         if any(isinstance(child, RowwiseLinear) for child in children):
             parent.register_forward_pre_hook(_Gather(group, tokens), with_kwargs=True)
             for child in children:
                 if isinstance(child, ColwiseLinear):
-                    child.enter = _identity  # the gather sums the gradient
+                    child.enter = lambda x: x  # the gather sums the gradient
                 elif isinstance(child, RowwiseLinear):
                     child.leave = _Scatter(group)
         elif isinstance(parent, ExpertBlock):
@@ -54,7 +56,7 @@ def apply_sequence_parallel(module: nn.Module, tp_mesh: DeviceMesh, prefixes: Se
             parent.balances = dist.get_rank(group) == 0  # and each part of them counts once
     module.hetmesh_tokens = tokens  # type: ignore[assignment]
     return tuple(
-        name for name, p in module.named_parameters() if _within(name, prefixes) and not isinstance(p, DTensor)
+        name for name, p in module.named_parameters() if within(name, *prefixes) and not isinstance(p, DTensor)
     )
 
 
@@ -71,8 +73,9 @@ class ShardedTokens(AllTokens):
         self._shapes: dict[int, tuple[int, ...]] = {}  # by microbatch: a block may be computed again much later
 
     def split(self, flat: Tensor) -> Tensor:
-        shares = self._shares(len(flat))
-        return _Split.apply(flat, shares.size, self.group)
+        total, group = len(flat), self.group
+        size = TokenShares(total, dist.get_world_size(group)).size
+        return _Collective.apply(flat, lambda x: _own_share(x, size, group), lambda g: _all_gather(g, group)[:total])
 
     def split_lane(self, whole: Tensor) -> Tensor:
         """`[..., features]` of all tokens -> this rank's, `[1, share, features]`."""
@@ -82,7 +85,10 @@ class ShardedTokens(AllTokens):
     def join(self, share: Tensor) -> Tensor:
         """The inverse, on every rank; its gradient is the same on all of them."""
         shape = self._shapes[current_microbatch()]
-        return _Join.apply(share.flatten(0, -2), math.prod(shape), self.group).view(*shape, -1)
+        flat, total, group = share.flatten(0, -2), math.prod(shape), self.group
+        size = len(flat)
+        whole = _Collective.apply(flat, lambda x: _all_gather(x, group)[:total], lambda g: _own_share(g, size, group))
+        return whole.view(*shape, -1)
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -107,9 +113,6 @@ class ShardedTokens(AllTokens):
         # Every row has one owner: the sum puts the shares together. Its gradient is the same on all ranks.
         return leave(self.spread(rows, batch, key), self.group)
 
-    def _shares(self, total: int) -> TokenShares:
-        return TokenShares(total, dist.get_world_size(self.group))
-
 
 class _Gather:
     """Before attention or MLP: `[1, share, features]` -> all tokens, `[B, S, features]` where B and S are known (from
@@ -122,7 +125,9 @@ class _Gather:
     @not_compiled
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         share = args[0] if args else kwargs["hidden_states"]
-        whole = _AllGather.apply(share.flatten(0, -2), self.group)
+        flat, group = share.flatten(0, -2), self.group
+        size = len(flat)
+        whole = _Collective.apply(flat, lambda x: _all_gather(x, group), lambda g: _reduce_scatter(g, size, group))
         if (rotary := kwargs.get("position_embeddings")) is not None:
             batch, length = rotary[0].shape[:2]
             kwargs = {**kwargs, "attention_mask": None}  # right padding and causal attention need none
@@ -143,59 +148,31 @@ class _Scatter:
     @not_compiled
     def __call__(self, summand: Tensor) -> Tensor:
         flat = summand.flatten(0, -2)
-        size = TokenShares(len(flat), dist.get_world_size(self.group)).size
-        return _ReduceScatter.apply(flat, size, self.group)[None]
+        total, group = len(flat), self.group
+        size = TokenShares(total, dist.get_world_size(group)).size
+        scatter, gather = lambda x: _reduce_scatter(x, size, group), lambda g: _all_gather(g, group)[:total]
+        return _Collective.apply(flat, scatter, gather)[None]
 
 
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, flat: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.total, ctx.group = len(flat), group
-        start = dist.get_rank(group) * size
-        share = flat.new_zeros(size, *flat.shape[1:])
-        kept = flat[start : start + size]
-        share[: len(kept)] = kept
-        return share
+class _Collective(torch.autograd.Function):
+    """A linear function of a tensor over a group, and its transpose, which the gradient goes through."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(gradients[0], ctx.group)[: ctx.total], None, None
-
-
-class _Join(torch.autograd.Function):
-    """The mirror of `_Split`."""
-
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.size, ctx.group = len(share), group
-        return _all_gather(share, group)[:total]
+    def forward(ctx: Any, x: Tensor, function: Move, transpose: Move) -> Tensor:
+        ctx.transpose = transpose
+        return function(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _Split.apply(gradients[0], ctx.size, ctx.group), None, None
+        return ctx.transpose(gradients[0]), None, None
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_gather(share, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        size = len(gradients[0]) // dist.get_world_size(ctx.group)
-        return _reduce_scatter(gradients[0], size, ctx.group), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, flat: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.total, ctx.group = len(flat), group
-        return _reduce_scatter(flat, size, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(gradients[0], ctx.group)[: ctx.total], None, None
+def _own_share(flat: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+    start = dist.get_rank(group) * size
+    share = flat.new_zeros(size, *flat.shape[1:])
+    kept = flat[start : start + size]
+    share[: len(kept)] = kept
+    return share
 
 
 def _all_gather(share: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -211,11 +188,3 @@ def _reduce_scatter(flat: Tensor, size: int, group: dist.ProcessGroup) -> Tensor
     share = flat.new_empty(size, *flat.shape[1:])
     reduce_scatter_single(share, padded.contiguous(), group=group)
     return share
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x
-
-
-def _within(name: str, prefixes: Sequence[str]) -> bool:
-    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)

@@ -15,7 +15,6 @@ whole gradient. A torch ParallelStyle may stand in a plan for a style name; it m
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from torch import nn
@@ -35,14 +34,8 @@ def apply_tensor_parallel(
 ) -> tuple[str, ...]:
     """Shard `module` in place over a 1-D mesh. Every rank must hold the same full weights; nothing is sent.
 
-    Args:
-        plan: FQN pattern, in which `*` stands for one name, -> style.
-
     Returns:
         FQNs of the parameters whose gradients are partial over tp.
-
-    Raises:
-        RecipeError: a pattern that matches no module, an unknown style, a style that does not suit the module.
     """
     if tp_mesh.ndim != 1:
         raise RecipeError(f"tensor parallelism takes one mesh axis, got {tp_mesh.mesh_dim_names or tp_mesh.ndim}")
@@ -60,11 +53,8 @@ def apply_tensor_parallel(
 
 
 def check_plan(module: nn.Module, plan: Mapping[str, str | ParallelStyle]) -> dict[str, list[str]]:
-    """The FQNs that each pattern of `plan` matches in `module`, whose weights are not looked at.
-
-    Raises:
-        RecipeError: a pattern that matches no module, an unknown style, a style that does not suit the module.
-    """
+    """The FQNs that each pattern of `plan` matches in `module`, whose weights are not looked at. Raises RecipeError if
+    a pattern that matches no module, an unknown style, a style that does not suit the module."""
     found = {pattern: matching(module, pattern) for pattern in plan}
     for pattern, style in plan.items():
         _check(module, pattern, style, found[pattern])
@@ -73,8 +63,18 @@ def check_plan(module: nn.Module, plan: Mapping[str, str | ParallelStyle]) -> di
 
 def matching(module: nn.Module, pattern: str) -> list[str]:
     """FQNs of the submodules that match `pattern`, in which `*` stands for one name."""
-    regex = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
-    return [name for name, _ in module.named_modules() if regex.fullmatch(name)]
+    return [name for name, _ in module.named_modules() if matches(name, pattern)]
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether an FQN matches `pattern`."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return name != "" and len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True))
+
+
+def within(name: str, *prefixes: str) -> bool:
+    """Whether an FQN is one of `prefixes` or below one."""
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
 def style_name(style: str | ParallelStyle) -> str | None:

@@ -16,9 +16,6 @@ def positions_in_share(batch: Mapping[str, Tensor], part: int, parts: int) -> di
     """Where the positions of a batch lie in the share that one of `parts` ranks keeps of its tokens. Worked out on the
     host, where a batch is collated: on a device their number would not be known without waiting for it.
 
-    Args:
-        batch: of `collate_tokens` or `pack_tokens`.
-
     Returns:
         For each key of positions, `target_positions` and `positions.<placeholder>`:
         `share.<key>`: int64, positions in the share of those that it holds.

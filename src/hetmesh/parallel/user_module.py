@@ -27,7 +27,6 @@ def user_parallel_module(
     parameter, else by a `Reduction`. Tensor-parallel gradients are up to the user.
 
     Args:
-        name: of the module, for errors.
         stage: what the runtime calls; holds `module`.
 
     Raises:
@@ -62,11 +61,8 @@ SharedSums = list[tuple[list[nn.Parameter], list[dist.ProcessGroup]]]
 
 def split_shared_sums(parts: Mapping[str, ParallelModule]) -> tuple[dict[str, ParallelModule], SharedSums]:
     """The parts of this rank, without the sums of parameters that several of them share; and these sums, for
-    `sum_gradients` after the backwards of all parts.
-
-    Raises:
-        GraphError: parts on different meshes share a parameter, or FSDP has it, which would sum it part by part.
-    """
+    `sum_gradients` after the backwards of all parts. Raises GraphError if parts on different meshes share a parameter,
+    or FSDP has it, which would sum it part by part."""
     owners: dict[int, str] = {}
     shared: dict[str, dict[int, nn.Parameter]] = {}
     for name, part in parts.items():

@@ -54,12 +54,8 @@ class VocabularyShards:
 
     @torch.no_grad()
     def argmax(self, logits: Tensor, without: Collection[int] = ()) -> Tensor:
-        """The most likely token of each target, the first of equal ones, on every rank: int64 `[targets]`.
-
-        Args:
-            logits: this rank's share, `[targets, width]`.
-            without: tokens to leave out.
-        """
+        """The most likely token of each target, the first of equal ones, on every rank: int64 `[targets]`. `logits`:
+        this rank's share, `[targets, width]`."""
         start, (count, width) = self.start, logits.shape
         if not count:
             return torch.zeros(0, dtype=torch.int64, device=logits.device)
@@ -79,11 +75,8 @@ class VocabularyShards:
 
 def shard_vocabulary(module: nn.Module, head: str) -> VocabularyShards | None:
     """Let the head of `module` leave its logits as shares, in place; None, and nothing changes, where tensor
-    parallelism does not split the head, or only a part of it (adapters beside it that are not split alike).
-
-    Args:
-        head: its FQN; empty: logits are to be whole.
-    """
+    parallelism does not split the head, or only a part of it (adapters beside it that are not split alike). `head`: its
+    FQN; empty: logits are to be whole."""
     if not head:
         return None
     parts = [part for part in module.get_submodule(head).modules() if isinstance(part, nn.Linear)]

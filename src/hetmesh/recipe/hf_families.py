@@ -16,7 +16,7 @@ class Family:
     """One family.
 
     Attributes:
-        mask: what tokens of the LLM see of each other (`hetmesh.context.share_tokens.MASKS`).
+        mask: what tokens of the LLM see of each other (`hetmesh.context.masks.MASKS`).
         positions: `"from_0"`, `"from_1"`, or `"rope_index"`: three axes, by the model's own `get_rope_index`; empty:
             that if it has one, else `"from_0"`.
         calls: kind of media -> how its items are handed over (`hetmesh.models.split.item_calls.CALLS`); absent: by the

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from hetmesh.attention.packed_rows import with_tensors
 from hetmesh.boundary.accelerator import Accelerator, Event, Stream
 from hetmesh.graph import Stage
 
@@ -17,6 +17,9 @@ LoadBatch = Callable[[Stage, int], Mapping[str, Tensor]]
 
 Forward = tuple[Stage, int]
 """A stage and a microbatch."""
+
+_Copied = tuple[dict[str, Any], Event]
+"""A batch on its way to the device, and when it is there."""
 
 
 class BatchesAhead:
@@ -38,7 +41,7 @@ class BatchesAhead:
         self._copied: dict[Forward, _Copied | Exception] = {}
         self._stream = stream
 
-    def take(self, stage: Stage, microbatch: int) -> dict[str, Any]:
+    def take(self, stage: Stage, microbatch: int) -> Mapping[str, Any]:
         """The batch of a forward, its tensors on the device.
 
         Raises:
@@ -46,14 +49,20 @@ class BatchesAhead:
         """
         forward = (stage, microbatch)
         if not self.accelerator.asynchronous:
-            return {key: _on(value, self.accelerator.device) for key, value in self.load(*forward).items()}
+            return self._on_device(self.load(*forward))
         if forward not in self._copied:
             self._waiting.remove(forward)
             self._copied[forward] = self._copy(forward)
         copied = self._copied.pop(forward)
         if isinstance(copied, Exception):
             raise copied
-        return copied.taken(self.accelerator)
+        batch, copy_over = copied
+        if (current := self.accelerator.current_stream()) is not None:
+            current.wait_event(copy_over)
+        for value in batch.values():
+            if isinstance(value, Tensor):
+                self.accelerator.used_by(value, current)
+        return batch
 
     def prepare(self) -> None:
         """Start loading the next batch. Call it when what reads the one before has been queued."""
@@ -69,33 +78,15 @@ class BatchesAhead:
         over = self.accelerator.event()
         with self.accelerator.on(self._stream):
             # torch keeps pinned memory until copies from it are over.
-            copied = {
-                key: _on(self.accelerator.pinned(value) if _lies_on_host(value) else value, self.accelerator.device)
-                for key, value in batch.items()
-            }
+            copied = self._on_device(batch)
             over.record()
-        return _Copied(copied, over)
+        return copied, over
 
+    def _on_device(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        return with_tensors(batch, {key: self._to_device(value) for key, value in batch.items()})
 
-class _Copied:
-    """A batch on its way to the device."""
-
-    def __init__(self, batch: dict[str, Any], over: Event) -> None:
-        self.batch, self.over = batch, over
-
-    def taken(self, accelerator: Accelerator) -> dict[str, Any]:
-        """The batch, for the current stream."""
-        if (current := accelerator.current_stream()) is not None:
-            current.wait_event(self.over)
-        for value in self.batch.values():
-            if isinstance(value, Tensor):
-                accelerator.used_by(value, current)
-        return self.batch
-
-
-def _lies_on_host(value: object) -> bool:
-    return isinstance(value, Tensor) and value.device.type == "cpu"
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+    def _to_device(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        value = self.accelerator.pinned(value) if value.device.type == "cpu" else value
+        return value.to(self.accelerator.device, non_blocking=True)

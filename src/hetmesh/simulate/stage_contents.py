@@ -14,7 +14,7 @@ from hetmesh.simulate.layer_costs import kinds
 
 @lru_cache(maxsize=64)
 def blocks(shape: ModuleShape) -> frozenset[str]:
-    """The layers that are checkpointed and gathered by themselves (`hetmesh.parallel.blocks`, by sizes)."""
+    """The layers that are checkpointed and gathered by themselves (`hetmesh.parallel.apply.blocks`, by sizes)."""
     several = {
         layer.name: sum(w.numel for w in layer.weights)
         for layer in shape.layers

@@ -7,19 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary.watchdog import Watchdog
 from hetmesh.data.loader import DrawnBatch, Loader
 from hetmesh.data.payloads import Unreadable, Wanted
 from hetmesh.data.source import Sample
 from hetmesh.graph import ModuleSpec, Stage
-from hetmesh.layout import Intervals, MeshSpec
 from hetmesh.models.adapter import Adapter
-from hetmesh.models.packing import lane_samples, pack_tokens
-from hetmesh.parallel import ContextAttention
-from hetmesh.parallel.tokens import positions_in_share
+from hetmesh.models.packing import lane_batch
 from hetmesh.schedule import Kind, Schedule
 
 
@@ -59,60 +54,20 @@ class Feed:
         self._mine: set[int] = set()
         self._kinds = self._wanted()
 
-    def __call__(self, stage: Stage, microbatch: int) -> dict[str, Any]:
-        """The stage's own inputs on this rank's lane; see `Adapter.collate`. Of packed samples, and of media whose
-        tokens ranks share, it is what this rank keeps, and `attention` a `ContextAttention`. Where ranks along `tp`
-        share tokens, also where positions lie in this rank's share (`positions_in_share`)."""
-        spec = self.plan.graph[stage.module]
+    def __call__(self, stage: Stage, microbatch: int) -> Mapping[str, Any]:
+        """The stage's own inputs on this rank; see `Adapter.collate` and `hetmesh.models.packing.lane_batch`."""
+        module, source = stage.module, self.loader.source
+        spec = self.plan.graph[module]
         if not self._reads(spec, stage.index):
             return {}  # rows or activations only
-        mesh = spec.stage_mesh(stage.index)
-        coordinate = mesh.coordinate(self.rank)
-        assert coordinate is not None
-        place = dict(zip(mesh.axes, coordinate, strict=True))
-        batch = self._of_lane(stage, microbatch, mesh, place.get("cp", 0))
-        if "tp" in spec.token_axes:
-            batch |= positions_in_share(batch, place["tp"], mesh.axis_size("tp"))
-        return batch
-
-    def _of_lane(self, stage: Stage, microbatch: int, mesh: MeshSpec, own: int) -> dict[str, Any]:
-        """The tokens or media that the rank at `own` along `cp` keeps."""
-        module = stage.module
-        spec = self.plan.graph[module]
         lane = spec.lane_of(self.rank)
         assert lane is not None
         indices = self.plan.samples_of(module, microbatch, lane)
         self._load([i for i in indices if i not in self._samples])
-        source = self.loader.source
-        metas = [self.plan.samples[i] for i in indices]
-        batch = self.adapters[module].collate(
-            [self._samples[i] for i in indices], metas, placeholders=source.placeholders, pad_id=source.pad_id
-        )
-        share = self.adapters[module].abilities.share if spec.tokens_per_row else None
-        lengths = [meta.tokens for meta in metas]
-        if not spec.packed and share is None:
-            return batch | self._samples_of(module, lengths, ((0, sum(lengths)),)) if len(metas) <= 1 else batch
-        tokens = self.plan.lane_tokens(module, microbatch, lane)
-        kept = tokens.shares[own]
-        packed: dict[str, Any] = dict(share(batch, kept) if share is not None else pack_tokens(batch, lengths, kept))
-        packed |= self._samples_of(module, lengths, kept)
-        ranks = (
-            next(group for group in mesh.axis_groups("cp") if self.rank in group) if "cp" in mesh.axes else (self.rank,)
-        )
-        packed["attention"] = ContextAttention(
-            self.plan.lane_mask(module, microbatch, lane),
-            tokens.shares,
-            ranks,
-            name=f"{module} attention",
-            microbatch=microbatch,
-        )
-        return packed
-
-    def _samples_of(self, module: str, lengths: Sequence[int], kept: Intervals) -> dict[str, Tensor]:
-        """What experts ask of the samples of a lane; nothing for modules without any."""
-        if self.adapters[module].abilities.experts is None:
-            return {}
-        return lane_samples(lengths, kept, self.plan.num_targets / max(self.plan.num_tokens, 1))
+        samples, metas = [self._samples[i] for i in indices], [self.plan.samples[i] for i in indices]
+        adapter = self.adapters[module]
+        batch = adapter.collate(samples, metas, placeholders=source.placeholders, pad_id=source.pad_id)
+        return lane_batch(adapter, batch, self.plan, stage, microbatch, self.rank)
 
     def announce(self, schedule: Schedule) -> None:
         """Say which samples the actions of `schedule` will ask for, in that order, so that they are loaded by then."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hetmesh.boundary import World
 from hetmesh.errors import NonFiniteError
 from hetmesh.parallel import local_gradient
-from hetmesh.parallel.gradients import local_part
+from hetmesh.parallel.gradient_sums import local_part
 from hetmesh.recipe import sections as sections
 
 _SHOWN = 8  # ranks

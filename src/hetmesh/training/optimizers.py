@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hetmesh import _titan
-from hetmesh.parallel.root import Root
+from hetmesh.parallel.apply import Root
 from hetmesh.recipe.recipe import Recipe
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from hetmesh.data.loader import describe_without_targets
 from hetmesh.errors import SampleError
-from hetmesh.parallel.root import Root
+from hetmesh.parallel.apply import Root
 from hetmesh.runtime import Runtime
 from hetmesh.training.first_steps import FirstSteps
 from hetmesh.training.gradients import GlobalGradients

@@ -20,9 +20,8 @@ from hetmesh.formatting import counted
 from hetmesh.models import placeholder_rows
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.recipe.hf_path import expand_hf_path
-from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.describe import describe
-from hetmesh.resolve.whole_directory import directory_of
+from hetmesh.resolve.directories import directory_of
+from hetmesh.resolve.resolved import ResolvedRecipe
 
 N_SAMPLES = 4
 """Samples of each set of conversations that are compared."""
@@ -42,15 +41,15 @@ class _Processors:
     patches: Any  # an image's tensor -> its patches, of models that take these
 
 
-def check_processor(recipe: Recipe) -> list[str]:
+def check_processor(resolved: ResolvedRecipe) -> list[str]:
     """Compare tokens one by one, and pixels within one grey level. Returns a line for each set of conversations: what
     was compared and what was not.
 
     Raises:
         SelfCheckError: they differ; names the sample, the key and the first token or pixel.
     """
+    recipe, source, adapters = resolved.recipe, resolved.source, resolved.adapters
     pretrained = directory_of(recipe)
-    source, adapters, graph = describe(recipe)
     parts = list(source.parts.values()) if isinstance(source, MixtureSource) else [source]
     tables = zip([table.options for table in recipe.data.mixture] or [recipe.data.options], parts, strict=True)
     conversations = [(options, part) for options, part in tables if isinstance(part, ConversationsSource)]
@@ -58,7 +57,7 @@ def check_processor(recipe: Recipe) -> list[str]:
         return []
     both, images, failed = _loaded(pretrained.path)
     towers = [a for a in adapters.values() if isinstance(a, HfEncoderAdapter) and a.media == "image"]
-    lines, rows = [], placeholder_rows(graph, adapters)
+    lines, rows = [], placeholder_rows(resolved.graph, adapters)
     for options, part in conversations:
         why = failed or _own_form(options, pretrained.path)
         if not why and both.chat_template is None:

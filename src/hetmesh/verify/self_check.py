@@ -29,9 +29,9 @@ from hetmesh.models.split.whole_forward import load_whole, whole_logits
 from hetmesh.models.split.whole_model import TOWERS, WholeModel, whole_model
 from hetmesh.recipe.hf_path import PLACEHOLDER_KEYS
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.directories import directory_of
 from hetmesh.resolve.modules import loaded_module
-from hetmesh.resolve.whole_directory import directory_of
+from hetmesh.resolve.resolved import resolve
 from hetmesh.verify.self_check_samples import self_check_source
 
 NOT_COMPARED = (
@@ -93,17 +93,18 @@ def self_check(recipe: Recipe) -> float:
     source = self_check_source(whole.config, shapes, placeholders, dims, around)
     training = {"local_batch_size": len(source), "pack_samples": recipe.training.pack_samples, "dtype": "float32"}
     alone = on_one_rank(recipe, **training)
-    _, adapters, graph = describe(alone, source)
-    for at, rows in placeholder_rows(graph, adapters).items():
+    resolved = resolve(alone, source)
+    graph = resolved.graph
+    for at, rows in placeholder_rows(graph, resolved.adapters).items():
         shapes[at] = _compare_rows_of_items(whole, encoders[at], rows, f"{_chain(graph, at)}: ")
     source = self_check_source(whole.config, shapes, placeholders, dims, around)
-    _, adapters, graph = describe(alone, source)
-    loader = Loader(source, len(source), make_prepare(alone, graph, adapters), shuffle=False)
+    resolved = resolve(alone, source)
+    loader = Loader(source, len(source), resolved.expander, shuffle=False)
     drawn = loader.batch(0)
     with torch.no_grad():
         expected = _by_transformers(whole, encoders, loader, drawn)
-        modules = {name: loaded_module(alone, adapters[name], name) for name in graph.order}
-        model = OneProcess(alone, source, adapters, graph, modules, torch.device("cpu"))
+        modules = {name: loaded_module(alone, resolved.adapters[name], name) for name in graph.order}
+        model = OneProcess(resolved, modules, torch.device("cpu"))
         return _compare(expected, _by_modules(model, loader, drawn), graph)
 
 
@@ -186,8 +187,8 @@ def _by_transformers(
 
 def _by_modules(model: OneProcess, loader: Loader, drawn: DrawnBatch) -> list[tuple[list[str], Values]]:
     """The kinds and values of each sample alone, and last of all in one batch."""
-    computed, graph, sink = [], model.graph, model.graph.sink.name
-    llm: Any = model.adapters[sink]
+    computed, graph, sink = [], model.resolved.graph, model.resolved.graph.sink.name
+    llm: Any = model.resolved.adapters[sink]
     inputs_of_head: list[Tensor] = []
     if isinstance(llm, CausalLMAdapter):
         head = llm.head_of(model.modules[sink])

@@ -15,7 +15,8 @@ import torch
 from hetmesh.errors import HetmeshError, OutputError, SelfCheckError
 from hetmesh.files import from_json, read_file
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.whole_directory import directory_of
+from hetmesh.resolve.directories import directory_of
+from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 
 TIMEOUT_S = 7200
 """Seconds that comparing the modules with transformers' own forward may take."""
@@ -48,7 +49,7 @@ def compare_in_process(recipe: Recipe) -> list[str]:
     return output.splitlines()
 
 
-def compare(recipe: Recipe) -> list[str]:
+def compare(resolved: ResolvedRecipe) -> list[str]:
     """Compare modules and first samples with transformers' own in this process, and record the result.
 
     Returns:
@@ -60,9 +61,9 @@ def compare(recipe: Recipe) -> list[str]:
     from hetmesh.verify.processor_check import check_processor
     from hetmesh.verify.self_check import NOT_COMPARED, self_check
 
-    data = check_processor(recipe)
-    difference = self_check(recipe)
-    record(recipe, difference)
+    data = check_processor(resolved)
+    difference = self_check(resolved.recipe)
+    record(resolved.recipe, difference)
     return [f"weights: logits differ from transformers' own by at most {difference:.1e}, {NOT_COMPARED}", *data]
 
 
@@ -134,7 +135,7 @@ def _main() -> int:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as findings:
         os.dup2(2, 1)  # tokenizers write about unknown options to stdout, from Rust
         try:
-            print(*compare(pickle.load(sys.stdin.buffer)), sep="\n", file=findings)
+            print(*compare(resolve(pickle.load(sys.stdin.buffer))), sep="\n", file=findings)
         except HetmeshError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1

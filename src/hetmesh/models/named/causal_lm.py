@@ -10,29 +10,28 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from hetmesh.attention.in_transformers import use_in
+from hetmesh.attention.packed_rows import attention_of
 from hetmesh.errors import BoundaryError, RecipeError
 from hetmesh.graph.module_graph import Activation
 from hetmesh.graph.sample import SampleMeta
-from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
+from hetmesh.models.adapter import Abilities, AdapterDefaults, AdapterRequest, SampleLike
 from hetmesh.models.collate import collate_tokens
 from hetmesh.models.config_keys import positive_int, transformers_config
 from hetmesh.models.weights.model_forms import class_forms
 from hetmesh.models.weights.pretrained import Pretrained, prefixes
 from hetmesh.models.weights.stored_form import StoredForm, in_parts
-from hetmesh.parallel.stages import PREVIOUS, is_absent
+from hetmesh.parallel.stage_views import PREVIOUS, is_absent
 from hetmesh.parallel.tokens import tokens_of
 
 
 @dataclass(frozen=True)
-class CausalLMAdapter:
+class CausalLMAdapter(AdapterDefaults):
     """A decoder `model` with `embed_tokens`, `layers` and `norm`, and a head `lm_head`.
 
     Padding is on the right and attention causal, so no real token ever sees padding and no mask is needed: attention
     runs with `is_causal` and no dense mask. `lm_head` runs only on the positions that predict a target.
 
     Attributes:
-        config: a transformers config.
-        model_class: the `...ForCausalLM` class.
         sources: producer module -> the placeholder that its rows replace.
     """
 
@@ -57,9 +56,6 @@ class CausalLMAdapter:
 
         `vocab_size` is the data source's unless given (a larger one is legal). With `initial_load_path` the directory's
         config.json replaces the `derived` values.
-
-        Raises:
-            RecipeError: unknown keys, sizes that do not fit each other, or modules that consume its output.
         """
         if request.consumers:
             raise RecipeError(f"{request.key}: an LLM emits logits, not rows, but {list(request.consumers)} consume it")
@@ -135,21 +131,8 @@ class CausalLMAdapter:
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
         return {key: getattr(self.config, key) for key in ("num_attention_heads", "num_key_value_heads")}
 
-    def item_rows(self, shape: tuple[int, ...]) -> int:
-        raise NotImplementedError("an LLM reads tokens and rows, not media")
-
-    def rows(self, incoming: int) -> int:
-        raise NotImplementedError("an LLM emits logits, not rows")
-
-    def collate(
-        self,
-        samples: Sequence[SampleLike],
-        metas: Sequence[SampleMeta],
-        *,
-        placeholders: Mapping[str, int] = MappingProxyType({}),
-        pad_id: int = 0,
-    ) -> dict[str, Tensor]:
-        return collate_tokens(samples, metas, sources=self.sources, placeholders=placeholders, pad_id=pad_id)
+    def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **how: Any) -> dict[str, Tensor]:
+        return collate_tokens(samples, metas, sources=self.sources, **how)
 
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         model: Any = module
@@ -165,7 +148,7 @@ class CausalLMAdapter:
         builds = getattr(decoder, "has_sliding_layers", True) or decoder.config._attn_implementation == "eager"
         masks: Any = None if builds else {"full_attention": None}
         extra: dict[str, Any] = {}
-        if (attention := batch.get("attention")) is not None:
+        if (attention := attention_of(batch)) is not None:
             extra["attention_state"] = attention
             masks = masks or flat.new_zeros(1, 1, 1, 1)  # four dims count as finished; the packed mask is elsewhere
         embedded = tokens.as_input(flat, ids.shape)
@@ -211,10 +194,7 @@ class CausalLMAdapter:
         self, model: Any, hidden: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> dict[str, Any]:
         """Further arguments of the decoder, by which it adds the side outputs among `inputs` after some of its layers.
-
-        Args:
-            hidden: the embedded tokens, `[B, S, features]`; of packed or shared tokens `[1, kept, features]`.
-        """
+        `hidden`: the embedded tokens, `[B, S, features]`; of packed or shared tokens `[1, kept, features]`."""
         return {}
 
     def check_rows(self, source: str, at: str, rows: Tensor, positions: Tensor, width: int) -> None:

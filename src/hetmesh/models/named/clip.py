@@ -11,6 +11,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph.module_graph import Activation
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.config_keys import transformers_config
+from hetmesh.models.lazy_transformers import hf
 from hetmesh.models.named.encoder import (
     IMAGE_DIVISORS,
     IMAGE_SIZES,
@@ -19,7 +20,7 @@ from hetmesh.models.named.encoder import (
     check_sizes,
     derived_image_keys,
 )
-from hetmesh.parallel.stages import is_absent
+from hetmesh.parallel.stage_views import is_absent
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,12 @@ class ClipAdapter(ImageTowerAdapter):
         Keys not given follow the others: `num_channels` and `image_size` are those of the data source's images,
         `intermediate_size` is 4 x `hidden_size`; the rest are transformers' defaults. Two keys are hetmesh's own:
         `class_token` (false) and `feature_layer` (-1).
-
-        Raises:
-            RecipeError: unknown keys, sizes that do not fit each other, or a place in the graph it cannot have.
         """
-        from transformers.models.clip.configuration_clip import CLIPVisionConfig
-
         media = check_encoder(request, "clip")
         extra = {key: request.config[key] for key in ("class_token", "feature_layer") if key in request.config}
         request = replace(request, config={k: v for k, v in request.config.items() if k not in extra})
         config = transformers_config(
-            request, CLIPVisionConfig, derived_image_keys(request), types=("clip_vision_model",)
+            request, hf("CLIPVisionConfig"), derived_image_keys(request), types=("clip_vision_model",)
         )
         check_sizes(request, config, IMAGE_SIZES, IMAGE_DIVISORS)
         adapter = cls(config, media, **extra)
@@ -80,11 +76,9 @@ class ClipAdapter(ImageTowerAdapter):
         return (r"post_layernorm\..*", r"embeddings\.position_ids", *later)
 
     def build(self) -> nn.Module:
-        from transformers.models.clip.modeling_clip import CLIPVisionModel
-
         config = type(self.config).from_dict({**self.config.to_dict(), "num_hidden_layers": self._blocks})
         config._attn_implementation = "sdpa"
-        module: Any = CLIPVisionModel(config)
+        module: Any = hf("CLIPVisionModel")(config)
         module.post_layernorm = nn.Identity()  # only the pooler reads it: it would never get a gradient
         return module
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hetmesh.models.named.causal_lm import CausalLMAdapter
-from hetmesh.parallel.stages import PREVIOUS
+from hetmesh.parallel.stage_views import PREVIOUS
 from hetmesh.parallel.tokens import tokens_of
 
 FEATURE = "deepstack."
@@ -44,11 +44,8 @@ def deepstack_arguments(
 
 def _added(hidden: Tensor, mask: None, features: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Replaces the decoder's own method, whose boolean mask makes the host wait for the device to count its tokens.
-
-    Args:
-        features: positions among the flat tokens of `hidden`, and the rows to add there; empty for layers of other
-            stages.
-    """
+    `features`: positions among the flat tokens of `hidden`, and the rows to add there; empty for layers of other
+    stages."""
     flat = hidden.flatten(0, 1)
     for positions, rows in features:
         flat = flat.index_add(0, positions, rows.to(flat.dtype))

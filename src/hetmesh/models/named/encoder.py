@@ -13,33 +13,23 @@ from torch import Tensor, nn
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.module_graph import Activation
 from hetmesh.graph.sample import SampleMeta
-from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
+from hetmesh.models.adapter import Abilities, AdapterDefaults, AdapterRequest, SampleLike
 from hetmesh.models.collate import collate_media
 from hetmesh.models.config_keys import positive_int
 from hetmesh.models.weights.pretrained import Names, prefixes
-from hetmesh.parallel.stages import PREVIOUS
+from hetmesh.parallel.stage_views import PREVIOUS
 
 IMAGE_TOWER_PLAN: Mapping[str, Any] = MappingProxyType(
-    {
-        "encoder.layers.*.self_attn.q_proj": "colwise",
-        "encoder.layers.*.self_attn.k_proj": "colwise",
-        "encoder.layers.*.self_attn.v_proj": "colwise",
-        "encoder.layers.*.self_attn.out_proj": "rowwise",
-        "encoder.layers.*.mlp.fc1": "colwise",
-        "encoder.layers.*.mlp.fc2": "rowwise",
-    }
+    {f"encoder.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
+    | {"encoder.layers.*.self_attn.out_proj": "rowwise"}
+    | {"encoder.layers.*.mlp.fc1": "colwise", "encoder.layers.*.mlp.fc2": "rowwise"}
 )
 """The tensor parallel plan of SigLIP's and CLIP's towers, which share their names."""
 
 
 @dataclass(frozen=True)
-class EncoderAdapter:
-    """Base of the adapters of encoders whose media items all have one shape.
-
-    Attributes:
-        config: a transformers config.
-        media: the kind of media it reads.
-    """
+class EncoderAdapter(AdapterDefaults):
+    """Base of the adapters of encoders whose media items all have one shape."""
 
     config: Any
     media: str
@@ -90,9 +80,6 @@ class EncoderAdapter:
         """
         raise NotImplementedError
 
-    def rows(self, incoming: int) -> int:
-        return incoming
-
     def item_rows(self, shape: tuple[int, ...]) -> int:
         if tuple(shape) != self.media_shape:
             raise SampleError(
@@ -101,14 +88,7 @@ class EncoderAdapter:
             )
         return self.rows_per_item
 
-    def collate(
-        self,
-        samples: Sequence[SampleLike],
-        metas: Sequence[SampleMeta],
-        *,
-        placeholders: Mapping[str, int] = MappingProxyType({}),
-        pad_id: int = 0,
-    ) -> dict[str, Tensor]:
+    def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **_: Any) -> dict[str, Tensor]:
         return collate_media(samples, metas, self.media, self.media_shape)
 
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.config_keys import positive_int
+from hetmesh.models.lazy_transformers import hf
 from hetmesh.models.named.causal_lm import CausalLMAdapter
 
 
@@ -19,10 +20,7 @@ class LlamaAdapter(CausalLMAdapter):
         `num_key_value_heads` is `num_attention_heads` and `intermediate_size` 3 x `hidden_size` unless given; the rest
         are transformers' defaults.
         """
-        from transformers.models.llama.configuration_llama import LlamaConfig
-        from transformers.models.llama.modeling_llama import LlamaForCausalLM
-
         derived: dict[str, Any] = {}
         if "hidden_size" in request.config:
             derived["intermediate_size"] = 3 * positive_int(request, "hidden_size", request.config["hidden_size"])
-        return cls.make_from(request, LlamaConfig, LlamaForCausalLM, derived)
+        return cls.make_from(request, hf("LlamaConfig"), hf("LlamaForCausalLM"), derived)

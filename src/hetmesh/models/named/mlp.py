@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from hetmesh.errors import RecipeError
-from hetmesh.models.adapter import NONE, AdapterRequest
+from hetmesh.models.adapter import NONE, AdapterDefaults, AdapterRequest
 from hetmesh.models.config_keys import check_keys, positive_int
-from hetmesh.models.row_wise import RowWise
 from hetmesh.models.weights.pretrained import prefixes
 
 
@@ -29,7 +28,7 @@ class Mlp(nn.Module):
 
 
 @dataclass(frozen=True)
-class MlpAdapter(RowWise):
+class MlpAdapter(AdapterDefaults):
     """A row-wise projector between two widths."""
 
     in_features: int
@@ -44,9 +43,6 @@ class MlpAdapter(RowWise):
         """The adapter of a recipe's module, or None while a neighbour's width is not known yet.
 
         `in_features` is the producer's width, `out_features` the consumers', `hidden_features` the latter unless given.
-
-        Raises:
-            RecipeError: an unknown key, or not exactly one boundary into it and at least one out of it.
         """
         check_keys(request, ("in_features", "hidden_features", "out_features"))
         if len(request.placeholders) != 1 or not request.consumers:

@@ -6,6 +6,7 @@ from typing import Any
 
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.config_keys import positive_int
+from hetmesh.models.lazy_transformers import hf
 from hetmesh.models.named.causal_lm import CausalLMAdapter
 
 
@@ -19,10 +20,7 @@ class Qwen3Adapter(CausalLMAdapter):
         Keys not given follow the others: `intermediate_size` is 3 x `hidden_size`, `head_dim` is
         `hidden_size / num_attention_heads`, `num_key_value_heads` is `num_attention_heads`; the rest are transformers'.
         """
-        from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
-        from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
-
-        return cls.make_from(request, Qwen3Config, Qwen3ForCausalLM, derived_sizes(request))
+        return cls.make_from(request, hf("Qwen3Config"), hf("Qwen3ForCausalLM"), derived_sizes(request))
 
 
 def derived_sizes(request: AdapterRequest) -> dict[str, Any]:

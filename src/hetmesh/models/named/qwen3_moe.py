@@ -11,18 +11,15 @@ from torch import nn
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Abilities, AdapterRequest
 from hetmesh.models.config_keys import positive_int
+from hetmesh.models.lazy_transformers import hf
 from hetmesh.models.named.causal_lm import CausalLMAdapter
-from hetmesh.models.named.experts import HALVES, balance_of, fused_layers, two_halves
+from hetmesh.models.named.fused_experts import HALVES, balance_of, fused_layers, two_halves
 from hetmesh.models.named.qwen3 import derived_sizes
 
 
 @dataclass(frozen=True)
 class Qwen3MoeAdapter(CausalLMAdapter):
-    """Qwen3 with mixture-of-experts blocks, whose experts ranks along `ep` can share.
-
-    Attributes:
-        balance: the weight of the load-balancing loss.
-    """
+    """Qwen3 with mixture-of-experts blocks, whose experts ranks along `ep` can share."""
 
     balance: float = 0.0
     in_two_dims: ClassVar = HALVES
@@ -33,19 +30,13 @@ class Qwen3MoeAdapter(CausalLMAdapter):
 
         Keys not given follow the others as Qwen3's do; `moe_intermediate_size` is `hidden_size`. The coefficient of the
         load-balancing loss is `router_aux_loss_coef`, 0 for none; that of a directory counts as `balance_of` says.
-
-        Raises:
-            RecipeError: also numbers of experts that do not fit each other.
         """
-        from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
-        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
-
         derived, given = expert_sizes(request), request.config.get("head_dim")
         if "head_dim" in request.config:  # which transformers reads, but does not declare
             derived["head_dim"] = positive_int(request, "head_dim", given)
             others = {key: value for key, value in request.config.items() if key != "head_dim"}
             request = replace(request, config=others)
-        adapter: Any = cls.make_from(request, Qwen3MoeConfig, Qwen3MoeForCausalLM, derived)
+        adapter: Any = cls.make_from(request, hf("Qwen3MoeConfig"), hf("Qwen3MoeForCausalLM"), derived)
         if given not in (None, own := adapter.config.head_dim):
             raise RecipeError(
                 f"{request.key}.config.head_dim = {given!r}, but {request.pretrained} says {own!r} in its config.json; "

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 
 from hetmesh.models.adapter import AdapterRequest
+from hetmesh.models.lazy_transformers import hf
 from hetmesh.models.named.qwen3_moe import Qwen3MoeAdapter, expert_sizes
 from hetmesh.models.named.qwen3_vl_text import Qwen3VLTextAdapter
 from hetmesh.models.weights.model_forms import class_forms
@@ -19,16 +20,10 @@ class Qwen3VLMoeTextAdapter(Qwen3MoeAdapter, Qwen3VLTextAdapter):
     @classmethod
     def make(cls, request: AdapterRequest) -> Qwen3MoeAdapter:
         """The adapter of a recipe's module; keys not given follow the others as those of `qwen3_moe` and
-        `qwen3_vl_text`. Routing weights of a token always add up to 1 (there is no `norm_topk_prob`).
+        `qwen3_vl_text`. Routing weights of a token always add up to 1 (there is no `norm_topk_prob`)."""
+        from hetmesh.models.named.qwen3_vl_causal_lm import Qwen3VLMoeTextForCausalLM
 
-        Raises:
-            RecipeError: as for these two.
-        """
-        from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
-
-        from hetmesh.models.named.qwen3_vl_moe_causal_lm import Qwen3VLMoeTextForCausalLM
-
-        adapter = cls.make_vl(request, Qwen3VLMoeTextConfig, Qwen3VLMoeTextForCausalLM, expert_sizes(request))
+        adapter = cls.make_vl(request, hf("Qwen3VLMoeTextConfig"), Qwen3VLMoeTextForCausalLM, expert_sizes(request))
         return cls.with_experts(request, adapter)
 
     def read_forms(self, pretrained: Pretrained) -> Mapping[str, StoredForm]:

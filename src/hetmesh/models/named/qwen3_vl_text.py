@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from hetmesh.errors import RecipeError
-from hetmesh.graph.sample import SampleMeta
-from hetmesh.models.adapter import Abilities, AdapterRequest, ItemGrid
+from hetmesh.models.adapter import Abilities, AdapterRequest
 from hetmesh.models.config_keys import positive_int
+from hetmesh.models.lazy_transformers import hf
 from hetmesh.models.multimodal_rope import multimodal_positions
 from hetmesh.models.named.causal_lm import CausalLMAdapter
 from hetmesh.models.named.deepstack import deepstack_arguments, layer_index
@@ -27,16 +27,10 @@ class Qwen3VLTextAdapter(CausalLMAdapter):
     @classmethod
     def make(cls, request: AdapterRequest) -> CausalLMAdapter:
         """The adapter of a recipe's module; keys not given follow the others as those of `qwen3`; a head's
-        frequencies are divided among the axes as in the released models.
-
-        Raises:
-            RecipeError: also where `rope_parameters.mrope_section` does not fit the width of a head.
-        """
-        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
-
+        frequencies are divided among the axes as in the released models."""
         from hetmesh.models.named.qwen3_vl_causal_lm import Qwen3VLTextForCausalLM
 
-        return cls.make_vl(request, Qwen3VLTextConfig, Qwen3VLTextForCausalLM, derived_sizes(request))
+        return cls.make_vl(request, hf("Qwen3VLTextConfig"), Qwen3VLTextForCausalLM, derived_sizes(request))
 
     @classmethod
     def make_vl(
@@ -55,23 +49,17 @@ class Qwen3VLTextAdapter(CausalLMAdapter):
 
     @property
     def abilities(self) -> Abilities:
-        return replace(super().abilities, layer_of_output=self.layer_of_output, position_ids=self.position_ids)
+        return replace(super().abilities, layer_of_output=self.layer_of_output, position_ids=multimodal_positions)
 
     def tensor_parallel_plan(self) -> Mapping[str, str]:
-        from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
-
         # transformers gives no plan for this model, whose layers are those of Qwen3.
-        plan = {f"model.{pattern}": style for pattern, style in Qwen3Config.base_model_tp_plan.items()}
+        plan = {f"model.{pattern}": style for pattern, style in hf("Qwen3Config").base_model_tp_plan.items()}
         return plan if self.config.tie_word_embeddings else {**plan, **self.model_class._tp_plan}
 
     def layer_of_output(self, output: str) -> str | None:
         """The layer after which a side output of the encoder is added to its tokens; None if there is none."""
         index = layer_index(output, self.config.num_hidden_layers)
         return None if index is None else f"model.layers.{index}"
-
-    def position_ids(self, meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> tuple[tuple[int, ...], ...]:
-        """Three rows of positions; see `multimodal_positions`."""
-        return multimodal_positions(meta, grids)
 
     def added_features(
         self, model: Any, hidden: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]

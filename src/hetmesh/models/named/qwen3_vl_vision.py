@@ -11,16 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from hetmesh.attention.in_transformers import WHOLE, use_in
+from hetmesh.attention.packed_rows import attention_of
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.layout import Intervals
-from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
+from hetmesh.models.adapter import Abilities, AdapterDefaults, AdapterRequest, SampleLike
 from hetmesh.models.collate import media_items
 from hetmesh.models.config_keys import positive_int, transformers_config
+from hetmesh.models.lazy_transformers import hf
 from hetmesh.models.named.encoder import check_encoder
+from hetmesh.models.split.patch_order import QWEN2_VL
 from hetmesh.models.weights.pretrained import Names, prefixes
 
-SIZES = (
+SIZES = [
     "hidden_size",
     "intermediate_size",
     "depth",
@@ -31,7 +34,7 @@ SIZES = (
     "temporal_patch_size",
     "out_hidden_size",
     "num_position_embeddings",
-)
+]
 TENSOR_PARALLEL_PLAN: Mapping[str, str] = MappingProxyType(
     {
         f"{part}.{fc}": style
@@ -44,15 +47,10 @@ head."""
 
 
 @dataclass(frozen=True)
-class Qwen3VLVisionAdapter:
+class Qwen3VLVisionAdapter(AdapterDefaults):
     """Images `[channels, height, width]` of any sizes, both sides a multiple of `patch_size * spatial_merge_size`.
     `merger` makes one row of `spatial_merge_size**2` patches, and one of each DeepStack feature. The patches of all
-    images lie in one sequence, in which each attends to its own image only.
-
-    Attributes:
-        config: a Qwen3VLVisionConfig.
-        media: the kind of media it reads.
-    """
+    images lie in one sequence, in which each attends to its own image only."""
 
     config: Any
     media: str
@@ -66,12 +64,7 @@ class Qwen3VLVisionAdapter:
 
         Keys not given follow the others: `in_channels` is that of the data source's images, `out_hidden_size` the width
         that the LLM wants, `intermediate_size` 4 x `hidden_size`; the rest are transformers' defaults.
-
-        Raises:
-            RecipeError: unknown keys, sizes that do not fit each other, or a place in the graph it cannot have.
         """
-        from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-
         media = check_encoder(request, "qwen3_vl_vision")
         derived: dict[str, Any] = {}
         if request.media_shape is not None and len(request.media_shape) == 3:
@@ -83,7 +76,7 @@ class Qwen3VLVisionAdapter:
                 return None
             derived["out_hidden_size"] = request.out_features
         types = ("qwen3_vl_vision", "qwen3_vl")  # the first releases called both parts qwen3_vl
-        config = transformers_config(request, Qwen3VLVisionConfig, derived, types=types)
+        config = transformers_config(request, hf("Qwen3VLVisionConfig"), derived, types=types)
         for key in SIZES:
             positive_int(request, key, getattr(config, key))
         _check(request, config)
@@ -115,9 +108,7 @@ class Qwen3VLVisionAdapter:
         return self.config.in_channels * self.config.temporal_patch_size * self.config.patch_size**2
 
     def build(self) -> nn.Module:
-        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
-
-        return Qwen3VLVisionModel(self.config)
+        return hf("Qwen3VLVisionModel")(self.config)
 
     def layers(self) -> tuple[str, ...]:
         blocks = (f"blocks.{i}" for i in range(self.config.depth))
@@ -151,15 +142,8 @@ class Qwen3VLVisionAdapter:
         of_patches = ("patches", "interp_indices", "interp_weights", "position_ids")
         return {key: value[mine] if key in of_patches else value for key, value in batch.items()}
 
-    def rows(self, incoming: int) -> int:
-        return incoming
-
     def item_grid(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
-        """The rows of an image as a grid: 1 frame, height, width.
-
-        Raises:
-            SampleError: it cannot read an image of this shape.
-        """
+        """The rows of an image as a grid: 1 frame, height, width."""
         step = self.config.patch_size * self.config.spatial_merge_size
         if len(shape) != 3 or shape[0] != self.config.in_channels or any(n < 1 or n % step for n in shape[1:]):
             raise SampleError(
@@ -172,30 +156,15 @@ class Qwen3VLVisionAdapter:
         _, height, width = self.item_grid(shape)
         return height * width
 
-    def collate(
-        self,
-        samples: Sequence[SampleLike],
-        metas: Sequence[SampleMeta],
-        *,
-        placeholders: Mapping[str, int] = MappingProxyType({}),
-        pad_id: int = 0,
-    ) -> dict[str, Any]:
+    def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **_: Any) -> dict[str, Any]:
         items = media_items(samples, metas, self.media)
-        patches = [self._patches(item) for item in items]
         grids = [self.item_grid(tuple(item.shape)) for item in items]
+        patch, merge, frames = (self.config.patch_size, self.config.spatial_merge_size, self.config.temporal_patch_size)
+        patches = [QWEN2_VL.cut(item, patch, merge, frames) for item in items]
         return {
             "patches": torch.cat(patches) if patches else torch.zeros(0, self.patch_features),
             **self._places(grids or [(1, 1, 1)]),
         }
-
-    def _patches(self, image: Tensor) -> Tensor:
-        """`[channels, height, width]` -> `[patches, patch_features]`, the patches of a row one after another."""
-        size, merge = self.config.patch_size, self.config.spatial_merge_size
-        channels = image.shape[0]
-        _, rows, columns = self.item_grid(tuple(image.shape))
-        parts = image.reshape(channels, rows, merge, size, columns, merge, size).permute(1, 4, 2, 5, 0, 3, 6)
-        frames = parts.unsqueeze(5).expand(-1, -1, -1, -1, -1, self.config.temporal_patch_size, -1, -1)
-        return frames.reshape(-1, self.patch_features)
 
     def _places(self, grids: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
         """What the tower would work out from the grids of its images: here it costs no synchronisation with a GPU. No
@@ -218,12 +187,12 @@ class Qwen3VLVisionAdapter:
     def forward(
         self, module: nn.Module, batch: Mapping[str, Any], inputs: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        patches, places = batch["patches"], {k: v for k, v in batch.items() if k not in ("patches", "attention")}
+        patches, places = batch["patches"], {k: v for k, v in batch.items() if k != "patches"}
         places["cu_seqlens"] = torch.tensor(places["cu_seqlens"], dtype=torch.int32)  # stays on the host
         rows = patches.shape[0] // self.tokens_per_row
         if rows == 0:  # one blank row that is dropped: every parameter takes part in every microbatch
             patches = torch.cat([patches, patches.new_zeros(self.tokens_per_row, self.patch_features)])
-        extra = {"attention_state": batch["attention"]} if "attention" in batch else {}
+        extra = {} if (attention := attention_of(batch)) is None else {"attention_state": attention}
         out = module(patches, **places, **extra, return_dict=True)
         features = zip(self.side_outputs, out.deepstack_features or (), strict=True)
         return {"": out.pooler_output[:rows], **{name: each[:rows] for name, each in features}}

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.config_keys import transformers_config
+from hetmesh.models.lazy_transformers import hf
 from hetmesh.models.named.encoder import (
     IMAGE_DIVISORS,
     IMAGE_SIZES,
@@ -30,16 +31,11 @@ class SiglipAdapter(ImageTowerAdapter):
 
         Keys not given follow the others: `num_channels` and `image_size` are those of the data source's images,
         `intermediate_size` is 4 x `hidden_size`; the rest are transformers' defaults.
-
-        Raises:
-            RecipeError: unknown keys, sizes that do not fit each other, or a place in the graph it cannot have.
         """
-        from transformers.models.siglip.configuration_siglip import SiglipVisionConfig
-
         media = check_encoder(request, "siglip")
         config = transformers_config(
             request,
-            SiglipVisionConfig,
+            hf("SiglipVisionConfig"),
             derived_image_keys(request),
             types=("siglip_vision_model",),
             forced={"vision_use_head": False},
@@ -50,9 +46,7 @@ class SiglipAdapter(ImageTowerAdapter):
         return cls(config, media)
 
     def build(self) -> nn.Module:
-        from transformers.models.siglip.modeling_siglip import SiglipVisionModel
-
-        return SiglipVisionModel(self.config)
+        return hf("SiglipVisionModel")(self.config)
 
     def layers(self) -> tuple[str, ...]:
         blocks = (f"encoder.layers.{i}" for i in range(self.config.num_hidden_layers))

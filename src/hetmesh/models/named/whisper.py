@@ -13,9 +13,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.config_keys import positive_int, transformers_config
+from hetmesh.models.lazy_transformers import hf
 from hetmesh.models.named.encoder import EncoderAdapter, check_encoder, check_sizes
 from hetmesh.models.weights.pretrained import prefixes
-from hetmesh.parallel.stages import is_absent
+from hetmesh.parallel.stage_views import is_absent
 
 
 class LocalHeads(ParallelStyle):
@@ -28,15 +29,9 @@ class LocalHeads(ParallelStyle):
 
 
 TENSOR_PARALLEL_PLAN: Mapping[str, Any] = MappingProxyType(
-    {
-        "layers.*.self_attn": LocalHeads(),
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.out_proj": "rowwise",
-        "layers.*.fc1": "colwise",
-        "layers.*.fc2": "rowwise",
-    }
+    {"layers.*.self_attn": LocalHeads()}
+    | {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
+    | {"layers.*.self_attn.out_proj": "rowwise", "layers.*.fc1": "colwise", "layers.*.fc2": "rowwise"}
 )
 
 SIZES = ("d_model", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim", "num_mel_bins")
@@ -57,12 +52,7 @@ class WhisperAdapter(EncoderAdapter):
 
         Keys not given follow the others: `num_mel_bins` and `max_source_positions` are those of the data source's
         recordings, `encoder_ffn_dim` is 4 x `d_model`; the rest are transformers' defaults.
-
-        Raises:
-            RecipeError: unknown keys, sizes that do not fit each other, or a place in the graph it cannot have.
         """
-        from transformers.models.whisper.configuration_whisper import WhisperConfig
-
         media = check_encoder(request, "whisper")
         derived: dict[str, Any] = {}
         if request.media_shape is not None and len(request.media_shape) == 2:
@@ -70,7 +60,7 @@ class WhisperAdapter(EncoderAdapter):
             derived["max_source_positions"] = -(-frames // 2)
         if "d_model" in request.config:
             derived["encoder_ffn_dim"] = 4 * positive_int(request, "d_model", request.config["d_model"])
-        config = transformers_config(request, WhisperConfig, derived, types=("whisper",))
+        config = transformers_config(request, hf("WhisperConfig"), derived, types=("whisper",))
         check_sizes(request, config, (*SIZES, "max_source_positions"), {"d_model": "encoder_attention_heads"})
         if config.encoder_layerdrop:
             raise RecipeError(
@@ -89,9 +79,7 @@ class WhisperAdapter(EncoderAdapter):
         return self.config.max_source_positions
 
     def build(self) -> nn.Module:
-        from transformers.models.whisper.modeling_whisper import WhisperEncoder
-
-        return WhisperEncoder(self.config)
+        return hf("models.whisper.modeling_whisper.WhisperEncoder")(self.config)
 
     def layers(self) -> tuple[str, ...]:
         blocks = (f"layers.{i}" for i in range(self.config.encoder_layers))

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 from hetmesh.errors import SampleError
+from hetmesh.models.lazy_transformers import hf
+from hetmesh.models.split.item_calls import ItemCall, required_arguments
+from hetmesh.models.split.whole_model import features_of
 
 FEW = 7
 """Frames of a short recording, of which towers that make a row of four make two rows."""
 
 
 @dataclass(frozen=True)
-class Frames:
+class Frames(ItemCall):
     """Recordings of any length, padded to the longest of a call, with a mask of their frames."""
 
     mel: int
@@ -49,17 +52,11 @@ class Frames:
     def arguments(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         return {"input_features": batch["media"], "feature_attention_mask": batch["mask"]}
 
-    def grid(self, shape: tuple[int, ...]) -> None:
-        return None
-
-    def size_dims(self, shape: tuple[int, ...]) -> int:
-        return 0
-
 
 @dataclass(frozen=True)
 class PaddedFrames(Frames):
     """Recordings padded to `frames` as the feature extractor does it, whose size says how many frames they had: the
-    tower's convolutions see some of the silence behind."""
+    tower's convolutions see some of the silence that follows."""
 
     frames: int
 
@@ -98,24 +95,24 @@ AUDIO_CALLS: Mapping[str, Callable[[Any], Frames]] = MappingProxyType(
 """Ways for recordings by name, made from the config of the tower."""
 
 
-def check_takes_frames(method: Any) -> None:
-    """Raise LookupError for a `get_audio_features` that takes something else than features and their mask."""
-    parameters = inspect.signature(method).parameters
-    required = {n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
-    known = {"input_features", "feature_attention_mask"}
-    if not known <= parameters.keys() or required - known:
-        raise LookupError(f"its get_audio_features takes {sorted(parameters)}, not {sorted(known)} alone")
+def audio_call(name: str | None, model: Any, config: Any) -> ItemCall:
+    """How recordings are handed to `model`. `name`: a key of `AUDIO_CALLS`; None: as features and their mask, if that
+    is what `get_audio_features` takes."""
+    if name is None:
+        parameters = inspect.signature(features_of(model, "audio")).parameters
+        known = {"input_features", "feature_attention_mask"}
+        if not known <= parameters.keys() or required_arguments(parameters) - known:
+            raise LookupError(f"its get_audio_features takes {sorted(parameters)}, not {sorted(known)} alone")
+    return AUDIO_CALLS[name or "frames"](config.audio_config)
 
 
 def features_of_padded(model: Any, input_features: Tensor, feature_attention_mask: Tensor) -> Tensor:
     """The rows `[n, features]` of recordings, of a model without `get_audio_features`: tower and projector, and masks
     of both as its forward has them (transformers' `Qwen2AudioModel.forward`)."""
-    from transformers.masking_utils import create_bidirectional_mask
-
     tower = model.get_encoder("audio")
     lengths, rows = tower._get_feat_extract_output_lengths(feature_attention_mask.sum(-1))
     inside = torch.arange(tower.config.max_source_positions, device=lengths.device) < lengths[:, None]
-    mask = create_bidirectional_mask(
+    mask = hf("masking_utils.create_bidirectional_mask")(
         config=tower.config, inputs_embeds=input_features.new_zeros(*inside.shape, 1), attention_mask=inside.long()
     )
     hidden = tower(input_features, attention_mask=mask).last_hidden_state

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,12 +12,12 @@ from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import SampleMeta
-from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
+from hetmesh.models.adapter import Abilities, AdapterDefaults, AdapterRequest, SampleLike
 from hetmesh.models.collate import media_items
 from hetmesh.models.config_keys import check_keys
 from hetmesh.models.named.deepstack import FEATURE
-from hetmesh.models.split.audio_calls import features_of_padded
-from hetmesh.models.split.item_calls import ItemCall, apart, item_call
+from hetmesh.models.split.audio_calls import audio_call, features_of_padded
+from hetmesh.models.split.item_calls import ItemCall, apart, image_call
 from hetmesh.models.split.tower_plan import repeated_blocks, tower_blocks, tower_plan
 from hetmesh.models.split.whole_model import TOWERS, WholeModel, features_of, whole_model
 from hetmesh.models.weights.build import build_empty
@@ -26,15 +25,11 @@ from hetmesh.models.weights.pretrained import Names
 
 
 @dataclass(frozen=True, eq=False)
-class HfEncoderAdapter:
+class HfEncoderAdapter(AdapterDefaults):
     """The whole model without its LLM, called through its own `get_image_features` or `get_audio_features`.
 
     Attributes:
-        whole: the model.
-        part: which part of it this is.
-        media: the kind of media it reads.
-        call: how items are handed over.
-        projects: its rows are those for the LLM; else what the projector takes, which is a module of its own.
+        projects: its rows are those for the LLM; else what the projector takes, which is a separate module.
     """
 
     whole: WholeModel
@@ -47,11 +42,7 @@ class HfEncoderAdapter:
     @classmethod
     def make(cls, request: AdapterRequest) -> HfEncoderAdapter:
         """The adapter of a recipe's module. Everything is in its directory but one config key, `projector` (true):
-        whether the projector is part of it.
-
-        Raises:
-            RecipeError: no directory, one that cannot be split, or a place in the graph that it cannot have.
-        """
+        whether the projector is part of it."""
         if request.pretrained is None:
             raise RecipeError(f"{request.key}.initial_load_path is missing: {request.model!r} is made from it")
         check_keys(request, ("projector",))
@@ -71,7 +62,7 @@ class HfEncoderAdapter:
             )
         name = whole.family.calls.get(request.media)
         try:
-            call = item_call(request.media, name, whole.model, whole.config)
+            call = (audio_call if request.media == "audio" else image_call)(name, whole.model, whole.config)
         except LookupError as error:
             raise RecipeError(f"{request.key}: {whole.model_class.__name__}: {error.args[0]}") from error
         except (AttributeError, TypeError) as error:
@@ -90,7 +81,7 @@ class HfEncoderAdapter:
         try:
             _ = adapter._rows_of_part
             if not projects:
-                adapter.check_nothing_behind()
+                adapter.check_nothing_follows()
         except SampleError as error:
             apart = "" if projects else "; leave [modules.projector] out, and the projector is part of this module"
             raise RecipeError(f"{request.key}: {error}{apart}") from error
@@ -131,7 +122,7 @@ class HfEncoderAdapter:
             setattr(module.get_submodule(parent), child, nn.Identity())
         return module
 
-    def check_nothing_behind(self) -> None:
+    def check_nothing_follows(self) -> None:
         """Raise SampleError unless what the projector gives are the rows, as they are."""
         given: list[Tensor] = []
 
@@ -177,7 +168,7 @@ class HfEncoderAdapter:
         return self._hollow(0)
 
     def _hollow(self, blocks: int) -> nn.Module:
-        """The module with zeros that take no memory for weights, of whose blocks only the first so many compute."""
+        """The module with zeros that take no memory for weights, of whose blocks only the first `blocks` compute."""
         module = build_empty(self)
         tuples: dict[type, bool] = {}
         for name in tower_blocks(module)[blocks:]:
@@ -245,17 +236,7 @@ class HfEncoderAdapter:
         )
         return small[0] if small == larger and small[1] == 0 else 0
 
-    def rows(self, incoming: int) -> int:
-        return incoming
-
-    def collate(
-        self,
-        samples: Sequence[SampleLike],
-        metas: Sequence[SampleMeta],
-        *,
-        placeholders: Mapping[str, int] = MappingProxyType({}),
-        pad_id: int = 0,
-    ) -> dict[str, Tensor]:
+    def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **_: Any) -> dict[str, Tensor]:
         items = media_items(samples, metas, self.media)
         known = [item for meta in metas for item in meta.media if item.name == self.media]
         rows = sum(self.item_rows(item.extent) for item in known)
@@ -276,10 +257,7 @@ class HfEncoderAdapter:
 
 def _hand_on(block: Any, tuples: dict[type, bool]) -> None:
     """Let a block return what it gets, in a tuple if it is one that returns a tuple, which is seen by its first run.
-
-    Args:
-        tuples: what is known of kinds of blocks.
-    """
+    `tuples`: what is known of kinds of blocks."""
     own = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -303,7 +281,7 @@ def _joined(rows: Any) -> Tensor:
 
 
 def _layers(module: nn.Module, blocks: Sequence[str], prefix: str = "") -> Iterator[str]:
-    """The blocks, and the largest parts beside them that hold parameters, in order of registration."""
+    """The blocks, and the largest other parts that hold parameters, in order of registration."""
     for name, child in module.named_children():
         fqn = f"{prefix}{name}"
         if not any(True for _ in child.parameters()):

@@ -6,65 +6,67 @@ All items of a lane and microbatch go in one call, so that ranks which shard a t
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hetmesh.errors import SampleError
 from hetmesh.models.collate import stacked
-from hetmesh.models.split.audio_calls import AUDIO_CALLS, check_takes_frames
+from hetmesh.models.lazy_transformers import hf
 from hetmesh.models.split.patch_order import QWEN2_VL, PatchOrder, processor_order
-from hetmesh.models.split.tile_calls import AnyResolutionTiles
 from hetmesh.models.split.whole_model import features_of
 
 
-class ItemCall(Protocol):
-    """One way. `shape` is always the extent of an item: the shape of its tensor, and behind it its size if it has one
-    (`hetmesh.graph.MediaItem`)."""
+class ItemCall:
+    """One way. `shape` is always the extent of an item: the shape of its tensor, then its size if it has one
+    (`hetmesh.graph.MediaItem`).
 
-    def size_dims(self, shape: tuple[int, ...]) -> int:
-        """How many numbers of an extent are the size."""
-        ...
+    Attributes:
+        blank, larger: shapes of the smallest item and of a larger one.
+    """
 
     @property
     def blank(self) -> tuple[int, ...]:
-        """Shape of the smallest item."""
-        ...
+        raise NotImplementedError
 
     @property
     def larger(self) -> tuple[int, ...]:
-        """Shape of a larger one."""
-        ...
+        raise NotImplementedError
 
     def units(self, shape: tuple[int, ...]) -> int:
         """How many equal parts an item is made of, each of as many rows."""
-        ...
+        raise NotImplementedError
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Raise SampleError for an item that it cannot hand over."""
-        ...
+        raise NotImplementedError
 
     def collate(self, items: Sequence[Tensor], sizes: Sequence[tuple[int, ...]] = ()) -> dict[str, Tensor]:
         """At least one item, and their sizes if they have some -> tensors. `"kept"`, if it is there: for each item
         which of those that the model is called with it is."""
-        ...
+        raise NotImplementedError
 
     def arguments(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """What `collate` made -> keyword arguments of the model's method, and of its forward."""
-        ...
+        raise NotImplementedError
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
         """The rows of an item as frames, height and width, where the model wants positions of these axes."""
-        ...
+        return None
+
+    def size_dims(self, shape: tuple[int, ...]) -> int:
+        """How many numbers of an extent are the size."""
+        return 0
 
 
 @dataclass(frozen=True)
-class Pixels:
+class Pixels(ItemCall):
     """Images of one size, `[channels, height, width]` or several tiles of it, `[tiles, channels, height, width]`."""
 
     size: tuple[int, int, int]
@@ -92,12 +94,6 @@ class Pixels:
     def arguments(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         return {"pixel_values": batch["media"]}
 
-    def grid(self, shape: tuple[int, ...]) -> None:
-        return None
-
-    def size_dims(self, shape: tuple[int, ...]) -> int:
-        return 0
-
 
 @dataclass(frozen=True)
 class Tiles(Pixels):
@@ -111,7 +107,7 @@ class Tiles(Pixels):
 
 
 @dataclass(frozen=True)
-class Sized:
+class Sized(ItemCall):
     """Images of any size that is whole cells of `step` pixels, two of them at least, padded to the largest, with their
     sizes. (transformers' Mistral 3 takes a single row for no row.)"""
 
@@ -144,15 +140,9 @@ class Sized:
     def arguments(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         return {"pixel_values": batch["media"], "image_sizes": batch["sizes"]}
 
-    def grid(self, shape: tuple[int, ...]) -> None:
-        return None
-
-    def size_dims(self, shape: tuple[int, ...]) -> int:
-        return 0
-
 
 @dataclass(frozen=True)
-class Patches:
+class Patches(ItemCall):
     """Images of any size that is whole cells of `merge` patches, cut into patches in the `order` of the model's
     processor. An image stands for `frames` equal frames."""
 
@@ -193,8 +183,97 @@ class Patches:
             given["image_merge_sizes"] = torch.full((len(batch["grids"]),), self.merge)
         return given
 
+
+@dataclass(frozen=True)
+class AnyResolutionTiles(ItemCall):
+    """Images of one tile, `[channels, side, side]`, or cut into tiles, `[tiles, channels, side, side]`, whose size is
+    that of the image in pixels: the whole one, then those of the best of some resolutions (LLaVA-OneVision). The model
+    unpads the rows of the latter, and puts one row after each line of them.
+
+    Attributes:
+        size: of a tile.
+        cells: rows of a tile along each side.
+        resolutions: `(height, width)` each.
+        most: tiles whose rows are kept; those of more are interpolated.
+    """
+
+    size: tuple[int, int, int]
+    cells: int
+    resolutions: tuple[tuple[int, int], ...]
+    most: int
+
+    @property
+    def blank(self) -> tuple[int, ...]:
+        return self.size
+
+    @property
+    def larger(self) -> tuple[int, ...]:
+        height, width = min((size for size in self.resolutions if self._tiles(*size) > 1), default=self.size[1:])
+        return self.extent(height, max(1, 2 * width // 3))
+
     def size_dims(self, shape: tuple[int, ...]) -> int:
-        return 0
+        return 2 if len(shape) == 6 else 0
+
+    def extent(self, height: int, width: int) -> tuple[int, ...]:
+        """Of an image of that size in pixels."""
+        return (1 + self._tiles(*self._best(height, width)), *self.size, height, width)
+
+    def _best(self, height: int, width: int) -> tuple[int, int]:
+        return hf("image_processing_utils.select_best_resolution")((height, width), list(self.resolutions))
+
+    def _tiles(self, height: int, width: int) -> int:
+        return (height // self.size[1]) * (width // self.size[2])
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        if shape in (self.size, (1, *self.size)):
+            return
+        if len(shape) != 6 or shape[1:4] != self.size or min(shape[4:]) < 1:
+            raise SampleError(
+                f"images must be of shape {self.size}, or tiles of that shape with the height and width of the image "
+                f"before it was cut as their size (MediaItem.size), got {shape}"
+            )
+        if shape != (expected := self.extent(*shape[4:])):
+            raise SampleError(
+                f"an image of {shape[4]} x {shape[5]} pixels must be cut into {expected[0]} tiles "
+                f"(image_grid_pinpoints in config.json), got {shape[0]}"
+            )
+
+    def units(self, shape: tuple[int, ...]) -> int:
+        """Rows, by the arithmetic of transformers' `unpad_image` and `pack_image_features`."""
+        if len(shape) != 6:
+            return self.cells**2 + 1
+        height, width = shape[4:]
+        best = self._best(height, width)
+        rows, columns = (self.cells * (n // side) for n, side in zip(best, self.size[1:], strict=True))
+        if width / height > columns / rows:
+            rows -= 2 * ((rows - int(round(height * (columns / width), 7))) // 2)
+        else:
+            columns -= 2 * ((columns - int(round(width * (rows / height), 7))) // 2)
+        if (ratio := math.sqrt(rows * columns / (self.most * self.cells**2))) > 1.1:
+            rows, columns = int(rows // ratio), int(columns // ratio)
+        return self.cells**2 + rows * (columns + 1)
+
+    def collate(self, items: Sequence[Tensor], sizes: Sequence[tuple[int, ...]] = ()) -> dict[str, Tensor]:
+        """Images of one tile first, two at least: a single one would be taken for one that was cut."""
+        sizes = sizes or [()] * len(items)
+        single = [i for i, size in enumerate(sizes) if not size]
+        cut = [i for i, size in enumerate(sizes) if size]
+        if len(single) == 1:
+            single *= 2
+        called = single + cut
+        return {
+            "media": torch.cat([items[i].reshape(-1, *self.size) for i in called]),
+            "sizes": torch.tensor([sizes[i] or self.size[1:] for i in called]),
+            "together": torch.tensor([len(single)] * bool(single) + [1] * len(cut)),
+            "kept": torch.tensor([called.index(i) for i in range(len(items))]),
+        }
+
+    def arguments(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        return {
+            "pixel_values": batch["media"],
+            "image_sizes": batch["sizes"],
+            "batch_num_images": batch["together"].tolist(),
+        }
 
 
 def _check_cells(shape: tuple[int, ...], channels: int, step: int) -> None:
@@ -210,22 +289,14 @@ def apart(call: ItemCall, extent: tuple[int, ...]) -> tuple[tuple[int, ...], tup
     return extent[:end], extent[end:]
 
 
-def item_call(media: str, name: str | None, model: Any, config: Any) -> ItemCall:
-    """How items of a kind of media are handed to `model`.
-
-    Args:
-        name: a key of `CALLS`, or of `AUDIO_CALLS`; None: for images by the signature of its `get_image_features`.
-        config: the whole model's.
-    """
-    if media == "audio":
-        if name is None:
-            check_takes_frames(features_of(model, "audio"))
-        return AUDIO_CALLS[name or "frames"](config.audio_config)
+def image_call(name: str | None, model: Any, config: Any) -> ItemCall:
+    """How images are handed to `model`: as the entry `name` of `CALLS`, or by the signature of its
+    `get_image_features`."""
     vision = config.vision_config
     if name is not None:
         return CALLS[name](config, vision)
     parameters = inspect.signature(features_of(model, "image")).parameters
-    required = {n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+    required = required_arguments(parameters)
     if unknown := required - {"pixel_values", "image_sizes", "image_grid_thw", "image_merge_sizes"}:
         raise LookupError(f"its get_image_features wants {sorted(unknown)} too, which hetmesh does not make")
     if "image_grid_thw" in parameters:
@@ -235,8 +306,13 @@ def item_call(media: str, name: str | None, model: Any, config: Any) -> ItemCall
     return (Tiles if "pixel_attention_mask" in parameters else Pixels)(_size(config, vision))
 
 
+def required_arguments(parameters: Mapping[str, inspect.Parameter]) -> set[str]:
+    """Names of the arguments that a method must be called with."""
+    return {n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+
+
 def _patches_in_order(config: Any, vision: Any, names_merge: bool) -> Patches:
-    """In the order of the processor, which also says how many patches are merged where the model is told."""
+    """In the order of the processor, which also says how many patches are merged where the model takes that number."""
     order, frames = processor_order(config.model_type)
     merge = 1 if names_merge else _merge(config, vision)
     frames = getattr(vision, "temporal_patch_size", None) or frames

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from types import MappingProxyType
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -16,33 +15,27 @@ from hetmesh.context import Rule, runs_of_sample
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.module_graph import Activation
 from hetmesh.graph.sample import SampleMeta
-from hetmesh.models.adapter import Abilities, AdapterRequest, ItemGrid, SampleLike
+from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
 from hetmesh.models.config_keys import check_keys
 from hetmesh.models.named.causal_lm import CausalLMAdapter
 from hetmesh.models.named.deepstack import deepstack_arguments, layer_index
-from hetmesh.models.named.experts import COEFFICIENT, HALVES, balance_of, fused_layers, two_halves
-from hetmesh.models.split.behind_head import keeps_logits_apart, whole_head
+from hetmesh.models.named.fused_experts import COEFFICIENT, HALVES, balance_of, fused_layers, two_halves
+from hetmesh.models.split.after_head import keeps_logits_apart, whole_head
 from hetmesh.models.split.rope_index import check_around, has_plain_positions, rope_positions
-from hetmesh.models.split.scaling import embedding_scale
 from hetmesh.models.split.text_plan import TextPlan, text_plan
 from hetmesh.models.split.tower_plan import repeated_blocks
 from hetmesh.models.split.whole_model import LLM, WholeModel, whole_model
+from hetmesh.models.weights.build import build_empty
 from hetmesh.models.weights.pretrained import Names, Pretrained
 from hetmesh.models.weights.stored_form import StoredForm
 from hetmesh.parallel.experts.layers import ExpertLayers
-from hetmesh.parallel.stages import PREVIOUS
+from hetmesh.parallel.stage_views import PREVIOUS, PassThrough
 
 
 @dataclass(frozen=True, eq=False)
 class HfLlmAdapter(CausalLMAdapter):
-    """The whole model without its towers and what is behind them. hetmesh puts rows into the places of placeholders and
-    gives positions; decoder and head are the model's own, the head through the forward of the whole.
-
-    Attributes:
-        whole: the model.
-        balance: the weight of the load-balancing loss of its experts.
-        packed: whether the samples of a lane lie in one row.
-    """
+    """The whole model without its towers and what follows them. hetmesh puts rows into the places of placeholders and
+    gives positions; decoder and head are the model's own, the head through the forward of the whole."""
 
     whole: WholeModel = None  # type: ignore[assignment]
     balance: float = 0.0
@@ -51,11 +44,7 @@ class HfLlmAdapter(CausalLMAdapter):
     @classmethod
     def make(cls, request: AdapterRequest) -> HfLlmAdapter:
         """The adapter of a recipe's module. Everything is in its directory; of experts the recipe may give the weight
-        of the load-balancing loss, `router_aux_loss_coef`.
-
-        Raises:
-            RecipeError: no directory, one that cannot be split, or a place in the graph that it cannot have.
-        """
+        of the load-balancing loss, `router_aux_loss_coef`."""
         if request.pretrained is None:
             raise RecipeError(f"{request.key}.initial_load_path is missing: {request.model!r} is made from it")
         if request.consumers:
@@ -91,7 +80,7 @@ class HfLlmAdapter(CausalLMAdapter):
             token_sharded=() if "token_sharded" in reasons else self._text_plan.token_sharded,
             use_packed=None if "use_packed" in reasons else self.use_packed,
             layer_of_output=self.layer_of_output if takes_features else None,
-            position_ids=self.position_ids if positions else None,
+            position_ids=partial(rope_positions, self.whole) if positions else None,
             attention_dropout=getattr(config, "attention_dropout", None) or 0.0,
             stored_forms=self.stored_forms,
             experts=None if "experts" in reasons else self._experts,
@@ -198,13 +187,13 @@ class HfLlmAdapter(CausalLMAdapter):
     def _layers(self) -> tuple[str, ...]:
         decoder = self.whole.decoder
         blocks = tuple(name for name in repeated_blocks(self._empty) if name.startswith(f"{decoder}."))
-        beside = [
+        others = [
             f"{decoder}.{name}"
             for name, child in self.decoder_of(self._empty).named_children()
             if any(True for _ in child.parameters()) and not any(b.startswith(f"{decoder}.{name}.") for b in blocks)
         ]
-        before = [name for name in beside if name == self.whole.embedding]
-        return (*before, *blocks, *(name for name in beside if name not in before), self.whole.head)
+        before = [name for name in others if name == self.whole.embedding]
+        return (*before, *blocks, *(name for name in others if name not in before), self.whole.head)
 
     @cached_property
     def _text_plan(self) -> TextPlan:
@@ -219,28 +208,17 @@ class HfLlmAdapter(CausalLMAdapter):
         return {**self._text_plan.sizes, "moe_intermediate_size": self.config.moe_intermediate_size}
 
     def layer_of_output(self, output: str) -> str | None:
-        """The layer behind which a side output of the encoder is added to its tokens; None: there is none."""
+        """The layer after which a side output of the encoder is added to its tokens; None: there is none."""
         blocks = [name for name in self._layers if name.rpartition(".")[2].isdigit()]
         index = layer_index(output, len(blocks))
         return None if index is None else blocks[index]
 
-    def position_ids(self, meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> tuple[tuple[int, ...], ...]:
-        """Three rows of positions, those of the model's own `get_rope_index`."""
-        return rope_positions(self.whole, meta, grids)
-
-    def collate(
-        self,
-        samples: Sequence[SampleLike],
-        metas: Sequence[SampleMeta],
-        *,
-        placeholders: Mapping[str, int] = MappingProxyType({}),
-        pad_id: int = 0,
-    ) -> dict[str, Tensor]:
+    def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **how: Any) -> dict[str, Tensor]:
         self._check_windows(metas)
         if self.whole.around:
             for sample, meta in zip(samples, metas, strict=True):
                 check_around(self.whole, meta, sample.tokens)
-        batch = super().collate(samples, metas, placeholders=placeholders, pad_id=pad_id)
+        batch = super().collate(samples, metas, **how)
         if self.whole.positions == "from_1":
             batch["position_ids"] = batch["position_ids"] + 1
         return batch
@@ -273,7 +251,7 @@ class HfLlmAdapter(CausalLMAdapter):
         return deepstack_arguments(self, model, hidden, batch, inputs)
 
     def logits(self, model: Any, hidden: Tensor) -> Tensor:
-        """Through the forward of the whole, whose inner model gives `hidden`: what is behind its head is its own."""
+        """Through the forward of the whole, whose inner model gives `hidden`: what follows its head is the model's."""
         return whole_head(model, self._inner, hidden)
 
     @property
@@ -287,6 +265,28 @@ class HfLlmAdapter(CausalLMAdapter):
         if self.whole.head not in self._text_plan.plan:  # which tensor parallelism does not split
             return ""
         return self.whole.head if keeps_logits_apart(self._empty, self._inner, self.whole.head, *sizes) else ""
+
+
+def embedding_scale(adapter: HfLlmAdapter) -> float | None:
+    """By what the decoder multiplies embedded tokens before its first layer; 1.0 if it leaves them as they are, None if
+    it does something else. Measured: its layers and norm hand on what they get."""
+    module = build_empty(adapter)
+    for name in adapter.layers():
+        if name != adapter.whole.embedding:
+            parent, _, child = name.rpartition(".")
+            setattr(module.get_submodule(parent), child, PassThrough())
+    decoder: Any = adapter.decoder_of(module)
+    tokens = torch.linspace(-1.0, 1.0, 2 * adapter.config.hidden_size).view(1, 2, -1).double()
+    axes = (3,) if adapter.whole.positions == "rope_index" else ()
+    positions = torch.arange(2).expand(*axes, 1, 2)
+    try:
+        with torch.no_grad():
+            given = decoder.double()(inputs_embeds=tokens, position_ids=positions, use_cache=False).last_hidden_state
+    except Exception:  # parameters without memory outside of layers and norm, and whatever else
+        return None
+    scale = float((given * tokens).sum() / (tokens * tokens).sum())
+    close = torch.allclose(given, scale * tokens, rtol=1e-6, atol=1e-9)  # constants may be rounded to fp32
+    return (1.0 if abs(scale - 1) < 1e-12 else scale) if close and scale else None
 
 
 def use_loop_in_fp64(module: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """In which order a model's image processor cuts an image into patches: measured on the processor itself.
 
 A tower takes patches in the order of its processor, and nothing in the model says which one that is: a wrong order
-would train without a word.
+would train silently.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from hetmesh.models.lazy_transformers import hf
+
 SIDES = (448, 672)
 """Height and width of the image that is cut: whole cells of patches of 14 and of 16 pixels, two to a side of a cell."""
 
@@ -23,7 +25,7 @@ class PatchOrder:
     """How patches lie; by default as Qwen2-VL's processor cuts them.
 
     Attributes:
-        grouped: the patches of one row of the result lie behind each other; else they go along the image's rows.
+        grouped: the patches of one row of the result follow each other; else they go along the image's rows.
         channels_last: in a patch the channels are the last dim.
         flat: a patch is one dim; else it has those of an image.
     """
@@ -51,11 +53,8 @@ QWEN2_VL = PatchOrder()
 
 @lru_cache(maxsize=16)
 def processor_order(model_type: str) -> tuple[PatchOrder, int]:
-    """The order of the image processor that transformers has for a `model_type`, and its frames to a patch.
-
-    Raises:
-        LookupError: there is none that works here, or it cuts another way than all that are known.
-    """
+    """The order of the image processor that transformers has for a `model_type`, and its frames to a patch. Raises
+    LookupError if there is none that works here, or it cuts another way than all that are known."""
     import transformers
 
     names = _image_processors(model_type)
@@ -72,8 +71,8 @@ def processor_order(model_type: str) -> tuple[PatchOrder, int]:
     )
     patches = SIDES[0] // patch * (SIDES[1] // patch)
     frames = given.numel() // (patches * 3 * patch * patch)
-    for each in product((True, False), (False, True), (True, False)):
-        order = PatchOrder(*each)
+    for options in product((True, False), (False, True), (True, False)):
+        order = PatchOrder(*options)
         if frames > 1 and order.channels_last:
             continue
         cut = order.cut(image, patch, merge, max(frames, 1))
@@ -85,10 +84,9 @@ def processor_order(model_type: str) -> tuple[PatchOrder, int]:
 def _image_processors(model_type: str) -> Mapping[str, str]:
     """Class of the image processor by what it needs; where transformers names none for a `model_type` (Qwen3-VL-MoE),
     that of the others which have the same processor of images and text, if these have one alone."""
-    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES as OF_IMAGES
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES as OF_BOTH
-
-    if model_type in OF_IMAGES or model_type not in OF_BOTH:
-        return OF_IMAGES.get(model_type, {})
-    like = [OF_IMAGES[each] for each, name in OF_BOTH.items() if name == OF_BOTH[model_type] and each in OF_IMAGES]
+    of_images = hf("models.auto.image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES")
+    of_both = hf("models.auto.processing_auto.PROCESSOR_MAPPING_NAMES")
+    if model_type in of_images or model_type not in of_both:
+        return of_images.get(model_type, {})
+    like = [of_images[each] for each, name in of_both.items() if name == of_both[model_type] and each in of_images]
     return like[0] if like and all(each == like[0] for each in like) else {}

@@ -1,32 +1,25 @@
-"""The projector of a model of transformers as a module of its own, where it works on each row by itself."""
+"""The projector of a model of transformers as a separate module, where it works on each row by itself."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError
-from hetmesh.models.adapter import Abilities, AdapterRequest
+from hetmesh.models.adapter import Abilities, AdapterDefaults, AdapterRequest
 from hetmesh.models.config_keys import check_keys
-from hetmesh.models.row_wise import RowWise
 from hetmesh.models.split.whole_model import PROJECTOR, WholeModel, whole_model
 from hetmesh.models.weights.build import build_empty
-from hetmesh.models.weights.fill import materialize
+from hetmesh.models.weights.fill_module import materialize
 from hetmesh.models.weights.pretrained import Names
 
 
 @dataclass(frozen=True, eq=False)
-class HfProjectorAdapter(RowWise):
-    """What a model has between its tower and its LLM; rows in, as many rows out.
-
-    Attributes:
-        whole: the model.
-        in_features, out_features: widths of its rows.
-    """
+class HfProjectorAdapter(AdapterDefaults):
+    """What a model has between its tower and its LLM; rows in, as many rows out."""
 
     whole: WholeModel
     in_features: int
@@ -34,11 +27,7 @@ class HfProjectorAdapter(RowWise):
 
     @classmethod
     def make(cls, request: AdapterRequest) -> HfProjectorAdapter | None:
-        """The adapter of a recipe's module; None until its producer is known.
-
-        Raises:
-            RecipeError: no directory, a model whose projector cannot be taken apart, or one that mixes rows.
-        """
+        """The adapter of a recipe's module; None until its producer is known."""
         if request.pretrained is None:
             raise RecipeError(f"{request.key}.initial_load_path is missing: {request.model!r} is made from it")
         check_keys(request, ())
@@ -61,11 +50,7 @@ class HfProjectorAdapter(RowWise):
         return Abilities(stored_forms=self.whole.stored_forms)
 
     def width_if_by_row(self) -> int:
-        """The width of its rows.
-
-        Raises:
-            RuntimeError: it does not take rows alone, or a row depends on others.
-        """
+        """The width of its rows. Raises RuntimeError if it does not take rows alone, or a row depends on others."""
         module = build_empty(self)
         materialize(module, torch.device("cpu"))
         draw = torch.Generator().manual_seed(0)
@@ -75,7 +60,7 @@ class HfProjectorAdapter(RowWise):
             rows = torch.randn(4, self.in_features, generator=draw)
             try:
                 together, first = self._run(module, rows), self._run(module, rows[:1])
-            except Exception as error:  # whatever it wants beside rows
+            except Exception as error:  # whatever else it wants than rows
                 raise RuntimeError(f"it does not take rows alone ({type(error).__name__})") from error
         if together.ndim != 2 or len(together) != 4 or not torch.allclose(together[:1], first, rtol=1e-4, atol=1e-5):
             raise RuntimeError("what it makes of a row depends on other rows")
@@ -97,9 +82,6 @@ class HfProjectorAdapter(RowWise):
 
     def layers(self) -> tuple[str, ...]:
         return (self.whole.projector,)
-
-    def tensor_parallel_plan(self) -> Mapping[str, Any]:
-        return {}
 
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         (rows,) = inputs.values()

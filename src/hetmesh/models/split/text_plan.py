@@ -8,9 +8,9 @@ from types import MappingProxyType
 
 from torch import nn
 
-from hetmesh.models.split.tower_plan import PAIRS, repeated_blocks
+from hetmesh.models.split.tower_plan import group_plan, layer_pattern, linear_group, repeated_blocks
 from hetmesh.models.split.whole_model import WholeModel
-from hetmesh.parallel.tensor_parallel import GRAD_ALLREDUCE, STYLES, matching
+from hetmesh.parallel.tensor_parallel import GRAD_ALLREDUCE, STYLES, matching, within
 
 NORMS = ("q_norm", "k_norm")
 """Norms of single heads, which work on a rank's heads where the attention is split."""
@@ -21,8 +21,6 @@ class TextPlan:
     """How a decoder is split.
 
     Attributes:
-        plan: FQN pattern -> style.
-        sizes: what the degree must divide.
         token_sharded: FQNs of the submodules that sequence parallelism splits the tokens of; none where a layer has no
             attention that is split, as whatever it has instead would see a share of the tokens alone.
     """
@@ -39,7 +37,7 @@ def text_plan(whole: WholeModel, module: nn.Module) -> TextPlan:
     own = {pattern: style for pattern, style in own.items() if matching(module, pattern)}
     # Some plans name no layer at all: Qwen3-VL's of transformers 5.24 has the embedding alone.
     plan = _with_norms(_known(own, module), module) or _by_names(module, decoder)
-    if whole.get("get_output_embeddings").weight is not whole.get("get_input_embeddings").weight:
+    if whole.model.get_output_embeddings().weight is not whole.model.get_input_embeddings().weight:
         head = (whole.model_class._tp_plan or {}).get(whole.head)
         if plan and head not in STYLES and type(module.get_submodule(whole.head)) is nn.Linear:
             head = "colwise_gather_output"  # many models of transformers leave it out
@@ -52,7 +50,7 @@ def text_plan(whole: WholeModel, module: nn.Module) -> TextPlan:
     rows = {pattern.rpartition(".")[0] for pattern, style in plan.items() if style == "rowwise"}
     attention = {m for r in rows if "attn" in r or "attention" in r for m in matching(module, r)}
     blocks = [name for name in repeated_blocks(module) if name.startswith(f"{decoder}.")]
-    everywhere = blocks and all(any(_in(holder, block) for holder in attention) for block in blocks)
+    everywhere = blocks and all(any(within(holder, block) for holder in attention) for block in blocks)
     children = [name for name, child in module.get_submodule(decoder).named_children() if list(child.parameters())]
     shared = tuple(f"{decoder}.{name}" for name in children if f"{decoder}.{name}" != whole.embedding)
     return TextPlan(MappingProxyType(plan), MappingProxyType(sizes if plan else {}), shared if everywhere else ())
@@ -62,7 +60,11 @@ def _known(plan: Mapping[str, str], module: nn.Module) -> dict[str, str]:
     """The plan without the groups of which one style is not hetmesh's, or does not suit its module."""
     unknown = {pattern for pattern, style in plan.items() if style not in STYLES or not _suits(pattern, style, module)}
     holders = {pattern.rpartition(".")[0] for pattern in unknown}
-    return {pattern: style for pattern, style in plan.items() if not any(_in(pattern, holder) for holder in holders)}
+    return {
+        pattern: style
+        for pattern, style in plan.items()
+        if not any(pattern.startswith(f"{holder}.") for holder in holders)
+    }
 
 
 def _with_norms(plan: Mapping[str, str], module: nn.Module) -> dict[str, str]:
@@ -84,19 +86,11 @@ def _suits(pattern: str, style: str, module: nn.Module) -> bool:
     )
 
 
-def _in(pattern: str, holder: str) -> bool:
-    return pattern.startswith(f"{holder}.")
-
-
 def _by_names(module: nn.Module, decoder: str) -> dict[str, str]:
     plan: dict[str, str] = {}
     for name, part in module.get_submodule(decoder).named_modules():
-        children = dict(part.named_children())
-        linear = {each for each, child in children.items() if type(child) is nn.Linear}
-        for entering, leaving in PAIRS:
-            if entering <= linear and (linear - entering) <= leaving and len(linear - entering) == 1:
-                holder = ".".join("*" if each.isdigit() else each for each in f"{decoder}.{name}".split("."))
-                plan |= {f"{holder}.{each}": "colwise" for each in sorted(entering)}
-                plan |= {f"{holder}.{each}": "rowwise" for each in linear - entering}
-                plan |= {f"{holder}.{norm}": GRAD_ALLREDUCE for norm in NORMS if norm in children}
+        if (group := linear_group(part)) is not None:
+            holder = layer_pattern(f"{decoder}.{name}")
+            plan |= group_plan(holder, *group)
+            plan |= {f"{holder}.{norm}": GRAD_ALLREDUCE for norm, _ in part.named_children() if norm in NORMS}
     return plan

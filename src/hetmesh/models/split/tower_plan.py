@@ -49,10 +49,7 @@ def tower_plan(tower: nn.Module, works: Callable[[nn.Module], bool]) -> tuple[Ma
 
     A group of layers is split only if halves of it compute the halves of what it computes: code that reshapes by full
     sizes does not, and its group stays whole. Layers that make queries, keys and values at once are never split.
-
-    Args:
-        tower: on which `works` can be tried; blocks that compute nothing are like the first one.
-        works: whether it runs.
+    `tower`: on which `works` can be tried; blocks that compute nothing are like the first one.
     """
     plan: dict[str, str] = {}
     sizes: dict[str, int] = {}
@@ -60,23 +57,29 @@ def tower_plan(tower: nn.Module, works: Callable[[nn.Module], bool]) -> tuple[Ma
     for block in repeated_blocks(tower):
         for name, part in tower.get_submodule(block).named_modules():
             holder = f"{block}.{name}" if name else block
-            pattern = ".".join("*" if each.isdigit() else each for each in holder.split("."))
-            if pattern in refused:
+            pattern = layer_pattern(holder)
+            if pattern in refused or (group := linear_group(part)) is None:
                 continue
-            if (group := _group(part)) is None:
-                continue
-            entering, leaving = group
-            if f"{pattern}.{leaving}" not in plan and not _splits(tower, holder, entering, leaving, works):
+            if f"{pattern}.{group[1]}" not in plan and not _splits(tower, holder, *group, works):
                 refused.add(pattern)
                 continue
-            plan |= {f"{pattern}.{each}": "colwise" for each in entering}
-            plan[f"{pattern}.{leaving}"] = "rowwise"
-            key, value = _size(holder, part, entering)
+            plan |= group_plan(pattern, *group)
+            key, value = _size(part, group[0])
             sizes[key] = value
     return plan, sizes
 
 
-def _group(part: nn.Module) -> tuple[tuple[str, ...], str] | None:
+def layer_pattern(fqn: str) -> str:
+    """An FQN with `*` for the numbers of layers."""
+    return ".".join("*" if name.isdigit() else name for name in fqn.split("."))
+
+
+def group_plan(holder: str, entering: Sequence[str], leaving: str) -> dict[str, str]:
+    """The plan of the linear layers of a group, in modules that match `holder`."""
+    return {f"{holder}.{name}": "colwise" for name in entering} | {f"{holder}.{leaving}": "rowwise"}
+
+
+def linear_group(part: nn.Module) -> tuple[tuple[str, ...], str] | None:
     """The layers of `part` that a plan splits together, if all its linear layers are among them."""
     linear = {name for name, child in part.named_children() if type(child) is nn.Linear}
     for entering, leaving in PAIRS:
@@ -85,7 +88,7 @@ def _group(part: nn.Module) -> tuple[tuple[str, ...], str] | None:
     return None
 
 
-def _size(holder: str, part: nn.Module, entering: Sequence[str]) -> tuple[str, int]:
+def _size(part: nn.Module, entering: Sequence[str]) -> tuple[str, int]:
     """What a degree must divide: the heads of an attention, else the width of an MLP."""
     heads = next((getattr(part, key) for key in ("num_heads", "num_attention_heads") if hasattr(part, key)), None)
     if heads is not None:
@@ -106,7 +109,8 @@ def _splits(
             return False
     finally:
         handle.remove()
-    args, kwargs = _with_random_input(*calls[0], width=_width(part.get_submodule(entering[0])))
+    first: Any = part.get_submodule(entering[0])
+    args, kwargs = _with_random_input(*calls[0], width=first.in_features)
     with _random_weights(part), torch.no_grad():
         whole = _entering_last(part, leaving, args, kwargs)
         halves = []
@@ -122,10 +126,6 @@ def _splits(
                 part._modules.update(before)
     joined = torch.cat(halves, dim=-1)
     return joined.shape == whole.shape and torch.allclose(joined, whole, rtol=1e-3, atol=1e-4)
-
-
-def _width(linear: Any) -> int:
-    return linear.in_features
 
 
 def _entering_last(part: nn.Module, leaving: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -161,18 +161,18 @@ def _with_random_input(
 def _random_weights(part: nn.Module) -> Iterator[None]:
     """Random values for all parameters of a part, about as large as trained ones."""
     draw = torch.Generator().manual_seed(1)
-    before = [(each, dict(each._parameters)) for each in part.modules()]
+    before = [(owner, dict(owner._parameters)) for owner in part.modules()]
     try:
-        for each, parameters in before:
+        for owner, parameters in before:
             for name, p in parameters.items():
                 if p is not None:
                     scale = max(p.shape[-1:], default=1) ** -0.5
                     values = torch.randn(p.shape, generator=draw, dtype=p.dtype) * scale
-                    each._parameters[name] = nn.Parameter(values, requires_grad=False)
+                    owner._parameters[name] = nn.Parameter(values, requires_grad=False)
         yield
     finally:
-        for each, parameters in before:
-            each._parameters.update(parameters)
+        for owner, parameters in before:
+            owner._parameters.update(parameters)
 
 
 def _shard(linear: nn.Module, dim: int, rank: int) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,9 +12,8 @@ from torch import Tensor
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import SampleLike
 from hetmesh.models.split.encoder_half import HfEncoderAdapter, kept_rows
+from hetmesh.models.split.rope_index import media_tokens
 from hetmesh.models.split.whole_model import WholeModel, features_of
-
-IMAGE_TYPE = 1
 
 
 def load_whole(whole: WholeModel) -> Any:
@@ -28,19 +27,10 @@ def load_whole(whole: WholeModel) -> Any:
 
 
 def whole_logits(
-    whole: WholeModel,
-    model: Any,
-    encoders: Mapping[str, HfEncoderAdapter],
-    sample: SampleLike,
-    meta: SampleMeta,
+    whole: WholeModel, model: Any, encoders: Mapping[str, HfEncoderAdapter], sample: SampleLike, meta: SampleMeta
 ) -> Tensor:
     """The logits `[targets, vocab]` of the targets of one expanded sample, by `model.forward` alone: no position, mask,
-    row or head of hetmesh's.
-
-    Args:
-        model: the whole model with its weights.
-        encoders: by placeholder what hands its items over.
-    """
+    row or head of hetmesh's. `encoders`: by placeholder what hands its items over."""
     parameters = inspect.signature(model.forward).parameters
     dtype = next(p.dtype for p in model.parameters())
     arguments: dict[str, Any] = {}
@@ -58,31 +48,12 @@ def whole_logits(
         arguments |= given
     by_type = "mm_token_type_ids" in parameters or any("grid_thw" in name for name in arguments)
     if by_type and not whole.around:
-        arguments["mm_token_type_ids"] = _media_tokens(meta)
+        arguments["mm_token_type_ids"] = media_tokens(meta)
     if whole.family.mask == "bidirectional_runs":
-        arguments["token_type_ids"] = _media_tokens(meta)
+        arguments["token_type_ids"] = media_tokens(meta)
     elif whole.family.mask == "prefix":
         first = min((start for start, _ in meta.targets), default=meta.tokens)
         arguments["token_type_ids"] = (torch.arange(meta.tokens) >= first).long()[None]
     ids = sample.tokens[None]
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **arguments).logits[0]
     return torch.cat([logits[start - 1 : stop - 1] for start, stop in meta.targets])
-
-
-def _media_tokens(meta: SampleMeta) -> Tensor:
-    """1 where a media item's rows are, `[1, tokens]`."""
-    kinds = torch.zeros(1, meta.tokens, dtype=torch.int64)
-    for item in meta.media:
-        kinds[0, item.position : item.position + item.rows] = IMAGE_TYPE
-    return kinds
-
-
-def all_logits(
-    whole: WholeModel,
-    model: Any,
-    encoders: Mapping[str, HfEncoderAdapter],
-    samples: Sequence[SampleLike],
-    metas: Sequence[SampleMeta],
-) -> Tensor:
-    """`whole_logits` of several samples, one behind the other."""
-    return torch.cat([whole_logits(whole, model, encoders, s, m) for s, m in zip(samples, metas, strict=True)])

@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hetmesh.errors import RecipeError
+from hetmesh.models.lazy_transformers import hf
+from hetmesh.models.weights.load import saved_tensors
 from hetmesh.models.weights.model_forms import ModelForms, model_forms
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.models.weights.stored_form import StoredForm
+from hetmesh.parallel.tensor_parallel import within
 from hetmesh.recipe.hf_families import MEDIA, Family, class_of, family_of
 
 LLM, PROJECTOR = "llm", "projector"
@@ -34,9 +37,7 @@ class WholeModel:
     """A `...ForConditionalGeneration` of transformers as its directory describes it. Made by `whole_model`.
 
     Attributes:
-        pretrained: the directory.
         config: its config, with attention as hetmesh needs it.
-        model_class: its class.
     """
 
     pretrained: Pretrained
@@ -62,17 +63,13 @@ class WholeModel:
 
     @cached_property
     def around(self) -> Mapping[str, tuple[int, int]]:
-        """Kind of media -> tokens right before and behind an item, where `get_rope_index` goes by them.
-
-        Raises:
-            RecipeError: the config does not say them.
-        """
+        """Kind of media -> tokens right before and after an item, where `get_rope_index` goes by them."""
         found = {}
         for kind, keys in self.family.around.items():
-            before, behind = (getattr(self.config, key, None) for key in keys)
-            if not isinstance(before, int) or not isinstance(behind, int):
+            before, after = (getattr(self.config, key, None) for key in keys)
+            if not isinstance(before, int) or not isinstance(after, int):
                 raise RecipeError(f"{self.pretrained}: its config.json must have {keys[0]} and {keys[1]}")
-            found[kind] = (before, behind)
+            found[kind] = (before, after)
         return found
 
     @property
@@ -85,11 +82,7 @@ class WholeModel:
     @property
     def text_config(self) -> Any:
         """The config of the LLM."""
-        return self.get("get_decoder").config
-
-    def get(self, getter: str) -> Any:
-        """What one of the model's own `get_...()` returns."""
-        return getattr(self.model, getter)()
+        return self.model.get_decoder().config
 
     def fqn(self, module: nn.Module) -> str:
         """The FQN of a submodule of `model`."""
@@ -98,21 +91,21 @@ class WholeModel:
     @cached_property
     def decoder(self) -> str:
         """FQN of the decoder."""
-        return self.fqn(self.get("get_decoder"))
+        return self.fqn(self.model.get_decoder())
 
     @cached_property
     def head(self) -> str:
         """FQN of the head."""
-        return self.fqn(self.get("get_output_embeddings"))
+        return self.fqn(self.model.get_output_embeddings())
 
     @cached_property
     def embedding(self) -> str:
         """FQN of the token embedding."""
-        return self.fqn(self.get("get_input_embeddings"))
+        return self.fqn(self.model.get_input_embeddings())
 
     @cached_property
     def towers(self) -> Mapping[str, str]:
-        """Part -> FQN of its tower, without what is behind it (projectors)."""
+        """Part -> FQN of its tower, without what follows it (projectors)."""
         found = {}
         for media, part in TOWERS.items():
             tower = self.model.get_encoder(media)
@@ -129,11 +122,8 @@ class WholeModel:
 
     @cached_property
     def owners(self) -> Mapping[str, str]:
-        """Part by name of each parameter and persistent buffer.
-
-        Raises:
-            RecipeError: some of them belong to no part, or to several because they are tied.
-        """
+        """Part by name of each parameter and persistent buffer. Raises RecipeError if some of them belong to no part,
+        or to several because they are tied."""
         owners: dict[str, str] = {}
         lost: list[str] = []
         for name, _ in saved_tensors(self.model):
@@ -157,7 +147,7 @@ class WholeModel:
         for part, tower in self.towers.items():
             if within(name, tower):
                 return part
-        if len(self.towers) == 1:  # what is beside tower and LLM lies between them
+        if len(self.towers) == 1:  # what belongs to neither tower nor LLM lies between them
             return next(iter(self.towers))
         hints = {"audio": ("audio", "speech"), "vision": ("vision", "visual", "image")}
         named = [part for part in self.towers if any(hint in name for hint in hints[part])]
@@ -175,11 +165,8 @@ class WholeModel:
 
     @cached_property
     def projector(self) -> str:
-        """FQN of the one module between tower and LLM.
-
-        Raises:
-            RecipeError: there are several parts between them, or several towers.
-        """
+        """FQN of the one module between tower and LLM. Raises RecipeError if there are several parts between them, or
+        several towers."""
         (tower, *others) = self.towers.items()
         between = [name for name, part in self.owners.items() if part == tower[0] and not within(name, tower[1])]
         parent = tower[1].rpartition(".")[0]
@@ -194,30 +181,25 @@ class WholeModel:
 
     @cached_property
     def owners_apart(self) -> Mapping[str, str]:
-        """`owners` where the projector is a module of its own."""
+        """`owners` where the projector is a separate module."""
         return {name: PROJECTOR if within(name, self.projector) else part for name, part in self.owners.items()}
 
-    def part(self, model: Any, part: str, owners: Mapping[str, str] | None = None) -> Any:
-        """`model`, as `build` makes it, without what other parts own; in place.
-
-        Args:
-            owners: `owners_apart`, or by default `owners`.
-        """
-        self._strip(model, part, "", owners or self.owners)
-        return model
-
-    def _strip(self, module: nn.Module, part: str, prefix: str, owners: Mapping[str, str]) -> None:
+    def part(self, model: Any, part: str, owners: Mapping[str, str] | None = None, prefix: str = "") -> Any:
+        """`model`, as `build` makes it, without what other parts own; in place. `owners`: `owners_apart`, or by default
+        `owners`. `prefix`: of the names of a submodule."""
+        owners = owners or self.owners
         held = [name for name in owners if name.startswith(prefix)]
-        for name, child in list(module.named_children()):
-            inside = {owners[each] for each in held if each.startswith(f"{prefix}{name}.")}
+        for name, child in list(model.named_children()):
+            inside = {owners[fqn] for fqn in held if fqn.startswith(f"{prefix}{name}.")}
             if inside and part not in inside:
-                del module._modules[name]
+                del model._modules[name]
             elif len(inside) > 1:
-                self._strip(child, part, f"{prefix}{name}.", owners)
-        for name in (*module._parameters, *module._buffers):
+                self.part(child, part, owners, f"{prefix}{name}.")
+        for name in (*model._parameters, *model._buffers):
             if owners.get(f"{prefix}{name}", part) != part:
-                module._parameters.pop(name, None)
-                module._buffers.pop(name, None)
+                model._parameters.pop(name, None)
+                model._buffers.pop(name, None)
+        return model
 
     def owned_by_others(self, part: str, owners: Mapping[str, str] | None = None) -> tuple[str, ...]:
         """Patterns of the names of the tensors that `part` does not own."""
@@ -226,21 +208,13 @@ class WholeModel:
 
     @property
     def checkpoint_names(self) -> Mapping[str, str]:
-        """Name in the checkpoint (in `stored_forms`) by name in the model, through transformers' own renamings.
-
-        Raises:
-            RecipeError: as of `stored_forms`.
-        """
+        """Name in the checkpoint (in `stored_forms`) by name in the model, through transformers' own renamings."""
         return self._read.names
 
     def stored_forms(self, _: Pretrained) -> Mapping[str, StoredForm]:
         """The tensors of the checkpoint as the model reads them; those that transformers makes of several (experts) by
-        their name in the model.
-
-        Raises:
-            RecipeError: tensors that the model does not know, that are missing among experts, or of which transformers
-                computes something else.
-        """
+        their name in the model. Raises RecipeError for tensors that the model does not know, that are missing among
+        experts, or of which transformers computes something else."""
         return self._read.forms
 
     @cached_property
@@ -252,7 +226,7 @@ class WholeModel:
             {name: entry.shape for name, entry in self.pretrained.tensors.items()},
             {name: tuple(tensor.shape) for name, tensor in saved_tensors(self.model)},
             self.pretrained,
-            lambda name: any(_matches(pattern, name) for pattern in ignored),
+            lambda name: any(re.search(pattern, name) for pattern in ignored),
         )
         if unknown := found.unknown:
             more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
@@ -270,26 +244,9 @@ def features_of(model: Any, media: str) -> Any:
     return getattr(inner, name, None) or getattr(model, name, None)
 
 
-def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers under every name that they have."""
-    for prefix, owner in module.named_modules():
-        buffers = {n: b for n, b in owner._buffers.items() if n not in owner._non_persistent_buffers_set}
-        for name, tensor in {**owner._parameters, **buffers}.items():
-            if tensor is not None:
-                yield (f"{prefix}.{name}" if prefix else name), tensor
-
-
-def within(name: str, prefix: str) -> bool:
-    """Whether an FQN is `prefix` or below it."""
-    return name == prefix or name.startswith(f"{prefix}.")
-
-
 def whole_model(pretrained: Pretrained) -> WholeModel:
-    """The model that a directory describes; made once per directory.
-
-    Raises:
-        RecipeError: it is no multimodal model of transformers that can be split.
-    """
+    """The model that a directory describes; made once per directory. Raises RecipeError if it is no multimodal model of
+    transformers that can be split."""
     _ = pretrained.config
     stamp = (pretrained.path / "config.json").stat().st_mtime_ns
     return _whole_model(pretrained.path.resolve(), stamp, pretrained.key)
@@ -298,7 +255,6 @@ def whole_model(pretrained: Pretrained) -> WholeModel:
 @lru_cache(maxsize=8)
 def _whole_model(path: Path, stamp: int, key: str) -> WholeModel:
     import transformers
-    from transformers import AutoConfig
 
     pretrained = Pretrained(path, key)
     inside = family_of(str(pretrained.config.get("model_type"))).inside
@@ -311,7 +267,7 @@ def _whole_model(path: Path, stamp: int, key: str) -> WholeModel:
             f"{transformers.__version__}, whose name ends in ForConditionalGeneration, is expected"
         )
     try:
-        kind = found.config_class if inside else AutoConfig
+        kind = found.config_class if inside else hf("AutoConfig")
         config = kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         model_class = _with_attention(found, config)
     except Exception as error:  # whatever transformers makes of a broken config.json
@@ -324,7 +280,7 @@ def _whole_model(path: Path, stamp: int, key: str) -> WholeModel:
             f"{pretrained}: {found.__name__} has no tower that it calls by get_image_features or get_audio_features, "
             "so there is nothing to split from its LLM"
         )
-    if whole.get("get_output_embeddings") is None or whole.get("get_decoder") is whole.model:
+    if whole.model.get_output_embeddings() is None or whole.model.get_decoder() is whole.model:
         raise RecipeError(f"{pretrained}: {found.__name__} has no decoder with a head that could be the LLM")
     _ = whole.owners
     return whole
@@ -332,8 +288,8 @@ def _whole_model(path: Path, stamp: int, key: str) -> WholeModel:
 
 def _with_attention(model_class: Any, config: Any) -> Any:
     """Let every part compute in the dtype of its module, with torch's attention where it has that."""
-    for each in _configs(config):
-        each.dtype = None
+    for part in _configs(config):
+        part.dtype = None
     for name in ("sdpa", "eager"):  # models with soft-capped logits have no sdpa
         config._attn_implementation = name
         try:
@@ -348,13 +304,7 @@ def _with_attention(model_class: Any, config: Any) -> Any:
 
 
 def _configs(config: Any) -> Iterator[Any]:
-    from transformers import PreTrainedConfig
-
     yield config
     for value in vars(config).values():
-        if isinstance(value, PreTrainedConfig):
+        if isinstance(value, hf("PreTrainedConfig")):
             yield from _configs(value)
-
-
-def _matches(pattern: str, name: str) -> bool:
-    return re.search(pattern, name) is not None

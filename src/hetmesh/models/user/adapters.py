@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from hetmesh.attention.packed_rows import with_tensors
 from hetmesh.errors import BoundaryError, SampleError
 from hetmesh.graph.sample import SampleMeta
-from hetmesh.models.adapter import NONE, Abilities, SampleLike
+from hetmesh.models.adapter import NONE, Abilities, AdapterDefaults, SampleLike
 from hetmesh.models.collate import collate_media, collate_tokens, media_items
-from hetmesh.models.row_wise import RowWise
-from hetmesh.models.user.token_shares import install_token_shares, rows_of_lane
 from hetmesh.models.weights.pretrained import prefixes
 from hetmesh.parallel.fully_shard import needs_backward
-from hetmesh.parallel.stages import PREVIOUS, is_absent
+from hetmesh.parallel.sequence_parallel import ShardedTokens
+from hetmesh.parallel.stage_views import PREVIOUS, is_absent
+from hetmesh.parallel.tensor_parallel import within
+from hetmesh.parallel.tokens import tokens_of
 
 
 @dataclass(frozen=True)
-class UserAdapter(RowWise):
+class UserAdapter(AdapterDefaults):
     """A user's row-wise module, and what all kinds of modules share.
 
     Attributes:
-        arguments: of the constructor.
         layer_names, plan, sizes, abilities: what the class declares.
         reason_not_probed: why it was not tried whether the module mixes samples; empty if it was.
     """
@@ -56,9 +56,6 @@ class UserAdapter(RowWise):
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
         return self.sizes
 
-    def item_rows(self, shape: tuple[int, ...]) -> int:
-        raise NotImplementedError(f"module {self.name!r} does not read media")
-
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         install_token_shares(module, self)
         (rows,) = inputs.values()
@@ -87,11 +84,8 @@ class UserAdapter(RowWise):
         return 1 if self.is_last(module) or self.abilities.activation is None else self.abilities.activation.per_row
 
     def checked(self, module: nn.Module, output: Any, rows: int, items: int) -> Tensor:
-        """`output` as `[rows, features]`.
-
-        Raises:
-            BoundaryError: it is not of that shape, or, between two stages, not of the declared one.
-        """
+        """`output` as `[rows, features]`. Raises BoundaryError if it is not of that shape, or, between two stages, not
+        of the declared one."""
         width, between = self.out_features, self.abilities.activation
         if not self.is_last(module) and between is not None:
             rows, width = rows * between.per_row + items * between.per_item, between.features
@@ -117,14 +111,7 @@ class UserEncoder(UserAdapter):
             raise SampleError(f"module {self.name!r} reads {self.media_shape} {self.media!r}, got {tuple(shape)}")
         return self.rows_per_item
 
-    def collate(
-        self,
-        samples: Sequence[SampleLike],
-        metas: Sequence[SampleMeta],
-        *,
-        placeholders: Mapping[str, int] = MappingProxyType({}),
-        pad_id: int = 0,
-    ) -> dict[str, Tensor]:
+    def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **_: Any) -> dict[str, Tensor]:
         return collate_media(samples, metas, self.media, self.media_shape)
 
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
@@ -160,14 +147,7 @@ class UserItemsEncoder(UserAdapter):
             raise SampleError(f"module {self.name!r}: item_rows({tuple(shape)}) returned {rows!r}, no number of rows")
         return rows
 
-    def collate(
-        self,
-        samples: Sequence[SampleLike],
-        metas: Sequence[SampleMeta],
-        *,
-        placeholders: Mapping[str, int] = MappingProxyType({}),
-        pad_id: int = 0,
-    ) -> dict[str, Tensor]:
+    def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **_: Any) -> dict[str, Tensor]:
         return {f"media.{i}": item for i, item in enumerate(media_items(samples, metas, self.media))}
 
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
@@ -192,32 +172,25 @@ class UserSink(UserAdapter):
     sources: Mapping[str, str] = field(default_factory=dict)
     n_read: ClassVar = 2
 
-    def collate(
-        self,
-        samples: Sequence[SampleLike],
-        metas: Sequence[SampleMeta],
-        *,
-        placeholders: Mapping[str, int] = MappingProxyType({}),
-        pad_id: int = 0,
-    ) -> dict[str, Tensor]:
-        return collate_tokens(samples, metas, sources=self.sources, placeholders=placeholders, pad_id=pad_id)
+    def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **how: Any) -> dict[str, Tensor]:
+        return collate_tokens(samples, metas, sources=self.sources, **how)
 
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         install_token_shares(module, self)
-        batch, ids = dict(batch), batch["input_ids"]
+        ids, changed = batch["input_ids"], dict(batch)
         if ids.numel() == 0:  # no forward ever sees an empty tensor: one token that predicts nothing
             positions = batch["position_ids"]
             ids = ids.new_zeros(1, 1)
-            batch |= {"input_ids": ids, "position_ids": positions.new_zeros(*positions.shape[:-2], 1, 1)}
+            changed |= {"input_ids": ids, "position_ids": positions.new_zeros(*positions.shape[:-2], 1, 1)}
         last, targets = self.is_last(module), len(batch["target_positions"])
         if not last:  # a stage without the head returns all tokens, which its stand-ins for later layers hand on
-            batch["target_positions"] = torch.arange(ids.numel(), device=ids.device)
+            changed["target_positions"] = torch.arange(ids.numel(), device=ids.device)
+        batch = with_tensors(batch, changed)
         hidden, rows = inputs.get(PREVIOUS), {key: value for key, value in inputs.items() if key != PREVIOUS}
         if hidden is not None:
             output = self.call(module, batch, {}, hidden.view(*ids.shape, -1))
         else:
-            batch, rows = rows_of_lane(module, self.sources, batch, rows)
-            output = self.call(module, batch, rows)
+            output = self.call(module, batch, rows_of_lane(module, self.sources, batch, rows))
         if not last:
             return self.checked(module, output, ids.numel(), 0)
         if not isinstance(output, Tensor) or output.ndim != 2 or len(output) != targets:
@@ -230,3 +203,38 @@ def as_parameters(module: nn.Module, media: Tensor) -> Tensor:
     """Media in the dtype of the module's parameters if they are floating-point numbers; ids stay as they are."""
     parameter = next(module.parameters(), None)
     return media.to(parameter.dtype) if media.is_floating_point() and parameter is not None else media
+
+
+def sharded_layers(layers: tuple[str, ...], prefixes: tuple[str, ...]) -> tuple[str, ...]:
+    """The layers that work on shares of the tokens."""
+    return tuple(layer for layer in layers if within(layer, *prefixes))
+
+
+def install_token_shares(module: nn.Module, adapter: UserAdapter) -> None:
+    """Make `module` split its tokens before the first of its sharded layers and join them after the last, if it has
+    sequence parallelism. Does so once per module."""
+    tokens: Any = tokens_of(module)
+    if not isinstance(tokens, ShardedTokens) or tokens.by_hooks:
+        return
+    tokens.by_hooks = True
+    inside = sharded_layers(adapter.layers(), adapter.abilities.token_sharded)
+
+    def share(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tokens.split_lane(arguments[0]), *arguments[1:]
+
+    def join(_: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
+        return tokens.join(output)
+
+    module.get_submodule(inside[0]).register_forward_pre_hook(share)
+    module.get_submodule(inside[-1]).register_forward_hook(join)
+
+
+def rows_of_lane(
+    module: nn.Module, sources: Mapping[str, str], batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Rows for all placeholders of a batch's lane. A rank with sequence parallelism got the rows of its share:
+    zeros stand for the others, which are cut off where tokens are split."""
+    tokens = tokens_of(module)
+    if not isinstance(tokens, ShardedTokens):
+        return dict(inputs)
+    return {source: tokens.spread(inputs[source], batch, f"positions.{at}") for source, at in sources.items()}

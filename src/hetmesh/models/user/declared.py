@@ -10,15 +10,11 @@ from torch import nn
 from hetmesh.errors import RecipeError
 from hetmesh.graph.module_graph import Activation
 from hetmesh.models.adapter import Abilities, AdapterRequest
-from hetmesh.models.user.token_shares import sharded_layers
+from hetmesh.models.user.adapters import sharded_layers
 
 
 def declared_layers(example: nn.Module, request: AdapterRequest) -> tuple[str, ...]:
-    """`layers`, or the children of the module, of which a ModuleList stands for its members.
-
-    Raises:
-        RecipeError: a name is no submodule, or given twice.
-    """
+    """`layers`, or the children of the module, of which a ModuleList stands for its members."""
     layers: Any = getattr(example, "layers", None)
     if not _is_names(layers):  # a module may well hold its blocks in a ModuleList called `layers`
         return tuple(
@@ -35,11 +31,7 @@ def declared_layers(example: nn.Module, request: AdapterRequest) -> tuple[str, .
 
 
 def declared_abilities(example: nn.Module, layers: tuple[str, ...], request: AdapterRequest) -> Abilities:
-    """What the module can do beyond being called whole.
-
-    Raises:
-        RecipeError: an attribute is not what it must be.
-    """
+    """What the module can do beyond being called whole."""
     kind, sink = type(example).__name__, not request.consumers
     page = "see hetmesh/models/user/README.md"
     return Abilities(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import gc
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from hetmesh._own_code import import_named
@@ -16,21 +20,16 @@ from hetmesh.models.adapter import Adapter, AdapterRequest
 from hetmesh.models.config_keys import constructor_arguments, positive_int
 from hetmesh.models.user.adapters import UserAdapter, UserEncoder, UserItemsEncoder, UserSink
 from hetmesh.models.user.declared import declared_abilities, declared_layers
-from hetmesh.models.user.entry_probe import enters_layers_once
+from hetmesh.models.user.layer_probes import enters_layers_once, first_layers
 from hetmesh.models.user.probe import check_packing, check_samples, check_token_shares
-from hetmesh.models.user.stage_probe import first_layers
-from hetmesh.models.user.unregistered import check_registered
-from hetmesh.models.weights.deferred import random_state
+from hetmesh.models.weights.build import random_state
 
 _PROTOCOL = frozenset(name for name in dir(Adapter) if not name.startswith("_"))
 
 
 def make_user_adapter(model: str, request: AdapterRequest) -> Adapter | None:
     """The adapter of `"package.module:Class"`; None while it needs the width of a neighbour that is not known yet.
-
-    Raises:
-        RecipeError: the class cannot be imported or constructed, lacks a size, or does not do what it declares.
-    """
+    Raises RecipeError if the class cannot be imported or constructed, lacks a size, or does not do what it declares."""
     imported = _import(model, request)
     if issubclass(imported, nn.Module):
         return _adapter_of_module(imported, request)
@@ -162,8 +161,9 @@ def _example(model_class: type[nn.Module], arguments: Mapping[str, Any], request
         with random_state(request.name, 0), torch.device("meta"):
             example = model_class(**arguments)
     except Exception as error:
+        listed = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise RecipeError(
-            f"{request.key}: {model_class.__name__}({_listed(arguments)}) failed: {error}; it is first constructed on "
+            f"{request.key}: {model_class.__name__}({listed}) failed: {error}; it is first constructed on "
             "the meta device, so its constructor must not read values of its parameters"
         ) from error
     if lazy := [name for name, p in example.named_parameters() if isinstance(p, UninitializedParameter)]:
@@ -175,5 +175,57 @@ def _example(model_class: type[nn.Module], arguments: Mapping[str, Any], request
     return example
 
 
-def _listed(arguments: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+_LOOKED_INTO = (list, tuple, set, frozenset, dict, partial, MethodType, CellType, staticmethod, classmethod)
+
+
+def check_registered(example: nn.Module, request: AdapterRequest) -> None:
+    """Raise RecipeError if something in `example` refers to parameters that are not registered, or to registered ones
+    outside their name. Modules that are not registered may be there if all of their weights are frozen."""
+    names = {id(parameter): name for name, parameter in example.named_parameters()}
+    modules = {id(module) for module in example.modules()}
+    for owner in example.modules():
+        renewed = vars(owner).get("_flat_weights")  # of torch's RNNs
+        known: list[Any] = [owner._parameters, owner._buffers, owner._modules, renewed]
+        seen = {id(table): table for table in known}
+        classes = [base for base in type(owner).__mro__[:-1] if not base.__module__.startswith("torch.")]
+        for key, value in (item for holder in (*classes, owner) for item in vars(holder).items()):
+            for held in _held(value, modules, seen):
+                where = f"{request.key}: {type(owner).__name__}.{key} holds"
+                if id(held) in names:
+                    raise RecipeError(
+                        f"{where} parameter {names[id(held)]} beside its name; when it is sharded, only its name "
+                        "gets the shard: look it up in forward"
+                    )
+                kind = "parameter" if isinstance(held, nn.Parameter) else "tensor with requires_grad"
+                kind = f"{type(held).__name__} with parameters" if isinstance(held, nn.Module) else kind
+                raise RecipeError(
+                    f"{where} a {kind} that is not registered, so it would never be trained, saved or sharded: make it "
+                    "an attribute of the module, or a member of an nn.ModuleList, nn.ModuleDict or nn.ParameterList"
+                )
+
+
+def _held(value: Any, modules: set[int], seen: dict[int, Any]) -> Iterator[Tensor | nn.Module]:
+    """Tensors that require gradients, and unregistered modules with such parameters, that `value` refers to."""
+    left = deque([value])
+    while left:
+        item = left.popleft()
+        if id(item) in seen or id(item) in modules:
+            continue
+        seen[id(item)] = item  # kept alive, so that no other object gets its id
+        if isinstance(item, Tensor):
+            if item.is_leaf and (item.requires_grad or isinstance(item, nn.Parameter)):
+                yield item
+        elif isinstance(item, nn.Module):
+            if any(parameter.requires_grad for parameter in item.parameters()):
+                yield item
+        elif isinstance(item, FunctionType):
+            left.extend(_referents(item))
+        elif isinstance(item, _LOOKED_INTO):
+            left.extend(gc.get_referents(item))
+
+
+def _referents(function: FunctionType) -> Iterable[Any]:
+    """A function's closure and defaults, and the tensors and modules among the globals that it names."""
+    values = [function.__globals__.get(name) for name in function.__code__.co_names]
+    named = [value for value in values if isinstance(value, Tensor | nn.Module)]
+    return [function.__closure__, function.__defaults__, function.__kwdefaults__, *named]

@@ -46,14 +46,10 @@ def reason_not_compared(
     """Compare the module whole with itself on `degree` ranks, in float64, on several samples, without dropout.
 
     Args:
-        plan: FQN pattern -> style.
         where: the key of the plan, for errors.
 
     Returns:
         Why it could not be compared; None if it was.
-
-    Raises:
-        RecipeError: they differ.
     """
     if not isinstance(adapter, UserAdapter) or (isinstance(adapter, UserSink) and vocab_size < 2):
         return "no input for it is known"
@@ -163,7 +159,7 @@ def _compare(copies: _Copies, call: Call, degree: int, where: str) -> None:
         raise RecipeError(f"{on_ranks} computes something else than whole: its output differs by {off:.2g}")
     floor = gradient_floor(whole.gradients)
     for name, gradient, found, hint in _gradients(whole, ranks, copies.styles):
-        off = max(distance(each, gradient, floor) for each in found)
+        off = max(distance(other, gradient, floor) for other in found)
         if not off <= _TOLERANCE:
             raise RecipeError(f"{on_ranks} has another gradient of {name}, which differs by {off:.2g}: {hint}")
 
@@ -194,11 +190,7 @@ def _sharded_dims(style: str) -> dict[str, int]:
 
 
 class _Copies:
-    """Copies of a module with the same random values: rows of large weights overlap in a small memory.
-
-    Raises:
-        NotProbed: it cannot be built without memory, or is too large, or its plan has styles that are not known.
-    """
+    """Copies of a module with the same random values: rows of large weights overlap in a small memory."""
 
     def __init__(self, adapter: UserAdapter, plan: Mapping[str, Any]) -> None:
         self.adapter = replace(adapter, layer_names=(), abilities=NONE)  # no stages, no shares of tokens

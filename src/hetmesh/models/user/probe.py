@@ -23,16 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetmesh._torch_compat import has_gradient_hooks
+from hetmesh._torch_compat import TorchDispatchMode, has_gradient_hooks
 from hetmesh.attention.context_attention import ContextAttention
-from hetmesh.context import causal, packed
+from hetmesh.attention.packed_rows import PackedRows
+from hetmesh.context import causal, join
 from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.packing import pack_tokens
-from hetmesh.models.user.adapters import UserAdapter, UserEncoder, UserItemsEncoder, UserSink
-from hetmesh.models.user.same_draws import SameDraws
-from hetmesh.models.user.token_shares import sharded_layers
+from hetmesh.models.user.adapters import UserAdapter, UserEncoder, UserItemsEncoder, UserSink, sharded_layers
 from hetmesh.models.weights.build import build_module
 from hetmesh.parallel.tensor_parallel import matching
 
@@ -68,7 +67,6 @@ class ProbeRun:
     """One forward, and in grad mode a backward of its outputs' weighted sum.
 
     Attributes:
-        output: of the forward.
         parameters, inputs: gradients by name; empty without a backward.
         wrote_inputs: whether the forward changed its rows in place.
     """
@@ -80,11 +78,8 @@ class ProbeRun:
 
 
 def run(module: nn.Module, forward: Forward, call: Call, weights: Tensor | None = None) -> ProbeRun:
-    """`forward` of one call.
-
-    Args:
-        weights: of the outputs in the sum, of which the first `len(output)` are used; by default those of `_weights`.
-    """
+    """`forward` of one call. `weights`: of the outputs in the sum, of which the first `len(output)` are used; by
+    default those of `_weights`."""
     batch, rows = call
     leaves = {source: given.detach().requires_grad_() for source, given in rows.items()}
     copies = {source: leaf.clone() for source, leaf in leaves.items()}
@@ -153,6 +148,30 @@ def _gradients(given: ProbeRun) -> dict[str, Tensor]:
     return given.parameters | {f"its input {source!r}": gradient for source, gradient in given.inputs.items()}
 
 
+_DRAWS = {"rand", "randn", "randint", "normal", "uniform", "exponential", "log_normal", "cauchy", "random", "geometric"}
+
+
+class SameDraws(TorchDispatchMode):
+    """While it is entered torch draws 0.5 everywhere, lets every random event happen (so dropout keeps all), and draws
+    the reverse as a permutation: what is decided for each sample is then the same whatever is computed with it, and
+    what mixes samples still mixes them. What is not drawn by torch stays random."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__.removesuffix("_").removesuffix("_like")
+        if name == "native_dropout":
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        out = func(*args, **(kwargs or {}))
+        if name == "randperm":
+            return out.sort(descending=True).values
+        if name == "bernoulli":
+            return out.fill_(1)
+        if name in _DRAWS and out.numel():
+            out.fill_(0.5 if out.is_floating_point() else out.flatten()[0])
+        return out
+
+
 def sample_calls(adapter: UserAdapter, vocab_size: int) -> tuple[Call, list[Call]]:
     """A call with several samples (two of different lengths for an LLM, three for others), and one with each alone."""
     generator = torch.Generator().manual_seed(0)
@@ -205,9 +224,6 @@ def check_samples(adapter: UserAdapter, example: nn.Module, request: AdapterRequ
 
     Returns:
         Why it could not be tried, in training or in evaluation; None if it was.
-
-    Raises:
-        RecipeError: they do, or two constructions differ, or a forward writes into its rows.
     """
     if n_parameters(example) > MAX_PARAMETERS:
         return f"it has more than {MAX_PARAMETERS:,} parameters; try a small one of the class"
@@ -283,19 +299,15 @@ def _compare_samples(
 
 
 def check_packing(adapter: UserSink, example: nn.Module, request: AdapterRequest) -> None:
-    """Compare two samples, padded, with the same samples in one row: in float64, with random weights.
-
-    Raises:
-        RecipeError: they differ, or the forward fails.
-    """
+    """Compare two samples, padded, with the same samples in one row: in float64, with random weights."""
     if n_parameters(example) > MAX_PARAMETERS or request.vocab_size < 2:
         return
     module = build_module(adapter, request.name, 0, torch.float64).eval()
     where = f"{request.key}: {type(example).__name__} declares `packed_attention`"
     (batch, rows), apart = sample_calls(adapter, request.vocab_size)
     lengths = [alone["input_ids"].shape[1] for alone, _ in apart]
-    attention = ContextAttention(packed([causal(length) for length in lengths]), name=f"{request.name} attention")
-    in_one_row = {**pack_tokens(batch, lengths, ((0, sum(lengths)),)), "attention": attention}
+    attention = ContextAttention(join([causal(length) for length in lengths]), name=f"{request.name} attention")
+    in_one_row = PackedRows(pack_tokens(batch, lengths, ((0, sum(lengths)),)), attention)
     try:
         padded = run(module, adapter.forward, (batch, rows))
         joined = run_pieces(module, adapter.forward, [(in_one_row, rows)], padded)
@@ -324,9 +336,6 @@ def check_token_shares(adapter: UserAdapter, example: nn.Module, request: Adapte
 
     With sequence parallelism the parts of a layer that have rowwise linears get all tokens, everything else a share; so
     these parts are left out.
-
-    Raises:
-        RecipeError: a layer mixes tokens, or no part of them has a rowwise linear.
     """
     where = f"{request.key}: {type(example).__name__} declares `token_sharded`"
     styles = {name: style for pattern, style in adapter.plan.items() for name in matching(example, pattern)}

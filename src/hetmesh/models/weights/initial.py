@@ -30,7 +30,6 @@ class Identity:
     Attributes:
         place: `seed:module`.
         name: the first FQN of the parameter in its module, or a number if it is not in the module.
-        draws: number of random operations so far.
     """
 
     place: str
@@ -159,9 +158,7 @@ class Initial:
     elements.
 
     Attributes:
-        where: what errors call the parameter.
         shape, dtype: of the drawn values; the parameter may have another dtype.
-        steps: the operations, in order.
     """
 
     where: str

@@ -15,19 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from hetmesh.models.adapter import Adapter
-from hetmesh.models.weights.fill import local_share, materialize, plain_name
+from hetmesh.models.weights.fill_module import local_share, materialize, plain_name
 from hetmesh.models.weights.lora import is_adapter
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.models.weights.stored_form import Read, StoredForm, reads
-from hetmesh.parallel.stages import absent_layers
+from hetmesh.parallel.stage_views import absent_layers
 
 
 def check_weights(adapter: Adapter, module: nn.Module, pretrained: Pretrained) -> dict[str, str]:
     """The checkpoint's name of each parameter and persistent buffer of `module`, which may be sharded and on meta.
-
-    Raises:
-        RecipeError: the checkpoint's tensors are not those of the module.
-    """
+    Raises RecipeError if the checkpoint's tensors are not those of the module."""
     expected, aliases = own_tensors(module)
     elsewhere = tuple(rf"{re.escape(layer)}\..*" for layer in absent_layers(module))  # on other pipeline stages
     unused = (*adapter.checkpoint_unused, *elsewhere)
@@ -35,11 +32,7 @@ def check_weights(adapter: Adapter, module: nn.Module, pretrained: Pretrained) -
 
 
 def stored_forms(adapter: Adapter, pretrained: Pretrained) -> Mapping[str, StoredForm]:
-    """The tensors of a checkpoint as the adapter's model reads them, by the names that `check_weights` gives.
-
-    Raises:
-        RecipeError: tensors are missing, or it is not known how the model converts them.
-    """
+    """The tensors of a checkpoint as the adapter's model reads them, by the names that `check_weights` gives."""
     own = adapter.abilities.stored_forms
     return pretrained.forms if own is None else own(pretrained)
 
@@ -50,7 +43,7 @@ def own_tensors(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str
     names: dict[int, str] = {}
     aliases: dict[str, str] = {}
     expected: dict[str, tuple[int, ...]] = {}
-    for name, tensor in _saved_tensors(module):
+    for name, tensor in _own(module):
         first = names.setdefault(id(tensor), name)
         if first == name:
             expected[name] = tuple(tensor.shape)
@@ -79,17 +72,14 @@ def load_weights(
     """
     found = check_weights(adapter, module, pretrained)
     materialize(module, torch.device(device), roots)
-    read_tensors(adapter, pretrained, found, _saved_tensors(module))
+    read_tensors(adapter, pretrained, found, _own(module))
 
 
 def read_tensors(
     adapter: Adapter, pretrained: Pretrained, found: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Read values into `tensors`, sharded or not, by their names in the module.
-
-    Args:
-        found: from `check_weights`; tensors that are not in it are left unchanged.
-    """
+    """Read values into `tensors`, sharded or not, by their names in the module. `found`: from `check_weights`; tensors
+    that are not in it are left unchanged."""
     from safetensors import safe_open
 
     forms = stored_forms(adapter, pretrained)
@@ -107,14 +97,18 @@ def read_tensors(
                     local[read.target].copy_(read.block.to_module(value))
 
 
-def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers under each of their names; without LoRA adapters."""
+def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers under every name that they have."""
     for prefix, owner in module.named_modules():
         buffers = {n: b for n, b in owner._buffers.items() if n not in owner._non_persistent_buffers_set}
         for name, tensor in {**owner._parameters, **buffers}.items():
-            fqn = f"{prefix}.{name}" if prefix else name
-            if tensor is not None and not is_adapter(fqn):
-                yield plain_name(fqn), tensor
+            if tensor is not None:
+                yield (f"{prefix}.{name}" if prefix else name), tensor
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """`saved_tensors` without LoRA adapters, by the names before the module was wrapped."""
+    return ((plain_name(name), tensor) for name, tensor in saved_tensors(module) if not is_adapter(name))
 
 
 @contextmanager

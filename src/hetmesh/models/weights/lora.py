@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from hetmesh.errors import RecipeError
+from hetmesh.parallel.tensor_parallel import matches
+from hetmesh.recipe.sections import LoRA
 
 ADAPTER = "default"
 """peft's name for the one set of adapters that a module has."""
 
 
-class LoRALike(Protocol):
-    """The `[modules.<name>.lora]` table of a recipe."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def alpha(self) -> float: ...
-    @property
-    def dropout(self) -> float: ...
-    @property
-    def target_modules(self) -> Sequence[str] | None: ...
-
-
-def add_lora(module: nn.Module, lora: LoRALike, name: str, seed: int, layers: Sequence[str]) -> None:
+def add_lora(module: nn.Module, lora: LoRA, name: str, seed: int, layers: Sequence[str]) -> None:
     """Add adapters to linear layers of `module`, in place, and freeze everything else.
 
     `q_proj` becomes a peft layer that holds the old one as `q_proj.base_layer`, with `q_proj.lora_A.default` and
@@ -119,9 +108,3 @@ def lora_plan(module: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
         out[f"{name}.base_layer"] = style
         out[f"{name}.lora_{'A' if style == 'rowwise' else 'B'}.{ADAPTER}"] = style
     return out
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether an FQN matches the pattern of a tensor parallel plan, in which `*` is one name."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True))

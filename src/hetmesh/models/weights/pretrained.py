@@ -42,7 +42,6 @@ class Pretrained:
     """A directory with `config.json` and one safetensors file, or several with their index.
 
     Attributes:
-        path: the directory.
         key: the recipe key that names it; errors begin with it.
     """
 
@@ -61,11 +60,8 @@ class Pretrained:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The content of config.json.
-
-        Raises:
-            RecipeError: it is missing, it asks for remote code or quantised weights, or the directory has an adapter.
-        """
+        """The content of config.json. Raises RecipeError if it is missing, it asks for remote code or quantised
+        weights, or the directory has an adapter."""
         file = self.path / "config.json"
         if not file.is_file():
             raise RecipeError(f"{self}: there is no config.json in it")
@@ -86,11 +82,7 @@ class Pretrained:
 
     def section(self, model: str, types: Collection[str]) -> dict[str, Any]:
         """The part of the config whose `model_type` is one of `types`: a part of a multimodal model's, or all of it.
-        (Qwen3-VL's vision tower has the model_type of the whole model.)
-
-        Raises:
-            RecipeError: there is no such part.
-        """
+        (Qwen3-VL's vision tower has the model_type of the whole model.)"""
         parts: dict[str, Mapping[str, Any]] = {k: part for k, part in self.config.items() if isinstance(part, Mapping)}
         parts[""] = self.config
         for part in parts.values():
@@ -104,11 +96,8 @@ class Pretrained:
 
     @cached_property
     def files(self) -> tuple[Path, ...]:
-        """The safetensors files.
-
-        Raises:
-            RecipeError: there are none, or only pickles, or one that the index names is missing.
-        """
+        """The safetensors files. Raises RecipeError if there are none, or only pickles, or one that the index names is
+        missing."""
         indices = sorted(self.path.glob("*.safetensors.index.json"))
         if indices:
             stored = json_object(indices[0], self).get("weight_map")

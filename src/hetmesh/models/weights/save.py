@@ -56,8 +56,6 @@ def write_tensors(
 
     Args:
         read: returns the values of tensors by name; called for the tensors of one file at a time.
-        largest: largest file in bytes.
-        name: stem of the file names.
 
     Raises:
         OutputError: a file cannot be written, or differs from what was written.

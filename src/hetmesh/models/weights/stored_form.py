@@ -1,4 +1,4 @@
-"""How a checkpoint stores a tensor of a module: as one tensor, or as blocks that are tensors of their own.
+"""How a checkpoint stores a tensor of a module: as one tensor, or as blocks that are separate tensors.
 
 Checkpoints on the Hub store the experts of a layer one by one, gate and up separately; a module has all of them in one
 parameter. These are pure values: what a rank reads of which stored tensors follows from its share of the parameter, and
@@ -25,7 +25,6 @@ class StoredBlock:
     """A block of a module's tensor that lies in one stored tensor.
 
     Attributes:
-        stored: name of the stored tensor.
         place: per dim of the module's tensor, the interval that the block takes.
         dims: per dim of the module's tensor, the dim of the stored one that runs along it; None: it has none, and the
             block is 1 long there.
@@ -140,11 +139,7 @@ def cut(form: StoredForm, dim: int, start: int, stop: int) -> StoredForm:
 
 
 def in_parts(form: StoredForm, dim: int, count: int) -> StoredForm:
-    """With a dim split into two, the first of size `count`: `unflatten(dim, (count, -1))`.
-
-    Raises:
-        ValueError: `count` does not divide the dim.
-    """
+    """With a dim split into two, the first of size `count`: `unflatten(dim, (count, -1))`."""
     size, rest = divmod(form.shape[dim], count)
     if rest:
         raise ValueError(f"a dim of {form.shape[dim]} has no {count} equal parts")
@@ -152,11 +147,7 @@ def in_parts(form: StoredForm, dim: int, count: int) -> StoredForm:
 
 
 def refitted(form: StoredForm, shape: Shape) -> StoredForm:
-    """`form` in another `shape` of the same memory: the same shape, or one with a dim split into two.
-
-    Raises:
-        ValueError: `shape` is neither.
-    """
+    """`form` in another `shape` of the same memory: the same shape, or one with a dim split into two."""
     for dim in range(len(form.shape)) if form.shape != shape else ():
         count = shape[dim] if dim < len(shape) else 0
         if count and form.shape[dim] % count == 0 and in_parts(form, dim, count).shape == shape:
@@ -194,11 +185,8 @@ class Read:
 
 
 def reads(form: StoredForm, share: Sequence[Intervals]) -> Iterator[Read]:
-    """The reads that fill a share of a tensor: nothing outside it, and nothing twice.
-
-    Args:
-        share: per dim the ordered intervals of the tensor whose concatenation is the share's extent.
-    """
+    """The reads that fill a share of a tensor: nothing outside it, and nothing twice. `share`: per dim the ordered
+    intervals of the tensor whose concatenation is the share's extent."""
     for piece in itertools.product(*map(with_offsets, share)):
         for block in form.blocks:
             inside = [
@@ -255,5 +243,5 @@ def extra_tensors(form: StoredForm, shape: Shape) -> tuple[list[str], list[str]]
 
 def renumbered(name: str, old: int, new: int) -> str:
     """The name of an item of a list, from that of another one."""
-    before, found, behind = name.rpartition(f".{old}.")
-    return f"{before}.{new}.{behind}" if found else name
+    before, found, after = name.rpartition(f".{old}.")
+    return f"{before}.{new}.{after}" if found else name

@@ -16,8 +16,11 @@ from torch import Tensor, nn
 
 from hetmesh._torch_compat import not_compiled
 from hetmesh.balance.place_experts import Placement
-from hetmesh.parallel.experts.balance import balance_terms, choices_per_sample, inject
-from hetmesh.parallel.experts.exchange import (
+from hetmesh.parallel.experts.layers import ExpertLayers
+from hetmesh.parallel.experts.load_balancing import balance_terms, choices_per_sample, inject
+from hetmesh.parallel.experts.products import grouped_linear
+from hetmesh.parallel.experts.routed_tokens import LaneSamples, RoutedTokens
+from hetmesh.parallel.experts.token_exchange import (
     ExpertRanks,
     RoutedCounts,
     count_choices,
@@ -26,10 +29,7 @@ from hetmesh.parallel.experts.exchange import (
     start_counts,
     sum_choices,
 )
-from hetmesh.parallel.experts.fan import collect, fan_to_experts, fan_to_ranks, spread
-from hetmesh.parallel.experts.layers import ExpertLayers
-from hetmesh.parallel.experts.products import grouped_linear
-from hetmesh.parallel.experts.tokens import LaneSamples, RoutedTokens
+from hetmesh.parallel.experts.token_routes import collect, route_to_experts, route_to_ranks, spread
 from hetmesh.parallel.linear import local
 from hetmesh.parallel.random_state import current_microbatch
 
@@ -53,11 +53,7 @@ class ExpertBlock(nn.Module):
     """Takes the place of a model's class; children and their names stay.
 
     Attributes:
-        gate: the router.
-        layers: what the module says of all of its blocks.
-        number: of this one.
         peers: the ranks along `ep`.
-        tokens: of the microbatch.
         placement: the expert at each place: which ranks hold which.
         places: the place of each expert, int64 `[experts]`; None where each is at its own number.
         sharing: the ranks that share a sample's tokens (`cp`); None: this one has all.
@@ -81,7 +77,7 @@ class ExpertBlock(nn.Module):
 
     @not_compiled
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """`[..., features]` -> the same; padding behind the real tokens gives 0."""
+        """`[..., features]` -> the same; padding after the real tokens gives 0."""
         flat = hidden_states.flatten(0, -2)
         samples = self.tokens.samples
         real = flat[: len(samples.of_token)]
@@ -128,27 +124,23 @@ class ExpertBlock(nn.Module):
         numbers = places.to(torch.int16)
         counts = finish()
         if peers.ranks > 1:
-            there = fan_to_ranks(wanted, sum(counts.sent), min(chosen, peers.ranks))
+            there = route_to_ranks(wanted, sum(counts.sent), min(chosen, peers.ranks))
             sent = spread(together, there), numbers.index_select(0, there.source)
             together, numbers = send_rows(*sent, counts, peers, microbatch)
         each = self.layers.count // peers.ranks
         own = numbers.to(torch.int64) - each * peers.own
         own = torch.where((own >= 0) & (own < each), own, each)
-        fan, choice = fan_to_experts(own, sum(counts.experts))
-        computed = self.experts(spread(together[:, :features], fan), counts.experts)
+        route, choice = route_to_experts(own, sum(counts.experts))
+        computed = self.experts(spread(together[:, :features], route), counts.experts)
         weights = together[:, features:].reshape(-1).index_select(0, choice)
-        sums = collect(computed * weights[:, None], fan)
+        sums = collect(computed * weights[:, None], route)
         if peers.ranks > 1:
             sums = collect(return_rows(sums, counts, peers, microbatch), there)
         return sums
 
 
 def make_expert_block(block: Any, **attributes: Any) -> None:
-    """Make a ready-made block an ExpertBlock, in place.
-
-    Args:
-        attributes: those of the ExpertBlock.
-    """
+    """Make a ready-made block an ExpertBlock, in place."""
     block.__class__ = ExpertBlock
     block.experts.__class__ = LocalExperts
     for name, value in attributes.items():

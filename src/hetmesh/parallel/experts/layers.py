@@ -26,7 +26,6 @@ class ExpertLayers:
         count: experts of each block.
         chosen: experts of each token.
         inner: features between an expert's two products.
-        features: of the tokens.
         balance: the weight of the load-balancing loss; 0 has none.
     """
 

@@ -65,8 +65,8 @@ def placement_plan(tensor: DTensor, before: Placement, after: Placement, world: 
     places = [[place for start, stop in layout.intervals(shape, r)[0] for place in range(start, stop)] for r in ranks]
     mesh = MeshSpec.make(ranks, place=len(ranks))
     src, dst = (
-        Layout(mesh, (RowSplit(0, tuple(tuple((each[p], each[p] + 1) for p in held) for held in places)),))
-        for each in (before, after)
+        Layout(mesh, (RowSplit(0, tuple(tuple((order[p], order[p] + 1) for p in held) for held in places)),))
+        for order in (before, after)
     )
     width = math.prod(layout.local_shape(shape, world.rank)[1:])
     return plan_transfer((shape[0], width), src, dst, ranks_per_node=world.ranks_per_node)

@@ -1,0 +1,81 @@
+"""What adapters make together, along the boundaries of a graph: row counts, positions, boundaries of side outputs.
+
+A side output is a feature that a module emits besides its rows, which its consumer adds after some of its layers.
+DeepStack (arXiv:2406.04334) in Qwen3-VL: layers inside the vision tower also emit features, one per image token, which
+are added after the first layers of the LLM. Each is a separate boundary, straight to the pipeline stage that holds
+its layer and, within it, to the rank that keeps the token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+
+from hetmesh.errors import RecipeError
+from hetmesh.graph import ModuleGraph, SampleMeta
+from hetmesh.graph.topology import BoundarySpec
+from hetmesh.models.adapter import Adapter
+
+ItemRows = Callable[[tuple[int, ...]], int]
+
+
+def _rows_of_item(graph: ModuleGraph, adapters: Mapping[str, Adapter], name: str) -> ItemRows:
+    """Rows that module `name` emits for one media item of a raw shape."""
+    inputs = graph.inputs(name)
+    if not inputs:
+        return cache(adapters[name].item_rows)  # called for every item of every batch, and shapes are few
+    before = _rows_of_item(graph, adapters, inputs[0].source)
+    return cache(lambda shape: adapters[name].rows(before(shape)))
+
+
+def _media_of(graph: ModuleGraph, name: str) -> str | None:
+    inputs = graph.inputs(name)
+    return _media_of(graph, inputs[0].source) if inputs else graph[name].media
+
+
+def placeholder_rows(graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> dict[str, ItemRows]:
+    """Per placeholder: a function from a media item's raw shape to its number of rows in the sink's sequence."""
+    return {b.at: _rows_of_item(graph, adapters, b.source) for b in graph.boundaries if b.at is not None}
+
+
+def module_rows(graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> dict[str, tuple[str | None, ItemRows]]:
+    """Per module except the sink: the kind of media that its rows come from, and a function from an item's raw shape to
+    the number of rows that it emits."""
+    return {
+        name: (_media_of(graph, name), _rows_of_item(graph, adapters, name))
+        for name in graph.order
+        if name != graph.sink.name
+    }
+
+
+def with_side_outputs(boundaries: Sequence[BoundarySpec], adapters: Mapping[str, Adapter]) -> tuple[BoundarySpec, ...]:
+    """The boundaries of a recipe, each followed by those of the side outputs of its source."""
+    found: list[BoundarySpec] = []
+    for b in boundaries:
+        found.append(b)
+        for output in adapters[b.source].abilities.side_outputs:
+            takes = adapters[b.destination].abilities.layer_of_output
+            layer = takes(output) if takes is not None else None
+            if layer is None:
+                raise RecipeError(
+                    f"boundary {b.name}: {b.source!r} also emits {output!r}, for which {b.destination!r} has no layer; "
+                    "an LLM of model 'qwen3_vl_text' with enough layers takes it, straight from its encoder (or leave "
+                    f"it out: modules.{b.source}.config.deepstack_visual_indexes)"
+                )
+            found.append(BoundarySpec(b.source, b.destination, b.at, output, layer))
+    return tuple(found)
+
+
+def sample_positions(
+    graph: ModuleGraph, adapters: Mapping[str, Adapter]
+) -> Callable[[SampleMeta], tuple[tuple[int, ...], ...]] | None:
+    """A function from an expanded sample to its positions; None for an LLM whose positions are 0..tokens-1."""
+    positions = adapters[graph.sink.name].abilities.position_ids
+    if positions is None:
+        return None
+    grids = {
+        b.at: cache(grid)
+        for b in graph.inputs(graph.sink.name)
+        if b.at is not None and (grid := adapters[b.source].abilities.item_grid) is not None
+    }
+    return lambda meta: positions(meta, grids)

@@ -1,0 +1,137 @@
+"""Give a module on the meta device, sharded or not, memory for what this rank holds, and values."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hetmesh._torch_compat import StridedShard
+from hetmesh.errors import LayoutError
+from hetmesh.layout.intervals import Intervals
+from hetmesh.layout.layout import Layout
+from hetmesh.layout.mesh import MeshSpec
+from hetmesh.layout.placements import Placement, RowSplit, sharded_dim
+from hetmesh.models.weights.initial import Initial
+from hetmesh.models.weights.lora import base_name
+from hetmesh.models.weights.stored_form import with_offsets
+
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""Prefixes that activation checkpointing and torch.compile insert into parameter names."""
+
+
+def plain_name(fqn: str) -> str:
+    """The FQN that a tensor had before its module was wrapped or got adapters."""
+    for wrapper in WRAPPERS:
+        fqn = fqn.replace(wrapper, "")
+    return base_name(fqn)
+
+
+def materialize(module: nn.Module, device: torch.device, roots: Sequence[nn.Module] = ()) -> None:
+    """Give every parameter without memory uninitialised memory on `device`, and move buffers there, unless that is the
+    CPU (where offloaded parameters are, but not the buffers of the same module). Tied parameters stay tied. `roots`:
+    the modules that wrap `module` or parts of it, where FSDP was applied to these."""
+    made: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in made:
+                    made[id(parameter)] = empty_parameter(parameter, device)
+                owner._parameters[name] = made[id(parameter)]
+    if device.type != "cpu":
+        move_buffers(module, device)
+    for root in roots:
+        if any(isinstance(part, FSDPModule) for part in root.modules()):
+            root._apply(lambda tensor: tensor)  # FSDP keeps references to parameters; now it looks them up again
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Bring the buffers of `module` to `device`."""
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = buffer.to(device)
+
+
+def draw_weights(module: nn.Module, initial: MutableMapping[str, Initial]) -> list[str]:
+    """Give the parameters of `module` their values from `initial`, which has them by the names before the module was
+    wrapped: this rank's rows and columns, a block of rows at a time. Values are removed from `initial` as they are
+    used, so that those held in full are freed early.
+
+    Returns:
+        The names of the parameters that `initial` does not have, which are left as they were.
+    """
+    names: dict[int, list[str]] = {}
+    held: dict[int, nn.Parameter] = {}
+    for fqn, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(plain_name(fqn))
+        held[id(parameter)] = parameter
+    others: list[str] = []
+    with torch.no_grad():
+        for key, parameter in held.items():
+            found = [values for name in names[key] if (values := initial.pop(name, None)) is not None]
+            if found:
+                copy_part(*local_share(parameter.detach()), found[0], found[0].rows_per_block)
+            else:
+                others.append(names[key][0])
+    return others
+
+
+def local_share(tensor: Tensor) -> tuple[Tensor, tuple[Intervals, ...]]:
+    """This rank's part of a tensor, and per dim the ordered global intervals that it holds."""
+    if not isinstance(tensor, DTensor):
+        return tensor, tuple(((0, size),) for size in tensor.shape)
+    shape, mesh = tuple(tensor.shape), MeshSpec.of(tensor.device_mesh)
+    placements = fused_splits(tuple(tensor.placements), shape, mesh.sizes)
+    return tensor.to_local(), Layout(mesh, placements).intervals(shape, dist.get_rank())
+
+
+def fused_splits(
+    placements: tuple[Placement, ...], shape: Sequence[int], sizes: Sequence[int]
+) -> tuple[Placement, ...]:
+    """`placements` with explicit rows in place of strided shards along an axis that alone splits their dim: each rank
+    has its share of each of `split_factor` joined tensors (gate and up of experts, split by columns)."""
+    found = list(placements)
+    for axis, placement in enumerate(placements):
+        alone = [sharded_dim(other) for other in placements].count(sharded_dim(placement)) == 1
+        if isinstance(placement, StridedShard) and alone and placement.split_factor > 1:
+            size, parts, ranks = shape[placement.dim], int(placement.split_factor), sizes[axis]
+            if size % (parts * ranks):
+                raise LayoutError(
+                    f"{placement} on a dim of {size}: {ranks} ranks cannot have equal shares of {parts} tensors"
+                )
+            part, step = size // parts, size // (parts * ranks)
+            starts = [[base + i * step for base in range(0, size, part)] for i in range(ranks)]
+            found[axis] = RowSplit(placement.dim, tuple(tuple((at, at + step) for at in rank) for rank in starts))
+    return tuple(found)
+
+
+def copy_part(local: Tensor, regions: Sequence[Intervals], source: Any, rows: int | None = None) -> None:
+    """Copy a part of a tensor from `source`, which is indexed by slices of the whole tensor.
+
+    Args:
+        regions: per dim, the ordered intervals of the whole tensor that `local` holds.
+        rows: how many rows to copy at a time, aligned to the whole tensor; None: all at once.
+    """
+    for piece in itertools.product(
+        *(with_offsets(region, rows if dim == 0 else None) for dim, region in enumerate(regions))
+    ):
+        target = tuple(slice(offset, offset + stop - start) for offset, start, stop in piece)
+        wanted = tuple(slice(start, stop) for _, start, stop in piece)
+        local[target].copy_(source[wanted] if wanted else source[...])
+
+
+def empty_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """One like `parameter` with uninitialised memory on `device`."""
+    # Not `from_local` for DTensors: that brings what is offloaded to the host back to the mesh's device.
+    value = torch.empty_like(parameter.detach(), device=device)
+    made = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    if not isinstance(parameter, DTensor):
+        made.__dict__.update(parameter.__dict__)  # attributes that a constructor may have set
+    return made

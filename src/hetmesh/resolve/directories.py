@@ -1,0 +1,142 @@
+"""Directories that the modules of a recipe come from: the one of a whole multimodal model, and those of frozen modules
+to which a checkpoint refers, with what was in their files."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from hetmesh.boundary import World
+from hetmesh.errors import CheckpointError, HetmeshError
+from hetmesh.files import open_file
+from hetmesh.models import pretrained_of
+from hetmesh.models.weights.pretrained import Pretrained
+from hetmesh.recipe.hf_families import class_of
+from hetmesh.recipe.recipe import Recipe
+
+References = Mapping[str, Mapping[str, Any]]
+"""Module -> `path` of its directory, and `files`: name -> CRC-32."""
+
+_CHUNK = 8 << 20  # bytes read at once
+
+
+def directory_of(recipe: Recipe) -> Pretrained | None:
+    """The one directory of a whole multimodal model from which all modules of `recipe` come, None if there is none."""
+    found = {name: pretrained_of(name, module) for name, module in recipe.modules.items()}
+    paths = {None if each is None else each.path.resolve() for each in found.values()}
+    pretrained = found[recipe.sink]
+    return pretrained if len(paths) == 1 and len(found) > 1 and _is_whole(pretrained) else None
+
+
+def why_not_compared(recipe: Recipe) -> str:
+    """Why modules of a whole multimodal model's directory are not compared with it; empty where they are, or where none
+    of them comes from such a directory."""
+    found = {name: pretrained_of(name, module) for name, module in recipe.modules.items()}
+    if directory_of(recipe) is not None or not any(map(_is_whole, found.values())):
+        return ""
+    if len(found) < 2:
+        return f"modules.{recipe.sink} is the recipe's only module"
+    given = (
+        f"modules.{name} has no initial_load_path"
+        if each is None
+        else f"modules.{name}.initial_load_path = '{each.path}'"
+        for name, each in found.items()
+    )
+    return f"its modules do not all come from one directory ({', '.join(given)})"
+
+
+def _is_whole(pretrained: Pretrained | None) -> bool:
+    """Whether a directory is that of a multimodal model of transformers."""
+    return pretrained is not None and class_of(pretrained.config).endswith("ForConditionalGeneration")
+
+
+def referenced(recipe: Recipe) -> tuple[str, ...]:
+    """The modules of `recipe` that its checkpoints only refer to: frozen whole, with weights from a directory."""
+    if recipe.checkpoint.frozen != "reference":
+        return ()
+    found = recipe.modules.items()
+    return tuple(n for n, m in found if not m.trainable and m.lora is None and m.initial_load_path is not None)
+
+
+def references(world: World, recipe: Recipe, modules: tuple[str, ...]) -> References:
+    """What the directories of `modules` hold now; each file is read by one rank. Collective.
+
+    Raises:
+        CheckpointError: a directory or a file cannot be read, or a module has none; on every rank.
+    """
+    if not modules:
+        return {}
+    error = ""
+    files: list[tuple[str, Path]] = []
+    mine: dict[tuple[str, str], int] = {}
+    try:
+        files = _files(recipe, modules)
+        mine = _checksums(files[world.rank :: world.size])
+    except (HetmeshError, OSError) as problem:
+        error = str(problem)
+    everybody: list[Any] = [None] * world.size
+    with world.waiting("checksums of the directories of frozen modules"):
+        dist.all_gather_object(everybody, (error, mine), group=world.group(range(world.size)))
+    if told := next((text for text, _ in everybody if text), ""):
+        raise CheckpointError(f"checkpoints refer to the directories of {', '.join(modules)}: {told}")
+    return _entries(files, {key: crc for _, some in everybody for key, crc in some.items()})
+
+
+def references_alone(recipe: Recipe, modules: Iterable[str]) -> References:
+    """`references` in one process."""
+    try:
+        files = _files(recipe, modules)
+        return _entries(files, _checksums(files))
+    except (HetmeshError, OSError) as problem:
+        told = ", ".join(modules)
+        raise CheckpointError(f"checkpoints refer to the directories of {told}: {problem}") from problem
+
+
+def _files(recipe: Recipe, modules: Iterable[str]) -> list[tuple[str, Path]]:
+    found: list[tuple[str, Path]] = []
+    for name in modules:
+        pretrained = pretrained_of(name, recipe.modules[name]) if name in recipe.modules else None
+        if pretrained is None:
+            raise CheckpointError(f"modules.{name}.initial_load_path is missing")
+        found += [(name, file) for file in (pretrained.path / "config.json", *pretrained.files)]
+    return found
+
+
+def _checksums(files: Iterable[tuple[str, Path]]) -> dict[tuple[str, str], int]:
+    found = {}
+    for name, file in files:
+        crc = 0
+        with open_file(file) as stream:
+            while data := stream.read(_CHUNK):
+                crc = zlib.crc32(data, crc)
+        found[name, file.name] = crc
+    return found
+
+
+def _entries(files: Iterable[tuple[str, Path]], sums: Mapping[tuple[str, str], int]) -> References:
+    found: dict[str, dict[str, Any]] = {}
+    for name, file in files:
+        entry = found.setdefault(name, {"path": str(file.parent), "files": {}})
+        entry["files"][file.name] = sums[name, file.name]
+    return found
+
+
+def check_references(checkpoint: Path, saved: References, now: References) -> None:
+    """Compare what a checkpoint refers to with what the directories hold.
+
+    Raises:
+        CheckpointError: a file has changed, is missing, or is new.
+    """
+    for name, entry in saved.items():
+        before, after = entry["files"], now[name]["files"]
+        changed = sorted(file for file in before.keys() | after.keys() if before.get(file) != after.get(file))
+        if changed:
+            raise CheckpointError(
+                f"checkpoint {checkpoint} refers to the frozen modules.{name} in {entry['path']}, and "
+                f"{now[name]['path']}/{changed[0]} is not what was there; restore it, or name the directory that has "
+                f"it in modules.{name}.initial_load_path"
+            )

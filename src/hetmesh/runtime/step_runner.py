@@ -1,0 +1,292 @@
+"""What one rank keeps and does while it runs one schedule: outputs, leaves, gradients and transfers in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from hetmesh.balance import BatchPlan
+from hetmesh.boundary import Exchange, Label
+from hetmesh.boundary.accelerator import Accelerator
+from hetmesh.graph import Edge, Route, Stage
+from hetmesh.parallel import local_part
+from hetmesh.parallel.random_state import entering
+from hetmesh.parallel.stage_views import PREVIOUS
+from hetmesh.runtime.backward import SplitBackward, backward
+from hetmesh.runtime.batches_ahead import BatchesAhead, LoadBatch
+from hetmesh.runtime.stage_streams import StageStreams
+from hetmesh.runtime.step_transfers import RoutedRows, StepTransfers
+from hetmesh.schedule import Action, Kind, Schedule
+
+if TYPE_CHECKING:
+    from hetmesh.runtime.runtime import Runtime
+
+Outputs = Mapping[str, Tensor]
+"""The outputs of a stage by name; `""` is its rows, its activations, or the output of the sink."""
+
+Loss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+"""(output of the sink, its batch) -> the summed loss of this lane and microbatch, a scalar."""
+
+Observe = Callable[[int, Tensor, Mapping[str, Tensor]], None]
+"""(microbatch, detached output of the sink, its batch): called after each forward of the sink."""
+
+_Saved = Tensor | tuple[torch.device, Tensor]
+"""What autograd saved: where it was, or its device and a copy in the host's memory."""
+
+
+class StepRunner:
+    """One rank's state of one step; see `Runtime.run`."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        schedule: Schedule,
+        plan: BatchPlan,
+        load_batch: LoadBatch,
+        observe: Observe | None,
+        step: int,
+        transfers: StepTransfers | None = None,
+    ) -> None:
+        self.runtime, self.schedule, self.plan, self.step = runtime, schedule, plan, step
+        self.transfers = transfers or StepTransfers(plan, schedule, runtime.world.rank, runtime.world.ranks_per_node)
+        accelerator, rank = runtime.world.accelerator, runtime.world.rank
+        self.actions, self.observe = schedule.of_rank(rank), observe
+        self.batches = BatchesAhead(load_batch, accelerator, forwards(self.actions), runtime.copying)
+        # A recorded step shows its actions one after another.
+        side = None if runtime.recording is not None else runtime.beside
+        self.streams = StageStreams(accelerator, schedule, rank, side)
+        self.tags: dict[Edge, int] = {}
+        for i, edge in enumerate(schedule.stages.edges):
+            self.tags[edge], self.tags[edge.reversed] = 2 * i, 2 * i + 1
+        self.forward_edges = frozenset(schedule.stages.edges)
+        self.rows = RoutedRows(self.transfers)
+        self.leaves: dict[tuple[Edge, int], Tensor] = {}
+        self.outputs: dict[tuple[Stage, int], Outputs] = {}
+        self.gradients: dict[tuple[Stage, int], dict[str, Tensor]] = {}
+        self.deferred: dict[tuple[Stage, int], SplitBackward] = {}
+        self.recomputed: dict[tuple[Stage, int], Callable[[], Outputs]] = {}
+        self.exchanges: dict[Route, Exchange] = {}
+        self.sent: set[Route] = set()
+        self.over: deque[Route] = deque()  # of `exchanges`, those of which this rank has all it receives
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.world.device)
+
+    def execute(self, action: Action) -> None:
+        """Run one action in which this rank takes part, of any kind but REDUCE."""
+        target, m = action.target, action.microbatch
+        if isinstance(target, Edge):
+            (self._send if action.kind is Kind.SEND else self._receive)(action.route)
+        elif action.kind is Kind.FORWARD:
+            self._forward(target, m)
+        elif action.kind is Kind.BACKWARD:
+            backward(*self._outputs_and_gradients(target, m))
+        elif action.kind is Kind.BACKWARD_INPUT:
+            self._backward_input(target, m)
+        else:
+            self.deferred.pop((target, m)).weight_part()
+
+    def _forward(self, stage: Stage, m: int) -> None:
+        stages, schedule = self.schedule.stages, self.schedule
+        batch = self.batches.take(stage, m)
+        inputs = {PREVIOUS if e.internal else e.key: self._input(e, m) for e in stages.inputs(stage)}
+
+        def compute() -> Outputs:
+            # Without a gradient nothing is kept for a backward: a frozen encoder holds no activations.
+            with torch.set_grad_enabled(schedule.training and stage in stages.backward_stages), self._offloading(stage):
+                return self._run(stage, m, batch, inputs)
+
+        if stage in schedule.recompute and schedule.training:
+            with torch.no_grad():
+                self.outputs[stage, m] = self._run(stage, m, batch, inputs)
+            self.recomputed[stage, m] = compute
+            self.batches.prepare()
+            return
+        outputs = compute()
+        self.batches.prepare()
+        if stage == stages.sink:
+            if self.observe is not None:
+                self.observe(m, outputs[""].detach(), batch)
+            loss = self.runtime.loss(outputs[""], batch)
+            self.loss_sum += loss.detach().double()
+            outputs = {"": loss}
+        self.outputs[stage, m] = outputs
+
+    def _run(self, stage: Stage, m: int, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Outputs:
+        place = replace(self.runtime.places[stage], step=self.step, microbatch=m)
+        with entering(place, self.runtime.device_module):  # computed again, it draws the same again
+            result = self.runtime.modules[stage](batch, inputs)
+        return {"": result} if isinstance(result, Tensor) else result
+
+    def _offloading(self, stage: Stage) -> AbstractContextManager[object]:
+        if stage not in self.schedule.offload:
+            return nullcontext()
+        return activations_on_host(self.runtime.modules[stage].parameters(), self.runtime.world.accelerator)
+
+    def _outputs_and_gradients(self, stage: Stage, m: int) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The outputs of a forward, on their autograd graph, and their gradients; no gradient for the loss."""
+        outputs = self.outputs.pop((stage, m))
+        if (stage, m) in self.recomputed:
+            outputs = self.recomputed.pop((stage, m))()
+        gradients = self.gradients.pop((stage, m), {})
+        if stage != self.schedule.stages.sink:
+            for name in outputs.keys() - gradients.keys():  # it has no rows, and no route
+                gradients[name] = torch.zeros_like(outputs[name])
+        return list(outputs.values()), [gradients.get(name) for name in outputs]
+
+    def _backward_input(self, stage: Stage, m: int) -> None:
+        leaves = [self.leaves[e, m] for e in self.schedule.stages.inputs(stage) if (e, m) in self.leaves]
+        split = SplitBackward(list(self.runtime.modules[stage].parameters()))
+        split.input_part(*self._outputs_and_gradients(stage, m), leaves)
+        self.deferred[stage, m] = split
+
+    def _input(self, edge: Edge, m: int) -> Tensor:
+        """What came along an edge; kept for a backward only where its gradient is sent back."""
+        if (edge, m) not in self.leaves:  # no microbatch has rows for this one
+            source = self.runtime.graph[edge.source.module]
+            device = self.runtime.world.device
+            self._keep(edge, m, torch.empty(0, source.features, dtype=source.options.row_dtype, device=device))
+        leaf = self.leaves[edge, m]
+        if not leaf.requires_grad:
+            del self.leaves[edge, m]
+        return leaf
+
+    def _keep(self, edge: Edge, m: int, rows: Tensor) -> None:
+        needs_gradient = self.schedule.training and edge in self.schedule.stages.gradient_edges
+        self.leaves[edge, m] = rows.requires_grad_(needs_gradient)
+
+    def _send(self, route: Route) -> None:
+        self._exchange(route)
+        self.streams.sent(route)
+        edge, m, _ = route
+        if edge.source not in self.runtime.modules:
+            return
+        self.sent.add(route)
+        stages = self.schedule.stages
+        if edge not in self.forward_edges:
+            if all(r.reversed in self.sent for r in self.schedule.routes.into((edge.reversed,), m)):
+                self.leaves.pop((edge.reversed, m), None)
+            return
+        needed = self.schedule.training and edge.source in stages.backward_stages
+        if not needed and all(r in self.sent for r in self.schedule.routes.out_of(stages.outputs(edge.source), m)):
+            del self.outputs[edge.source, m]  # no gradient will come back for it
+
+    def _receive(self, route: Route) -> None:
+        self.streams.receive(route)
+        received = self._exchange(route).finish_receiving()
+        assert received is not None
+        self.streams.received(route, received)
+        self.over.append(route)
+        edge, _, m = route
+        forward = edge in self.forward_edges
+        if not forward and (sent := self.exchanges.pop(route.reversed, None)) is not None:
+            sent.finish()  # its gradient has come back, so it has arrived
+        rows = self.rows.join(route if forward else route.reversed, received, "destination" if forward else "source")
+        if rows is None:
+            return  # other rows have yet to arrive
+        if forward:
+            self._keep(edge, m, rows)
+            return
+        sums = self.gradients.setdefault((edge.destination, m), {})
+        # One module may feed several consumers: their gradients are summed, in the order of the schedule.
+        sums[edge.output] = sums[edge.output] + rows if edge.output in sums else rows
+
+    def _exchange(self, route: Route) -> Exchange:
+        """The transfer along `route`; SEND starts it."""
+        if route not in self.exchanges:
+            self._forget()
+            runtime, edge = self.runtime, route.edge
+            forward = edge in self.forward_edges
+            along = route if forward else route.reversed
+            local = None
+            if edge.source in runtime.modules:
+                rows = self._output(along) if forward else self._leaf_gradient(along)
+                local = self.rows.split(along, rows, "source" if forward else "destination")
+                self.streams.sending(route, local)
+            exchange = Exchange(
+                runtime.world,
+                self.transfers.transfer(along, forward),
+                local,
+                runtime.graph[along.edge.source.module].options.row_dtype,
+                transfer_label(along, forward),
+                transport=runtime.transport,
+                tag=2 * len(self.forward_edges) * (route.source * self.schedule.routes.most + route.destination)
+                + self.tags[edge],
+                group=runtime.world.channel(runtime.channels.get(along.edge)),
+            )
+            self.exchanges[route] = exchange.start()
+            if runtime.world.rank not in exchange.plan.dst.mesh:
+                self.over.append(route)
+        return self.exchanges[route]
+
+    def _output(self, route: Route) -> Tensor:
+        return self.outputs[route.edge.source, route.source][route.edge.output].detach()
+
+    def _leaf_gradient(self, route: Route) -> Tensor:
+        leaf = self.leaves[route.edge, route.destination]
+        return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+    def _forget(self) -> None:
+        """Release finished transfers, oldest first, so that their buffers do not pile up.
+
+        Not all of them are checked each time: gloo reports a message as finished only after a wait for it.
+        """
+        while self.over and ((first := self.exchanges.get(self.over[0])) is None or first.completed()):
+            self.exchanges.pop(self.over.popleft(), None)
+
+    def drain(self) -> None:
+        """Wait for the sends that are still in flight."""
+        for exchange in self.exchanges.values():
+            exchange.finish()
+
+
+def activations_on_host(parameters: Iterable[nn.Parameter], accelerator: Accelerator) -> saved_tensors_hooks:
+    """A context in which autograd keeps what it saves in the host's memory, until the backward needs it.
+
+    `torch.autograd.graph.save_on_cpu` would move weights as well, one copy per microbatch; they stay where they are.
+
+    Args:
+        parameters: of the module that runs inside.
+        accelerator: where it runs; if it is asynchronous nothing waits for a copy.
+    """
+    weights = {local_part(p).untyped_storage().data_ptr() for p in parameters}
+
+    def pack(saved: Tensor) -> _Saved:
+        # What FSDP has gathered is a parameter for as long as the forward lasts, and comes back into the same memory.
+        gathered = isinstance(saved, nn.Parameter) or isinstance(saved._base, nn.Parameter)
+        if gathered or saved.untyped_storage().data_ptr() in weights:
+            return saved
+        if not accelerator.asynchronous:
+            return saved.device, saved.cpu()
+        return saved.device, accelerator.empty_pinned(saved).copy_(saved, non_blocking=True)
+
+    def unpack(saved: _Saved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        device, host = saved
+        return host.to(device, non_blocking=accelerator.asynchronous)
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def forwards(actions: Iterable[Action]) -> Iterator[tuple[Stage, int]]:
+    """The forwards among `actions`, in order: stages and microbatches."""
+    for action in actions:
+        if action.kind is Kind.FORWARD and isinstance(action.target, Stage):
+            yield action.target, action.microbatch
+
+
+def transfer_label(route: Route, forward: bool) -> Label:
+    """The name, in logs and errors, of what travels along a forward route, or of its gradient."""
+    to = None if route.source == route.destination else route.destination
+    return Label(edge_name(route.edge), route.source, "forward" if forward else "backward", to)
+
+
+def edge_name(edge: Edge) -> str:
+    """The name of a forward edge in logs and errors: its boundary, or `llm.0->llm.1` inside a module."""
+    return str(edge) if edge.internal else f"{edge.key}->{edge.destination.module}"
