@@ -103,7 +103,7 @@ class MemoryFit:
         return self.spare_bytes >= 0 if self.memory_bytes else None
 
 
-def worst(predictions: Iterable[Mapping[int, RankMemory]]) -> dict[int, RankMemory]:
+def largest_memory(predictions: Iterable[Mapping[int, RankMemory]]) -> dict[int, RankMemory]:
     """Per rank the largest of several predictions."""
     found: dict[int, RankMemory] = {}
     for ranks in predictions:

@@ -23,7 +23,7 @@ from hetmesh.simulate.timeline import (
 )
 
 RECEIVE = 8  # not a kind of span: it takes no time of its own
-FREE = TransferCost()
+NO_COST = TransferCost()
 _FORWARD, _BACKWARD, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT  # an enum's attributes are slow
 _SEND, _REDUCE = Kind.SEND, Kind.REDUCE
 
@@ -147,7 +147,7 @@ class _Costs:
             number = self.routes.setdefault(route, len(self.routes))
             if kind is not _SEND:
                 return RECEIVE, edge, m, to, number, 0.0, 0.0, 0, None
-            transfer = self.transfers.get(route, FREE)
+            transfer = self.transfers.get(route, NO_COST)
             return TRANSFER, edge, m, to, number, transfer.seconds, 0.0, transfer.bytes, None
         stage = self.stages[target]
         if kind is _REDUCE:
