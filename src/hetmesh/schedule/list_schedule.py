@@ -226,7 +226,8 @@ def capped_stages(
         kinds: which actions of `steps` they run.
     """
     forwards, backwards = (by_stage(steps, kind) if kind in kinds else {} for kind in (Kind.FORWARD, Kind.BACKWARD))
-    return [Capped(s, stages, routes, caps and caps[s], forwards.get(s, ()), backwards.get(s, ()), split) for s in some]
+    limits = dict.fromkeys(stages.stages) if caps is None else caps
+    return [Capped(s, stages, routes, limits[s], forwards.get(s, ()), backwards.get(s, ()), split) for s in some]
 
 
 class Fixed(Group):

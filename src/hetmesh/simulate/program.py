@@ -80,6 +80,9 @@ class Program:
     most: int
 
 
+_COLUMNS = ("kinds", "targets", "microbatches", "to", "routes", "seconds", "collectives", "bytes", "each")
+
+
 def program(schedule: Schedule, costs: StepCosts) -> Program:
     """The columns of `schedule` under `costs`.
 
@@ -99,9 +102,10 @@ def program(schedule: Schedule, costs: StepCosts) -> Program:
     training = schedule.training
     look_up = _Costs(schedule, costs, index, {edge: i for i, edge in enumerate(edges)})
     entries = [look_up.entry(action) for action in schedule.actions]
-    columns: list[list[Any]] = [list(column) for column in zip(*entries, strict=True)] or [[] for _ in range(9)]
+    by_column = zip(*entries, strict=True) if entries else ((),) * len(_COLUMNS)
+    columns: dict[str, Any] = {name: list(column) for name, column in zip(_COLUMNS, by_column, strict=True)}
     return Program(
-        *columns,
+        **columns,
         tracks=tuple(ranks for ranks, _ in classes),
         held=tuple(held for _, held in classes),
         stage_tracks=[tuple(sorted({track for tracks in sets for track in tracks})) for sets in groups],
