@@ -9,7 +9,8 @@ from hetmesh.boundary.process_groups import job_communicators
 from hetmesh.errors import RecipeError
 from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.resolve.schedules import StepSchedules, schedule_options
-from hetmesh.simulate import MemoryFit, RankMemory, StepModel, Timeline, rank_memory, simulate, worst
+from hetmesh.simulate import MemoryFit, RankMemory, StepModel, Timeline, rank_memory, simulate
+from hetmesh.simulate import largest_memory
 from hetmesh.simulate.fill_bubbles import fill_bubbles
 
 MAX_SAMPLES = 4096
@@ -59,7 +60,7 @@ def memory_fit(resolved: ResolvedRecipe, model: StepModel) -> MemoryFit:
     batches = min(max(MAX_SAMPLES // size, 1), steps)
     samples = loader.drawn([i for k in range(batches) for i in loader.indices(k * steps // batches)]).metas
     plans = map(resolved.plan, largest_batches(resolved.graph, samples, size))
-    ranks = worst(step_memory(resolved, model, plan) for plan in plans)
+    ranks = largest_memory(step_memory(resolved, model, plan) for plan in plans)
     return MemoryFit(model.machine.name, model.machine.memory_bytes, ranks, len(samples), steps * size)
 
 
