@@ -1,11 +1,11 @@
 """The process groups of a job, as a pure function of its graph: those that axes, edges and tied weights need, no more.
 
 A group costs every rank a connection to its members and, on NCCL, device memory on each of them. Messages between two
-ranks need no group of their own on gloo, which has tags: they travel on the group of all ranks.
+ranks need no separate group on gloo, which has tags: they travel on the group of all ranks.
 
 Channels are the groups of messages on backends that match messages by order. One communicator is one queue: whatever
-shares it waits for all that was posted before. So the fetches of each context-parallel group have a channel of their
-own, and so has each edge, up to a number per rank.
+shares it waits for all that was posted before. So the fetches of each context-parallel group have a separate channel,
+and so has each edge, up to a number per rank.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def find_place(env: Mapping[str, str]) -> Place | None:
             raise LaunchError(
                 f"{name} = {env[name]} is set, so a launcher seems to have started this process as one of several, but "
                 "RANK and WORLD_SIZE are not both set: start with torchrun or srun, set RANK, WORLD_SIZE, MASTER_ADDR "
-                f"and MASTER_PORT, or unset {name} to train with workers of its own"
+                f"and MASTER_PORT, or unset {name} to start local workers"
             )
     return None
 
